@@ -1,0 +1,33 @@
+# Every target makes .venv when it is missing or older than pyproject.toml.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-slow lint format
+.DEFAULT_GOAL := test
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits
+	$(BIN)/acmc eval runs/digits --budgets .3,.5 --examples 2048
+	$(BIN)/acmc report runs/digits
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

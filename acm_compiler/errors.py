@@ -1,0 +1,162 @@
+"""Every way in which acm_compiler refuses or fails: one class each, with its exit code.
+
+A message has four parts: what went wrong, where (a site, or `file:line:column`), what was found against
+what was expected, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class AcmError(Exception):
+    """Base of all errors meant for users; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        found: object = None,
+        expected: object = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what, self.where, self.found, self.expected, self.fix = what, where, found, expected, fix
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        facts = [
+            f"{label} {value}"
+            for label, value in (("found", self.found), ("expected", self.expected))
+            if value is not None
+        ]
+        if facts:
+            head = f"{head} ({', '.join(facts)})"
+        return f"{head}\n  {self.fix}" if self.fix else head
+
+
+class UsageError(AcmError):
+    """An argument, option or combination of them that cannot be meant."""
+
+    exit_code = 2
+
+
+class RecipeError(AcmError):
+    """A recipe that does not hold; `problems` lists every fault found, each as `file:line:column: what`."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class SelectionError(UsageError):
+    """A site pattern or name that matches nothing."""
+
+
+class ModelSourceError(UsageError):
+    """A model reference that names nothing that can be built here."""
+
+
+class DataError(AcmError):
+    """A data set that is missing, empty or unreadable."""
+
+
+class NothingToConvert(AcmError):
+    """The model holds no site; the skips say why."""
+
+    exit_code = 3
+
+
+class CaptureFailed(AcmError):
+    """The model could not be seen as a graph with the example inputs given."""
+
+    exit_code = 3
+
+
+class BudgetUnreachable(AcmError):
+    """The budget asked for lies outside what the plan can reach."""
+
+    exit_code = 4
+
+
+class BudgetMissed(AcmError):
+    """The measured budget differs from the one asked for by more than the tolerance (strict runs only)."""
+
+    exit_code = 4
+
+
+class VerificationFailed(AcmError):
+    """Two things that must agree do not."""
+
+    exit_code = 5
+
+
+class RunInterrupted(AcmError):
+    """The run was stopped by a signal after its state had been saved."""
+
+    exit_code = 130
+
+
+class AlreadyRewritten(AcmError):
+    """The model already holds ACMs."""
+
+
+class NotRewritten(AcmError):
+    """The model holds no ACMs."""
+
+
+class PlanMismatch(AcmError):
+    """The plan was made for another model."""
+
+
+class SitesNotFitted(AcmError):
+    """Sites still run their dense region because no phase has fitted their learners."""
+
+
+class NoBudgetTable(AcmError):
+    """The model's gates were never measured, so no knob belongs to a budget."""
+
+
+class NoDenseRegion(AcmError):
+    """The dense regions are gone; they are needed to calibrate, distill or revert."""
+
+
+class LayoutUnknown(AcmError):
+    """A site's tokens cannot be mapped back to the examples of a batch."""
+
+
+class NothingRecorded(AcmError):
+    """Figures were asked for, but no forward pass has produced any."""
+
+
+class TrainingFailed(AcmError):
+    """A phase met a value it cannot train on, such as a loss that is not finite."""
+
+
+class StorageError(AcmError):
+    """A directory or file that cannot be read or written as needed."""
+
+
+class PackageMissing(AcmError):
+    """The request needs an optional package that is not installed."""
+
+
+class CompiledModelError(AcmError):
+    """The request needs the eager model, but a compiled one was given."""
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
+    """The `count` known names most like `name`, best first; empty when none is alike."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, count: int = 1) -> str:
+    """` (did you mean 'epochs'?)`, or an empty string when nothing is alike."""
+    names = nearest(name, known, count=count)
+    return f" (did you mean {', '.join(repr(n) for n in names)}?)" if names else ""

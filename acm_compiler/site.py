@@ -1,0 +1,97 @@
+"""Facts about a model: the places that can become ACMs, and the look-alikes that cannot.
+
+Everything here is frozen, holds no tensors and survives a JSON round trip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SiteKind = Literal["mlp", "gated_mlp", "linear"]
+Role = Literal["q", "k", "v", "o", "qkv", "kv", "qk"]
+GraftKind = Literal["W", "T", "S", "R"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRef:
+    """A weight matrix used as `x @ weight.T + bias`, named by the parameters that hold it.
+
+    `transposed` says that the parameter is stored [in, out] (GPT-2's Conv1D). `rows` = (start, stop) picks
+    output rows of a packed parameter (after undoing `transposed`); None means all of them.
+    """
+
+    weight: str
+    bias: str | None = None
+    transposed: bool = False
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which axis of a site's input belongs to the batch.
+
+    The site's input is [..., features]. Axis `batch_axis` has batch * `folds` entries, the folds of one
+    example lying next to each other (windows, beams). All other axes but the last are token axes.
+    """
+
+    batch_axis: int = 0
+    folds: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graft:
+    """How an ACM gets into the live model.
+
+    W: `modules` = (the module that equals the region). T: the modules that tile the region in the order of
+    execution, the last becomes the ACM. S: the modules of the first linears and then of the last linear, with
+    functional ops between them. R: no module equals or tiles the region; the enclosing module's graph is rewritten.
+    `dropout` is the probability of a trailing dropout that the graft swallows and the ACM must apply again.
+    `stash_width` is, for S, the hidden width that the ops in between need to see (0: any width does).
+    """
+
+    kind: GraftKind
+    modules: tuple[str, ...]
+    dropout: float = 0.0
+    stash_width: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One place of the user's model that can become an ACM.
+
+    `name` is the path where the ACM will live. `first` holds the linears that read the input: one, or two for a
+    gated MLP in the order (activated branch, multiplied branch); a packed gated MLP has two refs into one
+    parameter. `last` is an MLP's second layer, None for a linear site. `act` is the activation: a name or an
+    expression of `activations`, "identity" for linear sites. `dense_width` is H, one branch's for gated MLPs.
+    `residual`: the output is added to a value that bypasses the site; `residual_norm`: with a norm on the way.
+    `calls`: how often one forward runs the site, `tokens`: tokens per call, both for the example inputs.
+    `layout` is None where it could not be told. `source` is the user's `file:line` of the last linear's call.
+    """
+
+    name: str
+    kind: SiteKind
+    role: Role | None = None
+    d_in: int
+    d_out: int
+    dense_width: int | None = None
+    act: str = "identity"
+    first: tuple[LinearRef, ...]
+    last: LinearRef | None = None
+    residual: bool = False
+    residual_norm: bool = False
+    calls: int = 1
+    tokens: int
+    layout: Layout | None = None
+    graft: Graft
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """A look-alike that stays dense, with a reason (and remedy) a user can act on, and its MACs per forward."""
+
+    name: str
+    reason: str
+    macs: int
+    source: str | None = None

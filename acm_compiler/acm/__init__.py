@@ -1,0 +1,7 @@
+"""What an ACM is: gate, learners, module, and the plain-torch reference that gives them meaning."""
+
+from acm_compiler.acm.gate import Gate
+from acm_compiler.acm.learners import Learners
+from acm_compiler.acm.module import ACM
+
+__all__ = ["ACM", "Gate", "Learners"]

@@ -1,0 +1,96 @@
+"""The N ordered learners of an ACM, their parameters and their starts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm.reference import Weights
+
+
+class Learners(nn.Module):
+    """Parameters of N learners; every prefix of them is a valid smaller network (SEMANTICS 1).
+
+    w_in, w_up [N, H, D]; b_in, b_up [N, H]; w_out [O, N, H] or, with `per_k`, [N, O, N, H]; b_out [N + 1, O];
+    w_top [O, N * H] or, for form "linear", [O, D]. Absent ones are None.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        learners: int,
+        width: int,
+        *,
+        form: str,
+        act: str,
+        bias_in: bool = True,
+        per_k: bool = False,
+        top: bool = False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        self.form, self.act = form, act
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+
+        gated = form == "gated"
+        self.w_in = parameter(learners, width, d_in)
+        self.b_in = parameter(learners, width) if bias_in else None
+        self.w_up = parameter(learners, width, d_in) if gated else None
+        self.b_up = parameter(learners, width) if gated and bias_in else None
+        self.w_out = parameter(*([learners] if per_k else []), d_out, learners, width)
+        self.b_out = parameter(learners + 1, d_out)
+        self.w_top = parameter(d_out, d_in if form == "linear" else learners * width) if top else None
+
+    def weights(self) -> Weights:
+        """The tensors as the reference and the operators take them."""
+        return Weights(
+            w_in=self.w_in,
+            b_in=self.b_in,
+            w_up=self.w_up,
+            b_up=self.b_up,
+            w_out=self.w_out,
+            b_out=self.b_out,
+            w_top=self.w_top,
+            act=self.act,
+            form=self.form,
+        )
+
+    @torch.no_grad()
+    def start_random(self) -> None:
+        """The paper's start: each learner as torch initialises a small MLP of its own; output biases are zero."""
+        fan_in, fan_hidden = self.w_in.shape[-1], self.w_in.shape[1]
+        for tensor in (self.w_in, self.b_in, self.w_up, self.b_up):
+            if tensor is not None:
+                tensor.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+        self.w_out.uniform_(-1 / math.sqrt(fan_hidden), 1 / math.sqrt(fan_hidden))
+        self.b_out.zero_()
+
+    @torch.no_grad()
+    def start_split(self, first: list[tuple[Tensor, Tensor | None]], last: tuple[Tensor, Tensor | None]) -> None:
+        """The dense MLP cut into learners in the given order of neurons; k = N then equals it.
+
+        `first` holds (weight [H, D], bias [H]) of the activated branch and, when gated, of the multiplied branch;
+        `last` is (weight [O, H], bias [O]). Neurons missing to N * H are zeros: act(0) times a zero column.
+        """
+        targets = ((self.w_in, self.b_in), (self.w_up, self.b_up))
+        for (w_HD, b_H), (w_NHD, b_NH) in zip(first, targets, strict=False):
+            assert w_NHD is not None
+            w_NHD.zero_().flatten(0, 1)[: w_HD.shape[0]].copy_(w_HD)
+            if b_NH is not None:
+                b_NH.zero_()
+            if b_NH is not None and b_H is not None:
+                b_NH.flatten()[: b_H.shape[0]].copy_(b_H)
+        w_OH, b_O = last
+        per_k = self.w_out if self.w_out.dim() == 4 else self.w_out[None]
+        per_k.zero_().flatten(-2)[..., : w_OH.shape[1]].copy_(w_OH)
+        self.b_out.zero_()
+        if b_O is not None:
+            self.b_out.copy_(b_O)
+        if self.w_top is not None:
+            self.w_top.zero_()[:, : w_OH.shape[1]].copy_(w_OH)

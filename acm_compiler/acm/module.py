@@ -1,0 +1,217 @@
+"""The module that takes a site's place: gate, learners, and the dense region they replace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from acm_compiler.acm import ops, tokens
+from acm_compiler.acm.gate import Gate
+from acm_compiler.acm.learners import Learners
+from acm_compiler.acm.reference import choose_k, relaxed_output, sample_nu, utilities
+from acm_compiler.errors import NoDenseRegion, UsageError
+from acm_compiler.site import Layout
+
+State = Literal["dense", "learners"]
+Tap = Callable[["ACM", Tensor, Tensor], None]
+Observer = Callable[["ACM", Tensor, Tensor | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """What one batch says to one ACM; filled by `acm.batch`, read by the forward, emptied afterwards.
+
+    mask [batch, tokens], True at real tokens; knob, k_lo [batch], one budget per example.
+    """
+
+    thread: int
+    mask: Tensor | None = None
+    knob: Tensor | None = None
+    k_lo: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """Relaxed choices of one forward, for the losses: nu [batch, tokens, C] and the mask [batch, tokens] or None."""
+
+    nu: Tensor
+    mask: Tensor | None
+
+
+class ACM(nn.Module):
+    """Gate + N learners in a site's place; [..., D] -> [..., O], every token by itself (SEMANTICS 1).
+
+    `state` "dense": no phase has fitted the learners yet and the dense region answers, counted as k = N.
+    `dense` is that region, frozen; it is left out of the state dict unless `state` is "dense".
+    Run-time choices are the buffers `knob` (the bits of a float32), `k_lo` and `k_hi`: written in place, never
+    rebound, so that a compiled model follows them without recompiling (DECISIONS 7).
+    `cost` is what one learner of this site costs in units of the model's mean site.
+    """
+
+    knob: Tensor
+    k_lo: Tensor
+    k_hi: Tensor
+
+    def __init__(
+        self,
+        gate: Gate,
+        learners: Learners,
+        *,
+        name: str,
+        k_min: int,
+        layout: Layout | None,
+        cost: float,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.gate, self.learners = gate, learners
+        self.dense: nn.Module | None = None
+        self.name, self.k_min, self.layout, self.cost, self.dropout = name, k_min, layout, cost, dropout
+        self.count = learners.w_in.shape[0]
+        self.state: State = "learners"
+        self.temperature: float | None = None
+        self.slot: Slot | None = None
+        self.tap: Tap | None = None
+        self.observers: list[Observer] = []
+        self.choices: list[Choices] = []
+        self.conversion: Any = None
+        self.replaced: Any = None  # what the graft took out, for `revert`
+        device = learners.w_in.device
+        for buffer, value in (("knob", 0), ("k_lo", self.count), ("k_hi", self.count)):
+            start = torch.full((), value, dtype=torch.int32, device=device)
+            self.register_buffer(buffer, start, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tap is not None:
+            return self._run_tapped(x)
+        if self.state == "dense":
+            y = self._dense_region()(x)
+            self._report(
+                torch.full(x.shape[:-1], self.count, dtype=torch.int32, device=x.device).flatten(),
+                x.shape[:-1],
+            )
+        elif self.training and self.temperature is not None:
+            y = self._run_relaxed(x, self.temperature)
+        else:
+            x_TD = x.reshape(-1, x.shape[-1])
+            k_T = self.choose(x_TD, x.shape[:-1])
+            self._report(k_T, x.shape[:-1])
+            y_TO = ops.learners(x_TD, k_T, self.learners.weights())
+            y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
+        return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def train(self, mode: bool = True) -> ACM:
+        super().train(mode)
+        if self.dense is not None:
+            self.dense.eval()  # a replaced module may hold the dropout that `forward` applies
+        return self
+
+    def choose(self, x_TD: Tensor, shape: torch.Size) -> Tensor:
+        """k of every token, int32 [T], for tokens of an input [*shape, D]."""
+        slot = self._checked_slot()
+        knob, k_lo = self.knob.view(torch.float32), self.k_lo
+        if slot is not None and slot.knob is not None and slot.k_lo is not None:
+            knob = tokens.of_examples(slot.knob, shape, self.layout, site=self.name)
+            k_lo = tokens.of_examples(slot.k_lo.clamp(self.k_min, self.count), shape, self.layout, site=self.name)
+        return choose_k(self.utilities(x_TD, knob), torch.minimum(k_lo, self.k_hi), self.k_hi, self.k_min)
+
+    def utilities(self, x_TD: Tensor, knob: Tensor) -> Tensor:
+        """Utilities [T, C] of the allowed k; fp32 or float64."""
+        with torch.autocast(x_TD.device.type, enabled=False):
+            score_TC = self.gate(x_TD)
+            score_TC = score_TC.double() if x_TD.dtype == torch.float64 else score_TC.float()
+            return utilities(score_TC, knob, self.choice_costs(x_TD.device), self.gate.rule)
+
+    def choice_costs(self, device: torch.device) -> Tensor:
+        """c_k of every choice, [C]: k times this site's cost of a learner."""
+        return torch.arange(self.k_min, self.count + 1, device=device, dtype=torch.float64) * self.cost
+
+    def _run_relaxed(self, x: Tensor, temperature: float) -> Tensor:
+        shape, x_TD = x.shape[:-1], x.reshape(-1, x.shape[-1])
+        self._checked_slot()
+        nu_TC = sample_nu(self.utilities(x_TD, self.knob.view(torch.float32)), temperature)
+        self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), shape)
+        if torch.is_grad_enabled() and not _recomputing():
+            nu = tokens.to_batch(nu_TC, shape, self.layout, site=self.name)
+            self.choices.append(Choices(nu=nu, mask=self._mask(shape)))
+        y_TO = relaxed_output(x_TD, nu_TC, self.learners.weights(), self.k_min)
+        return y_TO.to(x.dtype).reshape(*shape, y_TO.shape[-1])
+
+    def _run_tapped(self, x: Tensor) -> Tensor:
+        assert self.tap is not None
+        output = self._dense_region()(x)
+        self.tap(self, x, output)
+        return output
+
+    def _dense_region(self) -> nn.Module:
+        if self.dense is None:
+            raise NoDenseRegion(
+                "the dense region that this ACM replaced is not there any more",
+                where=self.name,
+                fix="give the original model: acm.load(directory, base_model=model)",
+            )
+        return self.dense
+
+    def _report(self, k_T: Tensor, shape: torch.Size) -> None:
+        if self.observers and not _recomputing():
+            k_BS = tokens.to_batch(k_T, shape, self.layout, site=self.name)
+            for observer in self.observers:
+                observer(self, k_BS, self._mask(shape))
+
+    def _mask(self, shape: torch.Size) -> Tensor | None:
+        """The slot's mask in this site's order of tokens, [batch, tokens]."""
+        if self.slot is None or self.slot.mask is None:
+            return None
+        mask_T = tokens.of_mask(self.slot.mask, shape, self.layout, site=self.name)
+        return tokens.to_batch(mask_T, shape, self.layout, site=self.name)
+
+    def mask_of(self, x: Tensor) -> Tensor | None:
+        """The batch's mask for the tokens of `x` [..., D], flat [T], True at real tokens; None when all are real."""
+        if self.slot is None or self.slot.mask is None:
+            return None
+        return tokens.of_mask(self.slot.mask, x.shape[:-1], self.layout, site=self.name)
+
+    def _checked_slot(self) -> Slot | None:
+        if self.slot is not None and not torch.compiler.is_compiling() and self.slot.thread != threading.get_ident():
+            raise UsageError(
+                "another thread's acm.batch is open on this model",
+                where=self.name,
+                fix="run the model from the thread that opened acm.batch, or give each thread its own copy",
+            )
+        return self.slot
+
+    @property
+    def knob_value(self) -> float:
+        """The knob as a number."""
+        return float(self.knob.view(torch.float32))
+
+    def set_choices(self, *, knob: float, k_lo: int, k_hi: int) -> None:
+        """Write the run-time choices in place; the bounds are clamped to this ACM's own [k_min, N]."""
+        self.knob.copy_(torch.tensor(knob, dtype=torch.float32).view(torch.int32))
+        self.k_hi.fill_(max(self.k_min, min(k_hi, self.count)))
+        self.k_lo.fill_(max(self.k_min, min(k_lo, self.count, int(self.k_hi))))
+
+    def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
+        result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if self.state != "dense":
+            for key in [key for key in result if key.startswith(f"{prefix}dense.")]:
+                del result[key]
+        return result
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        # a saved ACM does not carry its dense region: what is here stays
+        if self.state != "dense" and self.dense is not None:
+            for key, tensor in self.dense.state_dict().items():
+                state_dict.setdefault(f"{prefix}dense.{key}", tensor)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _recomputing() -> bool:
+    """Whether this forward is a checkpoint's recomputation, run by the autograd engine."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

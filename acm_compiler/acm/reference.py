@@ -1,0 +1,147 @@
+"""What an ACM computes, in plain torch: the meaning that kernels, costs and tests defer to.
+
+Shapes: T tokens, D in, O out, N learners, H learner width, C = N - k_min + 1 gate columns.
+`k` is how many learners a token runs, `n` one learner's index, `c` a gate column; k = k_min + c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from acm_compiler.acm.activations import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The tensors of one ACM's learners.
+
+    s_n(z) = W_out,n act(W_in,n z + b_in,n), or W_out,n (act(W_in,n z + b_in,n) * (W_up,n z + b_up,n)) when gated.
+    w_in, w_up [N, H, D]; b_in, b_up [N, H]; b_out [N + 1, O], row k for tokens that run k learners.
+    w_out [O, N, H], or one per k: [N, O, N, H], of which entry k - 1 uses its first k learners.
+    w_top: what k = N runs instead: a second layer [O, N * H] (form "mlp", "gated") or the dense weight [O, D] (form
+    "linear").
+    """
+
+    w_in: Tensor
+    b_in: Tensor | None
+    w_up: Tensor | None
+    b_up: Tensor | None
+    w_out: Tensor
+    b_out: Tensor
+    w_top: Tensor | None
+    act: str
+    form: str
+
+    @property
+    def learners(self) -> int:
+        """N."""
+        return self.w_in.shape[0]
+
+
+def hidden(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
+    """Hidden activations [T, k * H] of the first k learners."""
+    h_TH = resolve(weights.act)(_in_layer(x_TD, weights.w_in, weights.b_in, k))
+    if weights.w_up is not None:
+        h_TH = h_TH * _in_layer(x_TD, weights.w_up, weights.b_up, k)
+    return h_TH
+
+
+def _in_layer(x_TD: Tensor, w_NHD: Tensor, b_NH: Tensor | None, k: int) -> Tensor:
+    return F.linear(x_TD, w_NHD[:k].flatten(0, 1), None if b_NH is None else b_NH[:k].flatten())
+
+
+def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
+    """y_k(x) [T, O]: what tokens get that all run k learners; k = 0 adds b_out(0) only (SEMANTICS 1)."""
+    b_O = weights.b_out[k]
+    if k == 0:
+        return b_O.to(x_TD.dtype).expand(x_TD.shape[0], -1)
+    if k == weights.learners and weights.w_top is not None:
+        return F.linear(x_TD if weights.form == "linear" else hidden(x_TD, weights, k), weights.w_top, b_O)
+    return F.linear(hidden(x_TD, weights, k), _out_layer(weights, k), b_O)
+
+
+def _out_layer(weights: Weights, k: int) -> Tensor:
+    """The second layer [O, k * H] of the prefix k; a view."""
+    w_ONH = weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out
+    return w_ONH[:, :k].flatten(1)
+
+
+def all_outputs(x_TD: Tensor, weights: Weights, k_min: int) -> Tensor:
+    """y_k(x) for every k from k_min to N, [C, T, O]."""
+    n_learners = weights.learners
+    if weights.w_out.dim() == 4 or weights.w_top is not None:
+        return torch.stack([prefix_output(x_TD, weights, k) for k in range(k_min, n_learners + 1)])
+    s_NTO = learner_outputs(x_TD, weights)
+    sums = torch.cat([torch.zeros_like(s_NTO[:1]), s_NTO.cumsum(0)])
+    return (sums + weights.b_out[:, None].to(sums.dtype))[k_min:]
+
+
+def learner_outputs(x_TD: Tensor, weights: Weights) -> Tensor:
+    """s_n(x) of each learner alone, [N, T, O]; for one shared second layer."""
+    h_TNH = hidden(x_TD, weights, weights.learners).unflatten(-1, weights.w_in.shape[:2])
+    return torch.einsum("tnh,onh->nto", h_TNH, weights.w_out)
+
+
+def run_learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
+    """y_{k(t)}(x_t) [T, O]; token t runs its first k(t) learners and nothing more is computed for it."""
+    rows_of_k = [torch.nonzero(k_T == k).flatten() for k in range(weights.learners + 1)]
+    parts = [prefix_output(x_TD[rows], weights, k) for k, rows in enumerate(rows_of_k) if rows.numel()]
+    if len(parts) <= 1:
+        return parts[0].contiguous() if parts else x_TD.new_empty(0, weights.b_out.shape[1])
+    return torch.cat(parts)[torch.cat(rows_of_k).argsort()]
+
+
+def relaxed_output(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:
+    """y = sum_c nu_c b_out(k(c)) + sum_n m_n s_n(x) with m_n = sum of nu_c over k(c) > n, [T, O] (SEMANTICS 1).
+
+    With `nu` one-hot in value and soft in gradient this is the straight-through output: the loss reaches the gate
+    through every m_n and through b_out.
+    """
+    if weights.w_out.dim() == 4 or weights.w_top is not None:
+        return torch.einsum("tc,cto->to", nu_TC, all_outputs(x_TD, weights, k_min))
+    m_TN = learner_mass(nu_TC, weights.learners, k_min).to(x_TD.dtype)
+    h_TNH = hidden(x_TD, weights, weights.learners).unflatten(-1, weights.w_in.shape[:2])
+    y_TO = F.linear((h_TNH * m_TN[..., None]).flatten(1), weights.w_out.flatten(1))
+    return y_TO + (nu_TC @ weights.b_out[k_min:].to(nu_TC.dtype)).to(y_TO.dtype)
+
+
+def learner_mass(nu_TC: Tensor, n_learners: int, k_min: int) -> Tensor:
+    """m_n = sum of nu_c over the columns whose k exceeds n, [T, N]."""
+    k_C = torch.arange(k_min, n_learners + 1, device=nu_TC.device)
+    n_N = torch.arange(n_learners, device=nu_TC.device)
+    return nu_TC @ (k_C[:, None] > n_N[None, :]).to(nu_TC.dtype)
+
+
+def utilities(score_TC: Tensor, knob: Tensor, cost_C: Tensor, rule: str) -> Tensor:
+    """The utility of each choice, [T, C], in fp32 (float64 for float64 scores); DECISIONS 6.
+
+    rule "damage": scores o are log expected damages, knob is log lambda, u = -logaddexp(o, knob + log c_k).
+    rule "logits": scores are the paper's logits, knob is lambda, u = logit - lambda c_k.
+    `knob` is a scalar or [T]; `cost_C` the cost of each choice in units of the mean site's learner.
+    """
+    score_TC = score_TC if score_TC.dtype == torch.float64 else score_TC.float()
+    knob = knob.to(score_TC.dtype)[..., None]
+    cost_C = cost_C.to(score_TC.dtype)
+    if rule == "damage":
+        return -torch.logaddexp(score_TC, knob + cost_C.log())
+    return score_TC - knob * cost_C
+
+
+def choose_k(u_TC: Tensor, k_lo: Tensor, k_hi: Tensor, k_min: int) -> Tensor:
+    """argmax of the utilities over k in [k_lo, k_hi], ties to the smaller k; int32 [T].
+
+    `k_lo` and `k_hi` are scalars or [T], within [k_min, N] and k_lo <= k_hi.
+    """
+    k_C = torch.arange(k_min, k_min + u_TC.shape[1], device=u_TC.device)
+    allowed = (k_C >= k_lo[..., None]) & (k_C <= k_hi[..., None])
+    best = torch.where(allowed, u_TC, -torch.inf).argmax(-1)
+    return (best + k_min).to(torch.int32)
+
+
+def sample_nu(u_TC: Tensor, temperature: float) -> Tensor:
+    """Gumbel-softmax sample with straight-through gradient, [T, C]: one-hot in value, softmax in gradient."""
+    return F.gumbel_softmax(u_TC, tau=temperature, hard=True)

@@ -1,0 +1,59 @@
+"""Between the batch of a model and the tokens of a site, by the site's layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from acm_compiler.errors import LayoutUnknown
+from acm_compiler.site import Layout
+
+
+def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
+    """`values_T` (one entry, or one row, per token of an input [*shape, D]) as [batch, tokens, ...]."""
+    layout = _known(layout, site)
+    values = values_T.unflatten(0, shape) if values_T.shape[0] else values_T.reshape(*shape, *values_T.shape[1:])
+    values = values.movedim(layout.batch_axis, 0)
+    batch = shape[layout.batch_axis] // layout.folds
+    tokens = shape.numel() // batch if batch else 0
+    return values.reshape(batch, tokens, *values_T.shape[1:])
+
+
+def of_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
+    """Per-example values [batch] spread over the tokens of an input [*shape, D], as [T]."""
+    layout = _known(layout, site)
+    _check(values_B.shape[0] * layout.folds, shape[layout.batch_axis], "examples", site)
+    folded = values_B.repeat_interleave(layout.folds) if layout.folds > 1 else values_B
+    view = [1] * len(shape)
+    view[layout.batch_axis] = -1
+    return folded.view(view).expand(shape).reshape(-1)
+
+
+def of_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
+    """A mask [batch, tokens], True at real tokens, in the order of the tokens of an input [*shape, D], as [T]."""
+    layout = _known(layout, site)
+    if layout.folds != 1:
+        raise LayoutUnknown(
+            "a token mask cannot be followed into folded tokens (windows, beams)",
+            where=site,
+            fix="leave mask= out",
+        )
+    _check(mask_BS.shape[0], shape[layout.batch_axis], "examples", site)
+    others = [size for axis, size in enumerate(shape) if axis != layout.batch_axis]
+    _check(mask_BS.shape[1], torch.Size(others).numel(), "tokens", site)
+    return mask_BS.reshape(mask_BS.shape[0], *others).movedim(0, layout.batch_axis).reshape(-1)
+
+
+def _known(layout: Layout | None, site: str) -> Layout:
+    if layout is None:
+        raise LayoutUnknown(
+            "which tokens belong to which example of the batch is not known at this site",
+            where=site,
+            fix="exclude the site, or plan with example inputs whose first axis is the batch",
+        )
+    return layout
+
+
+def _check(found: int, expected: int, what: str, site: str) -> None:
+    if found != expected:
+        raise LayoutUnknown(f"the number of {what} given does not fit", where=site, found=found, expected=expected)

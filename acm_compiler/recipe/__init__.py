@@ -1,0 +1,22 @@
+"""Recipes: what a user decides about one conversion, read from YAML and checked with places.
+
+`schema` holds every key and every default; `load_recipe` is the way in.
+"""
+
+from acm_compiler.recipe.load import expand_paths, load_recipe, unset_variables
+from acm_compiler.recipe.resolved import recipe_hash, resolved_yaml
+from acm_compiler.recipe.schema import InputConfig, ModelConfig, Recipe
+from acm_compiler.recipe.shipped import shipped_recipe, shipped_recipes
+
+__all__ = [
+    "InputConfig",
+    "ModelConfig",
+    "Recipe",
+    "expand_paths",
+    "load_recipe",
+    "recipe_hash",
+    "resolved_yaml",
+    "shipped_recipe",
+    "shipped_recipes",
+    "unset_variables",
+]

@@ -1,0 +1,94 @@
+"""Where a recipe's examples come from: one section per kind of data set."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from acm_compiler.recipe.fields import (
+    Count,
+    NotNegative,
+    PathLike,
+    PathText,
+    Positive,
+    PythonKind,
+    Section,
+    Three,
+    Whole,
+)
+
+
+class ImageFolderData(Section):
+    """Pictures in one folder per class, as torchvision's ImageFolder reads them."""
+
+    kind: Literal["imagefolder"]
+    root: PathText
+    """The folder that holds one folder per class."""
+    image_size: Count | None = None
+    """Side of the square a model gets; unset: what `input.image` says."""
+    crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
+    """Without augmentation: the share of the resized picture's side that the centre crop keeps."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    mean: Three[float] = (0.485, 0.456, 0.406)
+    std: Three[Positive] = (0.229, 0.224, 0.225)
+    augment: Literal["none", "resize_crop", "three_augment"] = "none"
+    """resize_crop: random crop and mirroring. three_augment: DeiT III's greyscale, solarise or blur."""
+    color_jitter: NotNegative = 0.3
+    """Strength of three_augment's change of brightness, contrast and saturation."""
+    mixup: NotNegative = 0.0
+    """Alpha of mixup; 0 switches it off."""
+    cutmix: NotNegative = 0.0
+    """Alpha of cutmix; with mixup, each batch takes one of the two by chance."""
+
+
+class ClutteredDigitsData(Section):
+    """The demo's canvases: scikit-learn's handwritten digits among stroke fragments and noise."""
+
+    kind: Literal["cluttered_digits"]
+    split: Literal["train", "eval"]
+    """Which source digits are shown; no digit is in both."""
+    count: Count = 10_000
+    """Canvases in one epoch."""
+    seed: Whole = 0
+
+
+class PythonData(Section):
+    """A data set that a function of the user's builds."""
+
+    kind: PythonKind
+    args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+def kind_tag(value: Any) -> str | None:
+    """The tag by which a section with `kind` is told from the others; `python` for every function."""
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    if not isinstance(kind, str):
+        return None
+    return "python" if kind.startswith("python:") else kind
+
+
+DataConfig = Annotated[
+    Annotated[ImageFolderData, Tag("imagefolder")]
+    | Annotated[ClutteredDigitsData, Tag("cluttered_digits")]
+    | Annotated[PythonData, Tag("python")],
+    Discriminator(kind_tag),
+]
+
+
+class DataSection(Section):
+    """What a model is trained on, and what it is measured on."""
+
+    train: DataConfig
+    eval: DataConfig
+
+    @model_validator(mode="after")
+    def _measured_as_it_is(self) -> DataSection:
+        data = self.eval
+        if isinstance(data, ImageFolderData) and (data.augment != "none" or data.mixup or data.cutmix):
+            raise PydanticCustomError(
+                "acm", "data.eval is measured as it is: augment, mixup and cutmix belong to data.train", {"key": "eval"}
+            )
+        return self

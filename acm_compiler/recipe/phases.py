@@ -1,0 +1,100 @@
+"""The phases of a recipe's schedule: what is trained, for how long, and how."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from acm_compiler.recipe.fields import Count, NotNegative, Positive, Section
+
+
+class TrainedPhase(Section):
+    """What all phases share that take optimizer steps. Exactly one of `epochs` and `steps` says how long."""
+
+    epochs: Count | None = None
+    """Passes over the training data."""
+    steps: Count | None = None
+    """Optimizer steps, instead of epochs."""
+    batch: Count = 64
+    """Examples per optimizer step: all processes and all accumulated parts together."""
+    accumulate: Count = 1
+    """Parts that a batch is cut into, one after the other, to save memory."""
+    optimizer: Literal["adam", "adamw"] = "adam"
+    lr: Positive
+    """Learning rate at the start of the phase."""
+    weight_decay: NotNegative = 0.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """How the learning rate moves: along a half cosine from `lr` to `lr_min`, or not at all."""
+    lr_min: NotNegative = 1e-6
+    clip_norm: Positive | None = 1.0
+    """Largest norm of the gradient; null switches clipping off."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainedPhase:
+        if self.epochs is None and self.steps is None:
+            raise PydanticCustomError("acm", "neither epochs nor steps says how long the phase is")
+        if self.epochs is not None and self.steps is not None:
+            raise PydanticCustomError("acm", "epochs and steps are both given (keep one)", {"key": "steps"})
+        if self.batch % self.accumulate:
+            raise PydanticCustomError("acm", "accumulate does not divide batch", {"key": "accumulate"})
+        if self.schedule == "cosine" and self.lr_min > self.lr:
+            raise PydanticCustomError("acm", "lr_min is above lr", {"key": "lr_min"})
+        return self
+
+
+class DistillPhase(TrainedPhase):
+    """Every ACM imitates the part of the network it replaces, alone and in parallel, at every k."""
+
+    phase: Literal["distill"]
+    lr: Positive = 1e-3
+    detach: bool = False
+    """Each prefix's error trains only its last learner."""
+
+
+class LabelRule(Section):
+    """How a token's label, the k its gate should choose, follows from its error at every k."""
+
+    rule: Literal["relative_improvement"] = "relative_improvement"
+    tau: Annotated[float, Field(ge=1)] = 1.2
+    """The smallest k is chosen for which one more learner improves the error by less than this factor."""
+
+
+class GatePhase(TrainedPhase):
+    """The gates learn labels made from the learners' errors; the learners stay as they are."""
+
+    phase: Literal["gate"]
+    lr: Positive = 1e-2
+    labels: LabelRule = LabelRule()
+    temperature: Positive = 0.8
+    """Of the Gumbel-softmax."""
+
+
+class FinetunePhase(TrainedPhase):
+    """The whole network learns its task under a budget: the task's loss plus three weighted terms."""
+
+    phase: Literal["finetune"]
+    lr: Positive = 1e-4
+    temperature: Positive = 0.8
+    """Of the Gumbel-softmax."""
+    budget: NotNegative = 0.1
+    """Weight of the distance to `budgets.train`."""
+    entropy: NotNegative = 0.05
+    """Weight of the term that spreads each gate's choices."""
+    diversity: NotNegative = 0.05
+    """Weight of the term that lets examples differ in what they cost."""
+
+
+class CalibratePhase(Section):
+    """Learners, gates and budget table in closed form from a few thousand tokens; no labels."""
+
+    phase: Literal["calibrate"]
+    tokens: Count = 20_000
+    batch: Count = 64
+
+
+Phase = Annotated[
+    DistillPhase | GatePhase | FinetunePhase | CalibratePhase,
+    Field(discriminator="phase"),
+]

@@ -1,0 +1,170 @@
+"""Turn what pydantic found wrong with a recipe into sentences with a place and the nearest right word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from acm_compiler.errors import did_you_mean, nearest
+from acm_compiler.recipe.document import Document, Path, Problem, show_path, show_value
+
+_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "string_too_short": "some text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def find_problems(error: ValidationError, document: Document, schema: type[BaseModel]) -> list[Problem]:
+    """One problem per fault, in the order of the file."""
+    expected: dict[Path, list[str]] = {}
+    problems: list[Problem] = []
+    for detail in error.errors(include_url=False):
+        path = _path_in(document.data, detail)
+        wish = _expectation(detail)
+        if wish is not None:
+            expected.setdefault(path, []).append(wish)
+        else:
+            problems.append(_structural(detail, path, document, schema))
+    for path, wishes in expected.items():
+        found = show_value(_value_at(document.data, path))
+        what = f"wrong value for {show_path(path)} (found {found}, expected {_either(wishes)})"
+        problems.append(Problem(document.place_of_value(path), what))
+    return sorted(problems, key=lambda problem: problem.place.order())
+
+
+def _path_in(data: Any, detail: ErrorDetails) -> Path:
+    """The document's path of an error: pydantic's location without the names of union members in it."""
+    path: list[str | int] = []
+    for part in detail["loc"]:
+        if _holds(data, part):
+            data = data[part]
+            path.append(part)
+    if detail["type"] == "missing":
+        path.append(detail["loc"][-1])
+    return tuple(path)
+
+
+def _holds(data: Any, part: str | int) -> bool:
+    if isinstance(data, list):
+        return isinstance(part, int) and part < len(data)
+    return isinstance(data, dict) and part in data
+
+
+def _value_at(data: Any, path: Path) -> Any:
+    for part in path:
+        data = data[part]
+    return data
+
+
+def _expectation(detail: ErrorDetails) -> str | None:
+    """What the value should have been; None when the fault is one of keys or kinds."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind in _BOUNDS:
+        bound, word = _BOUNDS[kind]
+        return f"{word} {context[bound]:g}"
+    if kind == "literal_error":
+        return f"{context['expected']}{_hint(detail['input'], context['expected'])}"
+    if kind == "too_short":
+        return f"at least {context['min_length']}"
+    if kind == "string_pattern_mismatch":
+        return "python:module:function"
+    if kind == "expected":
+        return str(context["what"])
+    return _TYPES.get(kind)
+
+
+def _hint(found: Any, expected: str) -> str:
+    known = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
+    alike = nearest(found, known, count=1) if isinstance(found, str) else []
+    return f"; did you mean {alike[0]!r}?" if alike else ""
+
+
+def _either(wishes: list[str]) -> str:
+    return " or ".join(dict.fromkeys(wishes))
+
+
+def _structural(detail: ErrorDetails, path: Path, document: Document, schema: type[BaseModel]) -> Problem:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "missing":
+        what = f"missing key {path[-1]!r} in {show_path(path[:-1])}"
+        return Problem(document.place_of_value(path[:-1]), what)
+    if kind == "extra_forbidden":
+        return _unknown_key(path, _keys_of(schema, detail["loc"][:-1]), document)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return _unknown_kind(kind, path, context, document)
+    where = (*path, context["key"]) if "key" in context else path
+    what = detail["msg"] if not path else f"{show_path(path)}: {detail['msg']}"
+    return Problem(document.place_of_key(where), what)
+
+
+def _unknown_key(path: Path, known: list[str], document: Document) -> Problem:
+    name = str(path[-1])
+    hint = did_you_mean(name, known) or f" (known: {', '.join(known)})"
+    return Problem(document.place_of_key(path), f"unknown key {name!r} in {show_path(path[:-1])}{hint}")
+
+
+def _unknown_kind(kind: str, path: Path, context: Mapping[str, Any], document: Document) -> Problem:
+    """A section whose `phase` or `kind` is missing or names nothing."""
+    key = "phase" if path[:1] == ("schedule",) else "kind"
+    section = _value_at(document.data, path)
+    if kind == "union_tag_invalid":
+        known = [word.strip("'") for word in context["expected_tags"].split(", ")]
+        known = ["python:module:function" if word == "python" else word for word in known]
+        found = section[key]
+        hint = did_you_mean(str(found), known)
+        what = f"unknown {key} {found!r} in {show_path(path)}{hint}; known: {', '.join(known)}"
+        return Problem(document.place_of_value((*path, key)), what)
+    if isinstance(section, dict) and key not in section:
+        typo = nearest(key, section, count=1)
+        if typo:
+            return _unknown_key((*path, typo[0]), [key], document)
+        return Problem(document.place_of_value(path), f"missing key {key!r} in {show_path(path)}")
+    found = section[key] if isinstance(section, dict) else section
+    wish = "text" if isinstance(section, dict) else f"a mapping with the key {key!r}"
+    where = (*path, key) if isinstance(section, dict) else path
+    what = f"wrong value for {show_path(where)} (found {show_value(found)}, expected {wish})"
+    return Problem(document.place_of_value(where), what)
+
+
+def _keys_of(schema: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
+    """The keys that the section at pydantic's `location` knows; a part of it may name a union's member."""
+    sections = [schema]
+    for part in location:
+        if isinstance(part, int):
+            continue
+        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+        if fields:
+            sections = [inner for field in fields for inner in _sections_in(field.annotation)]
+        else:
+            sections = [section for section in sections if _has_tag(section, part)]
+    return [key for section in sections for key in section.model_fields]
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)
+
+
+def _has_tag(section: type[BaseModel], tag: str) -> bool:
+    names = [section.model_fields[key].annotation for key in ("phase", "kind") if key in section.model_fields]
+    return any(tag in (get_args(name) or ("python",)) for name in names)

@@ -1,0 +1,288 @@
+"""A recipe: everything a user decides about one conversion. Every default is written here, once.
+
+The parts with several kinds have files of their own: `phases` (schedule), `datasets` (data), `tasks` (task).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from acm_compiler.errors import did_you_mean
+from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
+from acm_compiler.recipe.document import Document
+from acm_compiler.recipe.fields import (
+    FUNCTION,
+    Auto,
+    Budget,
+    Count,
+    Every,
+    Interval,
+    Many,
+    PathLike,
+    Positive,
+    Section,
+    StepInterval,
+    Texts,
+    Three,
+    Whole,
+)
+from acm_compiler.recipe.phases import Phase
+from acm_compiler.recipe.tasks import TaskConfig
+
+VERSION = 1
+SOURCES = ("torchvision", "timm", "hf", "python", "shipped", "directory")
+AUTO_CLASSES = tuple(
+    f"AutoModel{task}"
+    for task in (
+        "ForCausalLM",
+        "ForSeq2SeqLM",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+        "ForMultipleChoice",
+        "ForImageClassification",
+        "ForMaskedImageModeling",
+        "ForSemanticSegmentation",
+        "ForObjectDetection",
+        "ForDepthEstimation",
+        "ForVideoClassification",
+        "ForImageTextToText",
+        "ForCTC",
+        "ForSpeechSeq2Seq",
+        "ForAudioClassification",
+        "ForAudioFrameClassification",
+        "ForAudioXVector",
+        "ForPreTraining",
+        "",
+    )
+)
+# the names in acm.activations, written again because that file needs torch and checking a recipe must not
+ACTIVATIONS = (
+    "identity",
+    "relu",
+    "relu6",
+    "relu2",
+    "gelu",
+    "gelu_tanh",
+    "quick_gelu",
+    "silu",
+    "tanh",
+    "sigmoid",
+    "elu",
+    "leaky_relu",
+    "hardswish",
+    "mish",
+    "softplus",
+)
+
+
+class ModelConfig(Section):
+    """The model to convert, by the place it comes from and its name there."""
+
+    source: Literal["torchvision", "timm", "hf", "python", "shipped", "directory"]
+    name: Annotated[str, Field(min_length=1), PathLike()]
+    """The name in torchvision's or timm's registry; a hub name or folder (hf); package.module:function (python);
+    a shipped model; a directory that acm_compiler saved."""
+    weights: Annotated[str | None, PathLike()] = "default"
+    """`default`: the trained weights that belong to the name. A name the source knows (IMAGENET1K_V1), or a file
+    (.safetensors, .pt, .pth). null: a random start."""
+    auto_class: str | None = None
+    """For hf: the transformers class that builds it; unset: the one the model's config names."""
+    args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
+    """Keyword arguments of the model's builder (hf: changes to its config)."""
+
+    @model_validator(mode="after")
+    def _keys_fit_source(self) -> ModelConfig:
+        if self.source == "python" and not re.fullmatch(f"(python:)?{FUNCTION}", self.name):
+            raise PydanticCustomError("acm", "name is no package.module:function", {"key": "name"})
+        if self.auto_class is not None and self.source != "hf":
+            raise PydanticCustomError("acm", "auto_class belongs to source: hf", {"key": "auto_class"})
+        if self.auto_class is not None and self.auto_class not in AUTO_CLASSES:
+            hint = did_you_mean(self.auto_class, AUTO_CLASSES) or f"; known: {', '.join(AUTO_CLASSES)}"
+            context = {"key": "auto_class", "name": self.auto_class, "hint": hint}
+            raise PydanticCustomError("acm", "unknown auto_class '{name}'{hint}", context)
+        return self
+
+
+class InputConfig(Section):
+    """What one example is, without the batch axis. Exactly one of the four kinds."""
+
+    image: Three[Count] | None = None
+    """Channels, height, width."""
+    tokens: Count | None = None
+    """Length of a text in tokens."""
+    audio_seconds: Positive | None = None
+    sample_rate: Count = 16_000
+    """Samples per second, for audio_seconds."""
+    shape: Many[Count] | None = None
+    """Sizes of a plain tensor of numbers."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> InputConfig:
+        kinds = ("image", "tokens", "audio_seconds", "shape")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise PydanticCustomError("acm", "exactly one of image, tokens, audio_seconds and shape must be given")
+        return self
+
+
+class SiteRule(Section):
+    """How the sites that match become ACMs. A site follows the last rule that matches it, else it stays dense."""
+
+    match: Texts
+    """mlp, attn, attn.q, attn.k, attn.v, attn.o; a site's name; a glob over names; `re:` and a regular expression."""
+    include: Texts = ()
+    """Only sites whose name also matches one of these names, globs or re: patterns."""
+    exclude: Texts = ()
+    """No site whose name matches one of these."""
+    learners: Annotated[int, Field(ge=1, le=64)] = 4
+    width: Count | Auto = "auto"
+    """Hidden width of one learner; auto: all learners together cost what the site cost."""
+    k_min: Whole | Auto = "auto"
+    """Fewest learners a token may run; auto: 0 at an MLP with a bypass, else 1."""
+    activation: str = "auto"
+    """auto: the site's own for an MLP, identity for a projection. Else a name or an expression of x."""
+    init: Literal["auto", "random"] = "auto"
+    """auto: the converted model answers as the original. random: learners start untrained, as in the paper."""
+    lossless: bool = False
+    """Keep what k = N needs to be exact; the added parameters are reported."""
+    second_layer: Literal["auto", "shared", "shared_top", "per_k", "original"] = "auto"
+    """An MLP's second layer; auto: shared, or shared_top when lossless."""
+    form: Literal["auto", "svd", "slices"] = "auto"
+    """How a projection is cut into learners."""
+
+    @field_validator("activation")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value != "auto" and value not in ACTIVATIONS and "(" not in value:
+            raise PydanticCustomError(
+                "acm",
+                "unknown activation '{value}'{hint}; known: auto, {known}, or an expression such as mul(x, sigmoid(x))",
+                {"value": value, "hint": did_you_mean(value, ACTIVATIONS), "known": ", ".join(ACTIVATIONS)},
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SiteRule:
+        if isinstance(self.k_min, int) and self.k_min > self.learners:
+            raise PydanticCustomError("acm", "k_min is above the number of learners", {"key": "k_min"})
+        if self.lossless and self.second_layer == "shared":
+            raise PydanticCustomError(
+                "acm", "second_layer shared is not exact, but lossless asks for it (keep one)", {"key": "second_layer"}
+            )
+        if self.lossless and self.init == "random":
+            raise PydanticCustomError("acm", "a random start is not lossless (keep one)", {"key": "lossless"})
+        return self
+
+
+class GateConfig(Section):
+    """The size of the gates."""
+
+    hidden: Count | Auto = "auto"
+    """Hidden width; auto: follows from `share`."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """A gate's MACs over its site's MACs."""
+
+
+class BudgetsConfig(Section):
+    """Budgets are shares of the learners' MACs, in (0, 1]."""
+
+    train: Budget = 0.6
+    """The budget that finetune aims at."""
+    report: Annotated[Many[Budget], Field(min_length=1)] = (0.25, 0.4, 0.6, 0.75, 1.0)
+    """The budgets at which the finished model is measured."""
+
+
+class RunConfig(Section):
+    """How a run is carried out; apart from seed and precision it does not change what is learned."""
+
+    seed: Whole = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    save_every: Interval = Every(amount=600, unit="second")
+    """How often the state is saved for --resume."""
+    eval_every: StepInterval = Every(amount=1, unit="epoch")
+    """How often the model is measured while it is finetuned."""
+    workers: Whole = 0
+    """Processes that load data; 0: the training process itself."""
+    threads: Count | None = None
+    """CPU threads of torch; unset: torch decides."""
+    device: str = "auto"
+    """auto: the first GPU, else the CPU. Or cpu, cuda, cuda:1, mps."""
+
+    @field_validator("device")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value.split(":")[0] not in ("auto", "cpu", "cuda", "mps", "xpu"):
+            raise PydanticCustomError(
+                "acm",
+                "unknown device '{value}'{hint}; known: auto, cpu, cuda, cuda:1, mps",
+                {"value": value, "hint": did_you_mean(value, ("auto", "cpu", "cuda", "mps"))},
+            )
+        return value
+
+
+class Resolved(Section):
+    """Where a resolved recipe came from; written by a run, of no effect when read."""
+
+    recipe: str
+    overrides: Many[str] = ()
+    versions: dict[str, str] = Field(default_factory=dict)
+    hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a recipe was read from: the document with its places, and the `--set` values."""
+
+    document: Document
+    overrides: tuple[str, ...] = ()
+
+
+class Recipe(Section):
+    """One conversion, from a trained model to a model with budgets: what a recipe file says, complete."""
+
+    acm: Literal[1]
+    """Version of the recipe format."""
+    name: Annotated[str, Field(min_length=1)]
+    description: str = ""
+    model: ModelConfig
+    input: InputConfig | None = None
+    """What one example is; unset: what the model's source says."""
+    task: TaskConfig | None = None
+    data: DataSection | None = None
+    sites: Annotated[Many[SiteRule], Field(min_length=1)] = (SiteRule(match=("mlp",)), SiteRule(match=("attn",)))
+    gate: GateConfig = GateConfig()
+    budgets: BudgetsConfig = BudgetsConfig()
+    schedule: Many[Phase] = ()
+    """Phases in the order they run."""
+    run: RunConfig = RunConfig()
+    resolved: Resolved | None = None
+    _origin: Origin | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Recipe:
+        missing = [key for key in ("task", "data") if getattr(self, key) is None]
+        if self.schedule and missing:
+            raise PydanticCustomError(
+                "acm", "a schedule needs {missing}", {"missing": " and ".join(missing), "key": "schedule"}
+            )
+        return self
+
+    @property
+    def origin(self) -> Origin:
+        """What the recipe was read from; an empty document for one that was built in Python."""
+        return self._origin or Origin(document=Document(source=self.name, data={}))
+
+    def image_size(self, data: DataConfig) -> tuple[int, int]:
+        """Height and width of the pictures that `data` gives to the model."""
+        if isinstance(data, ImageFolderData) and data.image_size is not None:
+            return data.image_size, data.image_size
+        if self.input is not None and self.input.image is not None:
+            return self.input.image[1:]
+        return 224, 224

@@ -1,0 +1,126 @@
+"""Choosing at run time how much a rewritten model computes: a fixed k, a budget, or relaxed training.
+
+Every call writes the same three tensors of each ACM in place, so a compiled model follows without recompiling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.budgets import TOLERANCE, parse_budget, setting_of
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.errors import NoBudgetTable, SitesNotFitted, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class FixedK:
+    """Every token runs `k` learners, or as near to it as a site's own bounds allow."""
+
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """The gates decide, by this knob, within these bounds."""
+
+    knob: float
+    k_lo: int
+    k_hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """Training samples the gates at this temperature; eval() is deterministic all the same."""
+
+    temperature: float
+
+
+def run_mode(acm: ACM) -> FixedK | Gated | Relaxed:
+    """How `acm` behaves now, read from its tensors."""
+    if acm.temperature is not None:
+        return Relaxed(acm.temperature)
+    k_lo, k_hi = int(acm.k_lo), int(acm.k_hi)
+    return FixedK(k_lo) if k_lo == k_hi else Gated(acm.knob_value, k_lo, k_hi)
+
+
+def set_k(model: nn.Module, k: int | None) -> None:
+    """Let every token run `k` learners; None hands the choice back to the gates, at the last budget set.
+
+    A site whose k_min is above `k` runs its k_min, one with fewer learners all of them. UsageError outside
+    [0, largest N]; SitesNotFitted while sites without fitted learners exist and `k` is below N.
+    """
+    acms = sites(model)
+    if k is None:
+        _hand_to_gates(model)
+        return
+    most = max(acm.count for acm in acms.values())
+    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
+        raise UsageError("no site has that many learners", found=k, expected=f"a whole number from 0 to {most}")
+    if k < most:
+        refuse_unfitted(model, f"set_k({k})")
+    for acm in acms.values():
+        acm.set_choices(knob=acm.knob_value, k_lo=k, k_hi=k)
+
+
+def _hand_to_gates(model: nn.Module) -> None:
+    budget = conversion(model).budget
+    if budget is not None:
+        set_budget(model, budget)
+        return
+    for acm in sites(model).values():
+        lowest = acm.count if acm.state == "dense" else acm.k_min
+        acm.set_choices(knob=acm.knob_value, k_lo=lowest, k_hi=acm.count)
+
+
+def set_budget(model: nn.Module, budget: float | str | None, *, cap: float | None = None) -> float:
+    """Let the gates spend `budget` and return the share of learner MACs that the table expects of it.
+
+    budget: a share of learner MACs (0.4), "60%" of the dense model's MACs, "11 GMACs", or None for the recipe's own.
+    cap: an upper bound on every token's k, as a share of N. The choice holds for the whole model until changed.
+    Raises BudgetUnreachable (with the range), NoBudgetTable when no phase has measured the gates, SitesNotFitted.
+    """
+    owner = conversion(model)
+    wanted = owner.default_budget if budget is None else budget
+    if wanted is None:
+        raise NoBudgetTable("this model has no budget of its own", fix="name one: acm.set_budget(model, 0.6)")
+    share = parse_budget(wanted, owner)
+    setting = setting_of(owner, share)
+    if setting.share < 1 - TOLERANCE or cap is not None:
+        refuse_unfitted(model, f"set_budget({wanted!r})")
+    if cap is not None and not 0 < cap <= 1:
+        raise UsageError("a cap outside its range", found=cap, expected="a share of N in (0, 1]")
+    for acm in sites(model).values():
+        k_hi = acm.count if cap is None else int(cap * acm.count + TOLERANCE)
+        acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=k_hi)
+    owner.budget = share
+    return setting.share
+
+
+def relax(model: nn.Module, temperature: float | None) -> None:
+    """From now on train() samples the gates (Gumbel, straight through), like dropout; eval() stays deterministic.
+
+    None ends it. Sampling goes over all of a site's choices, at the knob set last. SitesNotFitted while sites
+    without fitted learners exist.
+    """
+    if temperature is not None and not temperature > 0:
+        raise UsageError("a temperature must be positive", found=temperature)
+    if temperature is not None:
+        refuse_unfitted(model, "relax")
+    for acm in sites(model).values():
+        acm.temperature = temperature
+        acm.choices.clear()
+
+
+def refuse_unfitted(model: nn.Module, request: str) -> None:
+    """Raise SitesNotFitted, naming them, while sites still answer by their dense region (DECISIONS 2)."""
+    names = [name for name, acm in sites(model).items() if acm.state == "dense"]
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise SitesNotFitted(
+            f"{request} needs learners, but {len(names)} sites still run their dense region",
+            found=shown,
+            fix="fit them: acm.calibrate(model, batches), a recipe's distill phase, or acm.plan(..., init='random')",
+        )

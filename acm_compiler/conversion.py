@@ -1,0 +1,79 @@
+"""What belongs to a rewritten model as a whole: its plan and its budget table, shared by all its ACMs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.errors import NotRewritten
+from acm_compiler.plans import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetPoint:
+    """One row of a budget table: with this knob and lowest k the gates reach this share of learner MACs."""
+
+    share: float
+    knob: float
+    k_lo: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetTable:
+    """Measured budget -> knob, in order of rising share (DECISIONS 6, 14). `rule` is the gates' rule."""
+
+    rule: str
+    points: tuple[BudgetPoint, ...]
+    examples: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversion:
+    """The state of a rewritten model that is not tensors.
+
+    `teacher` is the digest of the dense weights that were replaced; `default_budget` is the recipe's own, what
+    `set_budget(model, None)` means; `budget` is the budget set last, None when the gates were not asked to keep one.
+    `damage` is what the last calibration expects of every k at every site, from k_min to N.
+    """
+
+    plan: Plan
+    teacher: str | None = None
+    table: BudgetTable | None = None
+    default_budget: float | None = None
+    budget: float | None = None
+    damage: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    undo: Any = None  # what `rewrite` changed around the ACMs, for `revert`
+
+    @property
+    def table_min(self) -> float:
+        """The smallest budget that can be set: the table's lowest share, or the plan's where none was measured."""
+        return self.table.points[0].share if self.table else self.plan.cost.budget_min
+
+
+def sites(model: nn.Module) -> dict[str, ACM]:
+    """The ACMs of `model` by site name, in the plan's order; also for wrapped (DDP, compiled) models.
+
+    NotRewritten when there are none.
+    """
+    found = {module.name: module for module in model.modules() if isinstance(module, ACM)}
+    if not found:
+        raise NotRewritten(
+            f"this {type(model).__name__} holds no ACMs",
+            fix="convert it first: acm.rewrite(model, acm.plan(model, inputs))",
+        )
+    order = {site.name: i for i, site in enumerate(conversion_of(next(iter(found.values()))).plan.sites)}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def conversion_of(acm: ACM) -> Conversion:
+    """The conversion that `acm` belongs to."""
+    assert isinstance(acm.conversion, Conversion)
+    return acm.conversion
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """The conversion of a rewritten model; NotRewritten when it is not one."""
+    return conversion_of(next(iter(sites(model).values())))

@@ -1,0 +1,160 @@
+"""What a plan costs, by arithmetic alone: MACs and parameters, dense and as ACMs.
+
+1 MAC = 1 multiply-add = 2 FLOPs. No model is run. `budget` is the share of learner MACs; `model_share` is the
+share of the whole dense model's MACs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from acm_compiler.plans import Plan, PlannedSite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteCost:
+    """MACs of one site over one forward of the example inputs (all calls), and its parameters.
+
+    `learner_macs` is what all N learners cost. What its ACM saves on disk is `acm_params`: learners, output
+    biases and gate.
+    """
+
+    dense_macs: int
+    learner_macs: int
+    gate_macs: int
+    dense_params: int
+    acm_params: int
+
+    def as_json(self) -> dict[str, int]:
+        """Plain numbers."""
+        return asdict(self)
+
+
+def site_cost(site: PlannedSite) -> SiteCost:
+    """The cost of one site."""
+    runs = site.tokens * site.calls
+    learner = site.learners * macs_per_learner(site)
+    return SiteCost(
+        dense_macs=runs * dense_macs_per_token(site),
+        learner_macs=runs * learner,
+        gate_macs=runs * gate_macs_per_token(site),
+        dense_params=_dense_params(site),
+        acm_params=_learner_params(site) + _gate_params(site),
+    )
+
+
+def dense_macs_per_token(site: PlannedSite) -> int:
+    """MACs of the dense region for one token."""
+    if site.dense_width is None:
+        return site.d_in * site.d_out
+    return site.dense_width * (site.d_in * len(site.first) + site.d_out)
+
+
+def macs_per_learner(site: PlannedSite) -> int:
+    """MACs of one learner for one token; p_l of SEMANTICS 2."""
+    branches = 2 if site.kind == "gated_mlp" else 1
+    return site.width * (site.d_in * branches + site.d_out)
+
+
+def gate_macs_per_token(site: PlannedSite) -> int:
+    """MACs of the gate for one token."""
+    return site.gate_width * (site.d_in + site.columns)
+
+
+def learner_unit(sites: tuple[PlannedSite, ...]) -> float:
+    """Mean over sites of the MACs of one learner, the unit of `choice costs` (DECISIONS 6)."""
+    return sum(macs_per_learner(site) for site in sites) / len(sites)
+
+
+def _dense_params(site: PlannedSite) -> int:
+    width = site.d_out if site.dense_width is None else site.dense_width
+    params = sum(width * site.d_in + (width if ref.bias is not None else 0) for ref in site.first)
+    if site.last is not None:
+        params += site.d_out * width + (site.d_out if site.last.bias is not None else 0)
+    return params
+
+
+def _learner_params(site: PlannedSite) -> int:
+    branches = 2 if site.kind == "gated_mlp" else 1
+    hidden = site.learners * site.width
+    params = branches * hidden * (site.d_in + (1 if site.has_bias_in else 0))
+    params += site.d_out * hidden * (site.learners if site.second_layer == "per_k" else 1)
+    params += (site.learners + 1) * site.d_out
+    if site.has_top:
+        params += site.d_out * (site.d_in if site.kind == "linear" else hidden)
+    return params
+
+
+def _gate_params(site: PlannedSite) -> int:
+    return site.gate_width * (site.d_in + 1) + site.columns * (site.gate_width + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostReport:
+    """The costs of a plan; `str()` is the table users read, `totals()` the numbers for JSON."""
+
+    plan: Plan
+    sites: tuple[SiteCost, ...]
+
+    @staticmethod
+    def of(plan: Plan) -> CostReport:
+        """The report of `plan`."""
+        return CostReport(plan=plan, sites=tuple(site_cost(site) for site in plan.sites))
+
+    @property
+    def learner_macs(self) -> int:
+        """MACs of all learners of all sites."""
+        return sum(cost.learner_macs for cost in self.sites)
+
+    @property
+    def gate_macs(self) -> int:
+        """MACs of all gates, run whatever the budget."""
+        return sum(cost.gate_macs for cost in self.sites)
+
+    @property
+    def fixed_macs(self) -> int:
+        """MACs of what stays dense."""
+        return self.plan.model.dense_macs - sum(cost.dense_macs for cost in self.sites)
+
+    @property
+    def acm_params(self) -> int:
+        """Parameters of the whole rewritten model, dense regions dropped."""
+        replaced = sum(cost.dense_params for cost in self.sites)
+        return self.plan.model.dense_params - replaced + sum(cost.acm_params for cost in self.sites)
+
+    @property
+    def budget_min(self) -> float:
+        """The smallest reachable budget: every token at its site's k_min."""
+        if not self.learner_macs:
+            return 1.0
+        least = sum(c.learner_macs * s.k_min / s.learners for s, c in zip(self.plan.sites, self.sites, strict=True))
+        return least / self.learner_macs
+
+    def macs(self, budget: float) -> float:
+        """MACs of the whole model over the example inputs at `budget`, gates included."""
+        return self.fixed_macs + self.gate_macs + budget * self.learner_macs
+
+    def model_share(self, budget: float) -> float:
+        """`macs(budget)` over the dense model's MACs."""
+        return self.macs(budget) / self.plan.model.dense_macs
+
+    def budget_of_macs(self, macs: float) -> float:
+        """The budget at which the whole model costs `macs` over the example inputs."""
+        return (macs - self.fixed_macs - self.gate_macs) / self.learner_macs
+
+    def totals(self) -> dict[str, Any]:
+        """The plan's totals as SURFACE 3 names them."""
+        return {
+            "dense_macs": self.plan.model.dense_macs,
+            "fixed_macs": self.fixed_macs,
+            "learner_macs": self.learner_macs,
+            "gate_macs": self.gate_macs,
+            "dense_params": self.plan.model.dense_params,
+            "acm_params": self.acm_params,
+        }
+
+    def __str__(self) -> str:
+        from acm_compiler.cost_table import cost_table
+
+        return cost_table(self)

@@ -1,0 +1,181 @@
+"""The cost report as text: what a plan costs, kind by kind and budget by budget (SURFACE 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from tabulate import tabulate
+
+from acm_compiler.cost import CostReport, SiteCost
+from acm_compiler.plans import Plan, PlannedSite
+
+BUDGETS = (0.25, 0.40, 0.60, 0.75, 1.00)
+_CONVENTION = '1 MAC = 1 multiply-add = 2 FLOPs; papers\' "GFLOPs" are GMACs'
+_SHOWN_REASONS = 6
+Row = Sequence[object]
+
+
+def cost_table(
+    report: CostReport, *, budgets: Iterable[float] = BUDGETS, per_site: bool = False, torch_macs: int | None = None
+) -> str:
+    """The whole report; `per_site` adds a row for every site, `torch_macs` a comparison with torch's own count."""
+    parts = [_title(report.plan), _kinds_table(report)]
+    if report.plan.sites:
+        parts.append(_budget_table(report, budgets))
+    if per_site:
+        parts.append(_site_table(report))
+    if torch_macs is not None:
+        parts.append(_check(report.plan.model.dense_macs, torch_macs))
+    parts += [_not_counted(report.plan), *_kept(report.plan), *_skipped(report.plan)]
+    return "\n".join(parts)
+
+
+def _title(plan: Plan) -> str:
+    source = plan.model.source
+    name = f"{source['source']}:{source['name']}" if source else plan.model.cls
+    tokens = max((site.tokens // plan.model.batch for site in plan.sites), default=0)
+    example = f"{plan.model.inputs} -> {tokens} tokens" if tokens else plan.model.inputs
+    return f"{plan.model.cls.rpartition('.')[2]} ({name}), {example}      {_CONVENTION}"
+
+
+def _kinds_table(report: CostReport) -> str:
+    plan, dense = report.plan, report.plan.model.dense_macs
+    unit, scale = unit_of(dense)
+    rows: list[Row] = []
+    for kind, pairs in _by_kind(report):
+        macs = sum(cost.dense_macs for _, cost in pairs)
+        rows.append(
+            [
+                kind,
+                len(pairs),
+                _shapes(site for site, _ in pairs),
+                _params_change(pairs),
+                f"{macs / scale:.2f}",
+                f"{sum(cost.learner_macs for _, cost in pairs) / scale:.2f}",
+                f"{sum(cost.gate_macs for _, cost in pairs) / scale:.2f}",
+                f"{macs / dense:.1%}",
+            ]
+        )
+    kept = report.fixed_macs
+    rows.append(["kept", "-", "", "", f"{kept / scale:.2f}", "-", "-", f"{kept / dense:.1%}"])
+    total_params = f"{millions(plan.model.dense_params)} -> {millions(report.acm_params)}"
+    learners, gates = f"{report.learner_macs / scale:.2f}", f"{report.gate_macs / scale:.2f}"
+    rows.append(["total", "", "", total_params, f"{dense / scale:.2f}", learners, gates, ""])
+    headers = [
+        "kind",
+        "sites",
+        "learners",
+        "params dense -> acm",
+        f"{unit} dense",
+        "learners k=N",
+        "gates",
+        "share of model",
+    ]
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "right") + ("right",) * 6)
+
+
+def _by_kind(report: CostReport) -> list[tuple[str, list[tuple[PlannedSite, SiteCost]]]]:
+    pairs = sorted(zip(report.plan.sites, report.sites, strict=True), key=lambda pair: pair[0].kind != "mlp")
+    order = {"mlp": 0, "gated_mlp": 1, "linear": 2}
+    pairs.sort(key=lambda pair: order[pair[0].kind])
+    return [(kind, list(group)) for kind, group in groupby(pairs, key=lambda pair: pair[0].kind)]
+
+
+def _shapes(sites: Iterable[PlannedSite]) -> str:
+    shapes = sorted({(site.learners, site.width) for site in sites})
+    shown = ", ".join(f"{n} x {width}" for n, width in shapes[:2])
+    return shown if len(shapes) <= 2 else f"{shown}, and {len(shapes) - 2} more"
+
+
+def _params_change(pairs: Sequence[tuple[PlannedSite, SiteCost]]) -> str:
+    dense = sum(cost.dense_params for _, cost in pairs)
+    acm = sum(cost.acm_params for _, cost in pairs)
+    return f"{millions(dense)} -> {millions(acm)}"
+
+
+def _budget_table(report: CostReport, budgets: Iterable[float]) -> str:
+    dense, batch = report.plan.model.dense_macs, report.plan.model.batch
+    least = report.budget_min
+    shown = [least, *(b for b in budgets if b > least)]
+    unit, scale = unit_of(dense / batch)
+    head = ["budget (share of learner MACs)", f"{least:.3f} (min)", *(f"{b:.2f}" for b in shown[1:])]
+    macs = [f"model {unit} per example", *(f"{report.macs(b) / batch / scale:.2f}" for b in shown)]
+    share = ["share of the dense model", *(f"{report.model_share(b):.0%}" for b in shown)]
+    return tabulate([head, macs, share], tablefmt="plain", disable_numparse=True)
+
+
+def _site_table(report: CostReport) -> str:
+    unit, scale = unit_of(report.plan.model.dense_macs)
+    rows = [
+        [
+            site.name,
+            site.kind + (f" ({site.role})" if site.role else ""),
+            f"{site.learners} x {site.width}",
+            f"{site.k_min}..{site.learners}",
+            site.gate_width,
+            f"{site.calls} x {site.tokens}",
+            f"{cost.dense_macs / scale:.3f}",
+            millions(cost.acm_params),
+        ]
+        for site, cost in zip(report.plan.sites, report.sites, strict=True)
+    ]
+    headers = ["site", "kind", "learners", "k", "gate", "calls x tokens", f"{unit} dense", "params"]
+    return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def _check(dense_macs: int, torch_macs: int) -> str:
+    if torch_macs == dense_macs:
+        return "check: torch's FlopCounterMode on the dense model agrees to the last MAC"
+    difference = (dense_macs - torch_macs) / torch_macs if torch_macs else 1.0
+    return f"check: torch's FlopCounterMode on the dense model finds {torch_macs:,} MACs ({difference:+.2%} here)"
+
+
+def _not_counted(plan: Plan) -> str:
+    names = ", ".join(f"{name} x{count}" for name, count in plan.model.not_counted.items())
+    return f"not counted: {names}" if names else "not counted: nothing"
+
+
+def _kept(plan: Plan) -> list[str]:
+    if not plan.kept:
+        return []
+    reasons: dict[str, list[str]] = {}
+    for kept in plan.kept:
+        reasons.setdefault(kept.reason, []).append(kept.name)
+    shown = [f"{_and_more(names)} ({reason})" for reason, names in list(reasons.items())[:_SHOWN_REASONS]]
+    return ["kept dense: " + " · ".join([*shown, *_hidden(reasons)])]
+
+
+def _skipped(plan: Plan) -> list[str]:
+    lines = []
+    reasons: dict[str, list[str]] = {}
+    kept = {entry.name for entry in plan.kept}
+    for skip in plan.skipped:
+        if skip.name in kept:
+            continue
+        reasons.setdefault(skip.reason, []).append(skip.name)
+    for reason, names in list(reasons.items())[:_SHOWN_REASONS]:
+        lines.append(f"skipped: {_and_more(names)} ({reason})")
+    return lines + [f"skipped: {text}" for text in _hidden(reasons)]
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def _hidden(reasons: Mapping[str, object]) -> list[str]:
+    hidden = len(reasons) - _SHOWN_REASONS
+    return [f"{hidden} more reasons, see --json"] if hidden > 0 else []
+
+
+def unit_of(macs: float) -> tuple[str, float]:
+    """The unit in which `macs` reads best, and its size."""
+    for unit, scale in (("TMACs", 1e12), ("GMACs", 1e9), ("MMACs", 1e6)):
+        if macs >= scale:
+            return unit, scale
+    return "kMACs", 1e3
+
+
+def millions(params: int) -> str:
+    """Parameters for people: 86.57 M."""
+    return f"{params / 1e6:.2f} M" if params < 1e9 else f"{params / 1e9:.2f} B"

@@ -1,0 +1,152 @@
+"""Measuring which knob reaches which budget, on the converted model's own forwards (DECISIONS 6, 14)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.control import refuse_unfitted
+from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
+from acm_compiler.errors import DataError
+from acm_compiler.inputs import Inputs, call_model
+from acm_compiler.plans import Plan
+from acm_compiler.usage import record
+
+# measured beside whatever budgets the caller names, so that interpolation between rows stays short
+GRID = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
+TOLERANCE = 0.002
+_STEPS = 14
+_STRONGEST_KNOB = 2.0**12
+
+Example = tuple[Inputs, Tensor | None]
+Progress = Callable[[str], None]
+
+
+def measure_budgets(
+    model: nn.Module,
+    batches: Iterable[Example],
+    *,
+    budgets: Sequence[float] = (),
+    k_lo: int = 0,
+    progress: Progress | None = None,
+) -> BudgetTable:
+    """Find the knob of each budget by bisection and keep the table in the model's conversion.
+
+    batches: (inputs, mask or None) pairs; all are run at every step, in eval mode, so a few hundred examples are
+    enough. k_lo: the lowest k of every row; a site's own k_min holds where it is above. The mode and the choices of
+    the model are restored. SitesNotFitted where learners are missing.
+    """
+    refuse_unfitted(model, "measuring budgets")
+    examples = list(batches)
+    if not examples:
+        raise DataError("no examples to measure budgets on")
+    search = _Search(model, examples, k_lo, progress)
+    with undisturbed(model):
+        least, most = search.push(1.0), search.push(-1.0)
+        for target in sorted({least + TOLERANCE, *GRID, *budgets, most - TOLERANCE}):
+            if least < target < most:
+                search.bisect(target)
+    owner = conversion(model)
+    rule = next(iter(sites(model).values())).gate.rule
+    owner.table = BudgetTable(rule=rule, points=search.points(), examples=search.count)
+    return owner.table
+
+
+class _Search:
+    """Probes of one model, each a knob and the share of learner MACs that it reaches; the share falls with the knob."""
+
+    def __init__(self, model: nn.Module, examples: list[Example], k_lo: int, progress: Progress | None) -> None:
+        self.model, self.examples, self.k_lo, self.progress = model, examples, k_lo, progress
+        self.probes: dict[float, float] = {}
+        self.count = 0
+
+    def probe(self, knob: float) -> float:
+        """The share reached with `knob`: the mean over examples of their shares, padding left out."""
+        if knob not in self.probes:
+            for acm in sites(self.model).values():
+                acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
+            shares = torch.cat([self._shares(inputs, mask) for inputs, mask in self.examples])
+            self.count = shares.numel()
+            self.probes[knob] = _mean_over_ranks(shares)
+            if self.progress is not None:
+                self.progress(f"knob {knob:+.3f}: budget {self.probes[knob]:.3f}")
+        return self.probes[knob]
+
+    def _shares(self, inputs: Inputs, mask: Tensor | None) -> Tensor:
+        with batch_context(self.model, mask=mask), record(self.model) as usage:
+            call_model(self.model, inputs)
+        return usage.shares
+
+    def push(self, knob: float) -> float:
+        """The share at the end of the knob's range: doubled until every gate is at its bound, or for good."""
+        limit = least_share(conversion(self.model).plan, self.k_lo) if knob > 0 else 1.0
+        while abs(self.probe(knob) - limit) > 1e-6 and abs(knob) < _STRONGEST_KNOB:
+            knob *= 2
+        return self.probe(knob)
+
+    def bisect(self, target: float) -> None:
+        """Add probes until one lies within the tolerance of `target` or the steps are used up."""
+        for step in range(_STEPS):
+            knobs = sorted(self.probes)
+            shares = [self.probes[knob] for knob in knobs]
+            if min(abs(share - target) for share in shares) <= TOLERANCE:
+                return
+            right = bisect_left([-share for share in shares], -target)
+            if right in (0, len(knobs)):
+                return
+            # the middle, and by turns where a straight line would cross: halves the forwards
+            place = 0.5 if step % 2 else (shares[right - 1] - target) / (shares[right - 1] - shares[right])
+            self.probe(knobs[right - 1] + min(max(place, 0.1), 0.9) * (knobs[right] - knobs[right - 1]))
+
+    def points(self) -> tuple[BudgetPoint, ...]:
+        """The probes as table rows: rising share, falling knob; of equal shares the knob nearest to the next row."""
+        rows: list[BudgetPoint] = []
+        for knob in sorted(self.probes, reverse=True):
+            share = self.probes[knob]
+            if rows and share < rows[-1].share:
+                continue
+            if rows and share == rows[-1].share:
+                rows.pop()
+            rows.append(BudgetPoint(share=share, knob=knob, k_lo=self.k_lo))
+        return tuple(rows)
+
+
+def least_share(plan: Plan, k_lo: int) -> float:
+    """The share of learner MACs when every token runs `k_lo` learners, or its site's k_min where that is above."""
+    costs = plan.cost.sites
+    least = sum(
+        cost.learner_macs * max(site.k_min, min(k_lo, site.learners)) / site.learners
+        for site, cost in zip(plan.sites, costs, strict=True)
+    )
+    return least / sum(cost.learner_macs for cost in costs)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; the mode, the choices and the budget set come back at the end."""
+    owner = conversion(model)
+    budget = owner.budget
+    training = {module: module.training for module in model.modules()}
+    choices = {acm: (acm.knob_value, int(acm.k_lo), int(acm.k_hi)) for acm in sites(model).values()}
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        owner.budget = budget
+        for module, was_training in training.items():
+            module.training = was_training
+        for acm, (knob, k_lo, k_hi) in choices.items():
+            acm.set_choices(knob=knob, k_lo=k_lo, k_hi=k_hi)
+
+
+def _mean_over_ranks(shares: Tensor) -> float:
+    total = torch.stack([shares.sum(), torch.tensor(float(shares.numel()), dtype=shares.dtype)])
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total)
+    return float(total[0] / total[1])

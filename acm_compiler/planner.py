@@ -1,0 +1,139 @@
+"""From facts about a model to decisions: which sites are converted, and the sizes of their ACMs."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+
+from acm_compiler.cost import dense_macs_per_token
+from acm_compiler.errors import SelectionError, UsageError, nearest
+from acm_compiler.plans import PlannedSite, SecondLayer
+from acm_compiler.recipe.schema import GateConfig, SiteRule
+from acm_compiler.site import Site
+
+_GATE_STEP = 8
+_CLASSES = ("mlp", "attn")
+
+
+def plan_sites(found: Sequence[Site], rules: Sequence[SiteRule], gate: GateConfig) -> tuple[PlannedSite, ...]:
+    """The sites that the rules select, each with its sizes, in the model's order; the last matching rule decides.
+
+    SelectionError, with the nearest names, when a pattern matches no site.
+    """
+    chosen: dict[str, SiteRule] = {}
+    for rule in rules:
+        chosen.update(dict.fromkeys(_selected(found, rule), rule))
+    return tuple(_plan_site(site, chosen[site.name], gate) for site in found if site.name in chosen)
+
+
+def _selected(found: Sequence[Site], rule: SiteRule) -> list[str]:
+    """The names of the sites that `rule` speaks of, in the model's order."""
+    wanted = {name for match in rule.match for name in select(found, match)}
+    if rule.include:
+        wanted &= {name for match in rule.include for name in select(found, match)}
+    wanted -= {name for match in rule.exclude for name in select(found, match)}
+    return [site.name for site in found if site.name in wanted]
+
+
+def select(found: Sequence[Site], match: str) -> list[str]:
+    """The names of the sites that `match` means.
+
+    "mlp", "attn", "attn.q" (a role), a site's name, a glob over names, "re:..." or a subtree's name.
+    SelectionError when a pattern matches nothing in a model that has sites.
+    """
+    names = [site.name for site in found if _matches(site, match)]
+    if not names and found and match not in _CLASSES:
+        known = [site.name for site in found]
+        alike = nearest(match, [*_CLASSES, *known])
+        raise SelectionError(
+            f"no site matches {match!r}",
+            found=f"{len(known)} sites: {_kinds(found)}",
+            fix=f"nearest: {', '.join(alike)}" if alike else f"names look like {known[0]!r}",
+        )
+    return names
+
+
+def _matches(site: Site, match: str) -> bool:
+    if match == "mlp":
+        return site.kind != "linear"
+    if match == "attn" or match.startswith("attn."):
+        return site.kind == "linear" and match in ("attn", f"attn.{site.role}")
+    if match.startswith("re:"):
+        return _regex(match).search(site.name) is not None
+    return fnmatch.fnmatchcase(site.name, match) or site.name.startswith(f"{match}.")
+
+
+def _regex(match: str) -> re.Pattern[str]:
+    try:
+        return re.compile(match.removeprefix("re:"))
+    except re.error as error:
+        raise SelectionError(f"{match!r} is no regular expression", found=str(error)) from None
+
+
+def _kinds(found: Iterable[Site]) -> str:
+    sites = list(found)
+    counts = {kind: sum(site.kind == kind for site in sites) for kind in ("mlp", "gated_mlp", "linear")}
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+
+
+def _plan_site(site: Site, rule: SiteRule, gate: GateConfig) -> PlannedSite:
+    # a nonlinear activation at a linear site has no start that keeps answers (DECISIONS 2)
+    random = rule.init == "random" or (site.kind == "linear" and rule.activation not in ("auto", "identity"))
+    planned = PlannedSite(
+        **{f.name: getattr(site, f.name) for f in dataclasses.fields(Site)},
+        learners=rule.learners,
+        width=matched_width(site, rule.learners) if rule.width == "auto" else rule.width,
+        k_min=_k_min(site, rule),
+        gate_width=0,
+        learner_act=_learner_act(site, rule, random),
+        second_layer=_second_layer(site, rule),
+        form=rule.form,
+        lossless=rule.lossless,
+        init="random" if random else "auto",
+        state="dense" if site.kind == "linear" and not random else "learners",
+    )
+    width = gate_width(planned, gate.share) if gate.hidden == "auto" else gate.hidden
+    return dataclasses.replace(planned, gate_width=width)
+
+
+def _second_layer(site: Site, rule: SiteRule) -> SecondLayer:
+    if site.kind == "linear" or (rule.second_layer == "auto" and not rule.lossless):
+        return "shared"
+    return "shared_top" if rule.second_layer == "auto" else rule.second_layer
+
+
+def matched_width(site: Site, learners: int) -> int:
+    """H of one learner such that N of them match the site's MACs and parameters (SEMANTICS 1)."""
+    if site.dense_width is not None:
+        return -(-site.dense_width // learners)
+    return max(1, round(site.d_in * site.d_out / (learners * (site.d_in + site.d_out))))
+
+
+def gate_width(site: PlannedSite, share: float) -> int:
+    """Hidden width at which the gate costs about `share` of the site's MACs, in steps of 8 (DECISIONS 4)."""
+    ideal = share * dense_macs_per_token(site) / site.d_in
+    return max(_GATE_STEP, _GATE_STEP * round(ideal / _GATE_STEP))
+
+
+def _k_min(site: Site, rule: SiteRule) -> int:
+    bypassed = site.residual and not site.residual_norm
+    if rule.k_min == "auto":
+        return 0 if site.kind != "linear" and bypassed else 1
+    # a rule speaks for many sites; those without a bypass keep their one learner
+    return rule.k_min if rule.k_min > 0 or bypassed else 1
+
+
+def _learner_act(site: Site, rule: SiteRule, random: bool) -> str:
+    if rule.activation == "auto":
+        return site.act
+    if rule.activation != site.act and not random:
+        raise UsageError(
+            "learners with another activation than the site's cannot start from its weights",
+            where=site.name,
+            found=rule.activation,
+            expected=site.act,
+            fix="leave activation at auto, or set init: random",
+        )
+    return rule.activation

@@ -1,0 +1,184 @@
+"""The plan: every decision about a model's sites, frozen and free of tensors.
+
+It is the only object that crosses every border of the compiler, and it survives a JSON round trip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from acm_compiler.errors import PlanMismatch, StorageError
+from acm_compiler.site import Graft, Layout, LinearRef, Site, Skip
+
+SCHEMA = 1
+SecondLayer = Literal["shared", "shared_top", "per_k", "original"]
+LinearForm = Literal["auto", "svd", "slices"]
+Init = Literal["auto", "random"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSite(Site):
+    """A site and what was decided for it.
+
+    `learners` is N, `width` one learner's hidden width, `gate_width` the gate's. `learner_act` is the learners'
+    activation. `init` "random" is the paper's start. `state` "dense": no phase has fitted the learners yet.
+    """
+
+    learners: int
+    width: int
+    k_min: int
+    gate_width: int
+    learner_act: str
+    second_layer: SecondLayer = "shared"
+    form: LinearForm = "auto"
+    lossless: bool = False
+    init: Init = "auto"
+    state: Literal["dense", "learners"] = "learners"
+
+    @property
+    def columns(self) -> int:
+        """C = N - k_min + 1, the gate's outputs."""
+        return self.learners - self.k_min + 1
+
+    @property
+    def has_bias_in(self) -> bool:
+        """Whether the learners' first layer has a bias."""
+        if self.kind == "linear":
+            return self.learner_act != "identity"
+        return self.init == "random" or any(ref.bias is not None for ref in self.first)
+
+    @property
+    def has_top(self) -> bool:
+        """Whether k = N runs dense weights of its own."""
+        return self.second_layer == "shared_top" or (self.kind == "linear" and self.lossless)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the plan knows of the model it was made for; MACs are for exactly the example inputs.
+
+    `source` says how the base model is built again, None for a live model. `inputs` describes the example.
+    `not_counted` names operations without MACs and how often they run.
+    """
+
+    fingerprint: str
+    cls: str
+    source: dict[str, Any] | None = None
+    inputs: str = ""
+    batch: int = 1
+    dense_macs: int
+    dense_params: int
+    not_counted: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All decisions for one model. `print(plan)` is the cost report; change a plan by `dataclasses.replace`.
+
+    `skipped` are the look-alikes that could not be sites; `kept` is everything that does MACs outside the sites.
+    """
+
+    model: ModelFacts
+    sites: tuple[PlannedSite, ...]
+    skipped: tuple[Skip, ...] = ()
+    kept: tuple[Skip, ...] = ()
+
+    @property
+    def cost(self):
+        """The plan's `CostReport`."""
+        from acm_compiler.cost import CostReport
+
+        return CostReport.of(self)
+
+    @property
+    def budget_range(self) -> tuple[float, float]:
+        """The smallest and the largest share of learner MACs that this plan can run."""
+        return self.cost.budget_min, 1.0
+
+    def site(self, name: str) -> PlannedSite:
+        """The site called `name`; KeyError when there is none."""
+        return {site.name: site for site in self.sites}[name]
+
+    def __str__(self) -> str:
+        return str(self.cost)
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps(self.as_json(), indent=1)
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as a JSON document; sites carry their costs, which `from_json` derives anew."""
+        cost = self.cost
+        return {
+            "schema": SCHEMA,
+            "model": dataclasses.asdict(self.model),
+            "totals": cost.totals(),
+            "budget_range": list(self.budget_range),
+            "sites": [dataclasses.asdict(s) | c.as_json() for s, c in zip(self.sites, cost.sites, strict=True)],
+            "skipped": [dataclasses.asdict(s) for s in self.skipped],
+            "kept": [dataclasses.asdict(k) for k in self.kept],
+        }
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that `to_json` wrote; StorageError when the text is no plan or of a newer schema."""
+        try:
+            document = json.loads(text)
+            found = document["schema"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError("this is no plan", found=repr(error), expected="JSON written by Plan.to_json") from None
+        if found != SCHEMA:
+            raise StorageError(
+                "a plan of another schema",
+                found=found,
+                expected=SCHEMA,
+                fix="use the version of acm_compiler that wrote it",
+            )
+        try:
+            return Plan(
+                model=ModelFacts(**document["model"]),
+                sites=tuple(_site_from(entry) for entry in document["sites"]),
+                skipped=tuple(Skip(**entry) for entry in document["skipped"]),
+                kept=tuple(Skip(**entry) for entry in document["kept"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise StorageError("a plan that misses or misnames an entry", found=str(error)) from None
+
+
+def _site_from(entry: dict[str, Any]) -> PlannedSite:
+    names = {f.name for f in dataclasses.fields(PlannedSite)}
+    values = {name: value for name, value in entry.items() if name in names}
+    values["first"] = tuple(_ref_from(ref) for ref in values["first"])
+    values["last"] = values["last"] and _ref_from(values["last"])
+    values["layout"] = values["layout"] and Layout(**values["layout"])
+    values["graft"] = Graft(**values["graft"] | {"modules": tuple(values["graft"]["modules"])})
+    return PlannedSite(**values)
+
+
+def _ref_from(entry: dict[str, Any]) -> LinearRef:
+    return LinearRef(**entry | {"rows": entry["rows"] and tuple(entry["rows"])})
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of the model's class and its parameters' names and shapes; never of values, dtypes or devices."""
+    lines = [f"{type(model).__module__}.{type(model).__qualname__}"]
+    lines += [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters(remove_duplicate=False)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def check_fits(plan: Plan, model: nn.Module) -> None:
+    """Raise PlanMismatch unless `plan` was made for a model of this class and these parameters."""
+    found = fingerprint(model)
+    if found != plan.model.fingerprint:
+        raise PlanMismatch(
+            f"the plan was made for {plan.model.cls} with other parameters than this {type(model).__name__}",
+            found=found,
+            expected=plan.model.fingerprint,
+            fix="plan again: acm.plan(model, example_inputs)",
+        )

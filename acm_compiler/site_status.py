@@ -1,0 +1,59 @@
+"""`acm.status`: one table of what each site of a rewritten model is and does now."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from tabulate import tabulate
+from torch import nn
+
+from acm_compiler.control import run_mode
+from acm_compiler.conversion import conversion, sites
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteStatus:
+    """One site now: `mode` is a `FixedK`, `Gated` or `Relaxed` as text, `dense` whether the dense region is kept."""
+
+    site: str
+    kind: str
+    learners: str
+    state: str
+    mode: str
+    dense: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """The state of a rewritten model; `str()` is a table."""
+
+    sites: tuple[SiteStatus, ...]
+    budget: float | None
+    budget_range: tuple[float, float] | None
+
+    def __str__(self) -> str:
+        table = tabulate([asdict(row) for row in self.sites], headers="keys")
+        if self.budget_range is None:
+            return f"{table}\nbudgets: none measured yet"
+        asked = "none set" if self.budget is None else f"{self.budget:.3f}"
+        return f"{table}\nbudget: {asked} (range {self.budget_range[0]:.3f} to {self.budget_range[1]:.3f})"
+
+
+def status(model: nn.Module) -> Status:
+    """What each site is and does now; NotRewritten when there are none."""
+    owner = conversion(model)
+    rows = []
+    for name, acm in sites(model).items():
+        planned = owner.plan.site(name)
+        rows.append(
+            SiteStatus(
+                site=name,
+                kind=planned.kind,
+                learners=f"{planned.learners} x {planned.width}",
+                state=acm.state,
+                mode="dense region" if acm.state == "dense" else str(run_mode(acm)),
+                dense=acm.dense is not None,
+            )
+        )
+    measured = (owner.table_min, 1.0) if owner.table else None
+    return Status(sites=tuple(rows), budget=owner.budget, budget_range=measured)

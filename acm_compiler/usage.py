@@ -1,0 +1,136 @@
+"""`acm.record`: which tokens ran how many learners, and what that cost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.cost import gate_macs_per_token, macs_per_learner
+from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
+from acm_compiler.plans import Plan
+
+PADDING = -1
+
+
+class Usage:
+    """What the forwards inside one `acm.record` ran.
+
+    `k` maps a site's name to an int tensor [batch, tokens], -1 at padded positions; repeated calls follow each other
+    along the token axis. `masked` tells whether a padding mask was known.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._calls: dict[str, list[Tensor]] = {}
+        self._call_mask: Tensor | None = None
+        self.masked = False
+
+    def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None) -> None:
+        """Add one call of one ACM."""
+        if mask_BS is None and self._call_mask is not None and self._call_mask.shape == k_BS.shape:
+            mask_BS = self._call_mask
+        if mask_BS is not None:
+            self.masked = True
+            k_BS = torch.where(mask_BS.to(k_BS.device), k_BS, PADDING)
+        calls = self._calls.setdefault(acm.name, [])
+        if calls and calls[0].shape[0] != k_BS.shape[0]:
+            raise UsageError(
+                "batches of different sizes in one record",
+                found=k_BS.shape[0],
+                expected=calls[0].shape[0],
+                fix="open one acm.record per batch",
+            )
+        calls.append(k_BS.detach())
+
+    def see_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the padding mask from the model's own call, where it has one [batch, tokens]."""
+        mask = kwargs.get("attention_mask")
+        first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and first is not None and first.dim() >= 2:
+            # with a cache the mask also covers earlier tokens; the sites see the last ones
+            self._call_mask = mask[:, -first.shape[1] :].bool()
+        else:
+            self._call_mask = None
+
+    @property
+    def k(self) -> dict[str, Tensor]:
+        """Learners run per site, [batch, tokens]; NothingRecorded when no forward was seen."""
+        if not self._calls:
+            raise NothingRecorded("no forward of the model ran inside acm.record")
+        return {name: torch.cat(calls, dim=1) for name, calls in self._calls.items()}
+
+    @property
+    def shares(self) -> Tensor:
+        """Share of learner MACs of each example, float64 [batch]; padding left out (b_i of SEMANTICS 2)."""
+        run, full = self._learner_macs()
+        return run / full.clamp_min(1)
+
+    @property
+    def budget(self) -> float:
+        """The budget reached: the mean over examples of their shares of learner MACs."""
+        return float(self.shares.mean())
+
+    @property
+    def pooled_budget(self) -> float:
+        """The share of learner MACs over all tokens of the batch together."""
+        run, full = self._learner_macs()
+        return float(run.sum() / full.sum().clamp_min(1))
+
+    @property
+    def macs(self) -> Tensor:
+        """MACs of the whole model for each example, gates included, float64 [batch].
+
+        What stays dense counts as for the plan's example inputs.
+        """
+        run, _ = self._learner_macs()
+        gates = torch.zeros_like(run)
+        for name, k_BS in self.k.items():
+            gates += (k_BS != PADDING).sum(1).cpu() * gate_macs_per_token(self._plan.site(name))
+        return self._plan.cost.fixed_macs / self._plan.model.batch + gates + run
+
+    def _learner_macs(self) -> tuple[Tensor, Tensor]:
+        """Learner MACs run and learner MACs at k = N, each float64 [batch]."""
+        run = full = torch.zeros((), dtype=torch.float64)
+        for name, k_BS in self.k.items():
+            site = self._plan.site(name)
+            real = k_BS != PADDING
+            run = run + (k_BS * real).sum(1).double().cpu() * macs_per_learner(site)
+            full = full + real.sum(1).double().cpu() * macs_per_learner(site) * site.learners
+        return run, full
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Usage]:
+    """While open, every forward of `model` adds to the `Usage` it yields; nothing stays on the model afterwards.
+
+    CompiledModelError for a compiled model, whose graphs cannot be observed.
+    """
+    _refuse_compiled(model)
+    acms = sites(model)
+    usage = Usage(conversion(model).plan)
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: usage.see_call(args, kwargs), with_kwargs=True)
+    for acm in acms.values():
+        acm.observers.append(usage.observe)
+    try:
+        yield usage
+    finally:
+        hook.remove()
+        for acm in acms.values():
+            acm.observers.remove(usage.observe)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    # a compiled model exists only where dynamo has been imported
+    dynamo = sys.modules.get("torch._dynamo")
+    wrapped = dynamo is not None and isinstance(model, dynamo.eval_frame.OptimizedModule)
+    if wrapped or any(module._compiled_call_impl is not None for module in model.modules()):
+        raise CompiledModelError(
+            "a compiled model cannot be recorded", fix="record the eager model: acm.record(compiled._orig_mod)"
+        )

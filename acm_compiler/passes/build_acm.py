@@ -1,0 +1,80 @@
+"""PlannedSite -> ACM: sizes from the plan, starting weights from the dense model (DECISIONS 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM, Gate, Learners
+from acm_compiler.cost import macs_per_learner
+from acm_compiler.passes.dense_region import dense_linear
+from acm_compiler.plans import PlannedSite
+
+_FORMS = {"mlp": "mlp", "gated_mlp": "gated", "linear": "linear"}
+
+
+def build_acm(site: PlannedSite, *, like: Tensor, unit: float, cls: type[ACM] = ACM) -> ACM:
+    """The ACM (a `cls`) that `site` plans, on the device and in the type of `like`, its learners all zero.
+
+    `unit` is `cost.learner_unit` of the plan. It runs all learners until told otherwise.
+    """
+    place = {"device": like.device, "dtype": like.dtype}
+    learners = Learners(
+        site.d_in,
+        site.d_out,
+        site.learners,
+        site.width,
+        form=_FORMS[site.kind],
+        act=site.learner_act,
+        bias_in=site.has_bias_in,
+        per_k=site.second_layer == "per_k",
+        top=site.has_top,
+        **place,
+    )
+    acm = cls(
+        Gate(site.d_in, site.gate_width, site.columns, **place),
+        learners,
+        name=site.name,
+        k_min=site.k_min,
+        layout=site.layout,
+        cost=macs_per_learner(site) / unit,
+        dropout=site.graft.dropout,
+    )
+    mark_initialized(acm)
+    return acm
+
+
+@torch.no_grad()
+def start(acm: ACM, site: PlannedSite, tensors: Mapping[str, Tensor]) -> None:
+    """Fill a new ACM's learners from the dense weights and set its state.
+
+    MLPs run their split; linear sites answer by their dense region until a phase has fitted the learners, which
+    start at random around the dense bias. `init` "random" is the paper's start, whatever the kind.
+    """
+    learners = acm.learners
+    if site.init == "auto" and site.last is not None:
+        first = [dense_linear(ref, tensors) for ref in site.first]
+        learners.start_split(first, dense_linear(site.last, tensors))
+        return
+    learners.start_random()
+    if site.last is not None:
+        if learners.w_top is not None:
+            learners.w_top.copy_(learners.w_out.flatten(1))
+        return
+    weight, bias = dense_linear(site.first[0], tensors)
+    if learners.w_top is not None:
+        learners.w_top.copy_(weight)
+    if site.init == "auto":
+        acm.state = "dense"
+        if bias is not None:
+            learners.b_out.copy_(bias)
+
+
+def mark_initialized(module: nn.Module) -> None:
+    """Tell transformers that these weights have their values: its `init_weights()` would draw new ones."""
+    parts: list[Any] = [*module.modules(), *module.parameters()]
+    for part in parts:
+        part._is_hf_initialized = True

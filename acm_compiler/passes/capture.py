@@ -1,0 +1,222 @@
+"""Sees a live model as a graph: records one run, or exports it where that cannot be recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from acm_compiler.errors import CaptureFailed
+from acm_compiler.inputs import Inputs, call_model, split_inputs
+from acm_compiler.passes.captured import Capture, ModuleCall, Signature
+from acm_compiler.passes.nested import map_tensors, tensors
+from acm_compiler.passes.recorder import Recorder, UnseenTensor
+from acm_compiler.passes.source_lines import raising_line
+from acm_compiler.passes.untouched import untouched
+
+__all__ = ["Capture", "ModuleCall", "Signature", "capture"]
+
+
+def capture(model: nn.Module, example_inputs: Inputs) -> Capture:
+    """The model's forward for `example_inputs`, in eval mode and without gradients, as a graph.
+
+    Works without memory or compute for the model's tensors, which may be on `meta`; only where a value decides
+    the control flow is the model really run. Model, inputs and random generators are left as they were.
+    Raises CaptureFailed when the model raises with these inputs, or when it cannot be seen as a graph.
+    """
+    if any(torch.nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        raise CaptureFailed("the model has parameters without a shape", fix="run it once first, so that they get one")
+    first = record(model, example_inputs, fake=True)
+    if isinstance(first, Capture):
+        return first
+    error = first
+    if not isinstance(error, UnseenTensor):
+        if _on_meta(model):
+            raise _meta_model_raises(error) from error
+        second = record(model, example_inputs, fake=False)
+        if isinstance(second, Capture):
+            return second
+        error = second
+    if not isinstance(error, UnseenTensor) and (own := _plain_error(model, example_inputs)) is not None:
+        raise _model_raises(own, "pass inputs that the model accepts when you call it") from own
+    third = export(model, example_inputs)
+    if isinstance(third, Capture):
+        return third
+    raise CaptureFailed(
+        "the model cannot be seen as a graph",
+        found=f"recording: {error}; exporting: {_first_line(third)}",
+        fix="make the part named run through torch functions, or rewrite a part of the model without it",
+    ) from error
+
+
+def capture_again(model: nn.Module, inputs: Inputs, *, like: Capture) -> Capture | None:
+    """A capture for other inputs, made as `like` was; None where it fails."""
+    if like.method == "export":
+        exported = export(model, inputs)
+        return exported if isinstance(exported, Capture) else None
+    for fake in (True, False):
+        recorded = record(model, inputs, fake=fake)
+        if isinstance(recorded, Capture):
+            return recorded
+    return None
+
+
+def record(model: nn.Module, example_inputs: Inputs, *, fake: bool) -> Capture | Exception:
+    """A recording of the model's forward, or what was raised; `fake` runs without values, on fake tensors."""
+    attempt = Attempt()
+    with attempt, untouched(model) as owned, _recordable(model), torch.no_grad():
+        names = _input_names(example_inputs)
+        if not fake:
+            recorder = Recorder(model, existing=owned)
+            return recorder.run(map_tensors(example_inputs, _copy), names)
+        with _fake_mode() as mode:
+            stand_in = _StandIn(mode, _pretended_device(model, example_inputs))
+            recorder = Recorder(model, stand_in=stand_in)
+            return recorder.run(map_tensors(example_inputs, stand_in.fresh), names)
+    assert attempt.error is not None
+    return attempt.error
+
+
+def export(model: nn.Module, example_inputs: Inputs) -> Capture | Exception:
+    """The model as torch.export sees it, or what was raised."""
+    from acm_compiler.passes.exported import capture_exported
+
+    attempt = Attempt()
+    with attempt, untouched(model), _recordable(model), torch.no_grad():
+        on_meta = _on_meta(model)
+        return capture_exported(model, map_tensors(example_inputs, lambda t: t.to("meta") if on_meta else _copy(t)))
+    assert attempt.error is not None
+    return attempt.error
+
+
+class Attempt:
+    """A block that runs a user's code, which may raise anything; what it raised is `error`."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
+
+
+class _StandIn:
+    """Fake tensors for real ones, one per tensor; those of a model on `meta` pretend to be on `device`."""
+
+    def __init__(self, mode: Any, device: torch.device) -> None:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        self._mode, self._device, self._kind = mode, device, FakeTensor
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, self._kind) or is_functorch_wrapped_tensor(tensor):
+            return tensor
+        if id(tensor) not in self._known:
+            # the real tensor is held too, so that its id stays its own
+            self._known[id(tensor)] = (tensor, self.fresh(tensor))
+        return self._known[id(tensor)][1]
+
+    def fresh(self, tensor: Tensor) -> Tensor:
+        """A fake tensor like `tensor`, a new one at each call."""
+        if tensor.is_meta:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+        return self._mode.from_tensor(tensor.detach())
+
+
+@contextlib.contextmanager
+def _fake_mode() -> Iterator[Any]:
+    """A mode for fake tensors that does not log what it refuses: another attempt may follow, or our own error."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        logger.disabled = disabled
+
+
+def _pretended_device(model: nn.Module, inputs: Inputs) -> torch.device:
+    """Where tensors on `meta` are said to be: with the model's real tensors or the inputs, else on the CPU."""
+    owned = (*model.parameters(), *model.buffers(), *tensors(inputs))
+    return next((t.device for t in owned if not t.is_meta), torch.device("cpu"))
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _input_names(inputs: Inputs) -> list[str]:
+    """A placeholder name for each tensor of `inputs`: its argument's position or keyword."""
+    args, kwargs = split_inputs(inputs)
+    named = [*((f"arg{i}", value) for i, value in enumerate(args)), *kwargs.items()]
+    return [name for name, value in named for _ in tensors(value)]
+
+
+@contextlib.contextmanager
+def _recordable(model: nn.Module) -> Iterator[None]:
+    """Within it the model's attention and caches are of a kind that shows in a graph; `untouched` undoes it."""
+    for module in model.modules():
+        config: Any = module.__dict__.get("config")
+        attention = getattr(config, "_attn_implementation", None)
+        if attention is not None and attention not in ("eager", "sdpa"):
+            config._attn_implementation = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    # a part that the user compiled runs as the eager code that it was
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _plain_error(model: nn.Module, inputs: Inputs) -> Exception | None:
+    """What the model itself raises with `inputs`, if anything."""
+    attempt = Attempt()
+    with attempt, untouched(model), _recordable(model), torch.no_grad():
+        call_model(model, map_tensors(inputs, _copy))
+    return attempt.error
+
+
+def _meta_model_raises(error: Exception) -> CaptureFailed:
+    from torch._subclasses import fake_tensor
+
+    if isinstance(error, (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)):
+        return CaptureFailed(
+            "what the model runs depends on values, and tensors on `meta` have none",
+            where=raising_line(error),
+            found=_first_line(error),
+            fix="load the model with real weights",
+        )
+    return _model_raises(error, "pass inputs that the model accepts, or try it with real weights")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _model_raises(error: Exception, fix: str) -> CaptureFailed:
+    return CaptureFailed(
+        "the model itself raises with these example inputs",
+        where=raising_line(error),
+        found=_first_line(error),
+        fix=fix,
+    )

@@ -1,0 +1,132 @@
+"""The dense computation that an ACM replaces, kept while something may still need it (DECISIONS 12)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from acm_compiler.acm.activations import resolve
+from acm_compiler.errors import PlanMismatch
+from acm_compiler.site import LinearRef, Site
+
+DenseLinear = tuple[Tensor, Tensor | None]
+_ROLES = ("first", "up", "last")
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of `model` under each of its names."""
+    return dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
+
+
+def site_refs(site: Site) -> tuple[LinearRef, ...]:
+    """The site's linears: those that read its input, then an MLP's second layer."""
+    return site.first if site.last is None else (*site.first, site.last)
+
+
+def tensor_names(site: Site) -> list[str]:
+    """The names of all parameters that the site's linears use, each once."""
+    names = [name for ref in site_refs(site) for name in (ref.weight, ref.bias) if name is not None]
+    return list(dict.fromkeys(names))
+
+
+def dense_linear(ref: LinearRef, tensors: Mapping[str, Tensor]) -> DenseLinear:
+    """(weight [out, in], bias [out] or None) that `ref` means; views of `tensors`."""
+    weight = tensors[ref.weight]
+    bias = None if ref.bias is None else tensors[ref.bias]
+    if ref.transposed:
+        weight = weight.t()
+    if ref.rows is not None:
+        start, stop = ref.rows
+        weight, bias = weight[start:stop], None if bias is None else bias[start:stop]
+    return weight, bias
+
+
+class DenseRegion(nn.Module):
+    """The replaced region of one site, computed from the original parameters, [..., D] -> [..., O].
+
+    Holds the very Parameter objects of the model; packed, transposed and sliced weights are views taken when it
+    runs. Without dropout: what a graft swallowed is applied by the ACM.
+    """
+
+    def __init__(self, site: Site, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.act = site.act
+        self._refs = site_refs(site)
+        self._held: dict[str, str] = {}
+        roles = _ROLES[: len(site.first)] + (("last",) if site.last is not None else ())
+        for role, ref in zip(roles, self._refs, strict=True):
+            for part, name in (("weight", ref.weight), ("bias", ref.bias)):
+                if name is not None and name not in self._held:
+                    self._held[name] = f"{role}_{part}"
+                    self._hold(f"{role}_{part}", tensors[name])
+
+    def _hold(self, attribute: str, tensor: Tensor) -> None:
+        if isinstance(tensor, nn.Parameter):
+            self.register_parameter(attribute, tensor)
+        else:
+            self.register_buffer(attribute, tensor)
+
+    def held(self) -> dict[str, Tensor]:
+        """The tensors it holds, by their names in the model before the rewrite."""
+        return {name: getattr(self, attribute) for name, attribute in self._held.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensors = self.held()
+        first, *others = (dense_linear(ref, tensors) for ref in self._refs)
+        hidden = resolve(self.act)(F.linear(x, *first))
+        for up in others[:-1]:
+            hidden = hidden * F.linear(x, *up)
+        return F.linear(hidden, *others[-1]) if others else hidden
+
+
+def check_tensors(sites: Iterable[Site], model: nn.Module) -> None:
+    """Raise PlanMismatch unless every parameter that `sites` name is there with the size they expect."""
+    tensors = named_tensors(model)
+    for site in sites:
+        missing = [name for name in tensor_names(site) if name not in tensors]
+        if missing:
+            raise PlanMismatch(
+                f"the plan names parameters that this {type(model).__name__} does not have",
+                where=site.name,
+                found=", ".join(missing),
+                fix="plan again: acm.plan(model, example_inputs)",
+            )
+        shapes = [tuple(dense_linear(ref, tensors)[0].shape) for ref in site_refs(site)]
+        if shapes != _expected_shapes(site):
+            raise PlanMismatch(
+                "the plan expects weights of another size",
+                where=site.name,
+                found=shapes,
+                expected=_expected_shapes(site),
+                fix="plan again: acm.plan(model, example_inputs)",
+            )
+
+
+def _expected_shapes(site: Site) -> list[tuple[int, int]]:
+    if site.last is None:
+        return [(site.d_out, site.d_in)]
+    assert site.dense_width is not None
+    return [*[(site.dense_width, site.d_in)] * len(site.first), (site.d_out, site.dense_width)]
+
+
+@torch.no_grad()
+def weights_digest(sites: Iterable[Site], model: nn.Module) -> str | None:
+    """A digest of the dense weights that `sites` replace; None for a model without values (meta).
+
+    sha256 over each parameter's name, shape and values rounded to bfloat16, in the plan's order: a base model
+    loaded in another floating type is still the same teacher, a further trained one is not.
+    """
+    tensors = named_tensors(model)
+    digest = hashlib.sha256()
+    for name in dict.fromkeys(name for site in sites for name in tensor_names(site)):
+        tensor = tensors[name]
+        if tensor.is_meta:
+            return None
+        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        values = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        digest.update(values.view(torch.int16).numpy().data)
+    return digest.hexdigest()

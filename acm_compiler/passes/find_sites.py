@@ -1,0 +1,154 @@
+"""Finds every place of a model that can become an ACM, and says of each look-alike why it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from torch import fx, nn
+
+from acm_compiler.passes.captured import Capture
+from acm_compiler.passes.choose_graft import choose_graft
+from acm_compiler.passes.dataflow import Dataflow, build_dataflow
+from acm_compiler.passes.linear_sites import find_projections
+from acm_compiler.passes.mlp_sites import find_mlps
+from acm_compiler.passes.regions import LookAlike, Region
+from acm_compiler.passes.residual import find_bypass
+from acm_compiler.passes.skip_reasons import adapters, answers_model, routed_tokens, skips_of
+from acm_compiler.site import LinearRef, Role, Site, Skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A site and where it runs in the captured graph, one region per call, whose `x` is what the ACM will read."""
+
+    site: Site
+    runs: tuple[Region, ...]
+
+
+def find_sites(model: nn.Module, capture: Capture) -> tuple[list[Site], list[Skip]]:
+    """The sites of `model` in the order of execution, and its look-alikes; changes nothing.
+
+    Every field of a site is filled but `layout`. Linears in no site and convolutions are skips with their MACs.
+    """
+    matches, skips = match_sites(model, capture)
+    return [match.site for match in matches], skips
+
+
+def match_sites(model: nn.Module, capture: Capture) -> tuple[list[Match], list[Skip]]:
+    """As `find_sites`, with each site's regions of the captured graph."""
+    flow = build_dataflow(capture)
+    mlps, others = find_mlps(flow, model)
+    mlps, refused = _refuse(flow, mlps)
+    adapted = adapters(flow)
+    known = {name for region in mlps for name in region.linears} | {name for a in adapted for name in a.linears}
+    projections, packed = find_projections(flow, without=known)
+    lookalikes = [*adapted, *packed, *refused, *others]
+    matches: list[Match] = []
+    for runs in _grouped([*mlps, *projections]):
+        match = _match(flow, capture, runs, traced=isinstance(model, fx.GraphModule))
+        if isinstance(match, Match):
+            matches.append(match)
+        else:
+            lookalikes[:0] = [LookAlike(linears=run.linears, reason=match) for run in runs]
+    matches.sort(key=lambda match: flow.position[match.runs[0].output])
+    matches = _uniquely_named(matches)
+    taken = {name for match in matches for run in match.runs for name in run.linears}
+    return matches, skips_of(capture, flow, lookalikes, taken)
+
+
+def _refuse(flow: Dataflow, mlps: Sequence[Region]) -> tuple[list[Region], list[LookAlike]]:
+    """MLPs that are whole but serve another purpose than a block's: heads and routed experts."""
+    kept: list[Region] = []
+    refused: list[LookAlike] = []
+    for region in mlps:
+        reason = routed_tokens(flow, region) or answers_model(flow, region)
+        if reason is None:
+            kept.append(region)
+        else:
+            refused.append(LookAlike(linears=region.linears, reason=reason))
+    return kept, refused
+
+
+def _grouped(regions: Iterable[Region]) -> list[list[Region]]:
+    """The runs of each site: regions with the same matrices, in the order of execution."""
+    groups: dict[tuple[LinearRef, ...], list[Region]] = defaultdict(list)
+    for region in regions:
+        groups[region.refs].append(region)
+    return list(groups.values())
+
+
+def _match(flow: Dataflow, capture: Capture, runs: Sequence[Region], *, traced: bool) -> Match | str:
+    """The site that `runs` are, or why the model cannot take an ACM there."""
+    reason = _read_elsewhere(flow, runs) or _differing(runs)
+    if reason is not None:
+        return reason
+    placed = choose_graft(capture, flow, runs, traced=traced)
+    if isinstance(placed, str):
+        return placed
+    first, tokens = runs[0], [run.tokens for run in runs]
+    bypasses = [find_bypass(flow, run.x, run.output) for run in runs]
+    even = len(set(tokens)) == 1
+    site = Site(
+        name=placed.name,
+        kind=first.kind,
+        role=_joint_role(runs),
+        d_in=first.d_in,
+        d_out=first.d_out,
+        dense_width=first.dense_width,
+        act=first.act,
+        first=first.first,
+        last=first.last,
+        residual=all(bypass.found for bypass in bypasses),
+        residual_norm=any(bypass.norm for bypass in bypasses),
+        calls=len(runs) if even else 1,  # calls of different lengths count as one, so that MACs stay exact
+        tokens=tokens[0] if even else sum(tokens),
+        graft=placed.graft,
+        source=flow.values[first.output].source,
+    )
+    read = tuple(dataclasses.replace(run, x=x) for run, x in zip(runs, placed.inputs, strict=True))
+    return Match(site=site, runs=read)
+
+
+def _read_elsewhere(flow: Dataflow, runs: Sequence[Region]) -> str | None:
+    """Another reader of the site's matrices than its own linears: the ACM would leave it without them."""
+    own = {name for run in runs for linear in run.linears for name in flow.linears[linear].nodes}
+    for ref in runs[0].refs:
+        for param in (ref.weight, ref.bias):
+            for read in flow.reads.get(param, ()) if param else ():
+                if read.reader not in own and read.overlaps(ref):
+                    value = flow.values.get(read.reader)
+                    where = f" ({value.source})" if value is not None and value.source else ""
+                    return f"weight read as a tensor: {param} is also read by {read.reader}{where}"
+    return None
+
+
+def _differing(runs: Sequence[Region]) -> str | None:
+    """Runs that share their matrices but not what they do with them."""
+    if len({(run.kind, run.act) for run in runs}) == 1 and (runs[0].kind != "linear" or _joint_role(runs)):
+        return None
+    told = sorted(f"{run.kind} {run.role or run.act}" for run in runs)
+    return f"its weights are used in different ways: {', '.join(dict.fromkeys(told))}"
+
+
+def _joint_role(runs: Sequence[Region]) -> Role | None:
+    """What a projection is in all its runs together: `qk` where queries and keys share it; None where that is odd."""
+    roles = "".join(role for role in "qkvo" if any(run.role == role for run in runs))
+    return next((known for known in get_args(Role) if known == roles), None)
+
+
+def _uniquely_named(matches: Sequence[Match]) -> list[Match]:
+    """Sites of rewritten graphs may share the parameter that names them; number those."""
+    counts: dict[str, int] = defaultdict(int)
+    named = []
+    for match in matches:
+        name = match.site.name
+        counts[name] += 1
+        if counts[name] > 1:
+            site = dataclasses.replace(match.site, name=f"{name}_{counts[name]}")
+            match = dataclasses.replace(match, site=site)
+        named.append(match)
+    return named

@@ -1,0 +1,135 @@
+"""Puts an ACM into a live model by replacing modules in place (ARCHITECTURE 6); `graft_weights` does graft R.
+
+W  mlp           -> ACM                         the replaced module is the dense region
+T  fc1, act, fc2 -> PassThrough, PassThrough, ACM
+S  fc1, fc2      -> StashInput, ACM             functions in between run on a dummy
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.passes.dense_region import DenseRegion
+from acm_compiler.passes.hooks import move_hooks, warn_of_hooks
+from acm_compiler.passes.stand_ins import PassThrough, StashedACM, StashInput
+from acm_compiler.passes.weight_stand_ins import Replaced, stand_in_for, uses_of
+from acm_compiler.site import Site
+
+Paths = dict[nn.Module, list[str]]
+
+
+@dataclass(slots=True, kw_only=True)
+class TakenOut:
+    """What a graft took out of a model, for `revert`.
+
+    `modules`: what was at each path; None where only the ACM was added. `tensors`: owner and attribute of each
+    parameter taken out by itself, with its name before the rewrite. `frozen`: names of the dense region's parameters
+    that were trainable.
+    """
+
+    modules: dict[str, nn.Module | None] = field(default_factory=dict)
+    tensors: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+
+
+def graft_modules(model: nn.Module, site: Site, acm: ACM, tensors: Mapping[str, Tensor], *, paths: Paths) -> None:
+    """Put `acm` in the place of the modules that `site.graft` names (W, T, S), wherever they are registered.
+
+    `tensors`, by name, and `paths` are the model's, from before the first graft.
+    """
+    modules = [model.get_submodule(name) for name in site.graft.modules]
+    taken = TakenOut(modules={path: module for module in modules for path in paths[module]})
+    if site.graft.kind == "W":
+        acm.dense = modules[0]
+        if len(modules) == 1:
+            move_hooks(modules[0], acm)
+    else:
+        acm.dense = DenseRegion(site, tensors)
+    stand_ins = [acm] * len(modules) if site.graft.kind == "W" else [*_before_last(site, acm), acm]
+    for module, stand_in in zip(modules, stand_ins, strict=True):
+        warn_of_hooks(module, site.name)
+        stand_in.train(module.training)
+        _show_weights(module, stand_in, site, acm, tensors=tensors)
+        for path in paths[module]:
+            put_module(model, path, stand_in)
+    acm.replaced = taken
+
+
+def _before_last(site: Site, acm: ACM) -> Sequence[nn.Module]:
+    """What takes the places of the modules before the last one."""
+    earlier = range(len(site.graft.modules) - 1)
+    if site.graft.kind == "T":
+        return [PassThrough(site.name) for _ in earlier]
+    assert isinstance(acm, StashedACM)
+    width = max(1, site.graft.stash_width)
+    # both first linears of a gated MLP read the same x
+    return [StashInput(site.name, stash=acm.stash if i == 0 else None, width=width) for i in earlier]
+
+
+def _show_weights(
+    module: nn.Module, stand_in: nn.Module, site: Site, acm: ACM, *, tensors: Mapping[str, Tensor]
+) -> None:
+    """Let code that asks `module` for its weight's dtype or size, as in `x.to(self.up.weight.dtype)`, get an answer."""
+    show_sizes(module, stand_in)
+    for leaf, parameter in module._parameters.items():
+        for name, axis, use in uses_of(site, acm, tensors):
+            if tensors[name] is parameter:
+                stand_in.__dict__[leaf] = stand_in_for(parameter, Replaced(name=name, out_axis=axis, uses=[use]))
+
+
+def show_sizes(module: nn.Module, stand_in: nn.Module) -> None:
+    """Give `stand_in` the sizes that a linear shows, and the parameters that it was built without."""
+    for attribute in ("in_features", "out_features"):
+        if attribute in module.__dict__:
+            stand_in.__dict__[attribute] = module.__dict__[attribute]
+    stand_in.__dict__.update(dict.fromkeys((leaf for leaf, p in module._parameters.items() if p is None), None))
+
+
+def paths_of(model: nn.Module) -> Paths:
+    """Every path of every module."""
+    paths: Paths = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths[module].append(path)
+    return paths
+
+
+def put_module(model: nn.Module, path: str, module: nn.Module | None) -> None:
+    """Register `module` at `path`, in the place and order of what is there."""
+    parent, _, leaf = path.rpartition(".")
+    model.get_submodule(parent)._modules[leaf] = module
+
+
+def owners_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each parameter and buffer of the model is registered, by its id; dense regions do not count."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, DenseRegion):
+            continue
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                owners[id(tensor)].append((module, leaf))
+    return owners
+
+
+def registry_of(owner: nn.Module, leaf: str) -> dict[str, Tensor | None]:
+    """The table of `owner` that holds its parameter or buffer `leaf`."""
+    return owner._parameters if leaf in owner._parameters else owner._buffers  # type: ignore[return-value]
+
+
+def freeze_dense_regions(model: nn.Module, acms: Iterable[ACM]) -> None:
+    """Take the dense regions' parameters out of training, but for those that the model also uses elsewhere."""
+    acms = [acm for acm in acms if acm.dense is not None]
+    inside = {module for acm in acms for module in acm.dense.modules()}  # type: ignore[union-attr]
+    outside = {id(p) for module in model.modules() if module not in inside for p in module._parameters.values()}
+    for acm in acms:
+        assert acm.dense is not None
+        acm.dense.eval()
+        for name, parameter in acm.dense.named_parameters():
+            if parameter.requires_grad and id(parameter) not in outside:
+                parameter.requires_grad_(False)
+                acm.replaced.frozen.append(name)

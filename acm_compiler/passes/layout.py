@@ -1,0 +1,128 @@
+"""Tells which axis of each captured tensor belongs to the batch, by capturing again at other batch sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from acm_compiler.inputs import Inputs
+from acm_compiler.passes.capture import capture_again
+from acm_compiler.passes.captured import Capture
+from acm_compiler.passes.nested import map_tensors, tensors
+from acm_compiler.passes.op_names import RESHAPES, argument, op_name
+from acm_compiler.site import Layout
+
+_SIZES = (2, 3)
+# of the query; torch's packed attention wants [T, B, E]
+_TOKEN_AXIS = {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
+_Shape = tuple[int, ...]
+
+
+def find_layouts(model: nn.Module, example_inputs: Inputs, capture: Capture) -> dict[str, Layout | None]:
+    """The layout of every tensor node of `capture`, None for those that have no batch axis or an unclear one.
+
+    The batch is axis 0 of the first input that has axes; the inputs with as many entries there are repeated or
+    cut to make batches of 2 and 3. Empty where that cannot be told: the model raises at another batch size, makes
+    other calls, or attends along that axis. Never a failure; model and inputs are left as they were.
+    """
+    batch = next((t.shape[0] for t in tensors(example_inputs) if t.dim()), 0)
+    if not batch:
+        return {}
+    captures = {batch: capture}
+    for size in _SIZES:
+        if size not in captures:
+            other = capture_again(model, _of_batch(example_inputs, batch, size), like=capture)
+            if other is None or _calls(other) != _calls(capture):
+                return {}
+            captures[size] = other
+    rows = zip(*(other.graph.nodes for other in captures.values()), strict=True)
+    shapes = {row[0]: {size: n.meta.get("shape") for size, n in zip(captures, row, strict=True)} for row in rows}
+    scaling = {node: _scaling_axes(list(known.values())) for node, known in shapes.items()}
+    if any(_mixes_examples(node, scaling) for node in scaling):
+        return {}
+    layouts: dict[str, Layout | None] = {}
+    for node, known in shapes.items():
+        if node.meta.get("shape") is not None:
+            layout = _layout(known, scaling[node])
+            layouts[node.name] = layout if layout and _is_adjacent(node, layout, layouts) else None
+    return layouts
+
+
+def _of_batch(inputs: Inputs, batch: int, size: int) -> Any:
+    """The inputs with `size` examples in place of `batch`."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != batch:
+            return tensor
+        return tensor[torch.arange(size, device=tensor.device) % batch]
+
+    return map_tensors(inputs, resize)
+
+
+def _calls(capture: Capture) -> list[tuple[str, Any]]:
+    # a placeholder's target is its name, a property's is in the arguments
+    return [(n.op, n.args[1] if n.target is getattr else n.target) for n in capture.graph.nodes]
+
+
+def _scaling_axes(shapes: Sequence[_Shape | None]) -> tuple[int, ...]:
+    """The axes whose size differs between batches; none where a shape is missing or the number of axes differs."""
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes) or len({len(shape) for shape in known}) != 1:
+        return ()
+    return tuple(axis for axis, sizes in enumerate(zip(*known, strict=True)) if len(set(sizes)) > 1)
+
+
+def _mixes_examples(node: fx.Node, scaling: Mapping[fx.Node, tuple[int, ...]]) -> bool:
+    """Whether an attention runs along a scaling axis: then that is one of tokens, as where T comes before B."""
+    name = op_name(node)
+    if name == "softmax":
+        axis = argument(node, 1, "dim", -1)
+    elif name in _TOKEN_AXIS:
+        axis = _TOKEN_AXIS[name]
+    else:
+        return False
+    source = node.all_input_nodes[0]
+    return isinstance(axis, int) and axis % len(source.meta["shape"] or (0,)) in scaling[source]
+
+
+def _layout(shapes: Mapping[int, _Shape], axes: tuple[int, ...]) -> Layout | None:
+    """The only scaling axis, if it is not the features', where its size is always the same multiple of the batch."""
+    rank = len(next(iter(shapes.values())))
+    if len(axes) != 1 or (rank > 1 and axes[0] == rank - 1):
+        return None
+    multiples = {divmod(shape[axes[0]], batch) for batch, shape in shapes.items()}
+    folds, rest = multiples.pop()
+    return None if multiples or rest else Layout(batch_axis=axes[0], folds=folds)
+
+
+def _is_adjacent(node: fx.Node, layout: Layout, known: Mapping[str, Layout | None]) -> bool:
+    """Whether the folds of one example are neighbours: `[B, S] -> [B * S]` and not `[S, B] -> [S * B]`.
+
+    Sizes cannot tell the two apart. Reshapes can; other calls keep the order of an operand with as many folds.
+    """
+    operands = [used for used in _tensor_operands(node) if known.get(used.name) is not None]
+    if op_name(node) in RESHAPES and operands:
+        source = operands[0]
+        before = known[source.name]
+        return before is not None and _stride(source, before) == _stride(node, layout)
+    if layout.folds == 1:
+        return True
+    if op_name(node) == "repeat_interleave":
+        return bool(operands) and known[operands[0].name] == Layout(batch_axis=layout.batch_axis)
+    return any(known[used.name].folds == layout.folds for used in operands)  # type: ignore[union-attr]
+
+
+def _stride(node: fx.Node, layout: Layout) -> int:
+    """How many elements further on, in row-major order, the next example begins."""
+    return layout.folds * math.prod(node.meta["shape"][layout.batch_axis + 1 :])
+
+
+def _tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands of a call; of one of several results, those of the call that gave them."""
+    if op_name(node) == "result":
+        return _tensor_operands(node.all_input_nodes[0])
+    return node.all_input_nodes

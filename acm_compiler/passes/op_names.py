@@ -1,0 +1,153 @@
+"""One name per operation, whatever way it was called, and which names behave alike.
+
+`torch.add`, `Tensor.__iadd__`, `x + 1` and `aten.add.Tensor` are all `add`. Reflected operators keep names
+of their own (`rsub`, `rdiv`, `rpow`, `rmatmul`) because their operands are the other way round.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def op_set(text: str) -> frozenset[str]:
+    """The operation names in `text`."""
+    return frozenset(text.split())
+
+
+_SAME_AS = {
+    "_grouped_mm": "grouped_mm",
+    "_softmax": "softmax",
+    "_safe_softmax": "softmax",
+    "_to_copy": "to",
+    "_unsafe_view": "view",
+    "_unsafe_index": "index",
+    "absolute": "abs",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "true_divide": "div",
+    "expit": "sigmoid",
+    "iadd": "add",
+    "imul": "mul",
+    "ipow": "pow",
+    "isub": "sub",
+    "itruediv": "div",
+    "linalg_vector_norm": "norm",
+    "log_sigmoid": "logsigmoid",
+    "multiply": "mul",
+    "native_batch_norm": "batch_norm",
+    "native_dropout": "dropout",
+    "native_group_norm": "group_norm",
+    "native_layer_norm": "layer_norm",
+    "fused_rms_norm": "rms_norm",
+    "_fused_rms_norm": "rms_norm",
+    "negative": "neg",
+    "numpy_T": "T",
+    "radd": "add",
+    "rmul": "mul",
+    "rtruediv": "rdiv",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "swish": "silu",
+    "truediv": "div",
+    "unsafe_chunk": "chunk",
+    "unsafe_split": "split",
+    "special_erf": "erf",
+    "special_expit": "sigmoid",
+}
+
+# the value is the same, element for element
+COPIES = op_set(
+    "to type float half bfloat16 double type_as contiguous clone alias detach identity lift_fresh "
+    "lift_fresh_copy data requires_grad dropout dropout1d dropout2d dropout3d feature_dropout "
+    "alpha_dropout feature_alpha_dropout _assert_tensor_metadata cpu cuda"
+)
+DROPOUTS = op_set("dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout")
+# the same elements in the same row-major order
+RESHAPES = op_set("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel")
+# some of the elements, none changed, order and number may differ
+MOVES = op_set(
+    "permute transpose t T mT H movedim slice select index narrow pad constant_pad_nd split "
+    "split_with_sizes chunk tensor_split getitem index_select unbind roll flip repeat repeat_interleave "
+    "expand expand_as broadcast_to unfold tile gather take_along_dim adjoint mH swap"
+)
+# those that tell parts of the last axis apart
+PACKING = op_set("split split_with_sizes chunk tensor_split getitem unbind slice narrow select glu")
+SCALES = op_set("mul div neg masked_fill")
+NORMS = op_set("layer_norm rms_norm group_norm batch_norm instance_norm local_response_norm normalize")
+ACTIVATIONS = op_set(
+    "relu relu6 gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu selu celu mish "
+    "softplus pow square exp exp2 expm1 erf logsigmoid prelu rrelu threshold clamp clamp_min clamp_max "
+    "abs sqrt rsqrt log log1p softsign softshrink hardshrink tanhshrink glu sin cos maximum minimum "
+    "reciprocal rpow rdiv"
+)
+SUMS = op_set("add sub rsub")
+PRODUCTS = op_set("matmul rmatmul mm bmm baddbmm einsum addmm addbmm tensordot inner")
+ATTENTION = frozenset(["scaled_dot_product_attention"])
+CONVOLUTIONS = op_set("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
+# calls with linears inside that nothing can reach
+OPAQUE = frozenset(["multi_head_attention_forward"])
+REDUCTIONS = op_set("mean var std sum norm var_mean amax logsumexp")
+
+# read only the shape, type or device of a tensor: nothing flows from it
+_METADATA_ONLY = op_set(
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_empty new_zeros "
+    "new_ones new_full new_tensor bernoulli sym_size arange full zeros ones empty scalar_tensor"
+)
+_METADATA_SECOND = op_set("type_as view_as expand_as reshape_as to")
+
+
+@functools.cache
+def _name_of(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[1]
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        name = target.__name__
+    else:
+        name = getattr(target, "__name__", str(target))
+    if name.startswith("__"):
+        name = name.strip("_")
+    elif name.endswith("_") and not name.startswith("_"):
+        name = name[:-1]
+    return _SAME_AS.get(name, name)
+
+
+def op_name(node: fx.Node) -> str:
+    """The one name of what `node` computes; `placeholder`, `get_attr` and `output` for other nodes.
+
+    Picking one of several results is `result`; subscripting a tensor is `getitem`; a property such as `x.mT`
+    goes by its own name.
+    """
+    if node.op != "call_function":
+        return node.op
+    if node.target is operator.getitem:  # tensors are subscripted by Tensor.__getitem__ or aten ops
+        return "result"
+    if node.target is getattr:
+        return _SAME_AS.get(str(node.args[1]), str(node.args[1]))
+    return _name_of(node.target)
+
+
+def data_operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values flow into `node`, in the order of its arguments, repeats included."""
+    name = op_name(node)
+    if name in _METADATA_ONLY:
+        return []
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    if name == "output":
+        return found
+    return found[:1] if name in _METADATA_SECOND else found
+
+
+def argument(node: fx.Node, position: int, keyword: str, default: Any = None) -> Any:
+    """The argument of `node` at `position` or under `keyword`."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(keyword, default)

@@ -1,0 +1,96 @@
+"""Tells whether a site's output is only ever added to a value that goes around the site.
+
+Then a token may run no learner at all (k = 0): what the site would have changed is kept by the bypass.
+Dominators cannot tell this: encoder-decoders, parallel branches and merged gates have other shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from acm_compiler.passes.dataflow import Dataflow
+from acm_compiler.passes.op_names import COPIES, MOVES, NORMS, RESHAPES, SCALES, SUMS, op_set
+from acm_compiler.passes.values import Value
+
+_REORDERS = op_set("roll flip gather take_along_dim index index_select unfold")
+_KEEPS_ZERO = COPIES | RESHAPES | MOVES | {"mul", "neg", "masked_fill", "result"}
+_BYPASSES = COPIES | RESHAPES | (MOVES - _REORDERS) | SCALES | NORMS
+_SEARCH_LIMIT = 64  # values looked at on the other side of one sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bypass:
+    """`found`: every use of the output meets a bypass. `norm`: a norm lies between. `sums`: where they meet."""
+
+    found: bool
+    norm: bool
+    sums: frozenset[str]
+
+
+def find_bypass(flow: Dataflow, x: str, output: str) -> Bypass:
+    """Follows `output` of the site that reads `x` through operations that keep zero at zero to the sums.
+
+    A sum is a bypass where its other operand, opened as a tree of sums, holds a value of the same size that `x`
+    is computed from. A sum with something else (a parallel branch, a bias) is passed.
+    """
+    sums: set[str] = set()
+    after_norm: dict[str, bool] = {output: False}
+    todo, found, norm, free = [output], False, False, False
+    while todo:
+        name = todo.pop()
+        free |= name in flow.outputs
+        for user in flow.consumers(name):
+            value = flow.values[user]
+            if _is_bypass_sum(flow, value, name, x):
+                found, norm = True, norm or after_norm[name]
+                sums.add(user)
+            elif _keeps_zero(flow, value, name):
+                normed = after_norm[name] or value.op in NORMS
+                if user not in after_norm or (normed and not after_norm[user]):
+                    after_norm[user] = normed
+                    todo.append(user)
+            else:
+                free = True
+    return Bypass(found=found and not free, norm=found and not free and norm, sums=frozenset(sums))
+
+
+def _is_bypass_sum(flow: Dataflow, value: Value, name: str, x: str) -> bool:
+    operands = flow.live_args(value.name)
+    if value.op == "addcmul" or value.op == "lerp":  # a + b * c: only a goes around
+        operands = operands[:1] if value.args[0] != name else []
+    elif value.op not in SUMS:
+        return False
+    shape = value.shape
+    others = [o for o in operands if o != name]
+    if shape is None or flow.values[name].shape != shape:
+        return False
+    return any(flow.values[o].shape == shape and _holds_bypass(flow, o, x) for o in others)
+
+
+def _holds_bypass(flow: Dataflow, other: str, x: str) -> bool:
+    """Whether a leaf of the sum tree `other` is `x` or something x is computed from, of the same size."""
+    size = math.prod(flow.values[other].shape or ())
+    todo, seen = [other], {other}
+    while todo and len(seen) < _SEARCH_LIMIT:
+        name = todo.pop(0)
+        value = flow.values[name]
+        same_size = value.shape is not None and math.prod(value.shape) == size
+        if same_size and flow.feeds(name, x):
+            return True
+        live = flow.live_args(name)
+        if value.op in SUMS or (value.op in _BYPASSES and len(live) == 1):
+            todo += [a for a in live if a not in seen]
+            seen.update(live)
+    return False
+
+
+def _keeps_zero(flow: Dataflow, value: Value, name: str) -> bool:
+    """Whether `value` is zero (or what does not come from the site) where `name` is."""
+    if value.op in NORMS | {"addcmul", "lerp"} | SUMS | _KEEPS_ZERO:
+        return value.op != "lerp" or value.args[0] != name
+    if value.op == "div":
+        return value.args[0] == name
+    if value.op == "where":
+        return all(a == name or not flow.values[a].live for a in value.args[1:])
+    return False

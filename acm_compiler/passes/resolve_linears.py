@@ -1,0 +1,159 @@
+"""Which operations are linears, however they are written, and which rows of which parameter they use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from acm_compiler.passes.op_names import argument, data_operands, op_set
+from acm_compiler.passes.values import Linear, Value, tokens_of
+from acm_compiler.passes.weight_views import Views, WeightView, linear_ref
+
+_FUSED_BIAS = op_set("matmul rmatmul mm einsum")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """`x` times `weight`, whose axis `out_axis` is the output; `problem` where it is no plain linear."""
+
+    x: fx.Node
+    weight: fx.Node
+    out_axis: int = 1
+    bias: fx.Node | None = None
+    problem: str | None = None
+
+
+def resolve_linear(value: Value, values: Mapping[str, Value], views: Mapping[str, Views]) -> Linear | None:
+    """The linear that `value` is, or None when it is none: no product, or a product of two live values."""
+    product = _product(value, values, views)
+    if product is None:
+        return None
+    x, weight = values[product.x.name], values[product.weight.name]
+    view, bias = views.get(weight.name), product.bias
+    bias_view = views.get(bias.name) if bias is not None else None
+    ref: object = product.problem
+    behind = _parameter_behind(weight, values)
+    if product.problem is None:
+        if not isinstance(view, WeightView):
+            ref = _opaque_weight(behind)
+        elif bias is not None and not isinstance(bias_view, WeightView):
+            ref = "its bias is computed from parameters (merge or remove what computes it)"
+        else:
+            ref = linear_ref(view, product.out_axis, bias_view if isinstance(bias_view, WeightView) else None)
+    if not x.live:
+        ref = "its input does not depend on the model's inputs"
+    x_shape, shape = x.shape or (0,), value.shape or (0,)
+    resolved = not isinstance(ref, str)
+    return Linear(
+        name=value.name,
+        x=x.name,
+        d_in=x_shape[-1],
+        d_out=shape[-1],
+        tokens=tokens_of(x_shape),
+        nodes=(value.name,),
+        weight=str(behind.node.meta.get("param") or behind.name),
+        ref=ref if resolved else None,  # type: ignore[arg-type]
+        problem=None if resolved else str(ref),
+    )
+
+
+def _product(value: Value, values: Mapping[str, Value], views: Mapping[str, Views]) -> _Product | None:
+    node = value.node
+    found: _Product | None
+    if value.op == "linear":
+        found = _Product(
+            x=argument(node, 0, "input"),
+            weight=argument(node, 1, "weight"),
+            out_axis=0,
+            bias=argument(node, 2, "bias"),
+        )
+    elif value.op == "addmm":
+        found = _Product(x=argument(node, 1, "mat1"), weight=argument(node, 2, "mat2"), bias=argument(node, 0, "input"))
+        if argument(node, 3, "beta", 1) != 1 or argument(node, 4, "alpha", 1) != 1:
+            found = dataclasses.replace(found, problem="addmm scales its operands")
+    elif value.op in ("matmul", "mm", "rmatmul", "bmm", "baddbmm", "grouped_mm"):
+        found = _matrix_product(value, values, views)
+    elif value.op == "einsum":
+        found = _einsum(value, values)
+    else:
+        return None
+    if found is None or not values[found.weight.name].learned:
+        return None
+    if values[found.weight.name].live:  # rows picked by data, as experts are, or a weight made from the input
+        problem = _opaque_weight(_parameter_behind(values[found.weight.name], values))
+        return dataclasses.replace(found, problem=problem) if value.op in ("linear", "addmm") else None
+    return found
+
+
+def _matrix_product(value: Value, values: Mapping[str, Value], views: Mapping[str, Views]) -> _Product | None:
+    """A product with a matrix on the right; with anything else only where that is a parameter itself."""
+    operands = data_operands(value.node)
+    if len(operands) < 2:
+        return None
+    left, right = operands[1:3] if value.op == "baddbmm" else operands[:2]
+    if value.op == "rmatmul":
+        left, right = right, left
+    if not values[right.name].live and values[right.name].learned:
+        rank = len(values[right.name].shape or ())
+        if rank == 2:
+            return _Product(x=left, weight=right)
+        problem = f"mixture of experts: its weight has {rank} dimensions; experts are not converted"
+        return _Product(x=left, weight=right, problem=problem) if right.name in views else None
+    problem = "its weight multiplies from the left, which mixes tokens"
+    return _Product(x=right, weight=left, problem=problem) if left.name in views else None
+
+
+def _einsum(value: Value, values: Mapping[str, Value]) -> _Product | None:
+    equation = argument(value.node, 0, "equation")
+    operands: list[Any] = list(value.node.args[1:])
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2:
+        return None
+    inputs, arrow, output = equation.replace(" ", "").replace("...", "_").partition("->")
+    terms = inputs.split(",")
+    lives = [values[o.name].live for o in operands]
+    if lives[0] == lives[1] and not (lives[0] is False and values[operands[1].name].learned):
+        return None
+    x, weight = (0, 1) if lives[0] or not lives[1] else (1, 0)
+    xs, ws = terms[x], terms[weight]
+    if len(ws) != 2:
+        problem = f"its einsum weight has {len(ws)} dimensions; write it as a matrix [out, in]"
+        return _Product(x=operands[x], weight=operands[weight], problem=problem)
+    contracted = xs[-1]
+    out = ws.replace(contracted, "")
+    plain = bool(arrow) and len(out) == 1 and out not in xs and output == xs[:-1] + out
+    moved = None if plain else "its einsum moves axes; write it as a linear over the last axis"
+    return _Product(x=operands[x], weight=operands[weight], out_axis=ws.find(out[:1]), problem=moved)
+
+
+def _parameter_behind(weight: Value, values: Mapping[str, Value]) -> Value:
+    """A parameter that `weight` is made of, the first one found."""
+    while weight.node.op != "get_attr":
+        weight = next(values[a] for a in weight.args if values[a].learned)
+    return weight
+
+
+def _opaque_weight(parameter: Value) -> str:
+    if len(parameter.shape or ()) > 2:
+        return "mixture of experts: its parameter holds several matrices; experts are not converted"
+    return "its weight is computed from parameters (merge or remove what computes it)"
+
+
+def fuse_bias(linear: Linear, consumers: list[str], values: Mapping[str, Value], views: Mapping[str, Views]) -> Linear:
+    """`linear` with the parameter that its only consumer adds as its bias, where both run in one module."""
+    if values[linear.name].op not in _FUSED_BIAS or linear.ref is None or linear.ref.bias or len(consumers) != 1:
+        return linear
+    add = values[consumers[0]]
+    if add.op != "add" or len(add.args) != 2 or add.stack != values[linear.name].stack:
+        return linear
+    if add.node.kwargs.get("alpha", 1) != 1:
+        return linear
+    bias = views.get(next((a for a in add.args if a != linear.name), ""))
+    if not isinstance(bias, WeightView) or bias.shape != (linear.d_out,) or bias.rows(0) != linear.ref.rows:
+        return linear
+    ref = dataclasses.replace(linear.ref, bias=bias.param)
+    return dataclasses.replace(linear, name=add.name, nodes=(*linear.nodes, add.name), ref=ref)

@@ -1,0 +1,171 @@
+"""A model and its plan -> the same model with an ACM in every site's place.
+
+before: x + self.mlp(self.norm(x))           mlp: Sequential(Linear, GELU, Linear)
+after:  x + self.mlp(self.norm(x))           mlp: ACM(gate, learners, dense: Sequential(Linear, GELU, Linear))
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.conversion import Conversion
+from acm_compiler.cost import learner_unit
+from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
+from acm_compiler.passes.build_acm import build_acm, start
+from acm_compiler.passes.dense_region import check_tensors, named_tensors, weights_digest
+from acm_compiler.passes.graft import freeze_dense_regions, graft_modules, paths_of
+from acm_compiler.passes.graft_graph import graft_graph
+from acm_compiler.passes.graft_weights import graft_weights
+from acm_compiler.passes.graph_regions import find_in_graph
+from acm_compiler.passes.normalize import disable_fast_path, normalize, normalized
+from acm_compiler.passes.stand_ins import StashedACM
+from acm_compiler.plans import Plan, PlannedSite, check_fits
+
+_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Undo:
+    """What `rewrite` changed around the ACMs, for `revert`.
+
+    `packed`: by path, the attentions that were unpacked, without their packed weights. `fast_paths`: switches that
+    were on. `graph`: the graph of an fx.GraphModule before ACMs were put into it.
+    """
+
+    packed: dict[str, nn.MultiheadAttention] = field(default_factory=dict)
+    fast_paths: dict[str, int] = field(default_factory=dict)
+    graph: fx.Graph | None = None
+
+    def __reduce__(self) -> tuple[type[Undo], tuple[Any, ...]]:
+        # graphs cannot be pickled; an unpickled model answers all the same, and refuses `revert`
+        return Undo, (self.packed, self.fast_paths)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Undo:
+        return Undo(copy.deepcopy(self.packed, memo), dict(self.fast_paths), copy.deepcopy(self.graph, memo))
+
+
+def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
+    """`model` with an ACM at every site of `plan`: a copy, or the model itself with `inplace`.
+
+    Class, call, and the names in the state dict of what was not replaced stay. It answers as before up to rounding
+    (MLPs run all their learners, linear sites their dense region), but for sites planned with init="random".
+    Raises PlanMismatch for another model, AlreadyRewritten, and NothingToConvert for a plan without sites.
+    """
+    check_convertible(model, plan)
+    model = model if inplace else copied(model)
+    convert(model, plan)
+    return model
+
+
+def check_convertible(model: nn.Module, plan: Plan) -> None:
+    """Raise the AcmError that says why `plan` cannot be applied to `model`, if it cannot."""
+    if hasattr(model, "_orig_mod"):
+        raise CompiledModelError("a compiled model cannot be rewritten", fix="rewrite the eager model, then compile it")
+    if any(isinstance(module, ACM) for module in model.modules()):
+        raise AlreadyRewritten(
+            f"this {type(model).__name__} holds ACMs already", fix="rewrite the original, or acm.revert(model) first"
+        )
+    check_fits(plan, model)
+    if not plan.sites:
+        skips = [f"\n  {skip.name}: {skip.reason}" for skip in plan.skipped[:_SHOWN]]
+        more = len(plan.skipped) - _SHOWN
+        skips += [f"\n  and {more} more"] if more > 0 else []
+        raise NothingToConvert(f"the plan holds no site; these stay dense:{''.join(skips) or ' everything'}")
+    with normalized(model) as seen:
+        if seen is not model:
+            raise UsageError("the model is itself an attention, which cannot be replaced", fix="put it into a module")
+        check_tensors(plan.sites, seen)
+        _check_modules(seen, plan)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy of `model`; UsageError when it cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"this {type(model).__name__} cannot be copied",
+            found=str(error).splitlines()[0],
+            fix="pass inplace=True to change the model itself",
+        ) from error
+
+
+def convert(model: nn.Module, plan: Plan, *, empty: bool = False) -> Conversion:
+    """Put the ACMs of `plan` into `model`, which `check_convertible` has passed, in place; gives their conversion.
+
+    `empty`: the ACMs have no values (they are on meta) and the states that the plan says, for a loader to fill.
+    """
+    undo = Undo(fast_paths=disable_fast_path(model, around=_touched(plan)))
+    undo.packed = _unpack(model, plan)
+    tensors = named_tensors(model)
+    owner = Conversion(plan=plan, teacher=weights_digest(plan.sites, model), undo=undo)
+    if isinstance(model, fx.GraphModule):
+        undo.graph, model.graph = model.graph, copy.deepcopy(model.graph)
+    acms = _graft_all(model, plan, tensors, empty=empty)
+    freeze_dense_regions(model, acms.values())
+    for acm in acms.values():
+        acm.conversion = owner
+    return owner
+
+
+def _graft_all(model: nn.Module, plan: Plan, tensors: Mapping[str, Tensor], *, empty: bool) -> dict[str, ACM]:
+    unit, paths = learner_unit(plan.sites), paths_of(model)
+    acms: dict[str, ACM] = {}
+    by_weights: list[PlannedSite] = []
+    for site in plan.sites:
+        regions = find_in_graph(model, site, tensors) if isinstance(model, fx.GraphModule) else None
+        stashed = regions is None and site.graft.kind in ("S", "R") and site.last is not None
+        like = tensors[site.first[0].weight]
+        acm = build_acm(site, like=like.to("meta") if empty else like, unit=unit, cls=StashedACM if stashed else ACM)
+        if empty:
+            acm.state = site.state
+        else:
+            start(acm, site, tensors)
+        acms[site.name] = acm
+        if regions is not None:
+            assert isinstance(model, fx.GraphModule)
+            graft_graph(model, site, acm, regions, tensors)
+        elif site.graft.kind == "R":
+            by_weights.append(site)
+        else:
+            graft_modules(model, site, acm, tensors, paths=paths)
+    graft_weights(model, by_weights, acms, tensors)
+    if isinstance(model, fx.GraphModule):
+        model.graph.lint()
+        model.recompile()
+    return acms
+
+
+def _touched(plan: Plan) -> list[str]:
+    """The modules and parameters that the sites name."""
+    names = [name for site in plan.sites for name in site.graft.modules if name]
+    return names + [ref.weight for site in plan.sites for ref in (*site.first, site.last) if ref is not None]
+
+
+def _unpack(model: nn.Module, plan: Plan) -> dict[str, nn.MultiheadAttention]:
+    """Unpack the attentions that hold a site; gives them by path, stripped of the weights that were copied out."""
+    attentions = {path: m for path, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    packed = {path: attentions[path] for path in normalize(model, only=_touched(plan))}
+    for attention in packed.values():
+        for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            attention._parameters[name] = None
+    return packed
+
+
+def _check_modules(model: nn.Module, plan: Plan) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for site in plan.sites:
+        missing = [name for name in site.graft.modules if name not in modules]
+        if missing:
+            raise PlanMismatch(
+                f"the plan names modules that this {type(model).__name__} does not have",
+                where=site.name,
+                found=", ".join(missing),
+                fix="plan again: acm.plan(model, example_inputs)",
+            )

@@ -1,0 +1,141 @@
+"""Why linears and convolutions stay dense, in words that a user can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from acm_compiler.passes.captured import Capture
+from acm_compiler.passes.dataflow import Dataflow
+from acm_compiler.passes.dense_macs import count_macs
+from acm_compiler.passes.kept_dense import operation_name
+from acm_compiler.passes.op_names import CONVOLUTIONS, COPIES, OPAQUE, PRODUCTS, RESHAPES, SCALES, SUMS, op_set
+from acm_compiler.passes.regions import LookAlike, Region
+from acm_compiler.passes.residual import find_bypass
+from acm_compiler.passes.values import Linear
+from acm_compiler.site import Skip
+
+CLASSIFIER = "classifier: its output has no bypass and is the model's answer"
+_NEITHER = "neither a layer of an MLP nor a projection of attention"
+_LORA = "LoRA adapters: merge them into the weights first (merge_and_unload)"
+_ROUTED = "mixture of experts: it sees only the tokens routed to it; experts are not converted"
+_ROUTER = "router: its output chooses experts"
+_PICKS = op_set("index getitem index_select gather take_along_dim masked_select")
+_ENDS = PRODUCTS | CONVOLUTIONS | {"linear", "scaled_dot_product_attention", "embedding"}
+
+
+def answers_model(flow: Dataflow, region: Region) -> str | None:
+    """The reason, where the region's output becomes the model's answer without passing a bypass or a weight."""
+    if find_bypass(flow, region.x, region.output).found:
+        return None
+    return CLASSIFIER if _reaches_output(flow, region.output) else None
+
+
+def routed_tokens(flow: Dataflow, region: Region) -> str | None:
+    """The reason, where data decides which tokens the region sees."""
+    x = flow.values[flow.root(region.x)]
+    return _ROUTED if x.op in _PICKS and len(flow.live_args(x.name)) > 1 else None
+
+
+def skips_of(capture: Capture, flow: Dataflow, lookalikes: Sequence[LookAlike], taken: set[str]) -> list[Skip]:
+    """One skip per linear outside sites (`taken`) and per convolution, in the order of execution.
+
+    Of several look-alikes with a linear in common the first gives the reason; those with a site's linear give
+    none. Repeated calls are one skip, MACs added up.
+    """
+    reasons: dict[str, str] = {}
+    for likeness in lookalikes:
+        if not taken.isdisjoint(likeness.linears):
+            continue
+        for name in likeness.linears:
+            reasons.setdefault(name, likeness.reason)
+    macs = count_macs(capture)
+    skips: dict[tuple[str, str], Skip] = {}
+    for value in flow.values.values():
+        linear = flow.linears.get(value.name)
+        if linear is not None and value.name not in taken:
+            name = flow.label(value.name, linear.weight)
+            reason = reasons.get(value.name) or _plain_reason(flow, linear)
+            number = sum(macs.get(node, 0) for node in linear.nodes)
+        elif value.op in CONVOLUTIONS:
+            name, reason = operation_name(flow, value.node), "convolution"
+            number = macs.get(value.name, 0)
+        elif value.op in OPAQUE:
+            name, reason = operation_name(flow, value.node), f"opaque call: {value.op} hides its linears"
+            number = macs.get(value.name, 0)
+        else:
+            continue
+        before = skips[name, reason].macs if (name, reason) in skips else 0
+        skips[name, reason] = Skip(name=name, reason=reason, macs=before + number, source=value.source)
+    return list(skips.values())
+
+
+def adapters(flow: Dataflow) -> list[LookAlike]:
+    """Linears with a low-rank branch beside them: `base(x) + scale * up(down(x))`."""
+    found = []
+    for up in flow.linears.values():
+        down = flow.linears.get(_root_through_scale(flow, up.x))
+        if down is None:
+            continue
+        source = flow.root(down.x)
+        for base in _added_to(flow, up.name):
+            if flow.root(flow.linears[base].x) == source:
+                found += [LookAlike(linears=(name,), reason=_LORA) for name in (down.name, up.name, base)]
+    return found
+
+
+def _root_through_scale(flow: Dataflow, name: str) -> str:
+    while flow.values[name].op in COPIES | RESHAPES | SCALES and len(flow.live_args(name)) == 1:
+        name = flow.live_args(name)[0]
+    return name
+
+
+def _added_to(flow: Dataflow, name: str) -> list[str]:
+    """The linears that the value is added to, perhaps scaled."""
+    found, todo = [], [name]
+    while todo:
+        for user in flow.consumers(todo.pop()):
+            value = flow.values[user]
+            if value.op == "add":
+                roots = [_root_through_scale(flow, arg) for arg in flow.live_args(user)]
+                found += [root for root in roots if root in flow.linears and root != name]
+            elif value.op in COPIES | RESHAPES | SCALES:
+                todo.append(user)
+    return found
+
+
+def _reaches_output(flow: Dataflow, name: str) -> bool:
+    """Whether the value flows to the model's output, and into no other weight or attention."""
+    reached = name in flow.outputs
+    todo, seen = [name], {name}
+    while todo:
+        for user in flow.consumers(todo.pop()):
+            if flow.values[user].op in _ENDS:
+                return False
+            reached |= user in flow.outputs
+            if user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return reached
+
+
+def _chooses_experts(flow: Dataflow, name: str) -> bool:
+    todo, seen = [name], {name}
+    while todo:
+        for user in flow.consumers(todo.pop()):
+            op = flow.values[user].op
+            if op == "topk":
+                return True
+            if op in COPIES | RESHAPES | SUMS | {"softmax", "sigmoid"} and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _plain_reason(flow: Dataflow, linear: Linear) -> str:
+    if linear.problem:
+        return linear.problem
+    if _chooses_experts(flow, linear.name):
+        return _ROUTER
+    if not find_bypass(flow, linear.x, linear.name).found and _reaches_output(flow, linear.name):
+        return CLASSIFIER
+    return _NEITHER

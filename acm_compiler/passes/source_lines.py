@@ -1,0 +1,62 @@
+"""Which line of a user's code is running, or raised."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, TracebackType
+
+import torch
+
+
+def running_line(*, until: CodeType) -> str | None:
+    """`file.py:line` of the innermost running frame that is neither torch's, Python's nor this package's.
+
+    Frames outside of the one that runs `until` are not looked at; None when there is no such line.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not until:
+        name = _shown_name(frame.f_code.co_filename)
+        if name is not None:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def raising_line(error: BaseException) -> str | None:
+    """`file.py:line` of the innermost such frame that `error` passed through."""
+    lines = (
+        (_shown_name(trace.tb_frame.f_code.co_filename), trace.tb_lineno) for trace in _traces(error.__traceback__)
+    )
+    shown = [f"{name}:{line}" for name, line in lines if name is not None]
+    return shown[-1] if shown else None
+
+
+def traced_line(stack_trace: str | None) -> str | None:
+    """`file.py:line` of the innermost such frame in a formatted stack trace."""
+    for text in reversed((stack_trace or "").splitlines()):
+        head, _, rest = text.strip().partition('File "')
+        filename, _, place = rest.partition('", line ')
+        if not head and place and (name := _shown_name(filename)) is not None:
+            return f"{name}:{place.partition(',')[0]}"
+    return None
+
+
+def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+@functools.cache
+def _shown_name(filename: str) -> str | None:
+    """The file's name when it is a user's or another library's, else None."""
+    path = Path(filename)
+    hidden = (Path(torch.__file__).parent, Path(__file__).parents[1])
+    if filename.startswith("<") or any(path.is_relative_to(folder) for folder in hidden):
+        return None
+    in_python = path.is_relative_to(sysconfig.get_paths()["stdlib"]) and "site-packages" not in path.parts
+    return None if in_python else path.name

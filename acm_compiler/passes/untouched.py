@@ -1,0 +1,181 @@
+"""Runs of a user's model that leave it as it was: attributes, containers, buffers, hooks, generators."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import random
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.overrides import TorchFunctionMode
+
+from acm_compiler.passes.global_caches import GlobalCaches, is_lru_cache
+from acm_compiler.passes.nested import tensors
+from acm_compiler.passes.writes import written_tensors
+
+# how far attributes are followed: a module's __dict__, a config there, the config's __dict__, a list there, items
+_DEPTH = 6
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, enum.Enum)
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[list[Tensor]]:
+    """The tensors the model holds; within it the model is in eval mode, after it everything is as it was before.
+
+    That covers every module's attributes (so caches, flags and hooks), the lists, dicts, sets and plain objects
+    that they hold, what in-place operations wrote to tensors the model owns, and the random generators. What the
+    model's code keeps outside of it loses no more than fake tensors.
+    """
+    state, elsewhere = _State(model), GlobalCaches(model)
+    training = {module: module.training for module in model.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with _generators_restored(), _WriteGuard(state.tensors):
+        try:
+            # not model.eval(): a user's train() may do more than set flags
+            for module in training:
+                module.training = False
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield state.tensors
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            state.restore()
+            elsewhere.forget_fakes()
+            for module, flag in training.items():
+                if module.training != flag:
+                    module.training = flag
+
+
+@contextlib.contextmanager
+def _generators_restored() -> Iterator[None]:
+    python_state = random.getstate()
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy_random:
+            numpy_random.set_state(numpy_state)
+
+
+class _State:
+    """Shallow copies of everything mutable that is reachable from a model's modules, and how to put them back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: list[Tensor] = []
+        self._containers: list[tuple[Any, list[Any]]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._caches: list[tuple[Any, Any]] = []
+        modules = list(model.modules())
+        seen = {id(module) for module in modules}
+        level: list[Any] = [vars(module) for module in modules]
+        for _ in range(_DEPTH):
+            found = [value for value in level if id(value) not in seen]
+            level = [inner for value in found if id(value) not in seen for inner in self._remember(value, seen)]
+
+    def _remember(self, value: Any, seen: set[int]) -> Iterable[Any]:
+        """What `value` holds, after taking down how to put it back."""
+        seen.add(id(value))
+        if value is None or isinstance(value, (str, int, float, *_OPAQUE)):
+            return ()
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+        elif isinstance(value, torch.Generator):
+            self._generators.append((value, value.get_state()))
+        elif is_lru_cache(value):
+            self._caches.append((value, value.cache_info()))
+        elif isinstance(value, dict):
+            self._containers.append((value, list(value.items())))
+            return value.values()
+        elif isinstance(value, (list, set, deque, tuple)):
+            if not isinstance(value, tuple):
+                self._containers.append((value, list(value)))
+            return value
+        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
+            return (attributes,)
+        return ()
+
+    def restore(self) -> None:
+        """Put every container back to its contents of the start, touching none that did not change."""
+        for container, items in self._containers:
+            if isinstance(container, dict):
+                _restore_dict(container, items)
+            elif len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(items)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for cache, info in self._caches:
+            if cache.cache_info().misses != info.misses:
+                cache.cache_clear()
+
+
+def _restore_dict(container: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
+    if len(container) == len(items) and all(
+        k is key and v is value for (k, v), (key, value) in zip(container.items(), items, strict=True)
+    ):
+        return
+    # the base class's methods: a subclass may forbid or redefine them
+    kind = OrderedDict if isinstance(container, OrderedDict) else dict
+    kind.clear(container)
+    for key, value in items:
+        kind.__setitem__(container, key, value)
+
+
+class _WriteGuard(TorchFunctionMode):
+    """Undoes, on exit, what calls within it wrote to the memory of `owned` tensors; copies only what is written."""
+
+    def __init__(self, owned: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._owned = {storage._cdata for t in owned if (storage := storage_of(t)) is not None}
+        self._storages: dict[int, tuple[Any, Any]] = {}
+        self._data: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in self._about_to_write(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage is None or storage._cdata not in self._owned or tensor.is_meta:
+                continue
+            if func.__name__ == "__set__":
+                self._data.append((tensor, tensor.data))
+            elif storage._cdata not in self._storages:
+                self._storages[storage._cdata] = (storage, storage.clone())
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _about_to_write(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        if func in (nn.functional.embedding, nn.functional.embedding_bag):
+            # with max_norm, looking rows up rescales them in place
+            renormalizes = kwargs.get("max_norm") is not None or (len(args) > 3 and args[3] is not None)
+            return tensors((args[:2], kwargs.get("weight"))) if renormalizes else []
+        return written_tensors(func, args, kwargs)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for tensor, data in reversed(self._data):
+            tensor.data = data
+        for storage, contents in self._storages.values():
+            storage.copy_(contents)
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage | None:
+    """The memory behind a tensor, None for kinds that have none of their own (sparse ones, wrappers)."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

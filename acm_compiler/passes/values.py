@@ -1,0 +1,79 @@
+"""What flows through a model: values, the linears among them, and who reads which parameter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import fx
+
+from acm_compiler.passes.captured import ModuleCall
+from acm_compiler.passes.weight_views import WeightView
+from acm_compiler.site import LinearRef
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """What one captured node computes.
+
+    `args`: the values that flow in. `live`: it depends on the model's inputs. `learned`: on a parameter.
+    """
+
+    name: str
+    op: str
+    args: tuple[str, ...]
+    shape: Shape | None
+    live: bool
+    learned: bool
+    stack: tuple[ModuleCall, ...]
+    source: str | None
+    node: fx.Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A product of the value `x` with a matrix that does not depend on the model's inputs.
+
+    `nodes`: the captured nodes that compute it, the last one under `name`. `ref` is None, and `problem` says why,
+    where the matrix is not simply rows of one parameter. `weight` names a parameter behind it either way.
+    """
+
+    name: str
+    x: str
+    d_in: int
+    d_out: int
+    tokens: int
+    nodes: tuple[str, ...]
+    weight: str
+    ref: LinearRef | None
+    problem: str | None = None
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The parameters of `ref`, weight first."""
+        if self.ref is None:
+            return (self.weight,)
+        return (self.ref.weight,) if self.ref.bias is None else (self.ref.weight, self.ref.bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """An operation that reads a parameter through `view`."""
+
+    reader: str
+    view: WeightView
+
+    def overlaps(self, ref: LinearRef) -> bool:
+        """Whether what is read shares rows with `ref`, of whose weight or bias `view` is one."""
+        axis = 1 if ref.transposed and len(self.view.full) == 2 else 0
+        if ref.rows is None or axis not in self.view.axes:
+            return True
+        start, stop = self.view.spans[self.view.axes.index(axis)]
+        return start < ref.rows[1] and ref.rows[0] < stop
+
+
+def tokens_of(shape: Shape) -> int:
+    """How many vectors a tensor [..., features] holds."""
+    return math.prod(shape[:-1])

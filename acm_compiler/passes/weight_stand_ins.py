@@ -1,0 +1,264 @@
+"""Graft R: objects in the place of bare parameters, which turn the functions that use them into the ACM.
+
+before: h = F.gelu(F.linear(x, self.w1, self.b1)); y = h @ self.w2.t()
+after:  the same lines; `self.w1` keeps x and gives a dummy, `self.w2` gives the ACM's answer for the kept x
+
+The user's forward runs as it was written, control flow included: nothing is traced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.errors import AcmError
+from acm_compiler.passes.dense_region import site_refs
+from acm_compiler.passes.stand_ins import Stash, StashedACM, dummy
+from acm_compiler.site import Site
+
+Rows = tuple[int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Use:
+    """What `rows` of a parameter are to a site: `part` of its first linears or of its last one.
+
+    A linear site's only matrix is its last: it answers at once.
+    """
+
+    acm: ACM
+    stash: Stash | None
+    part: Literal["first", "last"]
+    rows: Rows
+
+
+@dataclass(slots=True, kw_only=True)
+class Replaced:
+    """A parameter whose place is taken: its name, the axis of its outputs, and what its rows are used for.
+
+    `owner` holds the parameter itself, as `leaf`, where some of its rows stay dense; else it is None.
+    """
+
+    name: str
+    out_axis: int
+    uses: list[Use] = field(default_factory=list)
+    owner: nn.Module | None = None
+    leaf: str = ""
+
+    def use_of(self, rows: Rows) -> Use | None:
+        """The use that `rows` belong to; None for rows that stay dense."""
+        return next((use for use in self.uses if rows[0] < use.rows[1] and use.rows[0] < rows[1]), None)
+
+    def misused(self, how: str) -> AcmError:
+        """The error for what no ACM can answer."""
+        return AcmError(
+            f"{self.name} was replaced by an ACM, but the model uses it in a way that its plan does not show",
+            where=self.uses[0].acm.name,
+            found=how,
+            fix="exclude this site from the plan",
+        )
+
+    def tensor(self) -> Tensor:
+        """The parameter itself."""
+        if self.owner is None:
+            raise self.misused("rows outside its sites")
+        held = self.owner._parameters.get(self.leaf)
+        return self.owner._buffers[self.leaf] if held is None else held  # type: ignore[return-value]
+
+
+class WeightStandIn:
+    """In the place of a matrix or bias whose rows belong to sites; torch functions given it come here.
+
+    It shows `rows` of the parameter, whose outputs lie on axis `out_axis` of `shape`.
+    """
+
+    def __init__(self, source: Replaced, *, shape: tuple[int, ...], rows: Rows, out_axis: int) -> None:
+        self.source, self.shape, self.rows, self.out_axis = source, torch.Size(shape), rows, out_axis
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = list(_flat((*args, *kwargs.values())))
+        shown = [operand for operand in operands if isinstance(operand, WeightStandIn)]
+        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+        if not tensors:
+            return shown[0]._viewed(func.__name__, args[1:], kwargs)
+        # the matrix speaks for a bias beside it
+        leader = next((s for s in shown if len(s.shape) == 2), shown[0])
+        use = leader.source.use_of(leader.rows)
+        if use is None:
+            return func(*(_real(a) for a in args), **{name: _real(value) for name, value in kwargs.items()})
+        if len(tensors) != 1:
+            raise leader.source.misused(f"{func.__name__} of {len(tensors)} other tensors")
+        if len(leader.shape) == 1:
+            # a bias added by itself: the ACM has added it, and to a dummy it means nothing
+            return tensors[0]
+        if use.part == "last":
+            return use.acm(tensors[0])
+        if use.stash is None:
+            raise leader.source.misused(func.__name__)
+        use.stash.value = tensors[0]
+        return dummy(tensors[0], leader.shape[leader.out_axis])
+
+    def _viewed(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        view = _VIEWS.get(function)
+        if view is None:
+            raise self.source.misused(function)
+        return view(self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _VIEWS:
+            return lambda *args, **kwargs: _VIEWS[name](self, *args, **kwargs)
+        raise AttributeError(f"{name!r}: the parameter here was replaced by an ACM")
+
+    def __add__(self, other: Any) -> Any:
+        return torch.add(other, self)  # type: ignore[call-overload]
+
+    def __getitem__(self, index: Any) -> WeightStandIn:
+        view, axis = self, 0
+        for item in index if isinstance(index, tuple) else (index,):
+            if item is Ellipsis:
+                axis = len(self.shape) - 1
+                continue
+            if not isinstance(item, slice) or item.step not in (None, 1):
+                raise self.source.misused(f"index {item!r}")
+            start, stop, _ = item.indices(view.shape[axis])
+            view, axis = view.sliced(axis, start, stop), axis + 1
+        return view
+
+    def sliced(self, axis: int, start: int, stop: int) -> WeightStandIn:
+        """The view [start:stop] along `axis`."""
+        if (start, stop) == (0, self.shape[axis]):
+            return self
+        if axis != self.out_axis:
+            raise self.source.misused("a part of its input columns")
+        shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
+        rows = (self.rows[0] + start, self.rows[0] + stop)
+        return WeightStandIn(self.source, shape=shape, rows=rows, out_axis=axis)
+
+    def flipped(self) -> WeightStandIn:
+        """The transposed view."""
+        if len(self.shape) == 1:
+            return self
+        return WeightStandIn(self.source, shape=self.shape[::-1], rows=self.rows, out_axis=1 - self.out_axis)
+
+    def real(self) -> Tensor:
+        """The rows themselves, of a parameter that stays because some of its rows are dense."""
+        tensor = self.source.tensor().narrow(self.source.out_axis, self.rows[0], self.rows[1] - self.rows[0])
+        return tensor if self.out_axis == self.source.out_axis else tensor.t()
+
+    @property
+    def T(self) -> WeightStandIn:
+        return self.flipped()
+
+    @property
+    def mT(self) -> WeightStandIn:
+        return self.flipped()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.uses[0].acm.learners.w_in.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.uses[0].acm.learners.w_in.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def stand_in_for(tensor: Tensor, source: Replaced) -> WeightStandIn:
+    """The stand-in that shows all of `source`, which `tensor` was."""
+    rows = (0, tensor.shape[source.out_axis])
+    return WeightStandIn(source, shape=tuple(tensor.shape), rows=rows, out_axis=source.out_axis)
+
+
+def uses_of(site: Site, acm: ACM, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int, Use]]:
+    """Each parameter of the site, the axis of its outputs, and what it is used for."""
+    stash = acm.stash if isinstance(acm, StashedACM) else None
+    for ref in site_refs(site):
+        part: Literal["first", "last"] = "last" if ref is (site.last or site.first[0]) else "first"
+        for name, axis in ((ref.weight, 1 if ref.transposed else 0), (ref.bias, 0)):
+            if name is not None:
+                rows = ref.rows or (0, tensors[name].shape[axis])
+                yield name, axis, Use(acm=acm, stash=stash, part=part, rows=rows)
+
+
+def _transposed(view: WeightStandIn, dim0: int, dim1: int) -> WeightStandIn:
+    return view if (dim0 - dim1) % len(view.shape) == 0 else view.flipped()
+
+
+def _permuted(view: WeightStandIn, *dims: Any) -> WeightStandIn:
+    order = dims[0] if isinstance(dims[0], (tuple, list)) else dims
+    return view if order[0] % len(view.shape) == 0 else view.flipped()
+
+
+def _narrowed(view: WeightStandIn, dim: int, start: int, length: int) -> WeightStandIn:
+    return view.sliced(dim % len(view.shape), start, start + length)
+
+
+def _split(view: WeightStandIn, split_size_or_sections: Any, dim: int = 0) -> tuple[WeightStandIn, ...]:
+    size, sections = view.shape[dim], split_size_or_sections
+    if isinstance(sections, int):
+        sections = [min(sections, size - start) for start in range(0, size, sections)]
+    starts = [sum(sections[:i]) for i in range(len(sections))]
+    axis = dim % len(view.shape)
+    return tuple(view.sliced(axis, start, start + length) for start, length in zip(starts, sections, strict=True))
+
+
+def _chunked(view: WeightStandIn, chunks: int, dim: int = 0) -> tuple[WeightStandIn, ...]:
+    return _split(view, -(-view.shape[dim] // chunks), dim)
+
+
+def _copied(view: WeightStandIn, *_args: Any, **_kwargs: Any) -> WeightStandIn:
+    return view
+
+
+_COPIES = ("to", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach")
+_VIEWS: dict[str, Callable[..., Any]] = {name: _copied for name in _COPIES} | {
+    "t": WeightStandIn.flipped,
+    "transpose": _transposed,
+    "swapaxes": _transposed,
+    "permute": _permuted,
+    "narrow": _narrowed,
+    "split": _split,
+    "chunk": _chunked,
+}
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, WeightStandIn):
+        return value.real()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_real(item) for item in value)
+    return value

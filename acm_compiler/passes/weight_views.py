@@ -1,0 +1,173 @@
+"""Parameters seen through views: which rows of which parameter a linear really multiplies by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from acm_compiler.passes.op_names import COPIES, RESHAPES, argument, op_set
+from acm_compiler.site import LinearRef
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightView:
+    """Axis i of the view is the span `spans[i]` of axis `axes[i]` of the parameter, whose shape is `full`."""
+
+    param: str
+    full: tuple[int, ...]
+    axes: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def whole(cls, param: str, shape: tuple[int, ...]) -> WeightView:
+        return cls(param=param, full=shape, axes=tuple(range(len(shape))), spans=tuple((0, size) for size in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.spans)
+
+    def permuted(self, order: tuple[int, ...]) -> WeightView:
+        return dataclasses.replace(
+            self, axes=tuple(self.axes[i] for i in order), spans=tuple(self.spans[i] for i in order)
+        )
+
+    def sliced(self, axis: int, start: int | None, stop: int | None) -> WeightView:
+        """The view `[start:stop]` along `axis`, with Python's rules for negative and missing ends."""
+        low, high = self.spans[axis]
+        first, last, _ = slice(start, stop).indices(high - low)
+        spans = list(self.spans)
+        spans[axis] = (low + first, low + max(first, last))
+        return dataclasses.replace(self, spans=tuple(spans))
+
+    def rows(self, axis: int) -> Span | None:
+        """The span along `axis` of the view; None when it is all of the parameter."""
+        span = self.spans[axis]
+        return None if span == (0, self.full[self.axes[axis]]) else span
+
+
+Views = WeightView | tuple[WeightView, ...]
+
+
+def view_of(node: fx.Node, op: str, source: Views) -> Views | None:
+    """What `node`, an `op` of the parameter view(s) `source`, shows; None when it is no longer a plain view."""
+    if op == "result":
+        return source[argument(node, 1, "index")] if isinstance(source, tuple) else None
+    if isinstance(source, tuple):
+        return None
+    if op in COPIES:
+        return source
+    if op in RESHAPES:
+        return source if node.meta.get("shape") == source.shape else None
+    if op in _TRANSPOSES:
+        return source.permuted(_TRANSPOSES[op](node, len(source.axes)))
+    if op in SPLITS:
+        return _parts(node, op, source)
+    if op in ("narrow", "slice"):
+        return _slice(node, op, source)
+    if op == "getitem":
+        return _subscript(node.args[1], source)
+    return None
+
+
+def _transpose(node: fx.Node, rank: int) -> tuple[int, ...]:
+    a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+    order = list(range(rank))
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
+def _permute(node: fx.Node, rank: int) -> tuple[int, ...]:
+    first = argument(node, 1, "dims")
+    dims: Any = node.args[1:] if isinstance(first, int) else first
+    return tuple(d % rank for d in dims)
+
+
+def _reverse(_node: fx.Node, rank: int) -> tuple[int, ...]:
+    return tuple(reversed(range(rank)))
+
+
+def _swap_last(_node: fx.Node, rank: int) -> tuple[int, ...]:
+    return (*range(rank - 2), rank - 1, rank - 2)
+
+
+_TRANSPOSES: dict[str, Callable[[fx.Node, int], tuple[int, ...]]] = {
+    "transpose": _transpose,
+    "permute": _permute,
+    "t": _reverse,
+    "T": _reverse,
+    "mT": _swap_last,
+}
+
+
+SPLITS = op_set("chunk split split_with_sizes")
+
+
+def part_spans(node: fx.Node, op: str, size: int) -> list[Span] | None:
+    """Where the parts of a chunk or split of an axis with `size` entries begin and end; None if not by number."""
+    how: Any = argument(node, 1, "split_size_or_sections")
+    for keyword in ("chunks", "split_size", "split_sizes"):
+        how = node.kwargs.get(keyword, how)
+    if isinstance(how, (list, tuple)) and all(isinstance(h, int) for h in how):
+        stops = [sum(how[: i + 1]) for i in range(len(how))]
+    elif isinstance(how, int):
+        step = -(-size // how) if op == "chunk" else how
+        stops = [min(i + step, size) for i in range(0, size, step)]
+    else:
+        return None
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def _parts(node: fx.Node, op: str, source: WeightView) -> Views | None:
+    axis = argument(node, 2, "dim", 0) % len(source.axes)
+    spans = part_spans(node, op, source.shape[axis])
+    return None if spans is None else tuple(source.sliced(axis, *span) for span in spans)
+
+
+def _slice(node: fx.Node, op: str, source: WeightView) -> WeightView | None:
+    axis = argument(node, 1, "dim", 0)
+    start, end = argument(node, 2, "start", 0), argument(node, 3, "length" if op == "narrow" else "end")
+    if not isinstance(start, int) or not isinstance(end, (int, type(None))) or argument(node, 4, "step", 1) != 1:
+        return None
+    return source.sliced(axis, start, start + (end or 0) if op == "narrow" else end)
+
+
+def _subscript(index: Any, source: WeightView) -> WeightView | None:
+    """`source[index]` for slices of step 1; other subscripts give no matrix."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not all((isinstance(i, slice) and i.step in (None, 1)) or i is Ellipsis for i in items):
+        return None
+    if items.count(Ellipsis) > 1:
+        return None
+    axis, view = 0, source
+    for item in items:
+        if item is Ellipsis:
+            axis = len(source.axes) - (len(items) - 1 - items.index(Ellipsis))
+            continue
+        if not all(isinstance(end, (int, type(None))) for end in (item.start, item.stop)):
+            return None
+        view = view.sliced(axis, item.start, item.stop)
+        axis += 1
+    return view
+
+
+def linear_ref(weight: WeightView, out_axis: int, bias: WeightView | None) -> LinearRef | str:
+    """The reference for a product with `weight`, whose axis `out_axis` of two is the output; else the reason."""
+    if len(weight.full) != 2:
+        return f"mixture of experts: {weight.param} holds several matrices; experts are not converted"
+    if weight.rows(1 - out_axis) is not None:
+        return f"only some input columns of {weight.param} are used"
+    rows = weight.rows(out_axis)
+    if bias is not None and (len(bias.full) != 1 or bias.rows(0) != rows):
+        return f"rows of {weight.param} and of {bias.param} do not match"
+    return LinearRef(
+        weight=weight.param,
+        bias=bias.param if bias else None,
+        transposed=weight.axes[out_axis] == 1,
+        rows=rows,
+    )

@@ -1,0 +1,132 @@
+"""The folder of a saved model: which files are ours, and how new ones get in without ever being seen half-written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from acm_compiler.errors import StorageError, UsageError
+
+PLAN, WEIGHTS, MODEL, BUDGETS = "plan.json", "model.safetensors", "model.json", "budgets.json"
+# written last: it names the other files of the same save
+_ORDER = (WEIGHTS, PLAN, BUDGETS, MODEL)
+_OURS = frozenset([*_ORDER, "recipe.yaml", "metrics.jsonl", "eval.json", "bench.json", "report", "state", ".saving"])
+_ASIDE = ".saving"
+Writer = Callable[[Path], None]
+
+
+def check_own_folder(directory: str | os.PathLike[str]) -> None:
+    """Raise StorageError unless a model can be saved at `directory`: a new folder, an empty one, or one of ours.
+
+    Nothing is created.
+    """
+    folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise StorageError("this is a file, not a folder", where=str(folder))
+    foreign = (
+        sorted(path.name for path in folder.iterdir() if path.name not in _known(folder)) if folder.exists() else []
+    )
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise StorageError(
+            "the folder holds files that are not ours",
+            where=str(folder),
+            found=shown,
+            fix="choose an empty or new folder",
+        )
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    with storing(folder), tempfile.TemporaryFile(dir=nearest):
+        pass
+
+
+def _known(folder: Path) -> frozenset[str]:
+    """The names of ours that may be in `folder`: those of every run, and what its last save added."""
+    try:
+        listed = json.loads((folder / MODEL).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return _OURS
+    return _OURS.union(name for name in listed if isinstance(name, str))
+
+
+def check_extra(extra: Mapping[str, bytes | str]) -> None:
+    """Raise UsageError for extra files whose names are taken or lead out of the folder."""
+    for name in extra:
+        if name in _ORDER or name in ("", ".", "..") or Path(name).name != name:
+            raise UsageError(
+                "no name for an extra file of a saved model", found=repr(name), expected="a plain new name"
+            )
+
+
+def write_folder(directory: str | os.PathLike[str], writers: Mapping[str, Writer], *, size_bytes: int) -> None:
+    """Write files into `directory`, all or none: each first into a sibling folder, then renamed.
+
+    `writers` writes each file at the path it is given; `size_bytes` is about what they need together. Other files of
+    ours in the folder stay. StorageError when it cannot be written; what was there before is then untouched.
+    """
+    check_own_folder(directory)
+    folder = Path(directory).resolve()
+    # a mounted folder cannot be renamed, nor files into it from outside
+    aside = folder / _ASIDE if folder.is_mount() else folder.with_name(f".{folder.name}{_ASIDE}")
+    with storing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(folder.parent, size_bytes)
+        _clear(aside)
+        aside.mkdir()
+        try:
+            for name, write in writers.items():
+                write(aside / name)
+                _to_disk(aside / name)
+            _move(aside, folder, [*(set(writers) - set(_ORDER)), *(name for name in _ORDER if name in writers)])
+        finally:
+            _clear(aside)
+
+
+def _move(aside: Path, folder: Path, names: list[str]) -> None:
+    if aside.parent != folder and (not folder.exists() or not any(folder.iterdir())):
+        aside.rename(folder)
+        return
+    for name in names:
+        (aside / name).replace(folder / name)
+
+
+def _clear(aside: Path) -> None:
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _check_room(folder: Path, size_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes:
+        raise StorageError(
+            "the disk has too little room",
+            where=str(folder),
+            found=f"{free / 1e6:.0f} MB free",
+            expected=f"{size_bytes / 1e6:.0f} MB",
+        )
+
+
+@contextlib.contextmanager
+def storing(folder: Path) -> Iterator[None]:
+    """Turns what the system or the weights' format refuses into a StorageError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StorageError(
+            "the folder cannot be written",
+            where=str(folder),
+            found=reason,
+            fix="free some room or choose another folder",
+        ) from error

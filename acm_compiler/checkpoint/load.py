@@ -1,0 +1,178 @@
+"""`acm.load`: a saved folder as a running model again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
+from acm_compiler.checkpoint.save import FORMAT, digest, graph_digest
+from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
+from acm_compiler.control import set_budget
+from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, sites
+from acm_compiler.errors import PlanMismatch, StorageError
+from acm_compiler.passes.build_acm import mark_initialized
+from acm_compiler.passes.rewrite import check_convertible, convert, copied
+from acm_compiler.plans import Plan
+from acm_compiler.sources import build_from_record
+
+_LOG = logging.getLogger(__name__)
+
+
+def load(
+    directory: str | os.PathLike[str], *, base_model: nn.Module | None = None, allow_code: bool = False
+) -> nn.Module:
+    """The model that `save` wrote to `directory`, on the CPU, in eval mode, at its own default budget if it has one.
+
+    base_model: the model before the rewrite, for classes that only the user can build (its structure is compared),
+    and for dense regions, which `revert`, calibration and distillation need; they are taken from it if its weights
+    are those that were replaced. It is not changed. allow_code: whether a function named in the directory is imported.
+    Raises StorageError, PlanMismatch for a base model of another structure, ModelSourceError.
+    """
+    folder = Path(directory)
+    description, plan, budgets = _read(folder)
+    stored = read_tensors(folder / WEIGHTS)
+    if stored.save_id != description["save"]:
+        raise _mixed(folder, WEIGHTS)
+    if base_model is not None:
+        model = _from_base(base_model, plan, description, budgets, stored, folder)
+    else:
+        model = _from_source(plan, description, stored, folder, allow_code=allow_code)
+    _restore_budgets(model, budgets)
+    return model.eval()
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
+    """model.json, the plan and budgets.json, of one save and of a format that is known here."""
+    description = _document(_text(folder, MODEL), folder / MODEL)
+    texts = {name: _text(folder, name) for name in (PLAN, BUDGETS)}
+    for name, text in texts.items():
+        if digest(text) != description["digests"].get(name):
+            raise _mixed(folder, name)
+    return description, Plan.from_json(texts[PLAN]), json.loads(texts[BUDGETS])
+
+
+def _text(folder: Path, name: str) -> str:
+    try:
+        return (folder / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise StorageError("no saved model here", where=str(folder), expected=f"{name} in it") from None
+    except (OSError, ValueError) as error:
+        raise StorageError("the file cannot be read", where=str(folder / name), found=str(error)) from error
+
+
+def _document(text: str, path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+        number, written_by = document["format"], document["versions"].get("acm_compiler", "unknown")
+        known = {"class", "source", "graph", "save", "digests"} <= set(document)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError("this is no description of a saved model", where=str(path), found=repr(error)) from None
+    if number != FORMAT or not known:
+        raise StorageError(
+            "the model was saved in a format that this version does not read",
+            where=str(path),
+            found=f"format {number}, written by acm_compiler {written_by}",
+            expected=f"format {FORMAT}",
+            fix=f"pip install 'acm_compiler>={written_by}'",
+        )
+    return document
+
+
+def _mixed(folder: Path, name: str) -> StorageError:
+    return StorageError(
+        "the files here are not of one save",
+        where=str(folder),
+        found=f"another {name} than the one model.json names",
+        fix="save the model again; a save may have been interrupted, or a file was changed by hand",
+    )
+
+
+def _from_source(
+    plan: Plan, description: dict[str, Any], stored: Stored, folder: Path, *, allow_code: bool
+) -> nn.Module:
+    record = description["source"]
+    if record is None:
+        raise StorageError(
+            f"nothing here says how to build {description['class']}",
+            where=str(folder),
+            fix="build it yourself: acm.load(directory, base_model=model)",
+        )
+    model = _filled(build_from_record(record, device="meta", allow_code=allow_code), plan, stored, folder)
+    if without := left_on_meta(model):
+        _LOG.info("built with values, which tensors outside parameters and buffers need: %s", ", ".join(without[:3]))
+        model = _filled(build_from_record(record, device="cpu", allow_code=allow_code), plan, stored, folder)
+    return model
+
+
+def _filled(model: nn.Module, plan: Plan, stored: Stored, folder: Path) -> nn.Module:
+    """`model` with the plan's ACMs and the stored tensors; without dense regions, but those that forwards run."""
+    try:
+        check_convertible(model, plan)
+    except PlanMismatch as error:
+        raise PlanMismatch(
+            f"the installed libraries build another {type(model).__name__} than the one that was saved",
+            where=str(folder),
+            found=error.found,
+            expected=error.expected,
+            fix="install the versions named in model.json, or pass base_model=",
+        ) from error
+    convert(model, plan, empty=True)
+    for acm in sites(model).values():
+        if acm.state != "dense":
+            acm.dense, acm.replaced = None, None
+    _give_values(model, stored, folder)
+    return model
+
+
+def _from_base(
+    base: nn.Module, plan: Plan, description: dict[str, Any], budgets: dict[str, Any], stored: Stored, folder: Path
+) -> nn.Module:
+    """A copy of `base` with the plan's ACMs and the stored tensors, dense regions included where they are the same."""
+    check_convertible(base, plan)
+    if graph_digest(base.graph if isinstance(base, fx.GraphModule) else None) != description["graph"]:
+        raise PlanMismatch("the base model's graph is not the one that was rewritten", fix="trace the model as before")
+    model = copied(base)
+    owner = convert(model, plan, empty=True)
+    same = owner.teacher is not None and owner.teacher == budgets["teacher"]
+    if not same:
+        _LOG.warning(
+            "%s: base_model has other weights than the model that was rewritten; dense regions are left out, "
+            "which revert, calibration and distillation need",
+            folder,
+        )
+    for acm in sites(model).values():
+        if acm.state != "dense" and not same:
+            acm.dense, acm.replaced = None, None
+    _give_values(model, stored, folder)
+    for acm in sites(model).values():
+        if acm.dense is not None:
+            acm.dense.to(device="cpu", dtype=acm.learners.w_in.dtype)
+    return model
+
+
+def _give_values(model: nn.Module, stored: Stored, folder: Path) -> None:
+    fill(model, stored, where=str(folder / WEIGHTS))
+    for acm in sites(model).values():
+        renew_run_time(acm)
+        mark_initialized(acm)
+
+
+def _restore_budgets(model: nn.Module, budgets: dict[str, Any]) -> None:
+    acms = sites(model)
+    owner: Conversion = next(iter(acms.values())).conversion
+    for name, rule in budgets["rules"].items():
+        acms[name].gate.rule = rule
+    table = budgets["table"]
+    if table is not None:
+        points = tuple(BudgetPoint(**point) for point in table["points"])
+        owner.table = BudgetTable(**table | {"points": points})
+    owner.damage = {name: tuple(values) for name, values in budgets["damage"].items()}
+    owner.teacher, owner.default_budget = budgets["teacher"], budgets["default_budget"]
+    if owner.table is not None and owner.default_budget is not None:
+        set_budget(model, None)

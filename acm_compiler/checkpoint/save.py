@@ -1,0 +1,119 @@
+"""`acm.save`: a rewritten model as a folder that needs no pickle, no data set and no recipe to be loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, check_extra, write_folder
+from acm_compiler.checkpoint.infer_source import infer_source
+from acm_compiler.checkpoint.tensors import collect, write_tensors
+from acm_compiler.conversion import Conversion, conversion, sites
+from acm_compiler.passes.revert import rewritten_root
+from acm_compiler.plans import Plan
+
+FORMAT = 1
+_VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
+
+
+def save(
+    model: nn.Module, directory: str | os.PathLike[str], *, extra: Mapping[str, bytes | str] | None = None
+) -> None:
+    """Write a rewritten model to `directory`: its plan, weights, source and budgets, and the `extra` files by name.
+
+    Dense regions are left out but at sites whose learners were never fitted. Wrappers (DDP, compiled) are looked
+    through. Files of ours already in the folder are replaced, once all new ones are complete.
+    Raises NotRewritten, and StorageError for a folder that holds files of others or cannot be written.
+    """
+    extra = dict(extra or {})
+    check_extra(extra)
+    owner, root = conversion(model), rewritten_root(model)
+    tensors, aliases = collect(root)
+    save_id = uuid.uuid4().hex
+    texts = {PLAN: _plan_now(root, owner).to_json(), BUDGETS: _json(_budgets(root, owner))}
+    texts[MODEL] = _json(_description(root, owner, texts, save_id, files=[*extra, *texts, MODEL, WEIGHTS]))
+    writers: dict[str, Writer] = {
+        WEIGHTS: lambda path: write_tensors(path, tensors, aliases, save_id=save_id),
+        **{name: _writes(content) for name, content in (texts | extra).items()},
+    }
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    write_folder(directory, writers, size_bytes=size_bytes)
+
+
+def _writes(content: bytes | str) -> Writer:
+    data = content.encode() if isinstance(content, str) else content
+
+    def write(path: Path) -> None:
+        path.write_bytes(data)
+
+    return write
+
+
+def _plan_now(root: nn.Module, owner: Conversion) -> Plan:
+    """The plan with the states that the ACMs have reached."""
+    states = {name: acm.state for name, acm in sites(root).items()}
+    return replace(owner.plan, sites=tuple(replace(site, state=states[site.name]) for site in owner.plan.sites))
+
+
+def _budgets(root: nn.Module, owner: Conversion) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "teacher": owner.teacher,
+        "default_budget": owner.default_budget,
+        "damage": owner.damage,
+        "rules": {name: acm.gate.rule for name, acm in sites(root).items()},
+        "table": None if owner.table is None else asdict(owner.table),
+    }
+
+
+def _description(
+    root: nn.Module, owner: Conversion, texts: Mapping[str, str], save_id: str, *, files: list[str]
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "class": owner.plan.model.cls,
+        "source": owner.plan.model.source or infer_source(root, owner.plan),
+        "graph": graph_digest(owner.undo.graph),
+        "versions": {name: found for name in _VERSIONED if (found := _installed(name))},
+        "save": save_id,
+        "digests": {name: digest(text) for name, text in texts.items()},
+        "files": files,
+    }
+
+
+def digest(text: str) -> str:
+    """What ties the texts of one save together."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def graph_digest(graph: fx.Graph | None) -> str | None:
+    """A digest of the nodes of an fx.GraphModule's graph: operations, targets, and who reads whom."""
+    if graph is None:
+        return None
+    nodes = {node: i for i, node in enumerate(graph.nodes)}
+    lines = [f"{node.op} {_target(node)} {[nodes[source] for source in node.all_input_nodes]}" for node in nodes]
+    return digest("\n".join(lines))
+
+
+def _target(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1)

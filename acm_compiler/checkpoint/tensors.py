@@ -1,0 +1,171 @@
+"""A rewritten model's tensors as a file: each storage once, ties between names kept (SURFACE 4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.errors import StorageError
+
+_RUN_TIME = ("knob", "k_lo", "k_hi")
+
+
+class Slot(NamedTuple):
+    """One place of a model where a tensor is registered."""
+
+    owner: nn.Module
+    leaf: str
+    tensor: Tensor
+
+
+def slots(model: nn.Module) -> dict[str, Slot]:
+    """Every tensor that a saved model carries, under each of its names.
+
+    All parameters and buffers, but for the run-time choices of ACMs and for dense regions that no forward runs. What
+    `state_dict` leaves out (rotary tables and the like) is among them: it cannot be rebuilt without the class.
+    """
+    acms = [module for module in model.modules() if isinstance(module, ACM)]
+    left_out = {id(acm.dense) for acm in acms if acm.state != "dense" and acm.dense is not None}
+    return dict(_walk(model, "", left_out))
+
+
+def _walk(module: nn.Module, prefix: str, left_out: set[int]) -> Iterator[tuple[str, Slot]]:
+    run_time = _RUN_TIME if isinstance(module, ACM) else ()
+    for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and leaf not in run_time:
+            yield f"{prefix}{leaf}", Slot(module, leaf, tensor)
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in left_out:
+            yield from _walk(child, f"{prefix}{name}.", left_out)
+
+
+def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, aliases): each storage under its first name, and the other names of tied ones.
+
+    StorageError for modules that keep state which is no tensor.
+    """
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise StorageError("the module keeps state that is no tensor", where=name, found="get_extra_state")
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, slot in slots(model).items():
+        tensor = slot.tensor.detach()
+        if tensor.is_meta:
+            raise StorageError("the model has no values to save", where=name, found="a tensor on the meta device")
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
+        owner = first.setdefault(key, name)
+        if owner == name:
+            tensors[name] = tensor
+        else:
+            aliases[name] = owner
+    return tensors, aliases
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], *, save_id: str) -> None:
+    """Write model.safetensors."""
+    from safetensors.torch import save_file
+
+    # views of one storage become tensors of their own: the format holds no overlaps
+    own = {name: tensor.contiguous().clone() if _is_part(tensor) else tensor for name, tensor in tensors.items()}
+    save_file(own, path, metadata={"aliases": json.dumps(dict(aliases)), "save": save_id})
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+class Stored(NamedTuple):
+    """What model.safetensors holds."""
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    save_id: str | None
+
+
+def read_tensors(path: Path) -> Stored:
+    """Read model.safetensors onto the CPU; StorageError when it is missing or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            # copies, because the file's tensors are not aligned, which costs time and changes last bits
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        aliases = json.loads(metadata.get("aliases", "{}"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise StorageError(
+            "the weights cannot be read", where=str(path), found=str(error).splitlines()[0], fix="save the model again"
+        ) from error
+    return Stored(tensors, aliases, metadata.get("save"))
+
+
+def fill(model: nn.Module, stored: Stored, *, where: str) -> None:
+    """Give `model` the stored tensors, in place: types and ties are the file's, whatever the model had.
+
+    StorageError unless names and shapes agree exactly.
+    """
+    there = slots(model)
+    _check_names(set(there), {*stored.tensors, *stored.aliases}, where)
+    parameters: dict[str, nn.Parameter] = {}
+    for name, slot in there.items():
+        source = stored.aliases.get(name, name)
+        tensor = stored.tensors.get(source)
+        if tensor is None or tensor.shape != slot.tensor.shape:
+            found = "nothing" if tensor is None else tuple(tensor.shape)
+            raise StorageError(
+                f"the weights do not fit at {name}", where=where, found=found, expected=tuple(slot.tensor.shape)
+            )
+        if slot.leaf not in slot.owner._parameters:
+            slot.owner._buffers[slot.leaf] = tensor
+            continue
+        if source not in parameters:
+            parameters[source] = _parameter(tensor, slot.tensor)
+        slot.owner._parameters[slot.leaf] = parameters[source]
+
+
+def _parameter(tensor: Tensor, former: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(tensor, requires_grad=former.requires_grad)
+    # transformers draws new values for parameters without this mark
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def _check_names(expected: set[str], found: set[str], where: str) -> None:
+    if expected == found:
+        return
+    missing, unknown = sorted(expected - found), sorted(found - expected)
+    raise StorageError(
+        "the weights belong to another model",
+        where=where,
+        found=f"missing: {_few(missing)}; unknown: {_few(unknown)}",
+        fix="check that the libraries are the versions named in model.json",
+    )
+
+
+def _few(names: list[str]) -> str:
+    return (", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")) or "none"
+
+
+def left_on_meta(model: nn.Module) -> list[str]:
+    """Tensors without values that a module keeps outside its parameters and buffers, as `module.attribute`."""
+    found = []
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            if any(isinstance(v, Tensor) and v.is_meta for v in values):
+                found.append(f"{name}.{attribute}")
+    return found
+
+
+def renew_run_time(acm: ACM) -> None:
+    """Make the run-time choices of a loaded ACM anew: it runs all its learners."""
+    for leaf, value in (("knob", 0), ("k_lo", acm.count), ("k_hi", acm.count)):
+        acm._buffers[leaf] = torch.full((), value, dtype=torch.int32, device=acm.learners.w_in.device)

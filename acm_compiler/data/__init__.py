@@ -1,0 +1,7 @@
+"""Data sets by kind, and batches of them in an order that can be resumed."""
+
+from acm_compiler.data.batch import Batch
+from acm_compiler.data.loading import BatchStream
+from acm_compiler.data.open_dataset import open_dataset
+
+__all__ = ["Batch", "BatchStream", "open_dataset"]

@@ -1,0 +1,54 @@
+"""What a batch is, and what a data set may offer beside `__len__` and `__getitem__`.
+
+A batch is a dict of tensors with the examples along axis 0: `image` [B, C, H, W] or a model's other inputs, `label`
+[B] (or [B, C] where labels were mixed), `index` [B] (the example's number in its data set), and whatever else a
+data set knows about its examples (`foreground`, `source`).
+
+A data set is any map-style `torch.utils.data.Dataset` whose items are such dicts without the batch axis, or pairs
+(image, label). Optional attributes, looked for by name:
+
+- `classes`: the names of the classes, in the order of the labels;
+- `prepare()`: called before the first batch of an epoch, in the process that asks, not in those that load ahead;
+- `batch(indices) -> Batch`: many examples at once, where that is faster than one by one;
+- `collate(examples) -> Batch`: how examples are put together, where stacking is not right (texts, audio);
+- `mix(batch) -> Batch`: what is done to a whole batch (mixup, cutmix). Example j may be mixed with example j - 1 of
+  the batch only (j = 0: with the last), all random numbers drawn from torch's CPU generator and as many for any
+  number of examples: so several processes together see what one would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from acm_compiler.errors import DataError
+
+Batch = dict[str, Tensor]
+
+
+def assemble(dataset: Dataset[Any], indices: Sequence[int], examples: Sequence[Any] | None = None) -> Batch:
+    """The batch of the examples with these indices; `examples` are they, unless the set makes batches itself."""
+    if examples is None:
+        batch = dataset.batch(indices)  # type: ignore[attr-defined]
+    else:
+        collate = getattr(dataset, "collate", default_collate)
+        batch = collate([as_example(example, dataset) for example in examples])
+    return {**batch, "index": torch.as_tensor(indices, dtype=torch.long)}
+
+
+def as_example(item: Any, dataset: Dataset[Any]) -> Mapping[str, Any]:
+    """One example as a mapping, for a mapping or a pair (image, label). DataError for anything else."""
+    if isinstance(item, Mapping):
+        return item
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return {"image": item[0], "label": item[1]}
+    raise DataError(
+        "a data set's items cannot be read",
+        where=type(dataset).__name__,
+        found=type(item).__name__,
+        expected="a mapping from names to tensors, or a pair (image, label)",
+    )

@@ -1,0 +1,156 @@
+"""Batches in an order that is a function of (seed, epoch, batch number) and of nothing else.
+
+What an example looks like follows from (seed, epoch, index), how a batch is mixed from (seed, epoch, number): not
+from how many processes load it, nor from what was loaded before. So a run that stops after a batch continues with
+the next one exactly, and several ranks together see the batches that one process would see.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from acm_compiler.data.batch import Batch, assemble
+from acm_compiler.data.draws import derive, seeded
+from acm_compiler.errors import AcmError, DataError, UsageError
+
+_ORDER, _EXAMPLE, _MIX = 1, 2, 3  # what a seed is for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStream:
+    """The batches of one data set, epoch by epoch; `batch` counts the examples of all ranks together.
+
+    With `drop_last` (for training) every batch is full, and `batch` must be a multiple of `world`. Without it the
+    last batch may be smaller, and a rank that has no share of it does not get it. `workers` processes load data
+    ahead; 0 loads in this one. The global random generators are the same after a batch as before.
+    """
+
+    dataset: Dataset[Any]
+    batch: int
+    seed: int = 0
+    shuffle: bool = False
+    drop_last: bool = False
+    workers: int = 0
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        examples, name = self.examples, type(self.dataset).__name__
+        if examples == 0:
+            raise DataError("the data set is empty", where=name, expected="at least one example")
+        if self.drop_last and examples < self.batch:
+            raise DataError(
+                "the data set does not fill one batch",
+                where=name,
+                found=f"{examples} examples",
+                expected=f"at least {self.batch}",
+                fix="use a smaller batch, or more data",
+            )
+        if self.drop_last and self.batch % self.world:
+            raise UsageError(
+                "a batch cannot be shared equally by the processes",
+                found=f"batch {self.batch}, {self.world} processes",
+                fix=f"use a batch that is a multiple of {self.world}",
+            )
+
+    @property
+    def examples(self) -> int:
+        """The number of examples in the data set."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        whole, rest = divmod(self.examples, self.batch)
+        return whole if self.drop_last or not rest else whole + 1
+
+    def place(self, step: int) -> tuple[int, int]:
+        """(epoch, batch number) of the batch that comes after `step` batches."""
+        return divmod(step, len(self))
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on, as an uninterrupted run gives them. DataError."""
+        if hasattr(self.dataset, "prepare"):
+            self.dataset.prepare()
+        shares = self._shares(epoch)[start:]
+        loader = DataLoader(
+            _Fetch(self.dataset, self.seed),
+            sampler=[share for share in shares if share.indices],  # type: ignore[arg-type]
+            batch_size=None,
+            num_workers=self.workers,
+            worker_init_fn=_ignore_signals,
+            # the loader draws a seed of its own when it starts: never from the run's generator
+            generator=torch.Generator(),
+            pin_memory=torch.cuda.is_available(),
+        )
+        for fetched in loader:
+            if isinstance(fetched, AcmError):
+                raise fetched
+            yield fetched
+
+    def _shares(self, epoch: int) -> list[_Share]:
+        order = list(range(self.examples))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(derive(self.seed, epoch, _ORDER))
+            order = torch.randperm(self.examples, generator=generator).tolist()
+        shares = []
+        for number in range(len(self)):
+            whole = order[number * self.batch : (number + 1) * self.batch]
+            low, high = (len(whole) * rank // self.world for rank in (self.rank, self.rank + 1))
+            neighbour = whole[low - 1] if self.world > 1 else None
+            shares.append(_Share(epoch, number, whole[low:high], neighbour))
+        return shares
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One rank's part of a batch: an unbroken run of it, and the example before (the last one's before the first)."""
+
+    epoch: int
+    number: int
+    indices: list[int]
+    neighbour: int | None
+
+
+class _Fetch(Dataset[Any]):
+    """Makes a share's batch. A refusal comes back as a value: raised in a worker it would arrive as a traceback."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, share: _Share) -> Batch | AcmError:
+        try:
+            return self._batch(share)
+        except AcmError as error:
+            return error
+
+    def _batch(self, share: _Share) -> Batch:
+        mix = getattr(self.dataset, "mix", None)
+        if mix is None:
+            return self._examples(share.epoch, share.indices)
+        # each example is mixed with the one before it in the whole batch: this rank's first needs its neighbour
+        extra = [] if share.neighbour is None else [share.neighbour]
+        batch = self._examples(share.epoch, extra + share.indices)
+        with seeded(self.seed, share.epoch, _MIX, share.number):
+            batch = mix(batch)
+        return {name: value[len(extra) :] for name, value in batch.items()} if extra else batch
+
+    def _examples(self, epoch: int, indices: list[int]) -> Batch:
+        if hasattr(self.dataset, "batch"):
+            return assemble(self.dataset, indices)
+        examples = []
+        for index in indices:
+            with seeded(self.seed, epoch, _EXAMPLE, index):
+                examples.append(self.dataset[index])
+        return assemble(self.dataset, indices, examples)
+
+
+def _ignore_signals(worker: int) -> None:
+    """Ctrl-C reaches the whole process group; the run must outlive it long enough to save its state."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,56 @@
+"""From a recipe's `data.train` or `data.eval` to a data set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from acm_compiler.errors import DataError
+from acm_compiler.recipe.datasets import ClutteredDigitsData, DataConfig, ImageFolderData
+
+Size = tuple[int, int]
+
+
+def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Dataset[Any]:
+    """The data set that `config` describes; pictures come at `image_size` (height, width).
+
+    DataError when it is missing, empty, or of another size than the model's; UsageError for an unknown function.
+    """
+    if isinstance(config, ClutteredDigitsData):
+        return _canvases(config, image_size)
+    if isinstance(config, ImageFolderData):
+        from acm_compiler.data.pictures import PictureFolder
+
+        return PictureFolder(config, image_size)
+    return _users(config.kind, config.args)
+
+
+def _canvases(config: ClutteredDigitsData, image_size: Size) -> Dataset[Any]:
+    from acm_compiler.data.canvas_set import CanvasSet
+    from acm_compiler.data.digits import SIDE, digit_bank
+
+    if image_size != (SIDE, SIDE):
+        raise DataError(
+            "cluttered digits come in one size",
+            where="data",
+            found="{} x {} in the recipe's input".format(*image_size),
+            expected=f"{SIDE} x {SIDE}",
+            fix=f"write input: {{image: [3, {SIDE}, {SIDE}]}}",
+        )
+    digit_bank(config.split)  # a missing scikit-learn is told now, not at the first batch
+    return CanvasSet(config.split, count=config.count, seed=config.seed)
+
+
+def _users(reference: str, arguments: dict[str, Any]) -> Dataset[Any]:
+    from acm_compiler.data.python_function import call_function
+
+    dataset = call_function(reference, arguments)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            "the function did not return a data set",
+            where=reference,
+            found=type(dataset).__name__,
+            expected="an object with __len__ and __getitem__",
+        )
+    return dataset

@@ -1,0 +1,133 @@
+"""Folders of pictures, one folder per class, and the transforms that recipes name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from acm_compiler.data.mixing import Mix
+from acm_compiler.errors import DataError
+
+if TYPE_CHECKING:
+    from acm_compiler.recipe.datasets import ImageFolderData
+
+Size = tuple[int, int]
+_BLUR_SIGMA = (0.1, 2.0)
+_CROP_MARGIN = 4
+
+
+class PictureFolder(Dataset[dict[str, Any]]):
+    """`image` float [3, H, W], standardised, and `label`, for every picture below the root's class folders.
+
+    DataError, with the path: a missing root, no class folder, a class without pictures, an unreadable picture.
+    """
+
+    def __init__(self, config: ImageFolderData, size: Size) -> None:
+        from torchvision.datasets import ImageFolder
+
+        root = Path(config.root)
+        if not root.is_dir():
+            raise DataError("the folder of pictures is missing", where=str(root), fix="check the recipe's root")
+        try:
+            self._folder = ImageFolder(str(root), loader=load_picture)
+        except PermissionError as error:
+            raise DataError("the folder of pictures cannot be read", where=str(root), found=error) from error
+        except FileNotFoundError as error:
+            raise DataError(
+                "the data set is empty: " + str(error).split("\n")[0],
+                where=str(root),
+                expected="one folder per class, each with at least one picture (png, jpg, webp, …)",
+            ) from error
+        self.classes: list[str] = self._folder.classes
+        self.mix = Mix(mixup=config.mixup, cutmix=config.cutmix, classes=len(self.classes)) if _mixes(config) else None
+        self._transform = picture_transform(config, size)
+
+    def __len__(self) -> int:
+        return len(self._folder)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        picture, label = self._folder[index]
+        return {"image": self._transform(picture), "label": label}
+
+
+def _mixes(config: ImageFolderData) -> bool:
+    return config.mixup > 0 or config.cutmix > 0
+
+
+def load_picture(path: str) -> Any:
+    """The picture as a PIL image in RGB. DataError names a file that cannot be read."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(
+            "the picture cannot be read", where=path, found=error, fix="repair the file, or remove it"
+        ) from error
+
+
+def picture_transform(config: ImageFolderData, size: Size) -> Callable[[Any], Tensor]:
+    """From a PIL image to a standardised float tensor [3, *size], as `config` says; random where it augments."""
+    from torchvision.transforms import v2
+
+    augment = {"none": _centre, "resize_crop": _resize_crop, "three_augment": _three_augment}[config.augment]
+    return v2.Compose(
+        [
+            v2.ToImage(),
+            *augment(config, size),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(mean=list(config.mean), std=list(config.std)),
+            v2.ToPureTensor(),
+        ]
+    )
+
+
+def _centre(config: ImageFolderData, size: Size) -> list[Any]:
+    from torchvision.transforms import v2
+
+    return [_resize(config, round(max(size) / config.crop_ratio)), v2.CenterCrop(size)]
+
+
+def _resize_crop(config: ImageFolderData, size: Size) -> list[Any]:
+    from torchvision.transforms import v2
+
+    crop = v2.RandomResizedCrop(size, interpolation=_interpolation(config), antialias=True)
+    return [crop, v2.RandomHorizontalFlip()]
+
+
+def _three_augment(config: ImageFolderData, size: Size) -> list[Any]:
+    """DeiT III (Touvron et al., 2022): simple random crop, mirroring, one of three changes, colour jitter."""
+    from torchvision.transforms import v2
+
+    blur_side = 2 * round(3 * _BLUR_SIGMA[1]) + 1  # three sigma on either side
+    return [
+        _resize(config, max(size)),
+        v2.RandomCrop(size, padding=_CROP_MARGIN, padding_mode="reflect"),
+        v2.RandomHorizontalFlip(),
+        v2.RandomChoice(
+            [
+                v2.Grayscale(num_output_channels=3),
+                v2.RandomSolarize(threshold=128, p=1.0),
+                v2.GaussianBlur(blur_side, _BLUR_SIGMA),
+            ]
+        ),
+        v2.ColorJitter(config.color_jitter, config.color_jitter, config.color_jitter),
+    ]
+
+
+def _resize(config: ImageFolderData, shorter_side: int) -> Any:
+    from torchvision.transforms import v2
+
+    return v2.Resize(shorter_side, interpolation=_interpolation(config), antialias=True)
+
+
+def _interpolation(config: ImageFolderData) -> Any:
+    from torchvision.transforms import InterpolationMode
+
+    return InterpolationMode(config.interpolation)

@@ -1,0 +1,119 @@
+"""Build the model that a reference or a saved record names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from torch import nn
+
+from acm_compiler.errors import ModelSourceError, StorageError
+from acm_compiler.inputs import Inputs
+from acm_compiler.recipe.resolved import installed_version
+from acm_compiler.recipe.schema import InputConfig, ModelConfig
+from acm_compiler.sources import from_function, from_hf, from_package, from_timm, from_torchvision
+from acm_compiler.sources.built import Device, Found
+from acm_compiler.sources.examples import InputSpec, fit_to, make_inputs
+
+_BUILDERS: dict[str, Callable[..., Found]] = {
+    "torchvision": from_torchvision.build,
+    "timm": from_timm.build,
+    "hf": from_hf.build,
+    "python": from_function.build,
+    "shipped": from_package.build,
+}
+_LIBRARIES = {"torchvision": "torchvision", "timm": "timm", "hf": "transformers"}
+
+
+class BuiltModel(NamedTuple):
+    """A model in eval mode, example inputs for it (None when nobody said), and how to build it again."""
+
+    model: nn.Module
+    example_inputs: Inputs | None
+    record: dict[str, Any]
+
+
+def build(
+    config: ModelConfig,
+    *,
+    weights: bool = True,
+    device: Device = "cpu",
+    example: InputConfig | InputSpec | None = None,
+    allow_code: bool = False,
+) -> BuiltModel:
+    """The model that `config` names, with its `weights` or only its structure.
+
+    On the meta device there are no weights and nothing is drawn; a `python:` function decides itself. `example`
+    says what one example is, else the source does. `allow_code`: whether a saved directory may name a function.
+    ModelSourceError when the reference names nothing that can be built here.
+    """
+    if config.source == "directory":
+        record = _read_record(Path(config.name))
+        if weights and device != "meta":
+            raise ModelSourceError(
+                "a saved directory holds a model that is converted already", where=config.name, fix="acm.load it"
+            )
+        found = _rebuild(record, device=device, allow_code=allow_code)
+    else:
+        found = _BUILDERS[config.source](config, weights=weights and device != "meta", device=device)
+        record = _record(config, found)
+    model = found.model.eval()
+    inputs = _inputs(found, example)
+    return BuiltModel(model, None if inputs is None else fit_to(model, inputs), record)
+
+
+def build_from_record(record: Mapping[str, Any], *, device: Device = "cpu", allow_code: bool = False) -> nn.Module:
+    """The structure of the model that `record` describes, in eval mode, without weights, network or capture.
+
+    ModelSourceError when it cannot be built here; for a function, unless `allow_code` says that it may be imported.
+    """
+    return _rebuild(record, device=device, allow_code=allow_code).model.eval()
+
+
+def _rebuild(record: Mapping[str, Any], *, device: Device, allow_code: bool) -> Found:
+    config = _config_of(record)
+    if config.source == "python" and not allow_code:
+        raise ModelSourceError(
+            f"this model is built by the function {config.name}, which loading does not import by itself",
+            fix="if you trust the directory: allow_code=True (--allow-code); or pass base_model=",
+        )
+    if config.source == "hf" and "config" in record:
+        return from_hf.rebuild(dict(record), device=device)
+    return _BUILDERS[config.source](config, weights=False, device=device)
+
+
+def _inputs(found: Found, example: InputConfig | InputSpec | None) -> Inputs | None:
+    if example is not None:
+        return make_inputs(found.model, example)
+    return None if found.example is None else found.example(found.model)
+
+
+def _record(config: ModelConfig, found: Found) -> dict[str, Any]:
+    library = _LIBRARIES.get(config.source, "acm_compiler")
+    said = config.model_dump(mode="json", exclude_none=True) | {"weights": config.weights}
+    return {**said, **found.facts, "versions": {library: installed_version(library)}}
+
+
+def _config_of(record: Mapping[str, Any]) -> ModelConfig:
+    known = {key: value for key, value in record.items() if key in ModelConfig.model_fields}
+    try:
+        config = ModelConfig.model_validate(known)
+    except ValidationError as error:
+        raise StorageError("the saved record of the model is damaged", found=str(error).splitlines()[-1]) from error
+    if config.source not in _BUILDERS:
+        raise StorageError("the saved record of the model is damaged", found=f"source {config.source}")
+    return config
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "model.json").read_text(encoding="utf-8"))["source"]
+    except FileNotFoundError as error:
+        raise ModelSourceError("no saved model here", where=str(folder), expected="model.json in it") from error
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise StorageError(
+            "model.json cannot be read", where=str(folder), found=str(error), expected="a model saved by acm.save"
+        ) from error

@@ -1,0 +1,22 @@
+"""`python:package.module:function`: a function that returns a model, or a model and example inputs."""
+
+from __future__ import annotations
+
+from acm_compiler.data.python_function import find_function
+from acm_compiler.recipe.schema import ModelConfig
+from acm_compiler.sources.arguments import check_arguments, expect_module
+from acm_compiler.sources.built import Device, Found
+from acm_compiler.sources.weights import load_own_file, refuse_names
+
+
+def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
+    """What the function returns, on the device where it puts it: only it knows whether it can do without values."""
+    refuse_names(config)
+    function = find_function(config.name)
+    check_arguments(function, config)
+    returned = function(**config.args)
+    model, example = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    model = expect_module(model, config.name)
+    if weights:
+        load_own_file(model, config)
+    return Found(model=model, example=None if example is None else lambda _: example)

@@ -1,0 +1,124 @@
+"""`hf:PATH_OR_NAME`: models of transformers, from a local folder, a config file, or the hub."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from acm_compiler.errors import ModelSourceError, did_you_mean
+from acm_compiler.recipe.schema import AUTO_CLASSES, ModelConfig
+from acm_compiler.sources.arguments import refuse_reserved
+from acm_compiler.sources.built import Device, Found, build_on
+from acm_compiler.sources.hf_inputs import default_inputs
+from acm_compiler.sources.weights import load_own_file, refuse_names
+
+# keys of a saved config that make transformers fetch or run code of others
+_UNSAFE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "trust_remote_code")
+
+
+def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
+    """The model at `config.name`, built by its auto class; code from the hub is never run."""
+    _import_transformers()
+    refuse_names(config)
+    settings = _settings(config)
+    auto = _auto_class(config.auto_class or _named_class(settings), settings)
+    if weights and config.weights == "default":
+        model = _fetch(auto, settings, config)
+    else:
+        model = build_on(device, lambda: auto.from_config(settings, trust_remote_code=False))
+        if weights:
+            load_own_file(model, config)
+    facts = {"auto_class": auto.__name__, "config": settings.to_dict()}
+    return Found(model=model, example=default_inputs, facts=facts)
+
+
+def rebuild(record: dict[str, Any], *, device: Device) -> Found:
+    """The model that `record` describes, from the config stored in it: no folder, no hub."""
+    transformers = _import_transformers()
+    settings = _without_unsafe(record["config"])
+    try:
+        config = transformers.AutoConfig.for_model(**settings)
+    except ValueError as error:
+        found = str(error).splitlines()[0]
+        raise ModelSourceError("transformers here does not know this model", found=found) from error
+    auto = _auto_class(record["auto_class"], config)
+    model = build_on(device, lambda: auto.from_config(config, trust_remote_code=False))
+    return Found(model=model, example=default_inputs)
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelSourceError("transformers is not installed", fix="pip install 'acm_compiler[hf]'") from error
+    return transformers
+
+
+def _settings(config: ModelConfig) -> Any:
+    """The model's config, with `args` applied."""
+    from transformers import AutoConfig
+
+    refuse_reserved(config)
+    try:
+        settings, unused = AutoConfig.from_pretrained(
+            config.name, trust_remote_code=False, return_unused_kwargs=True, **config.args
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelSourceError(
+            f"transformers finds no model at {config.name!r}",
+            found=" ".join(str(error).split())[:200],
+            fix="give a folder or config.json on this machine, or a name on the hub while it can be reached",
+        ) from error
+    for key in unused:
+        hint = did_you_mean(key, settings.to_dict())
+        raise ModelSourceError(f"the config of {config.name} has no key {key!r}{hint}")
+    return settings
+
+
+def _named_class(settings: Any) -> str:
+    """The auto class that builds the class named in the config; AutoModel when none is named."""
+    import transformers
+
+    wanted = (getattr(settings, "architectures", None) or [None])[0]
+    for name in AUTO_CLASSES:
+        mapping = getattr(transformers, name)._model_mapping
+        if wanted is not None and type(settings) in mapping:
+            known = mapping[type(settings)]
+            classes = known if isinstance(known, tuple) else (known,)
+            if wanted in [cls.__name__ for cls in classes]:
+                return name
+    return "AutoModel"
+
+
+def _auto_class(name: str, settings: Any) -> Any:
+    import transformers
+
+    if name not in AUTO_CLASSES:
+        raise ModelSourceError(
+            f"unknown auto_class {name!r}{did_you_mean(name, AUTO_CLASSES)}", expected=", ".join(AUTO_CLASSES)
+        )
+    auto = getattr(transformers, name)
+    if type(settings) not in auto._model_mapping:
+        fitting = [known for known in AUTO_CLASSES if type(settings) in getattr(transformers, known)._model_mapping]
+        raise ModelSourceError(
+            f"{name} builds no {settings.model_type} models", expected=", ".join(fitting) or "another model"
+        )
+    return auto
+
+
+def _fetch(auto: Any, settings: Any, config: ModelConfig) -> nn.Module:
+    try:
+        return auto.from_pretrained(config.name, config=settings, trust_remote_code=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelSourceError(
+            f"the weights of hf:{config.name} cannot be loaded",
+            found=" ".join(str(error).split())[:200],
+            fix="set weights: FILE, or weights: null for a random start",
+        ) from error
+
+
+def _without_unsafe(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_unsafe(item) for key, item in value.items() if key.lstrip("_") not in _UNSAFE}
+    return [_without_unsafe(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,31 @@
+"""`shipped:NAME`: trained models that come with this package."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from acm_compiler.errors import ModelSourceError, did_you_mean
+from acm_compiler.recipe.schema import ModelConfig
+from acm_compiler.sources.arguments import call_builder
+from acm_compiler.sources.built import Device, Found, build_on
+from acm_compiler.sources.weights import load_own_file, refuse_names
+
+# each module has build_model(), load_weights(model) and example_input()
+SHIPPED = {"digits_vit": "acm_compiler.data.digits_model"}
+
+
+def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
+    """The shipped model `config.name`."""
+    if config.name not in SHIPPED:
+        raise ModelSourceError(
+            f"no model {config.name!r} is shipped{did_you_mean(config.name, SHIPPED)}", expected=", ".join(SHIPPED)
+        )
+    refuse_names(config)
+    module: Any = importlib.import_module(SHIPPED[config.name])
+    model = build_on(device, lambda: call_builder(module.build_model, config))
+    if weights and config.weights == "default":
+        module.load_weights(model)
+    elif weights:
+        load_own_file(model, config)
+    return Found(model=model, example=lambda _: module.example_input())

@@ -1,0 +1,58 @@
+"""`timm:NAME`: models of timm's registry."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from acm_compiler.errors import ModelSourceError, did_you_mean
+from acm_compiler.recipe.schema import ModelConfig
+from acm_compiler.sources.arguments import call_builder
+from acm_compiler.sources.built import Device, Found, build_on
+from acm_compiler.sources.weights import is_file, load_own_file
+
+
+def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
+    """The model `config.name`; a tag behind a dot (`.augreg_in1k`) says which pretrained weights are meant."""
+    try:
+        import timm
+    except ImportError as error:
+        raise ModelSourceError("timm is not installed", fix="pip install 'acm_compiler[timm]'") from error
+    architecture = config.name.partition(".")[0]
+    if not timm.is_model(architecture):
+        known = did_you_mean(architecture, timm.list_models(), count=3)
+        raise ModelSourceError(f"timm has no model {architecture!r}{known}")
+    pretrained = weights and config.weights == "default"
+    if config.weights not in (None, "default") and not is_file(config.weights):
+        raise ModelSourceError(
+            f"timm knows no weights {config.weights!r}",
+            expected="default, a file, or null; a pretrained tag belongs to the name",
+            fix=f"write name: {architecture}.{config.weights}",
+        )
+    builder = functools.partial(timm.create_model, config.name, pretrained=pretrained)
+    if pretrained:
+        model = _fetch(builder, config)
+    else:
+        model = build_on(device, lambda: call_builder(builder, config))
+        if weights:
+            load_own_file(model, config)
+    return Found(model=model, example=_example)
+
+
+def _fetch(builder: functools.partial[nn.Module], config: ModelConfig) -> nn.Module:
+    try:
+        return call_builder(builder, config)
+    except (OSError, RuntimeError) as error:
+        raise ModelSourceError(
+            f"the weights of timm:{config.name} cannot be loaded",
+            found=str(error).splitlines()[0],
+            fix="set weights: FILE, or weights: null for a random start",
+        ) from error
+
+
+def _example(model: nn.Module) -> torch.Tensor | None:
+    settings = getattr(model, "pretrained_cfg", None) or {}
+    size = settings.get("input_size")
+    return torch.zeros(1, *size) if size else None

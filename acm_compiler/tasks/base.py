@@ -1,0 +1,37 @@
+"""The protocol between data, models and training."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from acm_compiler.data.batch import Batch
+from acm_compiler.inputs import Inputs
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What turns a batch of B examples into a model's inputs, and the model's output into a loss and a metric.
+
+    Nothing here keeps state: every method is a function of its arguments.
+    """
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric, such as `accuracy`."""
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """What the model is called with."""
+
+    def mask(self, batch: Batch) -> Tensor | None:
+        """bool [B, S], True at real tokens, False at padding; None: all tokens count."""
+
+    def loss(self, output: Any, batch: Batch) -> Tensor:
+        """The loss of the model's output, a scalar: the mean over the batch."""
+
+    def score(self, output: Any, batch: Batch) -> Tensor:
+        """fp32 [B]: one value per example; their mean over a data set is the metric. Larger is better."""
+
+    def answer(self, output: Any) -> Tensor:
+        """[B, …]: the tensor that matters of the model's output, to compare two models by."""

@@ -1,0 +1,104 @@
+"""One class per example: cross entropy and accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from acm_compiler.data.batch import Batch
+from acm_compiler.errors import DataError, UsageError
+from acm_compiler.inputs import Inputs
+
+_NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "foreground"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classify:
+    """A `Task`: logits [B, C] against labels int [B], or float [B, C] where mixup has made shares of them.
+
+    `classes` is what the data set has, if known; a model with another number of them is refused.
+    """
+
+    label_smoothing: float = 0.0
+    classes: int | None = None
+    metric: ClassVar[str] = "accuracy"
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """The picture, or else all tensors of the batch, by name, that are not about the answer."""
+        if "image" in batch:
+            return batch["image"]
+        return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
+
+    def mask(self, batch: Batch) -> Tensor | None:
+        """The batch's `attention_mask` as bool [B, S]; None for pictures."""
+        mask = batch.get("attention_mask")
+        return None if mask is None else mask.bool()
+
+    def loss(self, output: Any, batch: Batch) -> Tensor:
+        """Mean cross entropy, in fp32 at least. UsageError or DataError where classes do not fit."""
+        logits, label = self.answer(output), self._label(batch)
+        if label.ndim == 2 and label.shape != logits.shape:
+            raise _classes_differ(label.shape[1], logits.shape[1])
+        if label.ndim == 1 and not label.is_cuda and int(label.max()) >= logits.shape[1]:
+            raise _classes_differ(f"at least {int(label.max()) + 1}", logits.shape[1])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if label.is_floating_point():
+            label = label.to(logits.dtype)
+        return F.cross_entropy(logits, label, label_smoothing=self.label_smoothing)
+
+    def score(self, output: Any, batch: Batch) -> Tensor:
+        """1 where the largest logit is the label's, else 0; fp32 [B]."""
+        label = self._label(batch)
+        best = label if label.ndim == 1 else label.argmax(1)
+        return (self.answer(output).argmax(1) == best).float()
+
+    def answer(self, output: Any) -> Tensor:
+        """The logits [B, C]: the output itself, or its `logits`. UsageError when there are none."""
+        logits = output
+        if isinstance(output, Mapping):
+            logits = output.get("logits")
+        elif not isinstance(output, Tensor):
+            logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            raise UsageError(
+                "the model's output holds no logits",
+                where="task classify",
+                found=_describe(output),
+                expected="a tensor [batch, classes], or an output with such `logits`",
+                fix="use a model with a classification head (for hf: auto_class AutoModelForImageClassification)",
+            )
+        if self.classes is not None and logits.shape[1] != self.classes:
+            raise _classes_differ(self.classes, logits.shape[1])
+        return logits
+
+    def _label(self, batch: Batch) -> Tensor:
+        if "label" not in batch:
+            raise DataError(
+                "the data set gives no labels",
+                where="task classify",
+                found=", ".join(batch),
+                expected="a tensor named 'label' in every example",
+            )
+        return batch["label"]
+
+
+def _classes_differ(data: int | str, model: int) -> UsageError:
+    return UsageError(
+        "the data set and the model have different numbers of classes",
+        where="task classify",
+        found=f"{data} in the data, {model} in the model",
+        fix="use the data set the model was trained on, or a model with a head for these classes",
+    )
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"{type(output).__name__} with {', '.join(map(str, output))}"
+    return type(output).__name__

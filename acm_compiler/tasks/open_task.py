@@ -1,0 +1,45 @@
+"""From a recipe's `task` to a `Task`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from acm_compiler.data.python_function import call_function
+from acm_compiler.errors import UsageError
+from acm_compiler.recipe.tasks import ClassifyTask, PythonTask, TaskConfig
+from acm_compiler.tasks.base import Task
+from acm_compiler.tasks.classify import Classify
+
+_PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
+
+
+def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None) -> Task:
+    """The task that `config` describes; `dataset` tells it the number of classes, if the data has any.
+
+    UsageError for a kind that this version cannot run, or a function that returns no task.
+    """
+    if isinstance(config, ClassifyTask):
+        classes = getattr(dataset, "classes", None)
+        return Classify(label_smoothing=config.label_smoothing, classes=len(classes) if classes else None)
+    if isinstance(config, PythonTask):
+        return _users(config.kind, config.args)
+    raise UsageError(
+        f"this version cannot run the task {config.kind!r}",
+        where="task.kind",
+        expected="classify, or python:module:function",
+    )
+
+
+def _users(reference: str, arguments: dict[str, Any]) -> Task:
+    task = call_function(reference, arguments)
+    missing = [part for part in _PARTS if not hasattr(task, part)]
+    if missing:
+        raise UsageError(
+            "the function did not return a task",
+            where=reference,
+            found=f"{type(task).__name__} without {', '.join(missing)}",
+            fix="see acm_compiler/tasks/base.py for what a task has",
+        )
+    return task

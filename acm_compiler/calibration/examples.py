@@ -1,0 +1,70 @@
+"""The user's batches, read once: some to fit on, some held out, kept for further passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from acm_compiler.calibration.padding import call_mask
+from acm_compiler.errors import DataError
+from acm_compiler.inputs import Inputs, split_inputs
+from acm_compiler.measure import Example
+
+# one batch of so many is kept for measuring
+_HELD_OUT = 6
+# batches that serve for both where there are too few to hold one out
+_SHARED = 2
+
+
+class Examples:
+    """Batches as (inputs, mask) pairs; every sixth is held out of the fit, unless `held_out` is false."""
+
+    def __init__(self, batches: Iterable[Example], *, held_out: bool = True) -> None:
+        self._batches, self._every = batches, _HELD_OUT if held_out else 0
+        self.fitted: list[Example] = []
+        self._held_out: list[Example] = []
+
+    def read(self, enough: Callable[[], bool]) -> Iterator[Example]:
+        """Batches to fit on until `enough()`, which is asked after each; DataError when there are none."""
+        for place, (inputs, mask) in enumerate(self._batches, start=1):
+            example = (_plain(inputs), None if mask is None else _plain(mask))
+            if self._every and place % self._every == 0:
+                self._held_out.append(example)
+                continue
+            self.fitted.append(example)
+            yield example
+            if enough():
+                break
+        if not self.fitted:
+            raise DataError("no batches to calibrate on", fix="give an iterable of what the model takes")
+
+    @property
+    def held_out(self) -> list[Example]:
+        """Batches for measuring; the first ones of the fit where there are too few to hold any out."""
+        return self._held_out or self.fitted[:_SHARED]
+
+
+def masked(batches: Iterable[Inputs]) -> Iterator[Example]:
+    """Batches of what the model takes, without masks of their own: ACMs find `attention_mask` in the call."""
+    for inputs in batches:
+        split_inputs(inputs)
+        yield inputs, None
+
+
+def mask_in(example: Example) -> Tensor | None:
+    """The padding mask [batch, tokens] that is known of a batch, bool."""
+    inputs, mask = example
+    return call_mask(inputs) if mask is None else mask.bool()
+
+
+def _plain(value: Any) -> Any:
+    """The same value without inference tensors, which autograd cannot use."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_inference() else value
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_plain(part) for part in value)
+    return value

@@ -1,0 +1,121 @@
+"""Every site's learners and gate: passes over the data, then closed forms site by site. Writes nothing to the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from acm_compiler.acm import Gate
+from acm_compiler.calibration import ranks
+from acm_compiler.calibration.damage import mean_trace, token_damage
+from acm_compiler.calibration.dense_weights import DenseWeights, read_dense
+from acm_compiler.calibration.examples import Examples
+from acm_compiler.calibration.fit_gate import fit_gate
+from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module, fit_learners, resolve_site
+from acm_compiler.calibration.install import FittedSite
+from acm_compiler.calibration.observe_model import Seen, observe
+from acm_compiler.calibration.options import Options
+from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.measure import Example, undisturbed
+from acm_compiler.plans import PlannedSite
+
+Say = Callable[[str], None]
+Records = dict[str, SiteRecord]
+# sites that see few tokens per example end the reading no later than at this many times the tokens asked for
+_PATIENCE = 4
+# tokens of each site whose scores guess the first knobs
+_SCORED = 2048
+
+
+def fit_all(model: nn.Module, examples: Examples, options: Options, say: Say) -> list[FittedSite]:
+    """What calibration makes for every site, in the plan's order."""
+    planned = conversion(model).plan.sites
+    dense = read_dense(model, conversion(model).plan)
+    groups = list(in_memory(planned, options))
+    fitted: list[FittedSite] = []
+    for number, group in enumerate(groups, start=1):
+        say(f"reading, pass {number} of {len(groups)}: {len(group)} sites")
+        records = {site.name: _record(site, dense, options, seed=len(fitted) + i) for i, site in enumerate(group)}
+        seen = _read(model, examples, records, options)
+        for record in records.values():
+            record.require_tokens()
+        least, most = min(r.tokens for r in records.values()), max(r.tokens for r in records.values())
+        say(f"read {seen.examples} examples, {least if least == most else f'{least} to {most}'} tokens per site")
+        fitted += _fit_group(model, records, seen, options, say)
+    _warn_of_few_tokens(planned, fitted)
+    return fitted
+
+
+def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list[PlannedSite]]:
+    """The sites in groups whose records fit the memory allowed, at least one each."""
+    group: list[PlannedSite] = []
+    used = 0
+    for site in planned:
+        size = SiteRecord.size_bytes(site, min(options.sample, options.tokens * _PATIENCE))
+        if group and used + size > options.memory_bytes:
+            yield group
+            group, used = [], 0
+        group.append(site)
+        used += size
+    yield group
+
+
+def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options, seed: int) -> SiteRecord:
+    return SiteRecord(site, dense[site.name], sample=options.sample, seed=options.seed + seed)
+
+
+def _read(model: nn.Module, examples: Examples, records: Records, options: Options) -> Seen:
+    """One pass; the first one decides how many batches all of them use."""
+
+    def enough() -> bool:
+        counts = [record.tokens * ranks.world() for record in records.values()]
+        return min(counts) >= options.tokens or max(counts) >= _PATIENCE * options.tokens
+
+    batches: Iterator[Example] = iter(examples.fitted) if examples.fitted else examples.read(enough)
+    with undisturbed(model):
+        seen = observe(model, batches, records, answer=options.answer, seed=options.seed + ranks.rank())
+    for record in records.values():
+        record.join()
+    joined = ranks.gathered((seen.examples, seen.energy))
+    return Seen(examples=sum(count for count, _ in joined), energy=sum(energy for _, energy in joined))
+
+
+def _fit_group(model: nn.Module, records: Records, seen: Seen, options: Options, say: Say) -> Iterator[FittedSite]:
+    """The sites of one pass, one after the other; each record is dropped when it is used up."""
+    elsewhere = mean_trace(records.values())
+    unit = max(seen.energy, 1e-300)
+    for name in list(records):
+        record = records.pop(name)
+        site = resolve_site(record.site, record.tokens)
+        weights = fit_learners(site, record.dense, record)
+        damage_TC = token_damage(weights, record, site.k_min, elsewhere=elsewhere) * (seen.examples / unit)
+        like = sites(model)[name].learners.w_in
+        gate = Gate(site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
+        fit_gate(gate, record.sample.vectors, damage_TC, steps=options.gate_steps, seed=record.seed)
+        learners = as_module(weights, site, like)
+        ranks.from_first([learners, gate])
+        with torch.no_grad():
+            scores = gate(record.sample.vectors[:_SCORED]).float()
+        # one example's damage is the sum over its tokens
+        per_example = record.tokens / seen.examples
+        damage = tuple(float(value) * per_example for value in damage_TC.double().mean(0))
+        say(f"{name}: {site.kind}, expected damage {', '.join(f'{d:.1e}' for d in damage)}")
+        yield FittedSite(site=site, learners=learners, gate=gate, damage=damage, scores=scores)
+
+
+def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedSite]) -> None:
+    given_up = [
+        fit.site for site, fit in zip(planned, fitted, strict=True) if site.second_layer != fit.site.second_layer
+    ]
+    if given_up:
+        widest = max(site.dense_width or 0 for site in given_up)
+        warnings.warn(
+            f"too few tokens to refit the second layer of {len(given_up)} MLP sites ({given_up[0].name}, ...): they "
+            f"keep the original one, which is worse below k = N; {ENOUGH_TOKENS * widest} tokens are the least that "
+            f"is of use, {5 * widest} are enough",
+            stacklevel=4,
+        )

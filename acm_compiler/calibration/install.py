@@ -1,0 +1,55 @@
+"""Putting fitted learners and gates into a model, all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM, Gate, Learners
+from acm_compiler.conversion import Conversion, conversion, sites
+from acm_compiler.passes.build_acm import mark_initialized
+from acm_compiler.plans import PlannedSite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedSite:
+    """What calibration made for one site.
+
+    damage: expected damage of every k from k_min to N, see `Sensitivity`. scores: the gate's, of some tokens, [T, C].
+    """
+
+    site: PlannedSite
+    learners: Learners
+    gate: Gate
+    damage: tuple[float, ...]
+    scores: Tensor
+
+
+def install(model: nn.Module, fitted: Sequence[FittedSite], undo: ExitStack) -> None:
+    """Give every ACM its new learners and gate, and the model its resolved plan; `undo` takes all of it back."""
+    acms, owner = sites(model), conversion(model)
+    undo.callback(_restore_conversion, owner, dataclasses.replace(owner))
+    for fit in fitted:
+        acm = acms[fit.site.name]
+        undo.callback(acm.set_choices, knob=acm.knob_value, k_lo=int(acm.k_lo), k_hi=int(acm.k_hi))
+        undo.callback(_put, acm, acm.learners, acm.gate, acm.state)
+        for part in (fit.learners, fit.gate):
+            part.train(acm.training)
+            mark_initialized(part)
+        _put(acm, fit.learners, fit.gate, "learners")
+    owner.plan = dataclasses.replace(owner.plan, sites=tuple(fit.site for fit in fitted))
+    owner.damage = {fit.site.name: fit.damage for fit in fitted}
+    owner.table = None
+
+
+def _put(acm: ACM, learners: Learners, gate: Gate, state) -> None:
+    acm.learners, acm.gate, acm.state = learners, gate, state
+
+
+def _restore_conversion(owner: Conversion, before: Conversion) -> None:
+    for field in dataclasses.fields(Conversion):
+        setattr(owner, field.name, getattr(before, field.name))

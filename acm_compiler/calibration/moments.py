@@ -1,0 +1,183 @@
+"""What is kept of a stream of vectors: mean and covariance, second moment, a bounded sample.
+
+Products are taken in fp32 block by block and added up in float64. T tokens, F features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from acm_compiler.calibration import ranks
+
+_BLOCK = 4096
+
+
+def accumulator_device(device: torch.device) -> torch.device:
+    """Where float64 sums for data on `device` live."""
+    return device if device.type in ("cpu", "cuda") else torch.device("cpu")
+
+
+class Moments:
+    """Running mean [F] and covariance [F, F] in float64.
+
+    Sums are taken around the mean of the first block, so that a mean that is large beside the spread costs no digits.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._shift: Tensor | None = None
+        self._sum = self._products = torch.zeros(())
+
+    def add(self, v_TF: Tensor) -> None:
+        """Take in `v_TF`."""
+        if not v_TF.shape[0]:
+            return
+        home = accumulator_device(v_TF.device)
+        if self._shift is None:
+            self._shift = v_TF.mean(0)
+            features = v_TF.shape[1]
+            self._sum = torch.zeros(features, dtype=torch.float64, device=home)
+            self._products = torch.zeros(features, features, dtype=torch.float64, device=home)
+        for block in v_TF.split(_BLOCK):
+            shifted = block - self._shift
+            self._sum += shifted.sum(0).to(home, torch.float64)
+            self._products += (shifted.T @ shifted).to(home)
+        self.count += v_TF.shape[0]
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean [F], float64."""
+        assert self._shift is not None
+        return self._shift.to(self._sum) + self._sum / self.count
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance [F, F], float64, divided by the number of tokens."""
+        offset = self._sum / self.count
+        return self._products / self.count - torch.outer(offset, offset)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether everything seen so far was finite."""
+        return bool(self._sum.isfinite().all())
+
+    def join(self, features: int, home: torch.device) -> None:
+        """Become the moments of what all processes saw."""
+        own_mean = self.mean if self.count else torch.zeros(features, dtype=torch.float64, device=home)
+        products = torch.zeros(features, features, dtype=torch.float64, device=home)
+        count = ranks.total(torch.tensor(self.count, device=home))
+        mean = ranks.total(own_mean * self.count) / count.clamp_min(1)
+        if self.count:
+            offset = own_mean - mean
+            products = self.count * (self.covariance + torch.outer(offset, offset))
+        self._products = ranks.total(products)
+        self.count, self._shift, self._sum = int(count), mean, torch.zeros_like(mean)
+
+
+class SecondMoment:
+    """Running E[g g^T], [F, F] in float64, around zero. Tokens whose `g` is known to be zero only count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._products: Tensor | None = None
+
+    def add(self, g_TF: Tensor) -> None:
+        """Take in `g_TF`."""
+        product = (g_TF.T @ g_TF).to(accumulator_device(g_TF.device), torch.float64)
+        self._products = product if self._products is None else self._products + product
+
+    def count_tokens(self, tokens: int) -> None:
+        """Say how many tokens there were, with a `g` or without."""
+        self.count += tokens
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether everything seen so far was finite."""
+        return self._products is None or bool(self._products.diagonal().isfinite().all())
+
+    def join(self, features: int, home: torch.device) -> None:
+        """Become the moment of what all processes saw."""
+        own = torch.zeros(features, features, dtype=torch.float64, device=home)
+        self._products = ranks.total(own if self._products is None else self._products)
+        self.count = int(ranks.total(torch.tensor(self.count, device=home)))
+
+    def value(self, features: int, device: torch.device) -> Tensor:
+        """E[g g^T], zeros if there never was a `g`."""
+        if self._products is None:
+            return torch.zeros(features, features, dtype=torch.float64, device=accumulator_device(device))
+        return self._products / max(1, self.count)
+
+
+class Reservoir:
+    """At most `size` tokens of a stream, each with the same chance: their vectors [R, F] and one weight each.
+
+    A token's vector comes first and its weight, if any, later; `settle` joins them.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seen = size, 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._vectors = self._weights = torch.zeros(())
+        self._pending: list[_Call] = []
+
+    def offer(self, v_TF: Tensor) -> _Call:
+        """Draw which tokens of `v_TF` are kept; their weights go to the `_Call` that comes back."""
+        rows, slots = self._draw(v_TF.shape[0])
+        call = _Call(rows.to(v_TF.device), slots, v_TF[rows.to(v_TF.device)])
+        self._pending.append(call)
+        return call
+
+    def _draw(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Rows to keep and where to put them; of two rows for one slot the later wins (algorithm R)."""
+        order = torch.arange(self.seen, self.seen + tokens)
+        draws = (torch.rand(tokens, generator=self._generator, dtype=torch.float64) * (order + 1)).long()
+        slots = torch.where(order < self.size, order, draws)
+        self.seen += tokens
+        rows = torch.nonzero(slots < self.size).flatten()
+        last = dict(zip(slots[rows].tolist(), rows.tolist(), strict=True))
+        return torch.tensor(list(last.values()), dtype=torch.long), torch.tensor(list(last), dtype=torch.long)
+
+    def settle(self) -> None:
+        """Move what was drawn since the last call into the sample; tokens without a weight weigh nothing."""
+        for call in self._pending:
+            if self._vectors.dim() == 0:
+                self._vectors = torch.zeros(self.size, call.vectors.shape[1], dtype=call.vectors.dtype)
+                self._vectors = self._vectors.to(call.vectors.device)
+                self._weights = torch.zeros(self.size, dtype=torch.float32, device=call.vectors.device)
+            slots = call.slots.to(call.vectors.device)
+            self._vectors[slots] = call.vectors
+            self._weights[slots] = 0.0 if call.weights is None else call.weights
+        self._pending.clear()
+
+    def join(self, home: torch.device) -> None:
+        """Become a sample of what all processes saw: of each process's tokens as many."""
+        every = slice(None, None, ranks.world() if self.seen >= self.size else None)
+        own = (self.vectors[every].cpu(), self.weights[every].cpu()) if self.seen else None
+        parts = [part for part in ranks.gathered(own) if part is not None]
+        if parts:
+            self._vectors = torch.cat([vectors for vectors, _ in parts]).to(home)
+            self._weights = torch.cat([weights for _, weights in parts]).to(home)
+            self.size = self.seen = len(self._vectors)
+
+    @property
+    def vectors(self) -> Tensor:
+        """The sample, [R, F]."""
+        return self._vectors[: min(self.seen, self.size)]
+
+    @property
+    def weights(self) -> Tensor:
+        """The weight of each token of the sample, fp32 [R]."""
+        return self._weights[: min(self.seen, self.size)]
+
+
+class _Call:
+    """The tokens that a reservoir drew from one call of a site."""
+
+    def __init__(self, rows: Tensor, slots: Tensor, vectors: Tensor) -> None:
+        self.rows, self.slots, self.vectors = rows, slots, vectors
+        self.weights: Tensor | None = None
+
+    def weigh(self, weights_T: Tensor) -> None:
+        """Give the weights of all tokens of the call, [T]."""
+        self.weights = weights_T[self.rows].float()

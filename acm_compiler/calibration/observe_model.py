@@ -1,0 +1,116 @@
+"""Passes of the unmodified model over calibration data: one forward and one backward per batch feed all records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.calibration.examples import mask_in
+from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
+from acm_compiler.calibration.padding import real_tokens
+from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.conversion import sites
+from acm_compiler.inputs import call_model
+from acm_compiler.measure import Example
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What a pass saw as a whole: examples, and the squared norm of the model's outputs."""
+
+    examples: int = 0
+    energy: float = 0.0
+
+
+def observe(
+    model: nn.Module, examples: Iterable[Example], records: Mapping[str, SiteRecord], *, answer: Answer, seed: int
+) -> Seen:
+    """Run the unmodified model on every example and let `records` (by site name) see their sites.
+
+    The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
+    finite.
+    """
+    seen = Seen()
+    with tapped(model, records) as taps, _differentiable(model) as carriers:
+        for example in examples:
+            taps.mask_BS = mask_in(example)
+            with batch_context(model, mask=example[1]):
+                outputs = answers(call_model(model, example[0]), answer)
+                loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed)
+                if loss.requires_grad:
+                    torch.autograd.grad(loss, [*carriers, *taps.leaves], allow_unused=True)
+            taps.leaves.clear()
+            for record in records.values():
+                record.settle()
+            seen.examples += outputs[0].shape[0]
+            seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
+    return seen
+
+
+class _Taps:
+    """What the taps of one pass share."""
+
+    def __init__(self, records: Mapping[str, SiteRecord]) -> None:
+        self.records = records
+        self.mask_BS: Tensor | None = None
+        self.leaves: list[Tensor] = []
+
+    def __call__(self, acm: ACM, x: Tensor, output: Tensor) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint's recomputation
+        if torch.is_grad_enabled() and not output.requires_grad:
+            self.leaves.append(output.requires_grad_())
+        record = self.records.get(acm.name)
+        if record is not None:
+            record.take(x.detach().reshape(-1, x.shape[-1]), output, real_tokens(acm, x, self.mask_BS))
+
+
+@contextmanager
+def tapped(model: nn.Module, records: Mapping[str, SiteRecord]) -> Iterator[_Taps]:
+    """While open, every ACM passes its dense region's output on, and `records` see theirs."""
+    taps = _Taps(records)
+    acms = list(sites(model).values())
+    try:
+        for acm in acms:
+            acm.tap = taps
+        yield taps
+    finally:
+        for acm in acms:
+            acm.tap = None
+
+
+@contextmanager
+def _differentiable(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Inside, gradients flow from the model's output to every ACM's, and to as few parameters as that takes.
+
+    One small parameter per dense region requires gradients, so that the region's output has a graph and may be worked
+    on in place; no other does. Yields those parameters.
+    """
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    carriers = {id(p): p for acm in sites(model).values() if (p := _smallest(acm.dense)) is not None}
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(id(parameter) in carriers)
+        with torch.enable_grad():
+            yield list(carriers.values())
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def _smallest(region: nn.Module | None) -> nn.Parameter | None:
+    parameters = [] if region is None else [p for p in region.parameters() if p.is_floating_point()]
+    return min(parameters, key=lambda p: p.numel(), default=None)
+
+
+def reading(examples: Iterable[Example], report: Callable[[int], None]) -> Iterator[Example]:
+    """The same examples; `report` is called with the number of each once it has been used."""
+    for number, example in enumerate(examples, start=1):
+        yield example
+        report(number)

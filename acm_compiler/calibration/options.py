@@ -1,0 +1,26 @@
+"""What a calibration may be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from acm_compiler.calibration.outputs import Answer, default_answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How much data, time and memory a calibration takes, and what it is for.
+
+    tokens: real tokens to fit each site on. budgets: shares of learner MACs that will be asked for; the lowest k is
+    raised only where they stay reachable. answer: model output -> the tensors by which sites are judged.
+    sample: tokens of each site kept for its gate. gate_steps: optimizer steps per gate. memory_bytes: what the
+    statistics of all sites may take at once; beyond it the data is passed over more than once.
+    """
+
+    tokens: int = 20_000
+    budgets: tuple[float, ...] = ()
+    answer: Answer = default_answer
+    sample: int = 8192
+    gate_steps: int = 300
+    memory_bytes: int = 4 * 2**30
+    seed: int = 0

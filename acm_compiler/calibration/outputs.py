@@ -1,0 +1,77 @@
+"""Which of a model's outputs matter, and random projections of them that ask every site how much it matters.
+
+With r standard normal, the gradient g of sum(r * output) at a site's output has E[(g . d)^2] = |J d|^2: the squared
+change of the model's output that a change d there causes, to first order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acm_compiler.errors import UsageError
+
+Answer = Callable[[Any], Tensor | list[Tensor]]
+_NAMED = ("logits", "last_hidden_state")
+
+
+def default_answer(output: Any) -> list[Tensor]:
+    """The tensors of `output` that matter: `logits`, else `last_hidden_state`, else all floating tensors in it.
+
+    Logits are centred: what shifts all classes alike changes nothing.
+    """
+    for name in _NAMED:
+        tensor = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            return [tensor - tensor.mean(-1, keepdim=True) if name == "logits" else tensor]
+    parts = list(output.values()) if isinstance(output, Mapping) else output
+    if isinstance(parts, (tuple, list)):
+        return [tensor for part in parts for tensor in default_answer(part)]
+    return [output] if isinstance(output, Tensor) and output.is_floating_point() else []
+
+
+def answers(output: Any, answer: Answer) -> list[Tensor]:
+    """`answer(output)` as a list; UsageError when it holds no floating tensor with a batch axis."""
+    found = answer(output)
+    tensors = [t for t in ([found] if isinstance(found, Tensor) else found) if t.is_floating_point() and t.dim()]
+    if not tensors:
+        raise UsageError(
+            "the model's output holds no floating tensor to judge the sites by",
+            found=type(output).__name__,
+            expected="a tensor, a tuple or mapping of tensors, or an object with `logits` or `last_hidden_state`",
+        )
+    return tensors
+
+
+def real_rows(tensor: Tensor, mask_BS: Tensor | None) -> list[Tensor]:
+    """One view [rows, ...] per example of `tensor` [B, ...]; without padding where the mask fits its token axis."""
+    if mask_BS is None or tensor.dim() < 3 or tensor.shape[:2] != mask_BS.shape:
+        return [example.reshape(1, -1) for example in tensor]
+    return [example[real] for example, real in zip(tensor, mask_BS.to(tensor.device), strict=True)]
+
+
+def random_projection(tensors: list[Tensor], mask_BS: Tensor | None, *, first: int, seed: int) -> Tensor:
+    """sum(r * output) with r standard normal, as a scalar with its graph; padding is left out.
+
+    Each example draws its own r, by `seed` and its place in the data (`first` + its row), so that neither padding nor
+    the cut into batches changes what is drawn.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+    for part, tensor in enumerate(tensors):
+        for row, values in enumerate(real_rows(tensor, mask_BS)):
+            # CPU generators use 32 bits of a seed
+            own_seed = zlib.crc32(f"{seed} {part} {first + row}".encode())
+            generator = torch.Generator(values.device).manual_seed(own_seed)
+            r = torch.randn(values.shape, generator=generator, device=values.device, dtype=torch.float32)
+            total = total + (values.float() * r).sum()
+    return total
+
+
+def energy(tensors: list[Tensor], mask_BS: Tensor | None) -> float:
+    """|output|^2, padding left out."""
+    rows = [values for tensor in tensors for values in real_rows(tensor, mask_BS)]
+    return sum(float(values.double().square().sum()) for values in rows)

@@ -1,0 +1,94 @@
+"""`acm.calibrate`: fit every site, install, measure (QUALITY 1 to 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from acm_compiler.calibration.examples import Examples, masked
+from acm_compiler.calibration.fit_all import fit_all
+from acm_compiler.calibration.install import install
+from acm_compiler.calibration.lowest_k import choose_lowest_k
+from acm_compiler.calibration.options import Options
+from acm_compiler.control import set_budget
+from acm_compiler.conversion import conversion
+from acm_compiler.errors import LayoutUnknown, UsageError
+from acm_compiler.inputs import Inputs
+from acm_compiler.measure import Example, measure_budgets
+from acm_compiler.plans import Plan, PlannedSite
+
+Say = Callable[[str], None]
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    *,
+    tokens: int = 20_000,
+    budgets: Sequence[float] = (),
+    progress: Say | None = None,
+) -> Plan:
+    """Give a rewritten model fitted learners, gates and a budget table, in place; returns its resolved plan.
+
+    batches: an iterable of what the model takes (tensor, tuple, or dict whose `attention_mask`, if any, marks padding);
+    no labels. Read until every site has seen `tokens` real tokens; every sixth batch is kept for measuring.
+    budgets: shares of learner MACs you will ask for: they stay reachable (the lowest k may be raised else).
+    progress: called with a line of text after each step.
+
+    The model is judged by its `logits`, else `last_hidden_state`, else all floating outputs, every element alike; what
+    comes after, such as mean pooling over tokens, is not known here (`calibrate_on` takes an `answer`).
+    Afterwards the model runs at its default budget, or all learners if it has none. On an error or an interrupt the
+    model is as it was. Raises DataError (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values
+    that are not finite), LayoutUnknown, UsageError; warns where tokens are too few to refit.
+    """
+    options = Options(tokens=tokens, budgets=tuple(budgets))
+    return calibrate_on(model, masked(batches), options=options, progress=progress)
+
+
+def calibrate_on(
+    model: nn.Module, batches: Iterable[Example], *, options: Options | None = None, progress: Say | None = None
+) -> Plan:
+    """`calibrate` with (inputs, padding mask or None) pairs and all its options."""
+    options, say = options or Options(), progress or (lambda text: None)
+    owner = conversion(model)
+    for site in owner.plan.sites:
+        _check(site)
+    wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))
+    examples = Examples(batches)
+    with torch.inference_mode(False), ExitStack() as undo:
+        fitted = fit_all(model, examples, options, say)
+        install(model, fitted, undo)
+        scores = {fit.site.name: fit.scores for fit in fitted}
+        k_lo = choose_lowest_k(model, examples.held_out, scores, answer=options.answer, budgets=wanted)
+        say(f"lowest k of the budget table: {k_lo}")
+        measure_budgets(model, examples.held_out, budgets=wanted, k_lo=k_lo, progress=say)
+        set_budget(model, 1.0 if owner.default_budget is None else None)
+        undo.pop_all()
+    return owner.plan
+
+
+def _check(site: PlannedSite) -> None:
+    """Refuse what has no closed form, before any work is done."""
+    if site.form == "slices":
+        raise UsageError(
+            "learners as slices of a projection are not there yet",
+            where=site.name,
+            fix="plan it with form: svd or auto",
+        )
+    if site.learner_act != site.act:
+        raise UsageError(
+            "learners with an activation of their own have no closed form",
+            where=site.name,
+            found=site.learner_act,
+            expected=site.act,
+            fix="plan with activation: auto, or train the site by the distill and gate phases",
+        )
+    if site.layout is None:
+        raise LayoutUnknown(
+            "which tokens belong to which example is not known here, so budgets cannot be measured",
+            where=site.name,
+            fix="exclude the site, or plan with example inputs whose first axis is the batch",
+        )

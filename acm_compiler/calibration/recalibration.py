@@ -1,0 +1,52 @@
+"""`acm.recalibrate`: the budget table alone, for new data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from acm_compiler.calibration.examples import Examples, masked
+from acm_compiler.control import set_budget
+from acm_compiler.conversion import BudgetTable, conversion
+from acm_compiler.inputs import Inputs, call_model
+from acm_compiler.measure import Example, measure_budgets, undisturbed
+from acm_compiler.usage import PADDING, record
+
+
+def recalibrate(
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    *,
+    tokens: int = 4_000,
+    budgets: Sequence[float] = (),
+    progress: Callable[[str], None] | None = None,
+) -> BudgetTable:
+    """Measure anew which knob reaches which budget, on `batches`; learners, gates and the lowest k stay as they are.
+
+    batches: as for `calibrate`, read until the busiest site has run on `tokens` real tokens; all of them are run once
+    per knob tried. A budget that is set holds on, by the new table. Raises DataError without batches, SitesNotFitted.
+    """
+    owner = conversion(model)
+    k_lo = owner.table.points[0].k_lo if owner.table else 0
+    with torch.inference_mode(False):
+        examples = _enough_of(model, masked(batches), tokens)
+        wanted = (*budgets, *(b for b in (owner.default_budget, owner.budget) if b is not None))
+        table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=progress)
+    if owner.budget is not None:
+        set_budget(model, max(owner.budget, owner.table_min))
+    return table
+
+
+def _enough_of(model: nn.Module, batches: Iterable[Example], tokens: int) -> list[Example]:
+    """The first batches with so many tokens, all of them for measuring."""
+    seen: dict[str, int] = {}
+    examples = Examples(batches, held_out=False)
+    with undisturbed(model):
+        for inputs, _ in examples.read(lambda: max(seen.values(), default=0) >= tokens):
+            with record(model) as usage:
+                call_model(model, inputs)
+            for name, k_BS in usage.k.items():
+                seen[name] = seen.get(name, 0) + int((k_BS != PADDING).sum())
+    return examples.fitted

@@ -1,0 +1,148 @@
+"""The second layer of an MLP's learners, refitted in closed form to the dense one (QUALITY 1).
+
+The MLP's output is linear in its hidden activation h, so all follows from the mean and covariance C of h.
+Shapes: F hidden neurons, O out, N learners of width H, K = kept neurons in their order; all float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acm_compiler.calibration.neuron_order import RIDGE
+from acm_compiler.calibration.symmetric import mean_diagonal, solve
+from acm_compiler.plans import SecondLayer
+
+_TOP_WEIGHT = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hidden:
+    """What is known of an MLP: covariance and mean of its hidden activation, weight and bias of its second layer."""
+
+    c_FF: Tensor
+    mean_F: Tensor
+    w_OF: Tensor
+    b_O: Tensor
+
+    @property
+    def mean_output(self) -> Tensor:
+        """Mean of the MLP's output, [O]."""
+        return self.w_OF @ self.mean_F + self.b_O
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondLayerFit:
+    """w_out [O, N, H] or [N, O, N, H]; b_out [N + 1, O]; w_top [O, N * H] or None."""
+
+    w_out: Tensor
+    b_out: Tensor
+    w_top: Tensor | None
+
+
+def fit_second_layer(
+    hidden: Hidden, order_K: Tensor, kind: SecondLayer, *, learners: int, width: int
+) -> SecondLayerFit:
+    """The second layer of learners that hold the neurons `order_K`, the first `width` of them learner 0, and so on.
+
+    shared: one matrix for every k, the minimiser of the weighted sum of all k's errors. shared_top: the same for k < N,
+    and the dense matrix at N. per_k: a matrix for each k, the dense one at N. original: the dense columns, not
+    refitted. Each k has the bias that makes its mean output right. Where N * H < F neurons were dropped, N is refitted
+    like any other k.
+    """
+    fit = _Fit(hidden, order_K, learners, width)
+    prefixes = {
+        "shared": fit.shared,
+        "shared_top": fit.shared_with_top,
+        "per_k": fit.per_k,
+        "original": lambda: [fit.dense_KO[: fit.neurons(k)] for k in range(1, learners + 1)],
+    }[kind]()
+    b_out = torch.stack([hidden.mean_output, *(fit.bias(v_KO) for v_KO in prefixes)])
+    if fit.complete and kind != "shared":
+        b_out[learners] = hidden.b_O
+    if kind == "per_k":
+        w_out = torch.stack([fit.padded(v_KO) for v_KO in prefixes]).unflatten(-1, (learners, width))
+        return SecondLayerFit(w_out=w_out, b_out=b_out, w_top=None)
+    top = kind == "shared_top"
+    nested = fit.nested_below_top(prefixes) if top else prefixes[-1]
+    w_out = fit.padded(nested).unflatten(-1, (learners, width))
+    return SecondLayerFit(w_out=w_out, b_out=b_out, w_top=fit.padded(prefixes[-1]) if top else None)
+
+
+def weight_of_k(learners: int) -> list[float]:
+    """How much the error of each k = 1 .. N counts in a matrix shared by all, from 1 to 8.
+
+    Errors fall with k, and gates send the tokens that matter to large k: equal weights would serve small k only.
+    """
+    steps = max(1, learners - 1)
+    return [_TOP_WEIGHT ** (n / steps) for n in range(learners)]
+
+
+class _Fit:
+    """The normal equations of one MLP in the order of its learners."""
+
+    def __init__(self, hidden: Hidden, order_K: Tensor, learners: int, width: int) -> None:
+        self.hidden, self.learners, self.width = hidden, learners, width
+        self.order = order_K[: learners * width]
+        self.complete = len(self.order) == len(hidden.c_FF)
+        self.c_KK = hidden.c_FF[self.order][:, self.order]
+        self.cross_KO = hidden.c_FF[self.order] @ hidden.w_OF.T
+        self.dense_KO = hidden.w_OF[:, self.order].T
+        self.ridge = RIDGE * mean_diagonal(hidden.c_FF)
+
+    def neurons(self, k: int) -> int:
+        """How many kept neurons k learners hold."""
+        return min(k * self.width, len(self.order))
+
+    def shared(self) -> list[Tensor]:
+        """The prefixes of one matrix."""
+        v_KO = self._minimiser(weight_of_k(self.learners))
+        return [v_KO[: self.neurons(k)] for k in range(1, self.learners + 1)]
+
+    def shared_with_top(self) -> list[Tensor]:
+        """The prefixes of one matrix below N, and N's own."""
+        v_KO = self._minimiser(weight_of_k(self.learners)[:-1])
+        return [*(v_KO[: self.neurons(k)] for k in range(1, self.learners)), self._own(self.learners)]
+
+    def nested_below_top(self, prefixes: list[Tensor]) -> Tensor:
+        """One matrix [K, O] from its prefixes below N; the columns that only N has are the dense ones."""
+        below = prefixes[-2] if len(prefixes) > 1 else self.dense_KO[:0]
+        return torch.cat([below, self.dense_KO[len(below) :]])
+
+    def per_k(self) -> list[Tensor]:
+        """A matrix for every k."""
+        return [self._own(k) for k in range(1, self.learners + 1)]
+
+    def _own(self, k: int) -> Tensor:
+        """The best matrix for the first k learners alone, ridged towards the dense columns."""
+        s = self.neurons(k)
+        if s == len(self.hidden.c_FF):
+            return self.dense_KO
+        a_SS = self.c_KK[:s, :s] + self.ridge * torch.eye(s, dtype=self.c_KK.dtype, device=self.c_KK.device)
+        return solve(a_SS, self.cross_KO[:s] + self.ridge * self.dense_KO[:s])
+
+    def _minimiser(self, weights: list[float]) -> Tensor:
+        """argmin over V of sum_k w_k (|y - V_k h_k|^2 + ridge |V_k - W_k|^2), V_k the first k learners' part of V.
+
+        Its normal equations weigh block (n, m) of C by omega_max(n, m), omega_n = sum of w_k over k > n.
+        """
+        s = self.neurons(len(weights))
+        weight_N = torch.tensor(weights, dtype=self.c_KK.dtype, device=self.c_KK.device)
+        omega_N = weight_N.flip(0).cumsum(0).flip(0)
+        learner_S = torch.arange(s, device=self.c_KK.device) // self.width
+        omega_S = omega_N[learner_S]
+        omega_SS = omega_N[torch.maximum(learner_S[:, None], learner_S[None])]
+        a_SS = self.c_KK[:s, :s] * omega_SS + torch.diag(self.ridge * omega_S)
+        return solve(a_SS, omega_S[:, None] * (self.cross_KO[:s] + self.ridge * self.dense_KO[:s]))
+
+    def bias(self, v_SO: Tensor) -> Tensor:
+        """The bias [O] with which a prefix has the mean output of the whole."""
+        return self.hidden.mean_output - self.hidden.mean_F[self.order[: len(v_SO)]] @ v_SO
+
+    def padded(self, v_SO: Tensor) -> Tensor:
+        """[O, N * H]; zeros where there is no neuron."""
+        w = v_SO.new_zeros(v_SO.shape[1], self.learners * self.width)
+        w[:, : len(v_SO)] = v_SO.T
+        return w

@@ -1,0 +1,90 @@
+"""What one site shows while the unmodified model runs: moments, the metric of its output, a sample of its tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from acm_compiler.calibration import ranks
+from acm_compiler.calibration.dense_weights import DenseWeights
+from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment, accumulator_device
+from acm_compiler.errors import DataError, TrainingFailed
+from acm_compiler.plans import PlannedSite
+
+
+class SiteRecord:
+    """Fed by the site's tap and by gradients; x [T, D] its input, o [T, O] the dense region's output.
+
+    `moments` are of the hidden activation of an MLP and of the input of a linear site. `metric` is G = E[g g^T] of the
+    gradient g at the output. `sample` holds inputs, weighted by |g|^2.
+    """
+
+    def __init__(self, site: PlannedSite, dense: DenseWeights, *, sample: int, seed: int) -> None:
+        self.site, self.dense, self.seed = site, dense, seed
+        self.moments, self.metric = Moments(), SecondMoment()
+        self.sample = Reservoir(sample, seed)
+        self.home = accumulator_device(dense.device)
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens seen."""
+        return self.moments.count
+
+    @torch.no_grad()
+    def take(self, x_TD: Tensor, o_TO: Tensor, real_T: Tensor | None) -> None:
+        """One call of the site. Its gradient, if one arrives at `o_TO`, is taken too."""
+        if real_T is not None:
+            x_TD = x_TD[real_T]
+        x_TD = x_TD.to(self.dense.first[0][0].dtype)
+        self.moments.add(x_TD if self.dense.last is None else self.dense.hidden(x_TD))
+        self.metric.count_tokens(len(x_TD))
+        call = self.sample.offer(x_TD)
+
+        def take_gradient(g_TO: Tensor) -> None:
+            with torch.no_grad():
+                g_TO = g_TO.detach().reshape(-1, g_TO.shape[-1]).float()
+                if real_T is not None:
+                    g_TO = g_TO[real_T]
+                self.metric.add(g_TO)
+                call.weigh(g_TO.square().sum(1))
+
+        if o_TO.requires_grad:
+            o_TO.register_hook(take_gradient)
+
+    def settle(self) -> None:
+        """After a batch's backward. TrainingFailed when something was not finite."""
+        self.sample.settle()
+        if not self.moments.is_finite:
+            raise TrainingFailed(
+                "the model computed values that are not finite",
+                where=self.site.name,
+                fix="run it on the calibration data in a wider floating type, or leave the offending examples out",
+            )
+        if not self.metric.is_finite:
+            raise TrainingFailed(
+                "the gradient of the model's output is not finite here",
+                where=self.site.name,
+                fix="run the model in a wider floating type while calibrating",
+            )
+
+    def join(self) -> None:
+        """Become what all processes saw, where several calibrate together."""
+        if ranks.world() > 1:
+            self.moments.join(self.site.dense_width or self.site.d_in, self.home)
+            self.metric.join(self.site.d_out, self.home)
+            self.sample.join(self.dense.device)
+
+    def require_tokens(self) -> None:
+        """DataError when the site never ran on a real token."""
+        if not self.tokens:
+            raise DataError(
+                "this site never saw a token of the calibration data",
+                where=self.site.name,
+                fix="give batches that use this part of the model, or exclude the site from the plan",
+            )
+
+    @staticmethod
+    def size_bytes(site: PlannedSite, sample: int) -> int:
+        """Memory that a record of `site` takes, and what fitting it adds."""
+        features = site.dense_width or site.d_in
+        return 8 * (features**2 + site.d_out**2) + 4 * sample * (site.d_in + 1)

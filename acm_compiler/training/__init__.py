@@ -1,0 +1,1 @@
+"""Training: one loop for all phases; a phase is what is run, a loss, and a parameter group."""

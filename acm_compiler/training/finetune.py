@@ -1,0 +1,148 @@
+"""Phase III: the whole network learns its task while the gates are led to a budget (SEMANTICS 2, III)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.control import relax, set_budget
+from acm_compiler.conversion import sites
+from acm_compiler.data.batch import Batch
+from acm_compiler.inputs import call_model
+from acm_compiler.loss_terms import take_choices
+from acm_compiler.recipe.phases import FinetunePhase
+from acm_compiler.tasks import Task
+from acm_compiler.training.machine import Machine
+from acm_compiler.training.modes import free_gate, in_mode
+from acm_compiler.training.phase import Backward, Figures, unique
+
+_TERMS = ("loss", "task", "budget", "entropy", "diversity")
+
+
+class Finetune:
+    """A `Phase`: task loss + alpha_b L_b + alpha_e L_e + alpha_d L_d, with sampled gates and the model in train mode.
+
+    It trains every parameter outside the dense regions that required gradients before, and all of the ACMs'.
+    """
+
+    name = "finetune"
+    answers = True
+    same_noise = False
+
+    def __init__(self, model: nn.Module, config: FinetunePhase, task: Task, machine: Machine, *, budget: float) -> None:
+        self.model, self.config, self.task, self.machine, self.budget = model, config, task, machine, budget
+        self.acms = sites(model)
+        self.parameters = _trained(model)
+        self.step_module: nn.Module = _Step(model, config, task, budget=budget)
+        self.seen: list[_Seen] = []
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, the model is in train mode with relaxed gates."""
+        before = next(iter(self.acms.values())).temperature
+        relax(self.model, self.config.temperature)
+        self._set_gates()
+        wrapped = self.step_module
+        try:
+            with in_mode(self.model, training=True):
+                self.step_module = self.machine.parallel(wrapped)
+                yield
+        finally:
+            self.step_module = wrapped
+            relax(self.model, before)
+
+    def _set_gates(self) -> None:
+        if all(acm.gate.rule == "logits" for acm in self.acms.values()):
+            for acm in self.acms.values():
+                free_gate(acm)
+        else:
+            # damage gates have no choice of their own: they need the knob of this budget
+            set_budget(self.model, self.budget)
+
+    def run(self, batch: Batch, *, backward: Backward, last: bool) -> None:
+        """Forward and backward of one batch; accumulated batches count alike."""
+        with batch_context(self.model, mask=self.task.mask(batch)), self._sync(last):
+            with self.machine.autocast():
+                loss, seen = self.step_module(batch)
+            backward(loss / self.config.accumulate)
+        self.seen.append(seen)
+
+    def _sync(self, last: bool) -> AbstractContextManager[None]:
+        if isinstance(self.step_module, nn.parallel.DistributedDataParallel) and not last:
+            return self.step_module.no_sync()
+        return nullcontext()
+
+    def finish(self) -> Figures:
+        """The terms' means over batches and processes; DDP has averaged the gradients."""
+        seen, self.seen = self.seen, []
+        terms_5 = torch.stack([s.terms for s in seen]).mean(0) / self.machine.world
+        shares_4 = torch.stack([s.shares for s in seen]).sum(0)
+        counts = [self._counts(acm, seen) for acm in self.acms.values()]
+        flat = self.machine.total(torch.cat([terms_5, shares_4, *counts])).tolist()
+        terms, (share, examples, run, full), flat = dict(zip(_TERMS, flat, strict=False)), flat[5:9], flat[9:]
+        choices = {}
+        for name, count in zip(self.acms, counts, strict=True):
+            choices[name], flat = flat[: len(count)], flat[len(count) :]
+        bad = [name for name in _TERMS[1:] if not math.isfinite(terms[name])]
+        return Figures(
+            terms=terms | {"budget_pooled": run / max(full, 1e-30)},
+            reached=share / max(examples, 1.0),
+            choices=choices,
+            not_finite=f"the {bad[0]} loss" if bad else None,
+        )
+
+    def _counts(self, acm: ACM, seen: list[_Seen]) -> Tensor:
+        """How many tokens took each choice of one site, [C]; zeros where LayerDrop left it out."""
+        total = torch.zeros(acm.count - acm.k_min + 1, device=self.machine.device)
+        for batch in seen:
+            if acm.name in batch.counts:
+                total += batch.counts[acm.name].float()
+        return total
+
+    def complete(self) -> None:
+        """Nothing to note: the gates decide, as trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """Figures of one batch: the terms [5]; sums of shares, of examples, of MACs run and at k = N [4]; choices."""
+
+    terms: Tensor
+    shares: Tensor
+    counts: dict[str, Tensor]
+
+
+class _Step(nn.Module):
+    """From a batch to the loss, as one module: what DDP wraps has to see every use of a parameter."""
+
+    def __init__(self, model: nn.Module, config: FinetunePhase, task: Task, *, budget: float) -> None:
+        super().__init__()
+        self.model, self.config, self.task, self.budget = model, config, task, budget
+
+    def forward(self, batch: Batch) -> tuple[Tensor, _Seen]:
+        output = call_model(self.model, self.task.inputs(batch))
+        task = self.task.loss(output, batch)
+        choices = take_choices(self.model)
+        parts = choices.losses(self.budget)
+        c = self.config
+        total = task + c.budget * parts["budget"] + c.entropy * parts["entropy"] + c.diversity * parts["diversity"]
+        shares, (run, full) = choices.shares.detach(), choices.macs
+        with torch.no_grad():
+            terms = torch.stack([t.float() for t in (total, task, *(parts[name] for name in _TERMS[2:]))])
+            examples = torch.tensor(float(len(shares)), device=shares.device)
+            sums = torch.stack([shares.sum(), examples, run.sum(), full.sum()]).float()
+        return total, _Seen(terms=terms, shares=sums, counts=choices.counts)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    acms = list(sites(model).values())
+    dense = {id(p) for acm in acms if acm.dense is not None for p in acm.dense.parameters()}
+    own = {id(p) for acm in acms for part in (acm.gate, acm.learners) for p in part.parameters()}
+    return unique(p for p in model.parameters() if id(p) in own or (p.requires_grad and id(p) not in dense))

@@ -1,0 +1,48 @@
+"""The global random generators: seeded per phase, captured and restored for exact continuation."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from acm_compiler.data.draws import derive
+
+
+def seed_generators(*names: int) -> None:
+    """Start torch's (all devices'), Python's and NumPy's global generators from integers that name the use."""
+    seed = derive(*names)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """The state of every generator this process draws from, as tensors and plain values."""
+    name, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (
+            str(name),
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            int(place),
+            int(has_gauss),
+            float(gauss),
+        ),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Continue from what `generator_states` captured."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

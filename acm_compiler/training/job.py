@@ -1,0 +1,59 @@
+"""What a schedule is run with: task, data, directory, and the calls back into the rest of the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from acm_compiler.data.batch import Batch
+from acm_compiler.measure import Example
+from acm_compiler.recipe.phases import CalibratePhase, Phase
+from acm_compiler.recipe.schema import RunConfig
+from acm_compiler.tasks import Task
+
+
+class Batches(Protocol):
+    """Batches by place. `BatchStream` is one."""
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """This process's share of the epoch's batches from number `start` on; draws from no global generator."""
+
+
+class OpenData(Protocol):
+    """Opens the training data: `functools.partial(BatchStream, dataset=…, shuffle=True, drop_last=True)` is one."""
+
+    def __call__(self, *, batch: int, seed: int, rank: int, world: int) -> Batches:
+        """Batches of `batch` examples over all `world` processes together, seen from process `rank`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything a schedule needs beside the model.
+
+    budget: the share of learner MACs that finetune aims at. directory: where `metrics.jsonl` and `state/` go.
+    recipe_hash: a state is continued only by the recipe it belongs to. resume_command: shown when interrupted.
+    measure: called with the model after each gate and finetune phase; keeps the model's new budget table.
+    calibrate: called with the model, a calibrate phase's section, and (inputs, mask) pairs on the run's device.
+    evaluate: called every `run.eval_every` of a finetune phase; its figures go into `metrics.jsonl`.
+    on_phase_end: called after each phase with the model and the phase's section of the recipe.
+    All processes make these calls.
+    """
+
+    task: Task
+    data: OpenData
+    run: RunConfig
+    directory: Path
+    budget: float
+    recipe_hash: str = ""
+    resume_command: str = "acmc rewrite --resume"
+    measure: Callable[[nn.Module], object] | None = None
+    calibrate: Callable[[nn.Module, CalibratePhase, Iterator[Example]], object] | None = None
+    evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
+    on_phase_end: Callable[[nn.Module, Phase], object] | None = None

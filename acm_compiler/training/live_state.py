@@ -1,0 +1,98 @@
+"""What of a rewritten model changes while it trains: its live tensors, and facts that are not tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
+from acm_compiler.cost import learner_unit
+from acm_compiler.passes.build_acm import build_acm
+from acm_compiler.plans import Plan
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer outside the dense regions, once, by its first name."""
+    dense = tuple(f"{name}.dense." for name, module in model.named_modules() if module in set(sites(model).values()))
+    seen: set[int] = set()
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in every:
+        if id(tensor) not in seen and not name.startswith(dense):
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors by name, on the CPU, none sharing memory with another."""
+    taken: set[int] = set()
+    tensors = {}
+    for name, tensor in _named(model):
+        value = tensor.detach().cpu().contiguous()
+        place = value.untyped_storage().data_ptr()
+        tensors[name] = value.clone() if place in taken else value
+        taken.add(place)
+    return tensors
+
+
+@torch.no_grad()
+def restore_tensors(model: nn.Module, path: Path) -> None:
+    """Write the tensors of `path` into the model. ValueError when they are not this model's."""
+    from safetensors import safe_open
+
+    targets = dict(_named(model))
+    with safe_open(path, framework="pt") as file:
+        _match("tensors", set(file.keys()), set(targets))
+        for name, target in targets.items():
+            target.copy_(file.get_tensor(name))
+
+
+def _match(what: str, saved: set[str], here: set[str]) -> None:
+    odd = sorted(saved ^ here)
+    if odd:
+        raise ValueError(f"{len(odd)} {what} of the model and of the state do not match, such as {odd[0]}")
+
+
+def live_facts(model: nn.Module) -> dict[str, Any]:
+    """States, gate rules and budgets as plain values."""
+    owner = conversion(model)
+    return {
+        "plan": owner.plan.to_json(),
+        "damage": owner.damage,
+        "sites": {name: {"state": acm.state, "rule": acm.gate.rule} for name, acm in sites(model).items()},
+        "table": None if owner.table is None else asdict(owner.table),
+        "budget": owner.budget,
+        "default_budget": owner.default_budget,
+    }
+
+
+def restore_structure(model: nn.Module, facts: dict[str, Any]) -> None:
+    """Give sites whose plan a calibration had changed learners and gates of the right shapes, and note that plan.
+
+    ValueError for a plan of other sites.
+    """
+    owner, plan = conversion(model), Plan.from_json(facts["plan"])
+    _match("sites", {site.name for site in plan.sites}, set(sites(model)))
+    unit = learner_unit(plan.sites)
+    for name, acm in sites(model).items():
+        site = plan.site(name)
+        if site != owner.plan.site(name):
+            shaped = build_acm(site, like=acm.learners.w_in, unit=unit)
+            acm.learners, acm.gate = shaped.learners, shaped.gate
+    owner.plan, owner.damage = plan, {name: tuple(values) for name, values in facts["damage"].items()}
+
+
+def restore_facts(model: nn.Module, facts: dict[str, Any]) -> None:
+    """Write what else `live_facts` gave into the model."""
+    for name, acm in sites(model).items():
+        acm.state, acm.gate.rule = facts["sites"][name]["state"], facts["sites"][name]["rule"]
+    owner = conversion(model)
+    table = facts["table"]
+    if table is not None:
+        points = tuple(BudgetPoint(**point) for point in table["points"])
+        table = BudgetTable(rule=table["rule"], points=points, examples=table["examples"])
+    owner.table, owner.budget, owner.default_budget = table, facts["budget"], facts["default_budget"]

@@ -1,0 +1,158 @@
+"""The training loop: one for all phases, and without knowledge of any model."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from acm_compiler.data.batch import Batch
+from acm_compiler.errors import RunInterrupted
+from acm_compiler.recipe.fields import Every
+from acm_compiler.recipe.phases import TrainedPhase
+from acm_compiler.training.faults import failure
+from acm_compiler.training.generators import restore_generators, seed_generators
+from acm_compiler.training.interrupts import Interrupts
+from acm_compiler.training.job import Batches, Job
+from acm_compiler.training.journal import Journal
+from acm_compiler.training.machine import Machine
+from acm_compiler.training.modes import only_training
+from acm_compiler.training.optimization import Optimization
+from acm_compiler.training.phase import Figures, Phase
+from acm_compiler.training.state import Position, Snapshot, StateStore
+from acm_compiler.training.watch import Watch
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What all phases of a run share."""
+
+    model: nn.Module
+    job: Job
+    machine: Machine
+    journal: Journal
+    store: StateStore
+    interrupts: Interrupts
+
+    def save(self, position: Position, optimization: dict[str, Any] | None = None) -> None:
+        """Put the state on disk; see StateStore."""
+        self.store.save(self.model, position, metrics_bytes=self.journal.size_bytes, optimization=optimization)
+
+    def interrupted(self, where: str) -> RunInterrupted:
+        """The error for a run that stops here with its state saved."""
+        received = self.interrupts.received
+        return RunInterrupted(
+            f"stopped by {received.name if received else 'another process'} after {where}; the state is saved",
+            fix=f"continue: {self.job.resume_command}",
+        )
+
+
+class PhaseLoop:
+    """Trains one phase, phase number `index` of its schedule."""
+
+    def __init__(self, run: Run, phase: Phase, config: TrainedPhase, *, batches: Batches, index: int) -> None:
+        self.run, self.phase, self.config, self.batches, self.index = run, phase, config, batches, index
+        self.steps = steps_of(config, len(batches))
+        self.optimization = Optimization(config, phase.parameters, run.machine, steps=self.steps)
+        self.watch = Watch()
+        self.saved_at = time.monotonic()
+
+    def train(self, snapshot: Snapshot | None) -> None:
+        """From the start of the phase, or from `snapshot`, to its end. TrainingFailed, RunInterrupted, StorageError."""
+        with only_training(self.run.model, self.phase.parameters), self.phase.opened():
+            start = self._begin(snapshot)
+            feed = _feed(self.batches, start * self.config.accumulate)
+            with closing(feed), self._progress(start) as bar:
+                for step in range(start, self.steps):
+                    figures = self._step(step, feed)
+                    bar.set_postfix_str(f"loss {figures.terms['loss']:.4g}", refresh=False)
+                    bar.update()
+                    self._after(step + 1)
+
+    def _begin(self, snapshot: Snapshot | None) -> int:
+        """Seed the generators, or continue from the snapshot; the number of steps done."""
+        rank = 0 if self.phase.same_noise else self.run.machine.rank
+        seed_generators(self.run.job.run.seed, self.index, rank)
+        if snapshot is None or snapshot.optimization is None or snapshot.generators is None:
+            return 0
+        self.optimization.load_state_dict(snapshot.optimization)
+        restore_generators(snapshot.generators, self.run.machine.device)
+        return snapshot.position.step
+
+    def _step(self, step: int, feed: Iterator[Batch]) -> Figures:
+        """One optimizer step over the `accumulate` parts of a batch, and its line of metrics."""
+        began, accumulate = time.monotonic(), self.config.accumulate
+        for i in range(accumulate):
+            batch = {name: value.to(self.run.machine.device, non_blocking=True) for name, value in next(feed).items()}
+            self.phase.run(batch, backward=self.optimization.backward, last=i == accumulate - 1)
+        figures = self.phase.finish()
+        norm = self.optimization.clip()
+        if figures.not_finite or not (math.isfinite(norm) or self.optimization.may_overflow):
+            raise failure(self.run.model, figures.not_finite, where=f"{self.phase.name}, step {step + 1}")
+        rate = self.optimization.step(step)
+        self.watch.see(figures)
+        seconds = {"seconds": round(time.monotonic() - began, 4)}
+        self._write(step + 1, figures.terms | self._budget(figures) | {"lr": rate, "grad_norm": norm} | seconds)
+        return figures
+
+    def _budget(self, figures: Figures) -> dict[str, float]:
+        if figures.reached is None:
+            return {}
+        return {"budget_reached": figures.reached, "budget_asked": self.run.job.budget}
+
+    def _write(self, done: int, values: dict[str, Any]) -> None:
+        epoch = (done - 1) * self.config.accumulate // len(self.batches)
+        self.run.journal.write({"phase": self.phase.name, "step": done, "epoch": epoch} | values)
+
+    def _after(self, done: int) -> None:
+        """Between two steps: measure and save when it is time, stop when asked to."""
+        evaluate, settings = self.run.job.evaluate, self.run.job.run
+        if evaluate is not None and self.phase.answers and self._passes(settings.eval_every, done):
+            self._write(done, {"eval": dict(evaluate(self.run.model))})
+        timed = done == self.steps or self._passes(settings.save_every, done)
+        stop, save = self.run.machine.any(self.run.interrupts.received is not None, self.run.machine.is_main and timed)
+        if stop or save:
+            self.run.save(Position(phase=self.index, step=done), self.optimization.state_dict())
+            self.saved_at = time.monotonic()
+        if stop:
+            raise self.run.interrupted(f"step {done} of {self.steps} of phase {self.phase.name}")
+
+    def _passes(self, every: Every, done: int) -> bool:
+        """Whether step number `done` completes one more of these periods."""
+        if every.unit == "second":
+            return time.monotonic() - self.saved_at >= every.amount
+        period = every.amount
+        if every.unit == "epoch":
+            period *= len(self.batches) / self.config.accumulate
+        return math.floor(done / period) > math.floor((done - 1) / period)
+
+    def _progress(self, start: int) -> tqdm:
+        from tqdm import tqdm
+
+        shown = self.run.machine.is_main and sys.stderr.isatty()
+        return tqdm(total=self.steps, initial=start, desc=self.phase.name, unit="step", disable=not shown)
+
+
+def steps_of(config: TrainedPhase, batches: int) -> int:
+    """Optimizer steps of a phase, for so many batches (parts of a step's batch) per epoch."""
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None
+    return max(1, config.epochs * batches // config.accumulate)
+
+
+def _feed(batches: Batches, first: int) -> Generator[Batch, None, None]:
+    """All batches from number `first` of the phase on, epoch after epoch."""
+    epoch, start = divmod(first, len(batches))
+    while True:
+        yield from batches.epoch(epoch, start)
+        epoch, start = epoch + 1, 0

@@ -1,0 +1,65 @@
+"""What a phase is to the training loop: a parameter group, a way to run a batch, and figures per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from acm_compiler.data.batch import Batch
+
+Backward = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one optimizer step of all processes amounts to.
+
+    terms: name -> value, "loss" among them. reached: the share of learner MACs of the gates' choices, None where no
+    gate chose. choices: site -> how many real tokens took each of its choices. not_finite: what was not, if anything.
+    """
+
+    terms: dict[str, float]
+    reached: float | None = None
+    choices: dict[str, list[float]] = field(default_factory=dict)
+    not_finite: str | None = None
+
+
+class Phase(Protocol):
+    """One phase of a schedule on one model. The loop knows nothing else of either."""
+
+    @property
+    def name(self) -> str:
+        """The phase's name in the recipe."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Exactly what this phase trains."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether the model answers by its ACMs meanwhile, so that it can be measured."""
+
+    @property
+    def same_noise(self) -> bool:
+        """Whether all processes draw the same random numbers, instead of each its own."""
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside, the model is ready to run batches; nothing of that stays on it."""
+
+    def run(self, batch: Batch, *, backward: Backward, last: bool) -> None:
+        """Forward and backward of one batch; gradients add up. `last` before the optimizer's step."""
+
+    def finish(self) -> Figures:
+        """Make the gradients those of the batches of all processes since the last call, and sum up."""
+
+    def complete(self) -> None:
+        """Note on the model that the phase has run to its end."""
+
+
+def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Each parameter once, in the order of its first appearance."""
+    return list({id(parameter): parameter for parameter in parameters}.values())

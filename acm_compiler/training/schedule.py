@@ -1,0 +1,147 @@
+"""Running a recipe's schedule: its phases in order, from the start or from a saved state."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from acm_compiler.control import refuse_unfitted
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.data.draws import derive
+from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.measure import Example
+from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
+from acm_compiler.recipe.phases import Phase as PhaseConfig
+from acm_compiler.training.distill import Distill
+from acm_compiler.training.finetune import Finetune
+from acm_compiler.training.gate import GateLabels
+from acm_compiler.training.generators import seed_generators
+from acm_compiler.training.interrupts import Interrupts
+from acm_compiler.training.job import Batches, Job
+from acm_compiler.training.journal import Journal
+from acm_compiler.training.loop import PhaseLoop, Run
+from acm_compiler.training.machine import Machine, open_machine
+from acm_compiler.training.phase import Phase
+from acm_compiler.training.state import Position, Snapshot, StateStore
+from acm_compiler.training.tapped import TappedPhase
+from acm_compiler.training.watch import warn_of_collapse, warn_of_missed_budget
+
+
+def run_schedule(
+    model: nn.Module, schedule: Sequence[PhaseConfig], job: Job, *, resume: bool = False, until: str | None = None
+) -> None:
+    """Train `model`, in place, by the phases of `schedule`; `until` names the phase after which to stop.
+
+    With `resume`, what a saved state says is done is not done again; the weights at the end are those of a run that
+    was never interrupted, bit for bit on the same machine, threads and versions. Without it, or without a saved
+    state, the run starts from the beginning. The state stays in the directory until `discard_state`.
+    Raises RunInterrupted after SIGINT or SIGTERM with the state saved, TrainingFailed, StorageError, UsageError.
+    """
+    _check(schedule, job, until)
+    machine = open_machine(job.run.precision, job.run.device)
+    model.to(machine.device)
+    store = StateStore(job.directory, machine, recipe_hash=job.recipe_hash)
+    snapshot = None
+    if resume:
+        snapshot = store.load(model)
+    else:
+        store.discard()
+    path = job.directory / "metrics.jsonl" if machine.is_main else None
+    journal = Journal(path, keep_bytes=snapshot.metrics_bytes if snapshot else 0)
+    run = Run(model=model, job=job, machine=machine, journal=journal, store=store, interrupts=Interrupts())
+    try:
+        with run.interrupts.watched():
+            _run_phases(run, schedule, snapshot, until)
+    finally:
+        journal.close()
+
+
+def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | None, until: str | None) -> None:
+    first = snapshot.position.phase if snapshot else 0
+    for index in range(first, len(schedule)):
+        config = schedule[index]
+        if isinstance(config, TrainedPhase):
+            _train(run, config, index, snapshot if index == first else None)
+        else:
+            _calibrate(run, config, index)
+        if run.job.on_phase_end is not None:
+            run.job.on_phase_end(run.model, config)
+        run.save(Position(phase=index + 1))
+        (stop,) = run.machine.any(run.interrupts.received is not None)
+        if stop:
+            raise run.interrupted(f"phase {config.phase}")
+        if config.phase == until:
+            return
+
+
+def _train(run: Run, config: TrainedPhase, index: int, snapshot: Snapshot | None) -> None:
+    """One phase with everything that belongs to its end."""
+    job, machine = run.job, run.machine
+    phase = make_phase(run.model, config, job, machine)
+    parts = _open_data(run, config.batch // config.accumulate, index)
+    loop = PhaseLoop(run, phase, config, batches=parts, index=index)
+    loop.train(snapshot)
+    phase.complete()
+    if isinstance(config, (GatePhase, FinetunePhase)):
+        if machine.is_main:
+            warn_of_collapse(loop.watch, phase.name, {name: acm.k_min for name, acm in sites(run.model).items()})
+            if isinstance(config, FinetunePhase):
+                warn_of_missed_budget(loop.watch, job.budget)
+        if job.measure is not None:
+            job.measure(run.model)
+
+
+def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
+    """One calibration; it has no steps between which it could be interrupted."""
+    job, device = run.job, run.machine.device
+    seed_generators(job.run.seed, index)
+
+    def examples() -> Iterator[Example]:
+        for cpu_batch in _open_data(run, config.batch, index).epoch():
+            batch = {name: value.to(device) for name, value in cpu_batch.items()}
+            yield job.task.inputs(batch), job.task.mask(batch)
+
+    assert job.calibrate is not None
+    job.calibrate(run.model, config, examples())
+
+
+def _open_data(run: Run, batch: int, index: int) -> Batches:
+    """The training data as phase number `index` sees it."""
+    seed = derive(run.job.run.seed, index)
+    return run.job.data(batch=batch, seed=seed, rank=run.machine.rank, world=run.machine.world)
+
+
+def make_phase(model: nn.Module, config: TrainedPhase, job: Job, machine: Machine) -> Phase:
+    """The phase that a section of the recipe's schedule describes."""
+    if isinstance(config, FinetunePhase):
+        return Finetune(model, config, job.task, machine, budget=job.budget)
+    if isinstance(config, DistillPhase):
+        return TappedPhase(model, Distill(detach=config.detach), job.task, machine, batch=config.batch)
+    assert isinstance(config, GatePhase)
+    refuse_unfitted(model, "a gate phase")
+    objective = GateLabels(
+        labels=config.labels,
+        temperature=config.temperature,
+        plan=conversion(model).plan,
+        rank=machine.rank,
+        world=machine.world,
+    )
+    return TappedPhase(model, objective, job.task, machine, batch=config.batch)
+
+
+def _check(schedule: Sequence[PhaseConfig], job: Job, until: str | None) -> None:
+    names = [config.phase for config in schedule]
+    if "calibrate" in names and job.calibrate is None:
+        raise UsageError("this run cannot carry out the phase 'calibrate'", expected="distill, gate, finetune")
+    if until is not None and until not in names:
+        raise UsageError(
+            f"the schedule has no phase {until!r}{did_you_mean(until, names)}", found=until, expected=", ".join(names)
+        )
+
+
+def discard_state(directory: Path) -> None:
+    """Remove the saved state of a run whose results are stored in `directory`."""
+    shutil.rmtree(directory / "state", ignore_errors=True)

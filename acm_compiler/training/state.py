@@ -1,0 +1,211 @@
+"""The state of a run on disk, from which it continues at the very batch (DECISIONS 17).
+
+    state/<phase>-<step>/model.safetensors   every live parameter and buffer
+                         optimization.pt     optimizer and loss scaling: tensors and plain values only
+                         generators.pt       every process's random generators
+                         state.json          position, budgets, what the run belongs to
+
+A state is written under another name and renamed when it is complete; only then the one before it is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from acm_compiler.conversion import conversion
+from acm_compiler.errors import StorageError, UsageError
+from acm_compiler.training.generators import generator_states
+from acm_compiler.training.live_state import live_facts, live_tensors, restore_facts, restore_structure, restore_tensors
+from acm_compiler.training.machine import Machine
+
+log = logging.getLogger(__name__)
+
+SCHEMA = 1
+_NAME = re.compile(r"(\d+)-(\d+)")
+_UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run stands: `step` optimizer steps of phase number `phase` are done."""
+
+    phase: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What `StateStore.load` found, apart from what it wrote into the model.
+
+    `optimization` and `generators` are None between phases.
+    """
+
+    position: Position
+    metrics_bytes: int
+    optimization: dict[str, Any] | None
+    generators: dict[str, Any] | None
+
+
+class StateStore:
+    """Saves and loads the states of one run in one directory."""
+
+    def __init__(self, directory: Path, machine: Machine, *, recipe_hash: str) -> None:
+        self.directory, self.machine, self.recipe_hash = directory / "state", machine, recipe_hash
+
+    def save(
+        self, model: nn.Module, position: Position, *, metrics_bytes: int, optimization: dict[str, Any] | None
+    ) -> None:
+        """Put the run's state on disk; all processes call it. StorageError when it cannot be written.
+
+        The run itself goes on as if nothing had been saved.
+        """
+        generators = self.machine.gather(generator_states(self.machine.device))
+        problem: str | None = None
+        if self.machine.is_main:
+            facts = self._facts(model, position, metrics_bytes=metrics_bytes)
+            try:
+                self._write(model, facts, optimization, {"generators": generators})
+            except (OSError, RuntimeError, _safetensor_error()) as error:
+                problem = str(error)
+                shutil.rmtree(self.directory / _UNFINISHED, ignore_errors=True)
+        problem = self.machine.gather(problem)[0]
+        if problem is not None:
+            raise StorageError(
+                "the run's state cannot be saved",
+                where=str(self.directory),
+                found=problem,
+                fix="make room or choose another --out; the state saved before is complete: continue it with --resume",
+            )
+
+    def _facts(self, model: nn.Module, position: Position, *, metrics_bytes: int) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "phase": position.phase,
+            "step": position.step,
+            "recipe": self.recipe_hash,
+            "teacher": conversion(model).teacher,
+            "processes": self.machine.world,
+            "torch": torch.__version__,
+            "metrics_bytes": metrics_bytes,
+            "model": live_facts(model),
+        }
+
+    def _write(
+        self, model: nn.Module, facts: dict[str, Any], optimization: dict[str, Any] | None, generators: dict[str, Any]
+    ) -> None:
+        from safetensors.torch import save_file
+
+        final = self.directory / f"{facts['phase']}-{facts['step']}"
+        if final.exists():
+            return
+        new = self.directory / _UNFINISHED
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        save_file(live_tensors(model), new / "model.safetensors")
+        if optimization is not None:
+            torch.save(optimization, new / "optimization.pt")
+        torch.save(generators, new / "generators.pt")
+        (new / "state.json").write_text(json.dumps(facts, indent=1))
+        for path in [*new.iterdir(), new]:
+            _flush(path)
+        new.rename(final)
+        _flush(self.directory)
+        for older in self.directory.iterdir():
+            if older != final:
+                shutil.rmtree(older, ignore_errors=True)
+
+    def load(self, model: nn.Module) -> Snapshot | None:
+        """The latest complete state, written into `model`; None where there is none.
+
+        UsageError when it belongs to another recipe, teacher or number of processes; StorageError when damaged.
+        """
+        found = self._latest()
+        if found is None:
+            return None
+        try:
+            facts = json.loads((found / "state.json").read_text())
+            self._check(facts, model)
+            restore_structure(model, facts["model"])
+            restore_tensors(model, found / "model.safetensors")
+            restore_facts(model, facts["model"])
+            optimization = found / "optimization.pt"
+            running = optimization.exists()
+            generators = torch.load(found / "generators.pt", weights_only=True)["generators"]
+            return Snapshot(
+                position=Position(phase=facts["phase"], step=facts["step"]),
+                metrics_bytes=facts["metrics_bytes"],
+                optimization=torch.load(optimization, weights_only=True, map_location="cpu") if running else None,
+                generators=generators[self.machine.rank] if running else None,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, _safetensor_error()) as error:
+            raise StorageError(
+                "the saved state is damaged",
+                where=str(found),
+                found=error,
+                fix="start over without --resume",
+            ) from error
+
+    def _latest(self) -> Path | None:
+        if not self.directory.is_dir():
+            return None
+        found = [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
+        return max(found, key=lambda path: tuple(map(int, path.name.split("-"))), default=None)
+
+    def _check(self, facts: dict[str, Any], model: nn.Module) -> None:
+        expected = {
+            "schema": SCHEMA,
+            "recipe": self.recipe_hash,
+            "teacher": conversion(model).teacher,
+            "processes": self.machine.world,
+        }
+        for name, value in expected.items():
+            if facts[name] != value:
+                raise UsageError(
+                    f"the saved state belongs to another {name}",
+                    where=str(self.directory),
+                    found=facts[name],
+                    expected=value,
+                    fix="continue with what the run was started with, or start over without --resume",
+                )
+        if facts["torch"] != torch.__version__:
+            log.warning(
+                "the run was started with torch %s and continues with %s: not bit for bit the same run",
+                facts["torch"],
+                torch.__version__,
+            )
+
+    def discard(self) -> None:
+        """Remove all states, once they are not needed any more."""
+        if self.machine.is_main:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def has_state(directory: Path) -> bool:
+    """Whether an interrupted run can be continued in `directory`."""
+    state = directory / "state"
+    return state.is_dir() and any(_NAME.fullmatch(path.name) for path in state.iterdir())
+
+
+def _flush(path: Path) -> None:
+    """Have the disk keep a file or a directory entry, so that a rename never outruns what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _safetensor_error() -> type[Exception]:
+    from safetensors import SafetensorError
+
+    return SafetensorError

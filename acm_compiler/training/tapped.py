@@ -1,0 +1,162 @@
+"""Phases that train each site by itself against the unmodified network: one pass of it feeds all of them.
+
+The model runs under no_grad in eval mode and every ACM passes its dense region's output on. Each site's loss is
+computed from that site's input and output when they come by, and its backward runs at once: one site's graph is alive
+at a time, whatever the depth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from acm_compiler.acm import ACM
+from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.data.batch import Batch
+from acm_compiler.inputs import call_model
+from acm_compiler.tasks import Task
+from acm_compiler.training.machine import Machine
+from acm_compiler.training.modes import in_mode
+from acm_compiler.training.phase import Backward, Figures, unique
+
+# site -> its figures as `SiteObjective.loss` gives them, summed over a step
+Sums = dict[str, list[float]]
+
+
+class SiteObjective(Protocol):
+    """What a tapped phase trains, and by which loss."""
+
+    @property
+    def name(self) -> str:
+        """The phase's name in the recipe."""
+
+    def prepare(self, acm: ACM) -> None:
+        """Get a site ready when the phase starts."""
+
+    def parameters(self, acm: ACM) -> Iterable[nn.Parameter]:
+        """What is trained of one site."""
+
+    def width(self, acm: ACM) -> int:
+        """m, the number of figures that `loss` gives for this site."""
+
+    def loss(self, acm: ACM, x_TD: Tensor, o_TO: Tensor, *, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss summed over real tokens, with its graph, and figures [m] summed over them, for one call of a site.
+
+        x_TD is the site's input, o_TO the dense region's output, real_T marks real tokens (None: all).
+        """
+
+    def figures(self, sums: Sums, losses: dict[str, float]) -> Figures:
+        """The figures of a step, from each site's summed figures and its mean loss per token."""
+
+    def complete(self, acm: ACM) -> None:
+        """Note on a site that the phase has run to its end."""
+
+
+class TappedPhase:
+    """A `Phase` that trains every site of a model by a `SiteObjective`."""
+
+    answers = False
+    same_noise = True
+
+    def __init__(self, model: nn.Module, objective: SiteObjective, task: Task, machine: Machine, *, batch: int) -> None:
+        self.model, self.objective, self.task, self.machine = model, objective, task, machine
+        self.acms = sites(model)
+        self.parameters = unique(p for acm in self.acms.values() for p in objective.parameters(acm))
+        plan = conversion(model).plan
+        # losses are sums until the step ends; a constant near their number of tokens keeps fp16 gradients in range
+        self.units = {name: max(1.0, plan.site(name).tokens / plan.model.batch * batch) for name in self.acms}
+        self.sums = self._no_sums()
+
+    @property
+    def name(self) -> str:
+        """The objective's."""
+        return self.objective.name
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, the model answers as the unmodified network."""
+        for acm in self.acms.values():
+            self.objective.prepare(acm)
+        with in_mode(self.model, training=False):
+            try:
+                yield
+            finally:
+                for acm in self.acms.values():
+                    acm.tap = None
+
+    def _no_sums(self) -> dict[str, Tensor]:
+        """Per site zeros for the loss, the tokens, and the objective's figures."""
+        device = self.machine.device
+        return {name: torch.zeros(2 + self.objective.width(acm), device=device) for name, acm in self.acms.items()}
+
+    def run(self, batch: Batch, *, backward: Backward, last: bool) -> None:
+        """One forward of the unmodified network; a backward at every site on the way."""
+        mask = self.task.mask(batch)
+        for acm in self.acms.values():
+            acm.tap = self._tap(backward)
+        with torch.no_grad(), batch_context(self.model, mask=mask), self.machine.autocast():
+            call_model(self.model, self.task.inputs(batch))
+
+    def _tap(self, backward: Backward) -> Callable[[ACM, Tensor, Tensor], None]:
+        def tap(acm: ACM, x: Tensor, output: Tensor) -> None:
+            real_T = acm.mask_of(x)
+            with torch.enable_grad():
+                total, shown = self.objective.loss(acm, x.flatten(0, -2), output.flatten(0, -2), real_T=real_T)
+                with self.machine.full_precision():
+                    backward(total / self.units[acm.name])
+            tokens = x.shape[:-1].numel() if real_T is None else real_T.sum()
+            head = torch.stack([total.detach(), torch.as_tensor(tokens, device=total.device)])
+            self.sums[acm.name] += torch.cat([head.float(), shown.detach().float()])
+
+        return tap
+
+    def finish(self) -> Figures:
+        """Gradients become those of the mean over all real tokens of all processes, site by site."""
+        flat = self.machine.total(torch.cat(list(self.sums.values()))).tolist()
+        sums: Sums = {}
+        for name, own in self.sums.items():
+            sums[name], flat = flat[: len(own)], flat[len(own) :]
+        self.sums = self._no_sums()
+        scaled: set[int] = set()
+        for name, acm in self.acms.items():
+            factor = self.units[name] / max(1.0, sums[name][1])
+            # what sites share, they share for the same tokens: it is scaled once
+            fresh = [p for p in self.objective.parameters(acm) if id(p) not in scaled]
+            _scale_gradients(fresh, factor, world=self.machine.world)
+            scaled.update(map(id, fresh))
+        called = {name: values for name, values in sums.items() if values[1]}
+        losses = {name: values[0] / values[1] for name, values in called.items()}
+        bad = next((name for name, loss in losses.items() if not math.isfinite(loss)), None)
+        if bad is not None:
+            return Figures(terms={}, not_finite=f"the loss of site {bad}")
+        if not losses:
+            return Figures(terms={}, not_finite="no token reached a site; the loss")
+        return self.objective.figures({name: values[1:] for name, values in called.items()}, losses)
+
+    def complete(self) -> None:
+        """Tell every site."""
+        for acm in self.acms.values():
+            self.objective.complete(acm)
+
+
+def _scale_gradients(parameters: list[nn.Parameter], factor: float, *, world: int) -> None:
+    """Sum the gradients over processes and multiply them. DDP does not see a backward per site (DECISIONS 16)."""
+    if world > 1:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if world > 1:
+        works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+        for work in works:
+            assert work is not None
+            work.wait()
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

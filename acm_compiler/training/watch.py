@@ -1,0 +1,84 @@
+"""Looking at the gates while they learn: collapsed ones, and a budget that was missed."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+
+from acm_compiler.training.phase import Figures
+
+log = logging.getLogger(__name__)
+
+WINDOW = 50  # optimizer steps at the end of a phase
+COLLAPSED = 0.999  # share of tokens on one choice
+MISSED = 0.01
+
+
+class Watch:
+    """Keeps the figures of the last steps of a phase and warns at its end."""
+
+    def __init__(self) -> None:
+        self._recent: deque[Figures] = deque(maxlen=WINDOW)
+
+    def see(self, figures: Figures) -> None:
+        """Add one step."""
+        self._recent.append(figures)
+
+    @property
+    def reached(self) -> float | None:
+        """The mean share of learner MACs over the last steps."""
+        shares = [figures.reached for figures in self._recent if figures.reached is not None]
+        return sum(shares) / len(shares) if shares else None
+
+    def collapsed(self) -> dict[str, int]:
+        """The sites with a choice of k where all tokens took the same one, and which, counted from 0."""
+        found = {}
+        for site, counts in self._counts().items():
+            total, most = sum(counts), max(counts)
+            if len(counts) > 1 and total and most >= COLLAPSED * total:
+                found[site] = counts.index(most)
+        return found
+
+    def _counts(self) -> dict[str, list[float]]:
+        total: dict[str, list[float]] = {}
+        for figures in self._recent:
+            for site, counts in figures.choices.items():
+                before = total.get(site, [0.0] * len(counts))
+                total[site] = [a + b for a, b in zip(before, counts, strict=True)]
+        return total
+
+
+REMEDIES: Mapping[str, str] = {
+    "gate": "change labels.tau of the gate phase (larger: fewer learners), or distill for longer",
+    "finetune": "raise entropy and diversity of the finetune phase, lower its lr, or raise its temperature",
+}
+
+
+def warn_of_collapse(watch: Watch, phase: str, k_min: Mapping[str, int]) -> None:
+    """Warn where a gate gives every token the same k: such a site adapts to nothing. `k_min` is that of every site."""
+    collapsed = watch.collapsed()
+    if collapsed:
+        named = [f"{site} (k = {k_min[site] + choice})" for site, choice in collapsed.items()]
+        shown = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+        log.warning(
+            "%s: %d of %d gates run the same k for every token: %s\n  %s",
+            phase,
+            len(collapsed),
+            len(k_min),
+            shown,
+            REMEDIES[phase],
+        )
+
+
+def warn_of_missed_budget(watch: Watch, budget: float) -> None:
+    """Warn where finetuning ended at another budget than it was asked for."""
+    reached = watch.reached
+    if reached is not None and abs(reached - budget) > MISSED:
+        log.warning(
+            "finetune: the gates spend %.3f of the learner MACs in training, asked for %.3f\n"
+            "  raise the weight `budget` of the finetune phase, or train it for longer; "
+            "set_budget serves this and other budgets all the same, by the measured table",
+            reached,
+            budget,
+        )

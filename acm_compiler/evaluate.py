@@ -1,0 +1,219 @@
+"""Measuring one model at several budgets: what it answers, and what that costs (SURFACE 2).
+
+Every batch is loaded once and run in every setting, so that all of them, and the dense model, see the same examples.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.budgets import parse_budget
+from acm_compiler.control import FixedK, set_budget, set_k
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.data import Batch
+from acm_compiler.errors import DataError, NoDenseRegion
+from acm_compiler.inputs import call_model
+from acm_compiler.measure import undisturbed
+from acm_compiler.report.bootstrap import standard_error
+from acm_compiler.report.evaluation import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
+from acm_compiler.report.tally import Tally
+from acm_compiler.tasks import Task
+from acm_compiler.usage import record
+
+Setting = float | str | FixedK
+_VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    task: Task,
+    *,
+    budgets: Sequence[Setting],
+    dense: nn.Module | None = None,
+) -> Evaluation:
+    """The metric and the modelled MACs of `model` in each setting, in one pass over `batches`.
+
+    budgets: shares of learner MACs (or texts as `set_budget` takes them); a `FixedK` overrules the gates instead.
+    dense: the model before conversion, to compare with. None: the dense regions are run inside today's trunk where
+    they are kept, which is the original model as long as the trunk was not trained; else nothing is compared.
+    Mode, choices and budget of the model come back at the end. An example is grouped by `batch["source"]`, if any.
+    Raises DataError without examples, and before the first batch BudgetUnreachable, NoBudgetTable, SitesNotFitted.
+    """
+    runs = _Runs(model, task, dense)
+    with undisturbed(model), _evaluating(dense):
+        # a budget that cannot be set is refused before any data is read
+        plan = conversion(model).plan
+        tallies = [(setting, _apply(model, setting), Tally(plan, seed=i)) for i, setting in enumerate(budgets)]
+        for batch in batches:
+            on_device = runs.take(batch)
+            for setting, _, tally in tallies:
+                _apply(model, setting)
+                runs.measure(on_device, tally)
+    return _evaluation(runs, tallies)
+
+
+def every_k(model: nn.Module) -> tuple[FixedK, ...]:
+    """Every k that all tokens can be made to run, from the smallest k_min to the largest N; none without learners."""
+    acms = sites(model).values()
+    if any(acm.state == "dense" for acm in acms):
+        return ()
+    return tuple(FixedK(k) for k in range(min(acm.k_min for acm in acms), max(acm.count for acm in acms) + 1))
+
+
+def with_progress(batches: Iterable[Batch], what: str, *, total: int | None = None) -> Iterator[Batch]:
+    """The same batches, with a progress bar on stderr if that is a terminal; `total`: how many there will be."""
+    from tqdm import tqdm
+
+    yield from tqdm(batches, desc=what, total=total, unit="batch", disable=None, leave=False)
+
+
+def first_examples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+    """The first `count` examples; the last batch is cut."""
+    left = count
+    for batch in batches:
+        size = _size(batch)
+        yield batch if size <= left else {name: value[:left] for name, value in batch.items()}
+        left -= size
+        if left <= 0:
+            return
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part in a measurement."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class _Runs:
+    """Runs the two models on batches and keeps what does not depend on the setting."""
+
+    def __init__(self, model: nn.Module, task: Task, dense: nn.Module | None) -> None:
+        self.model, self.task, self.dense = model, task, dense
+        self.device = next(iter(sites(model).values())).k_lo.device
+        self.dense_from: DenseFrom | None = "original" if dense is not None else None
+        if dense is None and all(acm.dense is not None for acm in sites(model).values()):
+            self.dense_from = "regions"
+        self._dense_scores: list[Tensor] = []
+        self._groups: list[Tensor] = []
+        self.masked = False
+
+    def take(self, batch: Batch) -> Batch:
+        """The batch on the model's device, after the dense model has answered it."""
+        batch = {name: value.to(self.device) for name, value in batch.items()}
+        first = sum(len(group) for group in self._groups)
+        self._groups.append(batch["source"].cpu() if "source" in batch else torch.arange(first, first + _size(batch)))
+        if self.dense_from is not None:
+            with _dense_regions(self.model) if self.dense is None else ExitStack():
+                output = call_model(self.dense or self.model, self.task.inputs(batch))
+            self._dense_scores.append(self.task.score(output, batch).cpu())
+        return batch
+
+    def measure(self, batch: Batch, tally: Tally) -> None:
+        """One forward in the setting that holds now."""
+        with batch_context(self.model, mask=self.task.mask(batch)), record(self.model) as usage:
+            output = call_model(self.model, self.task.inputs(batch))
+        tally.add(usage, self.task.score(output, batch).cpu(), batch)
+        self.masked |= usage.masked
+
+    @property
+    def groups(self) -> Tensor:
+        """The source of each example, [E]; DataError without examples."""
+        if not self._groups:
+            raise DataError("no examples to evaluate on")
+        return torch.cat(self._groups)
+
+    @property
+    def dense_scores(self) -> Tensor | None:
+        """The dense model's score of each example, [E]."""
+        return torch.cat(self._dense_scores) if self._dense_scores else None
+
+
+def _apply(model: nn.Module, setting: Setting) -> float | int:
+    """Set it; returns the budget asked for as a share of learner MACs, or k."""
+    if isinstance(setting, FixedK):
+        set_k(model, setting.k)
+        return setting.k
+    set_budget(model, setting)
+    return parse_budget(setting, conversion(model))
+
+
+def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float | int, Tally]]) -> Evaluation:
+    groups_E, dense_E = runs.groups, runs.dense_scores
+    budgets, fixed = [], []
+    for setting, asked, tally in tallies:
+        found = tally.result(groups_E, dense_E)
+        if isinstance(setting, FixedK):
+            fixed.append(FixedResult(k=int(asked), **found))
+        else:
+            budgets.append(BudgetResult(asked=float(asked), **found))
+    facts = conversion(runs.model).plan.model
+    return Evaluation(
+        metric=MetricResult(
+            name=runs.task.metric,
+            dense=None if dense_E is None else float(dense_E.double().mean()),
+            dense_error=None if dense_E is None else standard_error(dense_E, groups_E),
+            dense_from=runs.dense_from,
+        ),
+        budgets=tuple(budgets),
+        fixed=tuple(fixed),
+        n=len(groups_E),
+        groups=len(groups_E.unique()),
+        masked=runs.masked,
+        model=facts.cls,
+        dense_macs=facts.dense_macs / facts.batch,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        versions=versions(),
+    )
+
+
+@contextmanager
+def _dense_regions(model: nn.Module) -> Iterator[None]:
+    """While open, every ACM answers by the dense region it replaced. NoDenseRegion where one is gone."""
+    acms = list(sites(model).values())
+    tapped = next((acm.name for acm in acms if acm.tap is not None), None)
+    if tapped is not None:
+        raise NoDenseRegion("another phase is looking into this model now", where=tapped, fix="evaluate after it")
+    for acm in acms:
+        acm.tap = _ignore
+    try:
+        yield
+    finally:
+        for acm in acms:
+            acm.tap = None
+
+
+def _ignore(acm: nn.Module, x: Tensor, output: Tensor) -> None:
+    pass
+
+
+@contextmanager
+def _evaluating(dense: nn.Module | None) -> Iterator[None]:
+    """The dense model in eval mode, if there is one; its modes come back at the end."""
+    modules: list[Any] = [] if dense is None else list(dense.modules())
+    training = [module.training for module in modules]
+    try:
+        if dense is not None:
+            dense.eval()
+        yield
+    finally:
+        for module, was_training in zip(modules, training, strict=True):
+            module.training = was_training
+
+
+def _size(batch: Batch) -> int:
+    return len(next(iter(batch.values())))

@@ -1,0 +1,40 @@
+"""What goes into a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from acm_compiler.plans import Plan
+from acm_compiler.report import wording
+from acm_compiler.report.evaluation import BudgetResult, Evaluation
+from acm_compiler.report.load_maps import LoadMaps
+
+CLOSE = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The facts of one report; `no_maps` says why there are no load maps, where there are none."""
+
+    title: str
+    description: str = ""
+    evaluation: Evaluation
+    plan: Plan
+    maps: LoadMaps | None = None
+    no_maps: str = ""
+
+
+def headline_budget(found: Evaluation) -> BudgetResult | None:
+    """The cheapest budget close to the dense model, else the best one; None where no budget was measured."""
+    close = [b for b in found.budgets if is_close(b, found)]
+    if close:
+        return min(close, key=lambda b: b.model_share)
+    return max(found.budgets, key=lambda b: b.metric, default=None)
+
+
+def is_close(budget: BudgetResult, found: Evaluation) -> bool:
+    """Whether the metric is at most three points below the dense model's (3 % of it for what is no share)."""
+    dense = found.metric.dense
+    if dense is None:
+        return False
+    return budget.metric >= dense - CLOSE * (1 if wording.is_share(found.metric.name) else abs(dense))

@@ -1,0 +1,123 @@
+"""The chart of accuracy over cost: the gates at every budget, a fixed k, and the dense model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from acm_compiler.report import wording
+from acm_compiler.report.evaluation import BudgetResult, Evaluation, FixedResult, Result
+from acm_compiler.report.figures import dress, dress_top, new_figure
+from acm_compiler.report.theme import Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDE, _NARROW = (7.2, 4.1), (3.7, 3.9)
+_Z95 = 1.96
+
+
+def cost_chart(found: Evaluation, theme: Theme, *, narrow: bool = False) -> Figure:
+    """The metric over the share of the dense model's MACs; `narrow` for phones."""
+    figure = new_figure(*(_NARROW if narrow else _WIDE))
+    axes = figure.add_subplot()
+    dress(axes, theme)
+    axes.grid(axis="y", color=theme.line, linewidth=0.8)
+    low, high = _bounds(found)
+    _draw_gates(axes, found, theme)
+    _draw_fixed(axes, found.fixed, theme, low=low)
+    _draw_dense(axes, found, theme)
+    axes.set_ylim(low, high)
+    axes.set_xlim(*_reach(found, low))
+    axes.set_xlabel("MACs, share of the dense model (modelled)")
+    axes.set_ylabel(f"{found.metric.name} (measured)")
+    axes.xaxis.set_major_formatter(lambda x, _: wording.percent(x, 0))
+    if wording.is_share(found.metric.name):
+        axes.yaxis.set_major_formatter(lambda y, _: wording.percent(y, 0 if high - low > 0.04 else 1))
+    _mark_budgets(axes, found.budgets, theme, narrow=narrow)
+    figure.legend(loc="outside upper left", ncols=1 if narrow else 3, frameon=False, labelcolor=theme.ink, fontsize=9)
+    return figure
+
+
+def _mark_budgets(axes: Axes, budgets: Sequence[BudgetResult], theme: Theme, *, narrow: bool) -> None:
+    """The budgets asked for, on an axis of their own above the plot; those too close to the last are left out."""
+    left, right = axes.get_xlim()
+    room = (0.11 if narrow else 0.06) * (right - left)
+    shown: list[BudgetResult] = []
+    for budget in sorted(budgets, key=lambda b: b.model_share):
+        if not shown or budget.model_share - shown[-1].model_share >= room:
+            shown.append(budget)
+    top = axes.secondary_xaxis("top")
+    top.set_xticks([b.model_share for b in shown], [f"{b.asked:.2f}" for b in shown])
+    top.set_xlabel("budget" if narrow else "budget (share of the learners' MACs)", fontsize=9, labelpad=5)
+    dress_top(top, theme)
+    for budget in shown:
+        axes.axvline(budget.model_share, color=theme.line, linewidth=0.8, zorder=0)
+
+
+def _results(found: Evaluation) -> tuple[Result, ...]:
+    return (*found.budgets, *found.fixed)
+
+
+def _bounds(found: Evaluation) -> tuple[float, float]:
+    """The part of the metric worth looking at: what the gates reach, and as much again below."""
+    gates = [whisker for result in found.budgets for whisker in (*_whiskers(found, result), result.metric)]
+    best = max([*(r.metric for r in _results(found)), *gates, found.metric.dense or -float("inf")])
+    lowest = min(gates or [r.metric for r in found.fixed])
+    span = max(best - lowest, 0.02 * abs(best), 1e-6)
+    shown = min([lowest, *(r.metric for r in found.fixed if r.metric > lowest - span)])
+    pad = max(0.12 * (best - shown), 0.02 * abs(best), 1e-6)
+    return shown - 1.2 * pad, best + pad
+
+
+def _reach(found: Evaluation, low: float) -> tuple[float, float]:
+    """The part of the cost axis that holds what is shown, to the nearest tenth outwards."""
+    shares = [r.model_share for r in _results(found) if r.metric >= low]
+    return max(0.0, math.floor(10 * min(shares) - 0.3) / 10), max(1.05, 1.05 * max(shares))
+
+
+def _whiskers(found: Evaluation, result: Result) -> tuple[float, float]:
+    """The ends of the 95 % interval: of the difference to the dense model where it is known, else of the metric."""
+    if result.difference is not None and found.metric.dense is not None:
+        return found.metric.dense + result.difference.low, found.metric.dense + result.difference.high
+    return result.metric - _Z95 * result.metric_error, result.metric + _Z95 * result.metric_error
+
+
+def _draw_dense(axes: Axes, found: Evaluation, theme: Theme) -> None:
+    dense = found.metric.dense
+    if dense is not None:
+        axes.axhline(dense, color=theme.muted, linewidth=1, linestyle=(0, (1, 2.5)), zorder=1)
+        axes.plot([1], [dense], "D", color=theme.dense, markersize=7, label="dense model", zorder=4)
+
+
+def _draw_gates(axes: Axes, found: Evaluation, theme: Theme) -> None:
+    results: Sequence[BudgetResult] = sorted(found.budgets, key=lambda b: b.model_share)
+    x, y = [b.model_share for b in results], [b.metric for b in results]
+    for result in results:
+        axes.plot(
+            [result.model_share] * 2, _whiskers(found, result), color=theme.gates, alpha=0.35, linewidth=5, zorder=2
+        )
+    axes.plot(x, y, "-o", color=theme.gates, linewidth=2, markersize=6, label="gates choose k, at a budget", zorder=5)
+
+
+def _draw_fixed(axes: Axes, results: Sequence[FixedResult], theme: Theme, *, low: float) -> None:
+    if not results:
+        return
+    results = sorted(results, key=lambda f: f.model_share)
+    x, y = [f.model_share for f in results], [f.metric for f in results]
+    style: dict[str, Any] = {"color": theme.fixed, "linewidth": 1.5, "markersize": 5, "markerfacecolor": "none"}
+    axes.plot(x, y, "--s", label="every token runs k learners", zorder=3, **style)
+    for result in results:
+        if result.metric > low:
+            axes.annotate(
+                f"k = {result.k}",
+                (result.model_share, result.metric),
+                xytext=(6, -12),
+                textcoords="offset points",
+                color=theme.fixed,
+                fontsize=9,
+                zorder=6,
+                bbox={"facecolor": theme.surface, "edgecolor": "none", "alpha": 0.8, "pad": 0.8},
+            )

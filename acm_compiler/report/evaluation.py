@@ -1,0 +1,205 @@
+"""What an evaluation found: one model at several budgets, beside the dense model and beside a fixed k.
+
+Everything here is frozen plain data that survives a JSON round trip; it is what `acmc eval --json` prints, what a
+run keeps as `eval.json`, and all that a report needs to know. Shares are shares of learner MACs unless they are
+called model shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from acm_compiler.errors import StorageError
+
+SCHEMA = 1
+FILE = "eval.json"
+DenseFrom = Literal["original", "regions", "recorded"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A mean and its 95 % bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricResult:
+    """The metric (larger is better) and what the dense model reaches, None where it could not be run.
+
+    `dense_from`: "original" the model before conversion, "regions" the dense regions inside today's trunk,
+    "recorded" a number measured earlier, on the same examples or not.
+    """
+
+    name: str
+    dense: float | None
+    dense_error: float | None = None
+    dense_from: DenseFrom | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteUse:
+    """How one site was used: its share of its own learner MACs, and how many tokens ran k = 0, 1, ..., N.
+
+    `foreground_ratio` is mean k on foreground over mean k on background tokens, where the data tells them apart.
+    """
+
+    name: str
+    share: float
+    tokens_by_k: tuple[int, ...]
+    foreground_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForegroundUse:
+    """Mean k on foreground over mean k on background patches, and the same after shuffling k over the patches.
+
+    Every picture counts alike, so that the shuffled ratio is 1 but for noise. `error`s are bootstrap standard errors.
+    """
+
+    on: float
+    off: float
+    ratio: float
+    ratio_error: float
+    shuffled: float
+    shuffled_error: float
+    examples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The model in one setting.
+
+    reached: mean over examples of their MAC-weighted shares; pooled: share over all tokens together. MACs are of the
+    whole model, per example: modelled by counting executed learners, gates included. `difference` is metric minus
+    dense metric, paired over examples.
+    """
+
+    reached: float
+    pooled: float
+    metric: float
+    metric_error: float
+    difference: Interval | None = None
+    model_share: float
+    macs_mean: float
+    macs_p5: float
+    macs_p95: float
+    per_site: tuple[SiteUse, ...] = ()
+    foreground: ForegroundUse | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetResult(Result):
+    """The gates at one budget: `asked` is the share of learner MACs that was set."""
+
+    asked: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedResult(Result):
+    """The gates overruled: every token ran `k` learners, or its site's nearest bound."""
+
+    k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """All results on one data set; n examples from `groups` independent sources.
+
+    `masked`: a padding mask was known, and padding counts nowhere. `dense_macs` is the dense model's per example.
+    """
+
+    schema: int = SCHEMA
+    metric: MetricResult
+    budgets: tuple[BudgetResult, ...]
+    fixed: tuple[FixedResult, ...] = ()
+    n: int
+    groups: int
+    masked: bool
+    model: str
+    dense_macs: float
+    date: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; SURFACE 2 names the main keys."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """The same as text: what `eval.json` holds."""
+        return json.dumps(self.as_json(), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Evaluation:
+        """The evaluation that `to_json` wrote; StorageError when it is something else or of a newer schema."""
+        from pydantic import TypeAdapter, ValidationError
+
+        found = _schema_of(text)
+        if found != SCHEMA:
+            raise StorageError(
+                "an evaluation that cannot be read",
+                found=f"schema {found}",
+                expected=f"schema {SCHEMA}",
+                fix="measure again: acmc eval DIR",
+            )
+        try:
+            return TypeAdapter(Evaluation).validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise StorageError(
+                "an evaluation that misses or misnames an entry",
+                found=f"{place}: {first['msg']}",
+                fix="measure again: acmc eval DIR",
+            ) from None
+
+
+def _schema_of(text: str) -> object:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None
+    return document.get("schema") if isinstance(document, dict) else None
+
+
+def save_evaluation(directory: Path, evaluation: Evaluation) -> Path:
+    """Write `eval.json` into the directory, whole or not at all; returns its path. StorageError."""
+    path = directory / FILE
+    write_whole(path, evaluation.to_json().encode())
+    return path
+
+
+def load_evaluation(directory: Path) -> Evaluation | None:
+    """The directory's `eval.json`, None when there is none; StorageError when it cannot be read."""
+    path = directory / FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError("an evaluation that cannot be read", where=str(path), found=str(error)) from None
+    return Evaluation.from_json(text)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, then rename it; nothing half-written stays. StorageError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(
+            "a result could not be written",
+            where=str(path),
+            found=error.strerror or str(error),
+            fix="make room, or choose a directory that can be written to",
+        ) from None

@@ -1,0 +1,95 @@
+"""Figures as files: drawn by matplotlib's own objects, with no state shared between calls."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from acm_compiler.errors import PackageMissing
+from acm_compiler.report.theme import FONT, Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axes._secondary_axes import SecondaryAxis
+    from matplotlib.figure import Figure
+
+_PNG_DPI = 200
+_PAD = 0.1
+
+
+def require_matplotlib() -> None:
+    """Raise PackageMissing, naming the extra, when there is no matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise PackageMissing(
+            "a report needs matplotlib, which is not installed", fix="pip install 'acm_compiler[viz]'"
+        ) from None
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """While open, figures are made in the report's style; matplotlib's own settings come back at the end."""
+    import matplotlib
+
+    style: dict[Any, Any] = {
+        "font.family": "DejaVu Sans",
+        "font.size": 10,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "acm_compiler",
+        "text.parse_math": False,  # a user's `$` is a dollar
+    }
+    with matplotlib.rc_context(style):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches, on a transparent ground."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=_PAD, h_pad=_PAD))
+    figure.patch.set_alpha(0)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def dress(axes: Axes, theme: Theme) -> None:
+    """The frame of a plot: quiet lines, left and below only."""
+    axes.set_facecolor("none")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(theme.line)
+    axes.tick_params(colors=theme.muted, labelcolor=theme.muted, length=3)
+    axes.xaxis.label.set_color(theme.muted)
+    axes.yaxis.label.set_color(theme.muted)
+    axes.set_axisbelow(True)
+
+
+def dress_top(axes: SecondaryAxis, theme: Theme) -> None:
+    """An axis above a plot, as quiet as the others."""
+    axes.spines["top"].set_visible(False)
+    axes.tick_params(colors=theme.gates, labelcolor=theme.gates, length=0, labelsize=9)
+    axes.xaxis.label.set_color(theme.gates)
+
+
+def settle(figure: Figure) -> None:
+    """Lay the figure out once and for all, for figures that are saved in several formats."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
+def as_svg(figure: Figure) -> bytes:
+    """The figure as SVG: the same bytes for the same figure, its text as text in the page's font."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "acm_compiler"})
+    return out.getvalue().replace("'DejaVu Sans'", FONT.replace('"', "'")).encode()
+
+
+def as_png(figure: Figure, ground: str) -> bytes:
+    """The figure as PNG on an opaque ground."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=_PNG_DPI, facecolor=ground, metadata={"Software": None})
+    return out.getvalue()

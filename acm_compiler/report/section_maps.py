@@ -1,0 +1,100 @@
+"""The page's load maps, and whether they follow what is in the pictures."""
+
+from __future__ import annotations
+
+from acm_compiler.report import wording
+from acm_compiler.report.contents import Report
+from acm_compiler.report.evaluation import Evaluation
+from acm_compiler.report.load_maps import LoadMaps, is_small, overlay, picture_png
+from acm_compiler.report.markup import Child, Markup, image, table, tag
+from acm_compiler.report.theme import load_scale
+
+_STOPS = 9
+
+
+def maps_section(report: Report) -> Markup:
+    """Pictures beside their load maps at several budgets; a sentence instead where there are none."""
+    maps = report.maps
+    if maps is None:
+        return tag("section", tag("h2", "Where the learners run"), tag("p", _reason(report)), _foreground(report))
+    return tag(
+        "section",
+        tag("h2", "Where the learners run"),
+        tag(
+            "p",
+            "Each patch is coloured by the mean share of learners that it ran (k / N), over "
+            f"{_which(maps)}. All maps share one scale.",
+        ),
+        tag("figure", tag("div", _grid(maps), _scale(maps), class_="card"), tag("figcaption", _caption(report))),
+        _foreground(report),
+    )
+
+
+def _reason(report: Report) -> str:
+    return f"There are no load maps in this report: {report.no_maps or 'the model does not take pictures'}."
+
+
+def _which(maps: LoadMaps) -> str:
+    if maps.sites == maps.of_sites:
+        return f"all {maps.sites} sites"
+    return f"the {maps.sites} of {maps.of_sites} sites whose tokens have a place in the picture"
+
+
+def _caption(report: Report) -> str:
+    shown = list(report.maps.loads) if report.maps else []
+    left_out = [b.asked for b in report.evaluation.budgets if b.asked not in shown and b.asked >= 1]
+    return "At budget 1 every patch runs all learners, so it has no map." if left_out else ""
+
+
+def _grid(maps: LoadMaps) -> Markup:
+    head = tag("tr", tag("th", "picture", scope="col"), *(tag("th", f"{b:.2f}", scope="col") for b in maps.loads))
+    rows = []
+    for example in range(len(maps.pictures)):
+        cells = [tag("td", image(picture_png(maps.pictures[example]), "png", f"example {example + 1}"))]
+        for budget, load in maps.loads.items():
+            low, high = float(load[example].min()), float(load[example].max())
+            alt = f"load map of example {example + 1} at budget {budget:.2f}: k / N from {low:.2f} to {high:.2f}"
+            cells.append(tag("td", image(picture_png(overlay(maps, budget, example)), "png", alt)))
+        rows.append(tag("tr", *cells))
+    small = " squares" if is_small(maps.pictures[0]) else ""
+    return tag("table", tag("thead", head), tag("tbody", *rows), class_=f"maps{small}")
+
+
+def _scale(maps: LoadMaps) -> Markup:
+    from matplotlib.colors import to_hex
+
+    stops = ",".join(to_hex(load_scale()(i / (_STOPS - 1))) for i in range(_STOPS))
+    low, high = maps.scale
+    bar = tag("i", style=f"background:linear-gradient(90deg,{stops})")
+    return tag("div", f"k / N = {low:.2f}", bar, f"{high:.2f}", class_="scale")
+
+
+def _foreground(report: Report) -> Markup | None:
+    rows = _foreground_rows(report.evaluation)
+    if not rows:
+        return None
+    text = (
+        "Mean k over patches that hold a part of the object, against the background. As a control, the same k are "
+        "shuffled over the patches of each picture: then the ratio must be 1. ± is one standard error."
+    )
+    headers = ["budget", "k on the object", "k on background", "ratio", "ratio when shuffled"]
+    return tag(
+        "div",
+        tag("h3", "Object against background"),
+        tag("p", text),
+        table(headers, rows, label="k on the object and on the background"),
+    )
+
+
+def _foreground_rows(found: Evaluation) -> list[list[Child]]:
+    return [
+        [
+            f"{b.asked:.2f}",
+            f"{b.foreground.on:.2f}",
+            f"{b.foreground.off:.2f}",
+            wording.ratio(b.foreground.ratio, b.foreground.ratio_error),
+            wording.ratio(b.foreground.shuffled, b.foreground.shuffled_error),
+        ]
+        for b in found.budgets
+        if b.foreground is not None and b.reached < 1
+    ]

@@ -1,0 +1,79 @@
+"""The page's table of sites: what each is, and how many learners its tokens ran at every budget."""
+
+from __future__ import annotations
+
+from acm_compiler.cost import site_cost
+from acm_compiler.report import wording
+from acm_compiler.report.contents import Report, headline_budget
+from acm_compiler.report.evaluation import BudgetResult, SiteUse
+from acm_compiler.report.markup import Child, Markup, table, tag
+from acm_compiler.report.theme import colours_of_k, key_of_k
+
+
+def sites_section(report: Report) -> Markup:
+    """One row per site, with a stacked bar of k for every budget."""
+    budgets, sites = report.evaluation.budgets, report.plan.sites
+    compared = _compared(report)
+    shared = shared_start([site.name for site in sites])
+    headers = ["site", *(f"budget {b.asked:.2f}" for b in budgets)]
+    headers += [f"object ratio at {compared.asked:.2f}"] if compared else []
+    headers += ["kind", "learners", "k", "share of all MACs"]
+    rows = [_row(report, index, site.name.removeprefix(shared), compared) for index, site in enumerate(sites)]
+    start = f" All names start with “{shared}”, left out here." if shared else ""
+    return tag(
+        "section",
+        tag("h2", f"What {wording.count(len(rows), 'site')} did"),
+        tag(
+            "p",
+            "A site is an MLP or a projection that was replaced by learners and a gate. Bars: the share of its tokens "
+            f"that ran k learners. Below each bar, its share of its own learner MACs.{start}",
+        ),
+        _legend([site.learners for site in sites]),
+        table(headers, rows, label="sites", class_="wide"),
+    )
+
+
+def shared_start(names: list[str]) -> str:
+    """What all names start with, up to a dot or underscore; empty for a single name."""
+    length = 0
+    while len(names) > 1 and len({name[: length + 1] for name in names}) == 1 and length < len(names[0]):
+        length += 1
+    start = names[0][:length]
+    return start[: max(start.rfind("."), start.rfind("_")) + 1]
+
+
+def _row(report: Report, index: int, name: str, compared: BudgetResult | None) -> list[Child]:
+    site = report.plan.sites[index]
+    cells: list[Child] = [name, *(_bar(budget.per_site[index]) for budget in report.evaluation.budgets)]
+    if compared is not None:
+        ratio = compared.per_site[index].foreground_ratio
+        cells.append("-" if ratio is None else f"{ratio:.2f}")
+    kind = site.kind.replace("_", " ") + (f" {site.role}" if site.role else "")
+    macs = site_cost(site).dense_macs / report.plan.model.dense_macs
+    learners = f"{site.learners} × {site.width}"
+    return [*cells, kind, learners, f"{site.k_min}–{site.learners}", wording.percent(macs)]
+
+
+def _compared(report: Report) -> BudgetResult | None:
+    """The budget whose object ratio is shown site by site: the headline's, or the dearest that has one."""
+    known = [b for b in report.evaluation.budgets if b.foreground is not None and b.reached < 1]
+    best = headline_budget(report.evaluation)
+    return best if best in known else max(known, key=lambda b: b.asked, default=None)
+
+
+def _bar(site: SiteUse) -> Markup:
+    total = max(1, sum(site.tokens_by_k))
+    shares = [tokens / total for tokens in site.tokens_by_k]
+    colours = colours_of_k(len(shares) - 1)
+    parts = [
+        tag("i", style=f"width:{100 * share:.1f}%;background:{colour}")
+        for share, colour in zip(shares, colours, strict=True)
+        if share > 0
+    ]
+    spoken = ", ".join(f"k = {k}: {share:.0%}" for k, share in enumerate(shares) if share > 0)
+    return Markup(tag("div", *parts, class_="bar", role="img", aria_label=spoken, title=spoken) + f"{site.share:.2f}")
+
+
+def _legend(learners: list[int]) -> Markup:
+    items = [tag("li", tag("i", style=f"background:{colour}"), label) for label, colour in key_of_k(learners)]
+    return tag("ul", *items, class_="legend", aria_label="colours of k")

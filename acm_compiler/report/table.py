@@ -1,0 +1,67 @@
+"""An evaluation as the text table that `acmc eval` prints."""
+
+from __future__ import annotations
+
+from tabulate import tabulate
+
+from acm_compiler.report import wording
+from acm_compiler.report.evaluation import BudgetResult, Evaluation, Result
+
+_NEAR = 0.01
+
+
+def evaluation_table(found: Evaluation) -> str:
+    """Budgets, then fixed k, then the dense model, with what was measured and on how many examples."""
+    name = found.metric.name
+    rows = [[f"{b.asked:.2f}", f"{b.reached:.3f}", *_row(b, name)] for b in found.budgets]
+    rows += [[f"k = {f.k}", f"{f.reached:.3f}", *_row(f, name)] for f in found.fixed]
+    rows.append(
+        ["dense", "", wording.percent(1.0), wording.macs(found.dense_macs), wording.score(found.metric.dense, name), ""]
+    )
+    headers = [
+        "budget",
+        "reached",
+        "model share",
+        "MACs per example [p5, p95]",
+        name,
+        f"to dense, {wording.unit_of_difference(name)}",
+    ]
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",) * 6)
+    return "\n".join([table, _basis(found), *_foreground(found), *_missed(found.budgets)])
+
+
+def _row(result: Result, metric: str) -> list[str]:
+    return [
+        wording.percent(result.model_share),
+        wording.macs_spread(result.macs_mean, result.macs_p5, result.macs_p95),
+        wording.score(result.metric, metric),
+        wording.difference(result.difference, metric),
+    ]
+
+
+def _basis(found: Evaluation) -> str:
+    sources = "" if found.groups == found.n else f" from {wording.count(found.groups, 'source')}"
+    return (
+        f"{found.metric.name} measured on {wording.count(found.n, 'example')}{sources}, ± half of a 95 % interval "
+        "over sources; MACs modelled: learners that ran, gates included"
+    )
+
+
+def _foreground(found: Evaluation) -> list[str]:
+    lines = []
+    for budget in found.budgets:
+        use = budget.foreground
+        if use is not None and budget.reached < 1:
+            ratio = wording.ratio(use.ratio, use.ratio_error)
+            control = wording.ratio(use.shuffled, use.shuffled_error)
+            what = "mean k on the foreground over mean k on the background"
+            lines.append(f"budget {budget.asked:.2f}: {what} {ratio}; k shuffled over patches {control}")
+    return lines
+
+
+def _missed(budgets: tuple[BudgetResult, ...]) -> list[str]:
+    return [
+        f"budget {b.asked:.2f} was missed by {b.reached - b.asked:+.3f}: the table of knobs was measured on other data"
+        for b in budgets
+        if abs(b.reached - b.asked) > _NEAR
+    ]

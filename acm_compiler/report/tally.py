@@ -1,0 +1,89 @@
+"""What one setting of a model did over all examples, added up batch by batch.
+
+Shapes: B examples of a batch, E of all batches, S tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acm_compiler.cost import macs_per_learner
+from acm_compiler.plans import Plan
+from acm_compiler.report.bootstrap import paired_difference, standard_error
+from acm_compiler.report.evaluation import SiteUse
+from acm_compiler.report.foreground import ForegroundTally, foreground_of
+from acm_compiler.usage import Usage
+
+
+class Tally:
+    """Scores, shares and MACs of every example, and how many tokens of every site ran how many learners.
+
+    `seed` is that of its foreground control, which should differ from setting to setting.
+    """
+
+    def __init__(self, plan: Plan, *, seed: int = 0) -> None:
+        self._plan, self._seed = plan, seed
+        self._scores: list[Tensor] = []
+        self._shares: list[Tensor] = []
+        self._macs: list[Tensor] = []
+        self._tokens_by_k = {site.name: torch.zeros(site.learners + 1, dtype=torch.long) for site in plan.sites}
+        self._foreground: ForegroundTally | None = None
+
+    def add(self, usage: Usage, score_B: Tensor, batch: dict[str, Tensor]) -> None:
+        """Add what one forward used and how it scored."""
+        self._scores.append(score_B)
+        self._shares.append(usage.shares)
+        self._macs.append(usage.macs)
+        used = usage.k
+        for name, k_BS in used.items():
+            counts = self._tokens_by_k[name]
+            counts += torch.bincount(k_BS[k_BS >= 0].long(), minlength=len(counts)).cpu()
+        mask = foreground_of(batch)
+        if mask is not None:
+            self._foreground = self._foreground or ForegroundTally(self._plan, self._seed)
+            self._foreground.add(used, mask)
+
+    def result(self, groups_E: Tensor, dense_E: Tensor | None) -> dict[str, Any]:
+        """The fields of a `Result`; groups_E names each example's source, dense_E is the dense model's scores."""
+        scores, macs = torch.cat(self._scores), torch.cat(self._macs)
+        percentiles = torch.quantile(macs, torch.tensor([0.05, 0.95], dtype=macs.dtype))
+        facts = self._plan.model
+        return {
+            "reached": float(torch.cat(self._shares).mean()),
+            "pooled": self._pooled(),
+            "metric": float(scores.double().mean()),
+            "metric_error": standard_error(scores, groups_E),
+            "difference": None if dense_E is None else paired_difference(scores, dense_E, groups_E),
+            "model_share": float(macs.mean()) * facts.batch / facts.dense_macs,
+            "macs_mean": float(macs.mean()),
+            "macs_p5": float(percentiles[0]),
+            "macs_p95": float(percentiles[1]),
+            "per_site": tuple(self._site(name) for name in self._tokens_by_k),
+            "foreground": self._foreground.result(groups_E) if self._foreground else None,
+        }
+
+    def _site(self, name: str) -> SiteUse:
+        counts = self._tokens_by_k[name]
+        return SiteUse(
+            name=name,
+            share=_mean_k(counts) / (len(counts) - 1),
+            tokens_by_k=tuple(counts.tolist()),
+            foreground_ratio=self._foreground.site_ratio(name) if self._foreground else None,
+        )
+
+    def _pooled(self) -> float:
+        run = full = 0.0
+        for site in self._plan.sites:
+            counts = self._tokens_by_k[site.name]
+            tokens = int(counts.sum())
+            run += _mean_k(counts) * tokens * macs_per_learner(site)
+            full += site.learners * tokens * macs_per_learner(site)
+        return run / full if full else 0.0
+
+
+def _mean_k(counts: Tensor) -> float:
+    k = torch.arange(len(counts))
+    return float((k * counts).sum() / counts.sum().clamp_min(1))

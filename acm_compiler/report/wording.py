@@ -1,0 +1,71 @@
+"""How numbers are written for people: the same on the command line, in charts and on the page."""
+
+from __future__ import annotations
+
+from acm_compiler.cost_table import unit_of
+from acm_compiler.report.evaluation import Interval
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share for people: 71.4 %."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric counts right answers, so that it reads best in percent."""
+    return metric.endswith("accuracy")
+
+
+def score(value: float | None, metric: str) -> str:
+    """A metric: 91.2 %, or four digits for what is no share; a dash where it is unknown."""
+    if value is None:
+        return "-"
+    return percent(value) if is_share(metric) else f"{value:.4g}"
+
+
+def difference(found: Interval | None, metric: str) -> str:
+    """A difference of metrics and half of its 95 % interval, in points for shares: −0.8 ± 0.5."""
+    if found is None:
+        return "-"
+    half = (found.high - found.low) / 2
+    return f"{signed(found.mean, metric)} ± {100 * half:.1f}" if is_share(metric) else f"{found.mean:+.3g} ± {half:.2g}"
+
+
+def signed(value: float, metric: str) -> str:
+    """A difference with its sign, in points for shares: −0.8."""
+    text = f"{100 * value:+.1f}" if is_share(metric) else f"{value:+.3g}"
+    return text.replace("-", "−")
+
+
+def unit_of_difference(metric: str) -> str:
+    """What a difference is counted in."""
+    return "points" if is_share(metric) else metric
+
+
+def macs(value: float) -> str:
+    """MACs in the unit that reads best: 11.0 GMACs."""
+    unit, scale = unit_of(value)
+    return f"{value / scale:.3g} {unit}"
+
+
+def macs_of(value: float, whole: float) -> str:
+    """A part of the dense model's MACs, in one unit: 4.39 of the dense model's 8.36 MMACs."""
+    unit, scale = unit_of(whole)
+    return f"{value / scale:.3g} of the dense model's {whole / scale:.3g} {unit}"
+
+
+def macs_spread(mean: float, low: float, high: float) -> str:
+    """Mean and 5th to 95th percentile in one unit: 11.0 GMACs [9.8, 12.1]."""
+    unit, scale = unit_of(mean)
+    return f"{mean / scale:.2f} {unit} [{low / scale:.2f}, {high / scale:.2f}]"
+
+
+def ratio(value: float, error: float) -> str:
+    """A ratio and its standard error: 1.523 ± 0.016."""
+    digits = 3 if error == 0 or error >= 1e-3 else 4
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def count(number: int, noun: str) -> str:
+    """Thousands apart, and the noun in its number: 10,800 examples."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

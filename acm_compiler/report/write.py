@@ -1,0 +1,73 @@
+"""A report's files: the page, and its charts by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from acm_compiler.report import wording
+from acm_compiler.report.contents import Report
+from acm_compiler.report.cost_chart import cost_chart
+from acm_compiler.report.evaluation import Evaluation, write_whole
+from acm_compiler.report.figures import as_png, as_svg, drawing, require_matplotlib, settle
+from acm_compiler.report.k_chart import k_chart
+from acm_compiler.report.load_maps import load_chart
+from acm_compiler.report.markup import Markup, data_uri, image, tag
+from acm_compiler.report.page import page
+from acm_compiler.report.theme import DARK, LIGHT
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PHONE, _DARK = "(max-width:600px)", "(prefers-color-scheme:dark)"
+
+
+def write_report(directory: Path, report: Report) -> Path:
+    """Write `index.html` and the charts (PNG and SVG) into `directory`; returns the page's path.
+
+    PackageMissing without matplotlib, StorageError where nothing can be written.
+    """
+    require_matplotlib()
+    found, maps = report.evaluation, report.maps
+    with drawing():
+        files = _both("accuracy_over_cost", lambda: cost_chart(found, LIGHT))
+        if found.budgets:
+            files |= _both("learners_per_site", lambda: k_chart(found, LIGHT))
+        if maps is not None:
+            files |= _both("load_maps", lambda: load_chart(maps, LIGHT))
+        picture = _cost_picture(found, files["accuracy_over_cost.svg"])
+        files["index.html"] = page(report, picture).encode()
+    for name, content in files.items():
+        write_whole(directory / name, content)
+    return directory / "index.html"
+
+
+def _both(name: str, draw: Callable[[], Figure]) -> dict[str, bytes]:
+    figure = draw()
+    settle(figure)
+    return {f"{name}.png": as_png(figure, LIGHT.surface), f"{name}.svg": as_svg(figure)}
+
+
+def _cost_picture(found: Evaluation, wide_light: bytes) -> Markup:
+    """The chart in four versions, of which a browser shows the one for its width and colours."""
+    sources = [
+        tag("source", media=media, srcset=data_uri(as_svg(cost_chart(found, theme, narrow=narrow)), "svg+xml"))
+        for media, theme, narrow in (
+            (f"{_PHONE} and {_DARK}", DARK, True),
+            (_DARK, DARK, False),
+            (_PHONE, LIGHT, True),
+        )
+    ]
+    return tag("picture", *sources, image(wide_light, "svg+xml", _cost_alt(found)))
+
+
+def _cost_alt(found: Evaluation) -> str:
+    name = found.metric.name
+    points = "; ".join(
+        f"budget {b.asked:.2f}: {wording.percent(b.model_share)} of the dense MACs, {wording.score(b.metric, name)}"
+        for b in found.budgets
+    )
+    return (
+        f"{name} over the share of the dense model's MACs. {points}. Dense: {wording.score(found.metric.dense, name)}."
+    )

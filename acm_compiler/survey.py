@@ -1,0 +1,96 @@
+"""Looking at a model: its sites, its look-alikes and its own costs, without touching it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.dump import dump
+from acm_compiler.errors import AlreadyRewritten
+from acm_compiler.inputs import Inputs, call_model, split_inputs
+from acm_compiler.passes.capture import Capture, capture
+from acm_compiler.passes.dense_macs import count_macs, not_counted
+from acm_compiler.passes.find_sites import Match, match_sites
+from acm_compiler.passes.layout import find_layouts
+from acm_compiler.passes.normalize import normalized
+from acm_compiler.passes.untouched import untouched
+from acm_compiler.plans import ModelFacts, fingerprint
+from acm_compiler.site import Layout, Site, Skip
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What looking at a model brings: its sites, its look-alikes, and the dense model's own costs."""
+
+    sites: tuple[Site, ...]
+    skipped: tuple[Skip, ...]
+    capture: Capture
+    model: ModelFacts
+
+
+def look(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] | None = None) -> Findings:
+    """normalize -> capture -> find sites -> layouts; the model is as it was afterwards."""
+    if any(isinstance(module, ACM) for module in model.modules()):
+        raise AlreadyRewritten(
+            "this model holds ACMs already", fix="plan the original model, or acm.revert(model) first"
+        )
+    with normalized(model) as seen:
+        graph = capture(seen, example_inputs)
+        dump("00_captured.py", lambda: graph.graph.python_code("self").src)
+        matches, skipped = match_sites(seen, graph)
+        layouts = find_layouts(seen, example_inputs, graph) if matches else {}
+    _LOG.info("%d sites, %d look-alikes, seen by the %s", len(matches), len(skipped), graph.method)
+    found = tuple(changed(match.site, layout=_layout(match, layouts)) for match in matches)
+    dump("10_sites.txt", lambda: "\n".join(map(str, (*found, *skipped))))
+    return Findings(
+        sites=found, skipped=tuple(skipped), capture=graph, model=_facts(model, example_inputs, graph, source)
+    )
+
+
+def torch_macs(model: nn.Module, example_inputs: Inputs) -> int | None:
+    """MACs of one forward by torch's FlopCounterMode (FLOPs / 2), None where it cannot run this model."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    try:
+        with untouched(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), counter:
+            call_model(model, example_inputs)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AssertionError, NotImplementedError) as error:
+        _LOG.debug("FlopCounterMode does not run this model: %s", error)
+        return None
+    return counter.get_total_flops() // 2
+
+
+def _layout(match: Match, layouts: Mapping[str, Layout | None]) -> Layout | None:
+    """The layout that all runs of a site have in common."""
+    known = {layouts.get(run.x) for run in match.runs}
+    return known.pop() if len(known) == 1 else None
+
+
+def _facts(model: nn.Module, inputs: Inputs, graph: Capture, source: Mapping[str, Any] | None) -> ModelFacts:
+    shapes = [tuple(t.shape) for t in _tensors(inputs)]
+    return ModelFacts(
+        fingerprint=fingerprint(model),
+        cls=f"{type(model).__module__}.{type(model).__qualname__}",
+        source=None if source is None else dict(source),
+        inputs=", ".join(" x ".join(map(str, shape)) for shape in shapes),
+        batch=shapes[0][0] if shapes and shapes[0] else 1,
+        dense_macs=sum(count_macs(graph).values()),
+        dense_params=sum(p.numel() for p in model.parameters()),
+        not_counted=not_counted(graph),
+    )
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    args, kwargs = split_inputs(inputs)
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

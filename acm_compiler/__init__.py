@@ -1,0 +1,91 @@
+"""acm_compiler: turn a trained transformer into one that serves every compute budget.
+
+    import acm_compiler as acm
+
+    plan = acm.plan(model, example_inputs)
+    model = acm.rewrite(model, plan)
+    acm.set_budget(model, 0.4)
+
+Names are imported when they are first used, so that importing the package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from acm_compiler.batch_context import batch
+    from acm_compiler.calibration import calibrate, recalibrate, sensitivity
+    from acm_compiler.checkpoint import load, save
+    from acm_compiler.control import relax, set_budget, set_k
+    from acm_compiler.conversion import sites
+    from acm_compiler.errors import AcmError
+    from acm_compiler.loss_terms import losses
+    from acm_compiler.passes.revert import finalize, revert
+    from acm_compiler.passes.rewrite import rewrite
+    from acm_compiler.pipeline import plan
+    from acm_compiler.plans import Plan
+    from acm_compiler.recipe.schema import SiteRule
+    from acm_compiler.site_status import status
+    from acm_compiler.usage import record
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AcmError": "errors",
+    "Plan": "plans",
+    "SiteRule": "recipe.schema",
+    "batch": "batch_context",
+    "calibrate": "calibration",
+    "finalize": "passes.revert",
+    "load": "checkpoint",
+    "losses": "loss_terms",
+    "plan": "pipeline",
+    "recalibrate": "calibration",
+    "record": "usage",
+    "relax": "control",
+    "revert": "passes.revert",
+    "rewrite": "passes.rewrite",
+    "save": "checkpoint",
+    "sensitivity": "calibration",
+    "set_budget": "control",
+    "set_k": "control",
+    "sites": "conversion",
+    "status": "site_status",
+}
+
+__all__ = [
+    "AcmError",
+    "Plan",
+    "SiteRule",
+    "batch",
+    "calibrate",
+    "finalize",
+    "load",
+    "losses",
+    "plan",
+    "recalibrate",
+    "record",
+    "relax",
+    "revert",
+    "rewrite",
+    "save",
+    "sensitivity",
+    "set_budget",
+    "set_k",
+    "sites",
+    "status",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

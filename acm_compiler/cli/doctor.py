@@ -1,0 +1,96 @@
+"""`acmc doctor`: what is installed, what it runs on, and whether the parts see each other."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import entry_points
+from typing import Any
+
+import typer
+
+from acm_compiler.cli.output import JsonOption, Output
+
+_DISTRIBUTIONS = ("acm_compiler", "torch", "torchvision", "triton", "transformers", "timm", "accelerate")
+_COMPILERS = ("g++", "clang++", "c++")
+_BACKEND = "acm"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("doctor", help="Show versions, devices, backend, compiler, recipes.")(doctor)
+
+
+def doctor(json: JsonOption = False) -> None:
+    """Print the facts; exit code 1 when something is broken that every run needs."""
+    out = Output(json=json)
+    versions, devices, backend = _versions(), _devices(), _backend()
+    compiler, recipes = _compiler(), _recipes()
+    rows = [(name, version or "not installed") for name, version in versions.items()]
+    rows += [("device", device) for device in devices]
+    rows += [("backend", backend["error"] or f"torch.compile(model, backend={_BACKEND!r}) finds it")]
+    rows += [("C++ compiler", compiler or "none found: torch.compile needs one on the CPU")]
+    rows += [("recipes", ", ".join(recipes) or "none found")]
+    out.table(rows)
+    problems = _problems(backend, recipes)
+    facts = {"versions": versions, "devices": devices, "backend": backend, "compiler": compiler, "recipes": recipes}
+    out.document({**facts, "problems": problems})
+    for problem in problems:
+        out.error(problem)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _versions() -> dict[str, str | None]:
+    from acm_compiler.recipe.resolved import installed_version
+
+    return {"python": platform.python_version(), **{name: installed_version(name) for name in _DISTRIBUTIONS}}
+
+
+def _devices() -> list[str]:
+    import torch
+
+    cpu = f"cpu ({torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()})"
+    cuda = [f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(torch.cuda.device_count())]
+    return [cpu, *cuda]
+
+
+def _backend() -> dict[str, Any]:
+    """Whether torch finds the backend by its name, and whether that leads to a function."""
+    found = entry_points(group="torch_dynamo_backends", name=_BACKEND)
+    if not found:
+        return {"visible": False, "error": f"torch does not see {_BACKEND!r}: no entry point is installed"}
+    try:
+        next(iter(found)).load()
+    except (ImportError, AttributeError) as error:
+        return {"visible": True, "error": f"{_BACKEND!r} is installed but cannot be loaded: {error}"}
+    return {"visible": True, "error": None}
+
+
+def _compiler() -> str | None:
+    """The C++ compiler that torch would take, and its version."""
+    for name in (os.environ.get("CXX"), *_COMPILERS):
+        path = shutil.which(name) if name else None
+        if path is not None:
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20)
+            return f"{path} ({answer.stdout.splitlines()[0]})" if answer.stdout else path
+    return None
+
+
+def _recipes() -> list[str]:
+    from acm_compiler.errors import StorageError
+    from acm_compiler.recipe import shipped_recipes
+
+    try:
+        return list(shipped_recipes())
+    except StorageError:
+        return []
+
+
+def _problems(backend: dict[str, Any], recipes: list[str]) -> list[str]:
+    problems = [backend["error"]] if backend["error"] else []
+    if not recipes:
+        problems.append("the shipped recipes are missing")
+    return [f"{problem}; reinstall acm_compiler" for problem in problems]

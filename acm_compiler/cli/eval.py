@@ -1,0 +1,138 @@
+"""`acmc eval DIR`: what a saved model answers and what it costs, at several budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from acm_compiler.cli.output import JsonOption, Output
+
+if TYPE_CHECKING:
+    from acm_compiler.cli.saved_run import SavedRun
+    from acm_compiler.evaluate import Setting
+    from acm_compiler.report.evaluation import Evaluation
+
+_BATCH = 128
+_WHOLE = 1.0
+BatchOption = Annotated[int, typer.Option("--batch", min=1, metavar="B", help="Examples per forward.")]
+CodeOption = Annotated[
+    bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("eval", help="Measure a saved model at several budgets.")(evaluate)
+
+
+def evaluate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
+    budgets: Annotated[
+        str | None, typer.Option(metavar="B,B,…", help="Shares of learner MACs such as .25,.5,1; unset: the recipe's.")
+    ] = None,
+    examples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Measure on N examples only, drawn at random.")
+    ] = None,
+    batch: BatchOption = _BATCH,
+    allow_code: CodeOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Print the metric and the cost at each budget, and keep them in the folder."""
+    from acm_compiler.cli.saved_run import open_saved_run
+    from acm_compiler.report.table import evaluation_table
+
+    output = Output(json=json)
+    run = open_saved_run(directory, allow_code=allow_code)
+    asked = None if budgets is None else _parse(budgets)
+    found = measure(run, output, budgets=asked, examples=examples, batch=batch)
+    keep(run.directory, found, output)
+    output.say(evaluation_table(found))
+    output.document(found.as_json())
+
+
+def measure(
+    run: SavedRun,
+    output: Output,
+    *,
+    budgets: Sequence[Setting] | None = None,
+    examples: int | None = None,
+    batch: int = _BATCH,
+) -> Evaluation:
+    """The evaluation of a saved run; `budgets` None means those of its recipe that it can reach, and every fixed k."""
+    from acm_compiler.data import BatchStream
+    from acm_compiler.evaluate import evaluate, every_k, first_examples, with_progress
+
+    task, data = run.task(), run.data()
+    settings = [*(_own_budgets(run, output) if budgets is None else budgets), *every_k(run.model)]
+    count = len(data) if examples is None else min(examples, len(data))  # type: ignore[arg-type]
+    stream = BatchStream(dataset=data, batch=batch, shuffle=examples is not None)
+    batches = with_progress(first_examples(stream.epoch(), count), "evaluate", total=-(-count // batch))
+    found = evaluate(run.model, batches, task, budgets=settings, dense=run.dense)
+    return found if run.dense is not None else _with_recorded(found, run, output)
+
+
+def keep(directory: Path, found: Evaluation, output: Output) -> None:
+    """Write `eval.json`, unless the folder has an evaluation on more examples; a folder that cannot be written to is
+    no failure, since the result is printed."""
+    from acm_compiler.errors import StorageError
+    from acm_compiler.report.evaluation import FILE, load_evaluation, save_evaluation
+
+    try:
+        before = load_evaluation(directory)
+        if before is not None and before.n > found.n:
+            output.note(f"{directory / FILE} stays as it was: it was measured on {before.n:,} examples")
+        else:
+            save_evaluation(directory, found)
+    except StorageError as error:
+        output.warn(str(error))
+
+
+def _parse(text: str) -> list[float | str]:
+    """Budgets by commas: shares, or texts as `acm.set_budget` takes them."""
+    from acm_compiler.errors import UsageError
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise UsageError("no budgets given", where="--budgets", found=repr(text), expected="such as .25,.5,1")
+    return [_number(part) for part in parts]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _own_budgets(run: SavedRun, output: Output) -> list[float]:
+    """The budgets that the recipe reports, without those out of reach; all of the learners where none was measured."""
+    from acm_compiler.budgets import TOLERANCE
+    from acm_compiler.conversion import conversion
+
+    owner = conversion(run.model)
+    if owner.table is None:
+        output.note("no phase has measured this model's gates: it is evaluated with all learners, and at every fixed k")
+        return [_WHOLE]
+    wanted = run.recipe.budgets.report if run.recipe else (_WHOLE,)
+    near = [budget for budget in wanted if budget >= owner.table_min - TOLERANCE]
+    if len(near) < len(wanted):
+        output.note(f"budgets below {owner.table_min:.3f} are out of this model's reach, and left out")
+    return near
+
+
+def _with_recorded(found: Evaluation, run: SavedRun, output: Output) -> Evaluation:
+    """The dense metric of an earlier evaluation, where today the dense model is not to be had."""
+    from acm_compiler.report.evaluation import load_evaluation
+
+    output.note(f"the dense model is not compared: {run.no_dense}")
+    before = load_evaluation(run.directory)
+    if found.metric.dense is not None or before is None or before.metric.dense is None:
+        return found
+    metric = dataclasses.replace(
+        found.metric, dense=before.metric.dense, dense_error=before.metric.dense_error, dense_from="recorded"
+    )
+    return dataclasses.replace(found, metric=metric)

@@ -1,0 +1,84 @@
+"""What verbs print: tables and sentences for people, or exactly one JSON document."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+JSON_SCHEMA = 1
+_WANTS_JSON = "acm_compiler.json"
+
+
+def _remember(ctx: typer.Context, wanted: bool) -> bool:
+    if wanted:
+        ctx.meta[_WANTS_JSON] = True  # shared by all contexts of one call: errors are reported by the outermost
+    return wanted
+
+
+JsonOption = Annotated[
+    bool,
+    typer.Option("--json", callback=_remember, is_eager=True, help="Print one JSON document; all else goes to stderr."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a recipe, such as schedule[0].lr=1e-4; repeatable."),
+]
+
+
+def wants_json(ctx: typer.Context) -> bool:
+    """Whether the verb was called with --json."""
+    return bool(ctx.meta.get(_WANTS_JSON))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a verb's words go. With `json`, `document` alone prints the result, and notes still go to stderr."""
+
+    json: bool = False
+
+    def say(self, text: str) -> None:
+        """A sentence of the result, for people."""
+        if not self.json:
+            typer.echo(text)
+
+    def progress(self, text: str) -> None:
+        """How far a long verb has come."""
+        typer.echo(text, err=True)
+
+    def note(self, text: str) -> None:
+        """Something worth knowing that is no result."""
+        self._labelled("note", typer.colors.CYAN, text)
+
+    def warn(self, text: str) -> None:
+        """Something the user should look at."""
+        self._labelled("warning", typer.colors.YELLOW, text)
+
+    def error(self, text: str) -> None:
+        """Why the verb failed."""
+        self._labelled("error", typer.colors.RED, text)
+
+    def table(self, rows: Sequence[Sequence[Any]], headers: Sequence[str] = ()) -> None:
+        """Aligned columns of the result, for people."""
+        from tabulate import tabulate
+
+        self.say(tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True))
+
+    def document(self, facts: Mapping[str, Any]) -> None:
+        """The JSON document of --json; without it, nothing."""
+        if self.json:
+            sys.stdout.write(json.dumps({"schema": JSON_SCHEMA, **facts}, indent=1) + "\n")
+
+    def _labelled(self, label: str, colour: str, text: str) -> None:
+        typer.secho(f"{label}: ", fg=colour, nl=False, err=True, color=_colour())
+        typer.echo(text, err=True)
+
+
+def _colour() -> bool | None:
+    """False where NO_COLOR asks for it; else None, which means: on a terminal only."""
+    return False if os.environ.get("NO_COLOR") else None

@@ -1,0 +1,100 @@
+"""`acmc plan WHAT`: find sites and print the cost report, without weights and without data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from acm_compiler.cli.output import JsonOption, Output, SetOption
+
+if TYPE_CHECKING:
+    from acm_compiler.plans import Plan
+    from acm_compiler.sources import BuiltModel
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("plan", help="Find a model's sites and print what converting them costs.")(plan)
+
+
+def plan(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="A recipe, or a model such as torchvision:vit_b_16.")],
+    sites: Annotated[
+        str | None, typer.Option(help="What to convert: mlp, attn, attn.q, names, globs; by commas.")
+    ] = None,
+    learners: Annotated[int | None, typer.Option(help="Learners per site.")] = None,
+    budget: Annotated[
+        list[float] | None, typer.Option(metavar="B", help="A budget to show; exit 4 if out of reach; repeatable.")
+    ] = None,
+    example: Annotated[
+        str | None, typer.Option("--input", metavar="SHAPE", help="One example, such as 1x3x224x224 or 1x128:int.")
+    ] = None,
+    per_site: Annotated[bool, typer.Option("--per-site", help="Add a row for every site.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
+    overrides: SetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Print the cost report of a recipe or a model."""
+    from acm_compiler.cost_table import BUDGETS, cost_table
+    from acm_compiler.pipeline import example_of
+    from acm_compiler.survey import torch_macs
+
+    output = Output(json=json)
+    built, made = _make(what, sites, learners, example, overrides or [])
+    if out is not None:
+        _write(out, made)
+    if json:
+        output.document(made.as_json())
+    else:
+        counted = torch_macs(built.model, example_of(built))
+        output.say(cost_table(made.cost, budgets=budget or BUDGETS, per_site=per_site, torch_macs=counted))
+    _refuse_empty(made)
+    _refuse_unreachable(made, budget or [])
+
+
+def _make(
+    what: str, sites: str | None, learners: int | None, example: str | None, overrides: list[str]
+) -> tuple[BuiltModel, Plan]:
+    from acm_compiler.cli.what import read_what
+    from acm_compiler.errors import UsageError
+    from acm_compiler.pipeline import plan_model, plan_recipe
+    from acm_compiler.recipe import Recipe
+    from acm_compiler.sources import parse_input
+
+    named = read_what(what, overrides)
+    spec = None if example is None else parse_input(example)
+    if isinstance(named, Recipe):
+        if sites is not None or learners is not None:
+            raise UsageError("--sites and --learners are for models", where=what, fix="use --set sites[0].learners=8")
+        return plan_recipe(named, example=spec)
+    chosen = ("mlp", "attn") if sites is None else tuple(part.strip() for part in sites.split(","))
+    return plan_model(named, sites=chosen, learners=4 if learners is None else learners, example=spec)
+
+
+def _write(path: Path, made: Plan) -> None:
+    from acm_compiler.errors import StorageError
+
+    try:
+        path.write_text(made.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError("the plan cannot be written", where=str(path), found=error.strerror) from error
+
+
+def _refuse_empty(made: Plan) -> None:
+    from acm_compiler.errors import NothingToConvert
+
+    if not made.sites:
+        raise NothingToConvert(
+            "this model has no site that can become an ACM", found=f"{len(made.skipped)} look-alikes, see above"
+        )
+
+
+def _refuse_unreachable(made: Plan, budgets: list[float]) -> None:
+    from acm_compiler.budgets import unreachable
+
+    low, high = made.budget_range
+    for budget in budgets:
+        if not low <= budget <= high:
+            raise unreachable(budget, low)

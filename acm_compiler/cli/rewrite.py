@@ -1,0 +1,66 @@
+"""`acmc rewrite --recipe R`: the main job, from a trained model to a saved model with budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acm_compiler.cli.output import JsonOption, Output, SetOption
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("rewrite", help="Convert a model by a recipe: plan, rewrite, train, evaluate, save.")(rewrite)
+
+
+def rewrite(
+    recipe: Annotated[str, typer.Option("--recipe", metavar="R", help="A YAML file, or the name of a shipped recipe.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the result goes; unset: runs/NAME.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Stop after the plan; needs no weights and no data.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the state in the folder.")] = False,
+    until: Annotated[str | None, typer.Option(metavar="PHASE", help="Stop after this phase.")] = None,
+    strict_budget: Annotated[
+        bool, typer.Option("--strict-budget", help="Exit 4 when a budget is missed by more than .01.")
+    ] = False,
+    overrides: SetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Carry out a recipe."""
+    from acm_compiler.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    output = Output(json=json)
+    if dry_run:
+        from acm_compiler.pipeline import plan_recipe
+
+        _, made = plan_recipe(loaded)
+        output.say(str(made))
+        output.document({"plan": made.as_json()})
+        return
+    from acm_compiler.report.table import evaluation_table
+    from acm_compiler.run_recipe import RunOptions, run_recipe
+
+    directory = out or Path("runs") / loaded.name
+    options = RunOptions(
+        directory=directory,
+        resume=resume,
+        until=until,
+        strict_budget=strict_budget,
+        resume_command=_resume_command(recipe, directory, overrides or []),
+    )
+    evaluation = run_recipe(loaded, options, say=output.progress)
+    if evaluation is not None:
+        output.say(evaluation_table(evaluation))
+        output.document(evaluation.as_json() | {"directory": str(directory)})
+    output.say(f"saved in {directory}")
+
+
+def _resume_command(recipe: str, directory: Path, overrides: list[str]) -> str:
+    import shlex
+
+    changes = [part for override in overrides for part in ("--set", override)]
+    return shlex.join(["acmc", "rewrite", "--recipe", recipe, "--out", str(directory), *changes, "--resume"])

@@ -1,0 +1,140 @@
+"""A run's folder opened again: its model, its recipe, and what that says about task and data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from acm_compiler.errors import AcmError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from acm_compiler.recipe import Recipe
+    from acm_compiler.recipe.datasets import DataConfig
+    from acm_compiler.tasks import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """A saved model, on the device its recipe names, and the model before conversion, None with `no_dense` saying why.
+
+    `recipe` is None for models that were saved without one.
+    """
+
+    directory: Path
+    model: nn.Module
+    recipe: Recipe | None
+    dense: nn.Module | None
+    no_dense: str
+
+    @property
+    def name(self) -> str:
+        """What to call it: the recipe's name, else the folder's."""
+        return self.recipe.name if self.recipe else self.directory.absolute().name
+
+    def task(self) -> Task:
+        """The recipe's task. UsageError when there is none."""
+        from acm_compiler.tasks import open_task
+
+        if self.recipe is None or self.recipe.task is None:
+            raise UsageError(*_misses("task"), where=str(self.directory), fix=_FIX)
+        return open_task(self.recipe.task)
+
+    def data(self) -> Dataset[Any]:
+        """The examples to evaluate on. UsageError when the recipe names none, DataError when they are not here."""
+        from acm_compiler.data import open_dataset
+        from acm_compiler.recipe import expand_paths
+
+        if self.recipe is None or self.recipe.data is None:
+            raise UsageError(*_misses("data"), where=str(self.directory), fix=_FIX)
+        recipe = expand_paths(self.recipe)
+        config: DataConfig = recipe.data.eval  # type: ignore[union-attr]
+        return open_dataset(config, image_size=recipe.image_size(config))
+
+
+_FIX = "evaluate from Python: acm_compiler.evaluate.evaluate(model, batches, task, budgets=[0.25, 0.5])"
+
+
+def _misses(section: str) -> tuple[str]:
+    return (f"the run's recipe says nothing about its {section}",)
+
+
+def open_saved_run(directory: Path, *, allow_code: bool = False) -> SavedRun:
+    """The run in `directory`. Nothing named in it is imported unless `allow_code`; see `acm.load` for the errors."""
+    import torch
+
+    from acm_compiler.checkpoint import load
+
+    recipe = _recipe(directory)
+    if recipe is not None and not allow_code:
+        _refuse_code(directory, recipe)
+    dense, no_dense = _dense(recipe, allow_code)
+    model = load(directory, base_model=dense, allow_code=allow_code)
+    if dense is not None and not _kept_dense(model):
+        dense, no_dense = None, "the model's source now gives other weights than those that were converted"
+    device = torch.device(_device(recipe))
+    return SavedRun(
+        directory=directory,
+        model=model.to(device),
+        recipe=recipe,
+        dense=None if dense is None else dense.to(device),
+        no_dense=no_dense,
+    )
+
+
+def _recipe(directory: Path) -> Recipe | None:
+    from acm_compiler.recipe import load_recipe
+
+    if not directory.is_dir():
+        raise StorageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")
+    file = directory / "recipe.yaml"
+    return load_recipe(file) if file.is_file() else None
+
+
+def _refuse_code(directory: Path, recipe: Recipe) -> None:
+    """A folder that someone else wrote must not make us import functions by naming them."""
+    named = [recipe.task.kind] if recipe.task else []
+    named += [recipe.data.eval.kind] if recipe.data else []
+    functions = [kind for kind in named if kind.startswith("python:")]
+    if functions:
+        raise UsageError(
+            "the run's recipe names functions, which are not imported by themselves",
+            where=str(directory / "recipe.yaml"),
+            found=", ".join(functions),
+            fix="if you trust the folder: --allow-code",
+        )
+
+
+def _dense(recipe: Recipe | None, allow_code: bool) -> tuple[nn.Module | None, str]:
+    """The model before conversion, with its weights; None and the reason where it is not to be had."""
+    from acm_compiler.recipe import expand_paths
+    from acm_compiler.sources import build
+
+    if recipe is None:
+        return None, "the run has no recipe that names it"
+    if recipe.model.source in ("python", "directory") and not allow_code:
+        return None, "it is built by a function, which is imported only with --allow-code"
+    try:
+        return build(expand_paths(recipe).model, example=recipe.input, allow_code=allow_code).model, ""
+    except AcmError as error:
+        return None, error.what
+
+
+def _kept_dense(model: nn.Module) -> bool:
+    """Whether loading found the dense model to be the one that was converted."""
+    from acm_compiler.conversion import sites
+
+    return all(acm.dense is not None for acm in sites(model).values())
+
+
+def _device(recipe: Recipe | None) -> str:
+    import torch
+
+    chosen = recipe.run.device if recipe else "auto"
+    if chosen != "auto":
+        return chosen
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found else "cpu"

@@ -1,0 +1,96 @@
+"""The compiler on one page: look at a model, decide, and say what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import ValidationError
+from torch import nn
+
+from acm_compiler.dump import dump
+from acm_compiler.errors import UsageError
+from acm_compiler.inputs import Inputs
+from acm_compiler.passes.kept_dense import kept_dense
+from acm_compiler.planner import plan_sites
+from acm_compiler.plans import Plan
+from acm_compiler.recipe.schema import GateConfig, ModelConfig, Recipe, SiteRule
+from acm_compiler.site import Skip
+from acm_compiler.sources import BuiltModel, InputSpec, build
+from acm_compiler.survey import Findings, look
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    sites: str | SiteRule | Iterable[str | SiteRule] = ("mlp", "attn"),
+    learners: int = 4,
+    lossless: bool = False,
+    init: Literal["auto", "random"] = "auto",
+    gate: GateConfig | None = None,
+    source: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Find the sites of `model` and decide what becomes of each; nothing stays on the model, weights are not needed.
+
+    example_inputs: tensor | tuple | dict of keyword arguments; MACs are for exactly these.
+    sites: what to convert: "mlp", "attn", "attn.q", a site's name, a glob, "re:...", or `SiteRule`s, of which the last
+    that matches a site decides; learners, lossless and init hold for those given as text.
+    source: how the base model is built again, for models that `acm.load` shall rebuild by itself.
+    A model without sites gives a plan without sites, whose `skipped` say why.
+    Raises CaptureFailed, SelectionError, UsageError, AlreadyRewritten.
+    """
+    rules = _rules(sites, learners=learners, lossless=lossless, init=init)
+    found = look(model, example_inputs, source=source)
+    return decide(found, rules, gate or GateConfig())
+
+
+def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> Plan:
+    """findings -> plan, by the rules."""
+    chosen = plan_sites(found.sites, rules, gate)
+    names = {site.name for site in chosen}
+    left = [
+        Skip(name=s.name, reason="not selected", macs=0, source=s.source) for s in found.sites if s.name not in names
+    ]
+    made = Plan(
+        model=found.model,
+        sites=chosen,
+        skipped=(*found.skipped, *left),
+        kept=tuple(kept_dense(found.capture, chosen, found.skipped)),
+    )
+    dump("20_plan.json", made.to_json)
+    return made
+
+
+def plan_model(
+    model: ModelConfig, *, sites: Sequence[str], learners: int, example: InputSpec | None = None
+) -> tuple[BuiltModel, Plan]:
+    """The model that a reference names, without weights, and its plan."""
+    built = build(model, device="meta", example=example)
+    return built, plan(built.model, example_of(built), sites=sites, learners=learners, source=built.record)
+
+
+def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[BuiltModel, Plan]:
+    """The model of a recipe, without weights, and the plan that the recipe's rules make for it."""
+    built = build(recipe.model, device="meta", example=example or recipe.input)
+    return built, decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
+
+
+def example_of(built: BuiltModel) -> Inputs:
+    """The example inputs of a model that was built; UsageError when nothing said what they are."""
+    if built.example_inputs is None:
+        raise UsageError(
+            "nothing says what one example of this model is",
+            where=str(built.record.get("name")),
+            fix="give --input 1x3x224x224, or the recipe's `input:`",
+        )
+    return built.example_inputs
+
+
+def _rules(sites: str | SiteRule | Iterable[str | SiteRule], **options: Any) -> list[SiteRule]:
+    given = [sites] if isinstance(sites, (str, SiteRule)) else list(sites)
+    try:
+        return [SiteRule(match=(rule,), **options) if isinstance(rule, str) else rule for rule in given]
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UsageError(f"no such rule for sites: {problems}") from None

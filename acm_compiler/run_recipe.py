@@ -1,0 +1,199 @@
+"""The main job: carry out a recipe, from a trained model to a saved model that serves every budget."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.calibration import Options, calibrate_on
+from acm_compiler.checkpoint import check_own_folder, save
+from acm_compiler.control import set_budget
+from acm_compiler.conversion import conversion
+from acm_compiler.data import Batch, BatchStream, open_dataset
+from acm_compiler.dump import dump
+from acm_compiler.errors import BudgetMissed, UsageError
+from acm_compiler.evaluate import Setting, evaluate, every_k, first_examples, with_progress
+from acm_compiler.inputs import call_model
+from acm_compiler.measure import Example, measure_budgets, undisturbed
+from acm_compiler.passes.rewrite import rewrite
+from acm_compiler.pipeline import decide, example_of
+from acm_compiler.plans import Plan
+from acm_compiler.recipe import Recipe, expand_paths, recipe_hash, resolved_yaml
+from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
+from acm_compiler.recipe.phases import CalibratePhase
+from acm_compiler.report.evaluation import Evaluation, save_evaluation
+from acm_compiler.sources import build
+from acm_compiler.survey import look
+from acm_compiler.tasks import Task, open_task
+from acm_compiler.training.job import Job
+from acm_compiler.training.machine import Machine, open_machine
+from acm_compiler.training.schedule import discard_state, run_schedule
+from acm_compiler.usage import record
+
+MISSED = 0.01
+_MEASURED_EXAMPLES = 512
+_WATCHED_EXAMPLES = 1024
+_BATCH = 128
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a recipe is carried out: where, from where on, and how far.
+
+    resume: continue from the state in `directory`. until: the phase after which to stop. strict_budget: a budget
+    missed by more than .01 is an error at the end. resume_command: what an interrupted user is told to type.
+    """
+
+    directory: Path
+    resume: bool = False
+    until: str | None = None
+    strict_budget: bool = False
+    resume_command: str = "acmc rewrite --resume"
+
+
+def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation | None:
+    """load -> plan -> rewrite -> the schedule's phases -> evaluate -> save; the evaluation, None without task and data.
+
+    Nothing of an earlier result in the folder is touched before the new one is complete, but for `state/` and
+    `metrics.jsonl`. Raises every AcmError that its steps raise, and BudgetMissed under `strict_budget`.
+    """
+    recipe = expand_paths(recipe)
+    check_own_folder(options.directory)
+    if recipe.run.threads is not None:
+        torch.set_num_threads(recipe.run.threads)
+    dense, model, plan = convert(recipe)
+    say(str(plan))
+    workshop = Workshop(recipe, open_machine(recipe.run.precision, recipe.run.device), say)
+    if recipe.schedule:
+        run_schedule(model, recipe.schedule, workshop.job(options), resume=options.resume, until=options.until)
+    if not workshop.machine.is_main:
+        return None
+    evaluation = workshop.judge(model, dense) if recipe.data and recipe.task else None
+    save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe)})
+    if evaluation is not None:
+        save_evaluation(options.directory, evaluation)
+    if options.until is None:
+        discard_state(options.directory)
+    if evaluation is not None and options.strict_budget:
+        _refuse_missed(evaluation)
+    return evaluation
+
+
+def convert(recipe: Recipe) -> tuple[nn.Module, nn.Module, Plan]:
+    """load -> plan -> rewrite: the dense model, its rewritten copy, and the plan between them."""
+    torch.manual_seed(recipe.run.seed)
+    built = build(recipe.model, device="cpu", example=recipe.input)
+    plan = decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
+    model = rewrite(built.model, plan)
+    conversion(model).default_budget = recipe.budgets.train
+    dump("30_rewritten.txt", lambda: str(model))
+    return built.model, model, plan
+
+
+class Workshop:
+    """What a recipe's phases and its evaluation need: task, data, and the calls between them."""
+
+    def __init__(self, recipe: Recipe, machine: Machine, say: Say) -> None:
+        self.recipe, self.machine, self.say = recipe, machine, say
+
+    @property
+    def data(self) -> DataSection:
+        """The recipe's data. UsageError when it has none."""
+        if self.recipe.data is None:
+            raise UsageError("phases and evaluation need data", where=self.recipe.name, fix="write a `data:` section")
+        return self.recipe.data
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """The recipe's task. UsageError when it has none."""
+        if self.recipe.task is None:
+            raise UsageError("phases and evaluation need a task", where=self.recipe.name, fix="write a `task:` section")
+        return open_task(self.recipe.task, self._dataset(self.data.train))
+
+    def job(self, options: RunOptions) -> Job:
+        """What the schedule is run with."""
+        stream = functools.partial(
+            BatchStream,
+            dataset=self._dataset(self.data.train),
+            shuffle=True,
+            drop_last=True,
+            workers=self.recipe.run.workers,
+        )
+        return Job(
+            task=self.task,
+            data=stream,
+            run=self.recipe.run,
+            directory=options.directory,
+            budget=self.recipe.budgets.train,
+            recipe_hash=recipe_hash(self.recipe),
+            resume_command=options.resume_command,
+            measure=self.measure,
+            calibrate=self.calibrate,
+            evaluate=self.watch,
+        )
+
+    def measure(self, model: nn.Module) -> None:
+        """Find the knob of every budget on plain training examples, and set the recipe's own budget."""
+        batches = list(self._first(_plain(self.data.train), _MEASURED_EXAMPLES))
+        examples = [(self.task.inputs(batch), self.task.mask(batch)) for batch in batches]
+        table = measure_budgets(model, examples, budgets=self.recipe.budgets.report)
+        set_budget(model, None)
+        shares = [point.share for point in table.points]
+        self.say(f"budgets {shares[0]:.3f} to {shares[-1]:.3f} measured on {table.examples} examples")
+
+    def calibrate(self, model: nn.Module, phase: CalibratePhase, examples: Iterator[Example]) -> None:
+        """Fit learners, gates and budget table in closed form, and set the recipe's own budget."""
+        options = Options(tokens=phase.tokens, budgets=self.recipe.budgets.report, answer=self.task.answer)
+        calibrate_on(model, examples, options=options, progress=self.say)
+
+    def watch(self, model: nn.Module) -> Mapping[str, Any]:
+        """The metric and the budget that the gates reach as they are, on some held-out examples."""
+        scores, shares = [], []
+        with undisturbed(model):
+            for batch in self._first(self.data.eval, _WATCHED_EXAMPLES):
+                with batch_context(model, mask=self.task.mask(batch)), record(model) as usage:
+                    scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))
+                shares.append(usage.shares)
+        return {self.task.metric: float(torch.cat(scores).mean()), "budget": float(torch.cat(shares).mean())}
+
+    def judge(self, model: nn.Module, dense: nn.Module) -> Evaluation:
+        """The finished model at every budget of the recipe, beside the dense one and beside every fixed k."""
+        stream = BatchStream(dataset=self._dataset(self.data.eval), batch=_BATCH, workers=self.recipe.run.workers)
+        settings: list[Setting] = [*self.recipe.budgets.report, *every_k(model)]
+        batches = with_progress(stream.epoch(), "evaluate", total=len(stream))
+        return evaluate(model, batches, self.task, budgets=settings, dense=dense.to(self.machine.device))
+
+    def _first(self, config: DataConfig, count: int) -> Iterator[Batch]:
+        """The first examples of a data set, on the run's device."""
+        stream = BatchStream(dataset=self._dataset(config), batch=_BATCH, seed=self.recipe.run.seed, shuffle=True)
+        for batch in first_examples(stream.epoch(), count):
+            yield {name: value.to(self.machine.device) for name, value in batch.items()}
+
+    def _dataset(self, config: DataConfig) -> Any:
+        return open_dataset(config, image_size=self.recipe.image_size(config))
+
+
+def _plain(config: DataConfig) -> DataConfig:
+    """The same data without augmentation."""
+    if isinstance(config, ImageFolderData):
+        return config.model_copy(update={"augment": "none", "mixup": 0.0, "cutmix": 0.0})
+    return config
+
+
+def _refuse_missed(evaluation: Evaluation) -> None:
+    missed = [budget for budget in evaluation.budgets if abs(budget.reached - budget.asked) > MISSED]
+    if missed:
+        raise BudgetMissed(
+            "the model is saved, but budgets were missed",
+            found=", ".join(f"{b.asked:.3g} reached {b.reached:.3f}" for b in missed),
+            expected=f"within {MISSED}",
+            fix="ask for budgets without --strict-budget, or measure them on data more like the evaluation's",
+        )

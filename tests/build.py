@@ -1,0 +1,97 @@
+"""Small ACMs and plans for tests, built by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from acm_compiler.acm import ACM, Gate, Learners
+from acm_compiler.conversion import Conversion
+from acm_compiler.cost import learner_unit, macs_per_learner
+from acm_compiler.plans import ModelFacts, Plan, PlannedSite
+from acm_compiler.site import Graft, Layout, LinearRef
+
+
+def planned_site(name: str = "mlp", **changes) -> PlannedSite:
+    """An MLP site of 8 -> 32 -> 8 as 4 learners, with a bypass; `changes` replace fields."""
+    values = {
+        "name": name,
+        "kind": "mlp",
+        "d_in": 8,
+        "d_out": 8,
+        "dense_width": 32,
+        "act": "gelu",
+        "first": (LinearRef(weight=f"{name}.0.weight", bias=f"{name}.0.bias"),),
+        "last": LinearRef(weight=f"{name}.2.weight", bias=f"{name}.2.bias"),
+        "residual": True,
+        "tokens": 5,
+        "layout": Layout(),
+        "graft": Graft(kind="W", modules=(name,)),
+        "learners": 4,
+        "width": 8,
+        "k_min": 0,
+        "gate_width": 8,
+        "learner_act": "gelu",
+    }
+    return PlannedSite(**values | changes)
+
+
+def plan_of(*sites: PlannedSite, dense_macs: int | None = None, batch: int = 1) -> Plan:
+    """A plan of these sites, for a model of nothing else unless `dense_macs` says more."""
+    from acm_compiler.cost import site_cost
+
+    total = sum(site_cost(site).dense_macs for site in sites)
+    facts = ModelFacts(
+        fingerprint="0" * 16, cls="tests.Model", dense_macs=dense_macs or total, dense_params=1000, batch=batch
+    )
+    return Plan(model=facts, sites=tuple(sites))
+
+
+def acm_for(site: PlannedSite, *, dtype: torch.dtype = torch.float32, cost: float = 1.0) -> ACM:
+    """A randomly started ACM of that site, gates free to choose."""
+    form = {"mlp": "mlp", "gated_mlp": "gated", "linear": "linear"}[site.kind]
+    learners = Learners(
+        site.d_in,
+        site.d_out,
+        site.learners,
+        site.width,
+        form=form,
+        act=site.learner_act,
+        bias_in=site.has_bias_in,
+        per_k=site.second_layer == "per_k",
+        top=site.has_top,
+        dtype=dtype,
+    )
+    learners.start_random()
+    with torch.no_grad():
+        learners.b_out.normal_()
+        if learners.w_top is not None:
+            learners.w_top.normal_()
+    gate = Gate(site.d_in, site.gate_width, site.columns, dtype=dtype)
+    acm = ACM(gate, learners, name=site.name, k_min=site.k_min, layout=site.layout, cost=cost, dropout=0.0)
+    acm.set_choices(knob=0.0, k_lo=site.k_min, k_hi=site.learners)
+    return acm
+
+
+class Stack(nn.Module):
+    """ACMs one after the other, each with a bypass."""
+
+    def __init__(self, acms: list[ACM]) -> None:
+        super().__init__()
+        self.acms = nn.ModuleList(acms)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for acm in self.acms:
+            x = x + acm(x)
+        return x
+
+
+def stack_of(*sites: PlannedSite, dtype: torch.dtype = torch.float32) -> Stack:
+    """A model of ACMs with their shared conversion."""
+    plan = plan_of(*sites)
+    unit = learner_unit(plan.sites)
+    model = Stack([acm_for(site, dtype=dtype, cost=macs_per_learner(site) / unit) for site in sites])
+    owner = Conversion(plan=plan)
+    for acm in model.acms:
+        acm.conversion = owner
+    return model

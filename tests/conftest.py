@@ -1,0 +1,24 @@
+"""Settings shared by all tests: no network, the same random numbers every time."""
+
+import os
+import signal
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test starts from the same generator state."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible():
+    """A session started in the background ignores Ctrl-C, and what it starts would too: tests send that signal."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)

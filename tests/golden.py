@@ -1,0 +1,16 @@
+"""Texts that are compared with a file; `ACM_ACCEPT=1` writes the file anew."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "goldens"
+
+
+def check(name: str, text: str) -> None:
+    """Assert that `text` is what `goldens/<name>` holds."""
+    path = FOLDER / name
+    if os.environ.get("ACM_ACCEPT"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")

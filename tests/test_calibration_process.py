@@ -1,0 +1,338 @@
+"""`calibrate` as users call it: what it leaves in the model, and that it leaves nothing when it fails."""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import acm_compiler.calibration.process as process
+import acm_compiler.measure as measure
+from acm_compiler.acm.reference import prefix_output
+from acm_compiler.calibration import Options, calibrate, calibrate_on, recalibrate, sensitivity
+from acm_compiler.calibration.examples import masked
+from acm_compiler.calibration.fit_all import in_memory
+from acm_compiler.control import set_budget, set_k
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.errors import (
+    BudgetUnreachable,
+    DataError,
+    LayoutUnknown,
+    NoDenseRegion,
+    NothingRecorded,
+    TrainingFailed,
+    UsageError,
+)
+from acm_compiler.usage import record
+from tests.calibration_tiny import N, make_tiny, texts
+
+DATA = texts(40, batch=8)
+
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch):
+    """Tables of few rows: every row costs many forwards."""
+    monkeypatch.setattr(measure, "GRID", (0.4, 0.7))
+
+
+def quick(**changes) -> Options:
+    return Options(**{"tokens": 200, "gate_steps": 2, "sample": 1000} | changes)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    model = make_tiny()
+    calibrate_on(model, masked(DATA), options=quick(tokens=700, gate_steps=100))
+    return model
+
+
+def answer(model, batch):
+    with torch.no_grad():
+        return model(**batch)[batch["attention_mask"].bool()]
+
+
+def damage(model, batches):
+    dense = make_tiny()
+    return sum(float((answer(model, b) - answer(dense, b)).square().sum()) for b in batches)
+
+
+def everything_of(model):
+    """All that a failed calibration must leave as it was."""
+    owner = conversion(model)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = {name: (module.training, len(module._forward_pre_hooks)) for name, module in model.named_modules()}
+    flags = {name: (p.requires_grad, p.grad is None) for name, p in model.named_parameters()}
+    acms = {
+        name: (acm.state, acm.tap, acm.slot, acm.gate.rule, acm.knob_value, int(acm.k_lo), int(acm.k_hi))
+        for name, acm in sites(model).items()
+    }
+    return tensors, modes, flags, acms, (owner.plan, owner.table, owner.budget, owner.damage)
+
+
+def assert_unchanged(before, model):
+    after = everything_of(model)
+    assert before[0].keys() == after[0].keys()
+    assert all(torch.equal(tensor, after[0][name]) for name, tensor in before[0].items())
+    assert before[1:] == after[1:]
+
+
+def test_the_plan_comes_back_resolved(shared):
+    plan = conversion(shared).plan
+    for site in plan.sites:
+        assert site.state == "learners" and sites(shared)[site.name].state == "learners"
+        assert site.form == ("svd" if site.kind == "linear" else "auto")
+        assert sites(shared)[site.name].gate.rule == "damage"
+
+
+def test_more_learners_come_nearer_to_the_original(shared):
+    model, errors = shared, []
+    for k in range(N + 1):
+        set_k(model, k)
+        errors.append(damage(model, DATA[-4:]))
+    assert all(worse > better for worse, better in itertools.pairwise(errors))
+    assert errors[N] < 0.05 * errors[1]
+
+
+def test_one_model_serves_every_budget(shared):
+    model, errors, reached = shared, [], []
+    budgets = (0.35, 0.5, 0.7, 0.85)
+    for budget in budgets:
+        set_budget(model, budget)
+        with torch.no_grad(), record(model) as usage:
+            for batch in DATA[:12]:
+                model(**batch)
+        reached.append(usage.budget)
+        errors.append(damage(model, DATA[:12]))
+    assert reached == pytest.approx(budgets, abs=0.05)
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_it_starts_with_all_learners_or_at_its_own_budget():
+    model = make_tiny()
+    calibrate_on(model, masked(DATA), options=quick())
+    assert {(int(a.k_lo), int(a.k_hi)) for a in sites(model).values()} == {(N, N)}
+    model = make_tiny()
+    conversion(model).default_budget = 0.6
+    calibrate_on(model, masked(DATA), options=quick())
+    assert conversion(model).budget == 0.6 and int(sites(model)["blocks.0.mlp"].k_lo) < N
+
+
+@pytest.mark.parametrize("kind", ["shared_top", "per_k", "original"])
+def test_lossless_sites_answer_exactly_at_the_top(kind):
+    model = make_tiny(second_layer=kind, lossless=True)
+    dense = make_tiny()
+    calibrate_on(model, masked(DATA), options=quick())
+    x = torch.randn(20, 12)
+    for name, acm in sites(model).items():
+        with torch.no_grad():
+            weights = acm.learners.weights()
+            torch.testing.assert_close(prefix_output(x, weights, N), sites(dense)[name].dense(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["shared_top", "per_k", "original"])
+def test_every_second_layer_beats_the_neurons_in_their_given_order(kind):
+    fresh, fitted = make_tiny(second_layer=kind), make_tiny(second_layer=kind)
+    calibrate_on(fitted, masked(DATA), options=quick())
+    for acm in sites(fresh).values():
+        if acm.state == "dense":
+            acm.learners, acm.state = sites(fitted)[acm.name].learners, "learners"
+    for k in (1, 2, 3):
+        set_k(fresh, k)
+        set_k(fitted, k)
+        assert damage(fitted, DATA[-4:]) < damage(fresh, DATA[-4:])
+
+
+def test_sensitivity_says_what_calibration_expects(shared):
+    found = sensitivity(shared)
+    assert found.sites.keys() == sites(shared).keys()
+    assert list(found.sites["blocks.0.proj"]) == [1, 2, 3, 4] and list(found.sites["blocks.0.mlp"]) == [0, 1, 2, 3, 4]
+    for damages in found.sites.values():
+        values = list(damages.values())
+        assert values == sorted(values, reverse=True) and values[-1] >= 0
+    assert "k = 4" in str(found) and "blocks.0.glu" in str(found)
+    with pytest.raises(NothingRecorded, match="calibrate"):
+        sensitivity(make_tiny())
+
+
+def test_expected_damage_is_what_happens_to_the_output():
+    model = make_tiny()
+    calibrate_on(model, masked(DATA), options=quick())
+    expected = sensitivity(model).sites["blocks.0.glu"]
+    dense = make_tiny()
+    energy = sum(float(answer(dense, b).square().sum()) for b in DATA)
+    set_k(model, N)
+    for k in (1, 2):
+        for name, acm in sites(model).items():
+            acm.state = "learners" if name == "blocks.0.glu" else "dense"
+        sites(model)["blocks.0.glu"].set_choices(knob=0.0, k_lo=k, k_hi=k)
+        assert damage(model, DATA) / energy == pytest.approx(expected[k], rel=0.35)
+
+
+def test_the_same_data_gives_the_same_model_in_one_pass_or_in_three():
+    once, thrice = make_tiny(), make_tiny()
+    said = []
+    calibrate_on(once, masked(DATA), options=quick(gate_steps=5))
+    calibrate_on(thrice, masked(DATA), options=quick(gate_steps=5, memory_bytes=1), progress=said.append)
+    assert "reading, pass 3 of 3: 1 sites" in said
+    for (name, a), b in zip(once.state_dict().items(), thrice.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_sites_are_grouped_by_the_memory_they_need():
+    planned = conversion(make_tiny(depth=2)).plan.sites
+    assert [len(g) for g in in_memory(planned, quick())] == [6]
+    assert [len(g) for g in in_memory(planned, quick(memory_bytes=1))] == [1] * 6
+
+
+def test_every_site_is_reported():
+    said = []
+    calibrate(make_tiny(), DATA, tokens=100, progress=said.append)
+    for name in sites(make_tiny()):
+        assert any(line.startswith(f"{name}: ") for line in said)
+
+
+def test_it_can_be_called_in_inference_mode_and_in_training():
+    model = make_tiny().train()
+    with torch.inference_mode():
+        calibrate_on(model, masked(DATA), options=quick())
+    assert model.training and all(acm.learners.training for acm in sites(model).values())
+    model(DATA[0]["x"]).sum().backward()
+    assert model.embed.weight.grad is not None
+
+
+def test_too_few_tokens_keep_the_second_layer_and_say_so():
+    model = make_tiny(second_layer="per_k")
+    with pytest.warns(UserWarning, match="too few tokens to refit the second layer of 2 MLP sites"):
+        calibrate_on(model, masked(DATA), options=quick(tokens=30))
+    assert {s.second_layer for s in conversion(model).plan.sites if s.kind != "linear"} == {"original"}
+    assert sites(model)["blocks.0.mlp"].learners.w_out.dim() == 3
+    # what k = N answers is the dense region's answer
+    x = torch.randn(5, 12)
+    acm, dense = sites(model)["blocks.0.mlp"], sites(make_tiny())["blocks.0.mlp"].dense
+    with torch.no_grad():
+        torch.testing.assert_close(prefix_output(x, acm.learners.weights(), N), dense(x), rtol=1e-4, atol=1e-5)
+
+
+class Interrupt:
+    """Progress that is interrupted at the line that holds `text`."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __call__(self, line):
+        if self.text in line:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", ["reading", "read ", "blocks.0.mlp", "lowest k", "knob"])
+def test_an_interrupt_leaves_the_model_as_it_was(at):
+    model = make_tiny().train()
+    set_k(model, N)
+    before = everything_of(model)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_on(model, masked(DATA), options=quick(), progress=Interrupt(at))
+    assert_unchanged(before, model)
+
+
+def test_an_interrupted_second_calibration_keeps_the_first(monkeypatch):
+    model = make_tiny(second_layer="per_k")
+    calibrate_on(model, masked(DATA), options=quick())
+    set_budget(model, 0.5)
+    before = everything_of(model)
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "set_budget", stop)
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="too few tokens"):
+        calibrate_on(model, masked(DATA), options=quick(tokens=30))
+    assert_unchanged(before, model)
+
+
+def refused(error, match, model=None, data=DATA, **changes):
+    model = make_tiny(**changes) if model is None else model
+    before = everything_of(model)
+    with pytest.raises(error, match=match):
+        calibrate_on(model, masked(data), options=quick())
+    assert_unchanged(before, model)
+
+
+def test_no_batches_is_refused():
+    refused(DataError, "no batches", data=[])
+
+
+def test_a_site_that_never_ran_is_named():
+    model = make_tiny()
+    model.blocks[0].__class__ = type(
+        "Half", (type(model.blocks[0]),), {"forward": lambda self, x, mask: x + self.proj(x) + self.mlp(x)}
+    )
+    refused(DataError, r"blocks\.0\.glu: .*never saw a token", model=model)
+
+
+def test_values_that_are_not_finite_are_named_by_site():
+    poisoned = [{**b, "x": torch.where(torch.rand(b["x"].shape) > 0.99, torch.nan, b["x"])} for b in DATA]
+    refused(TrainingFailed, r"blocks\.0\.proj: .*not finite", data=poisoned)
+
+
+def test_a_model_without_its_dense_weights_is_refused():
+    model = make_tiny()
+    sites(model)["blocks.0.mlp"].dense = None
+    with pytest.raises(NoDenseRegion, match=r"blocks\.0\.mlp"):
+        calibrate(model, DATA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"form": "slices"}, UsageError, "slices"),
+        ({"learner_act": "relu"}, UsageError, "activation of their own"),
+        ({"layout": None}, LayoutUnknown, "which example"),
+    ],
+)
+def test_what_has_no_closed_form_is_refused_before_any_data_is_read(changes, error, match):
+    model = make_tiny()
+    owner = conversion(model)
+    owner.plan = dataclasses.replace(
+        owner.plan, sites=tuple(dataclasses.replace(site, **changes) for site in owner.plan.sites)
+    )
+
+    def untouched():
+        raise AssertionError("data was read")
+        yield
+
+    with pytest.raises(error, match=match):
+        calibrate(model, untouched())
+
+
+def test_budgets_that_will_be_asked_for_stay_reachable(monkeypatch):
+    import acm_compiler.calibration.lowest_k as lowest_k
+
+    monkeypatch.setattr(lowest_k, "_WORTH", -100.0)
+    model = make_tiny()
+    calibrate_on(model, masked(DATA), options=quick())
+    with pytest.raises(BudgetUnreachable):
+        set_budget(model, 0.1)
+    model = make_tiny()
+    calibrate_on(model, masked(DATA), options=quick(budgets=(0.1,)))
+    assert set_budget(model, 0.1) == pytest.approx(0.1)
+    assert {point.k_lo for point in conversion(model).table.points} == {0}
+
+
+def test_recalibrate_measures_the_table_alone(shared):
+    model = copy.deepcopy(shared)
+    set_budget(model, 0.5)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    louder = [{**b, "x": 3 * b["x"]} for b in DATA]
+    old = conversion(model).table
+    table = recalibrate(model, louder, tokens=200, budgets=(0.37,))
+    assert table is conversion(model).table is not old
+    assert any(abs(point.share - 0.37) < 0.02 for point in table.points)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert conversion(model).budget == 0.5
+    with torch.no_grad(), record(model) as usage:
+        for batch in louder[:5]:
+            model(**batch)
+    assert usage.budget == pytest.approx(0.5, abs=0.06)
+    with pytest.raises(DataError):
+        recalibrate(model, [])

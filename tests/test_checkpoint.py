@@ -1,0 +1,416 @@
+"""A saved folder is complete, says what it is, and becomes the same model again."""
+
+import copy
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import fx, nn
+
+import acm_compiler as acm
+from acm_compiler.checkpoint import check_own_folder
+from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion
+from acm_compiler.errors import ModelSourceError, NoDenseRegion, NotRewritten, PlanMismatch, StorageError, UsageError
+from tests import models
+from tests.rewrite_cases import ALL, answer, planned, rewritten, state_of, trained
+
+FILES = ["budgets.json", "model.json", "model.safetensors", "plan.json"]
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """A copy of the same structure with other weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return other
+
+
+def rewrite_json(path: Path, **changes) -> None:
+    """Change entries of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """(model before the rewrite, input, rewritten model, folder it is saved in)."""
+    model, x, copied = rewritten(ALL["parallel"])
+    acm.save(copied, tmp_path / "out")
+    return model, x, copied, tmp_path / "out"
+
+
+@pytest.mark.parametrize("name", ["hf_vit", "hf_bert", "hf_wav2vec2", "hf_gpt2", "hf_llama"])
+def test_a_model_of_a_known_library_comes_back_bit_for_bit_by_itself(name, tmp_path):
+    _, x, model = rewritten(ALL[name], init="random")
+    acm.set_k(model, 4)
+    acm.save(model, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == FILES
+    loaded = acm.load(tmp_path / "out")
+    assert type(loaded) is type(model) and not loaded.training
+    assert torch.equal(answer(loaded, x), answer(model, x))
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
+    assert all(module.dense is None for module in acm.sites(loaded).values())
+
+
+@pytest.mark.parametrize("name", ["hf_llama", "hf_gpt2"])
+def test_a_loaded_language_model_generates_the_same(name, tmp_path):
+    _, x, model = rewritten(ALL[name])
+    acm.save(model, tmp_path / "out")
+    loaded = acm.load(tmp_path / "out")
+    expected = model.generate(x, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(loaded.generate(x, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+
+
+def test_a_registered_torchvision_model_says_itself_how_it_is_built(tmp_path):
+    from torchvision.models import swin_t
+
+    model, x, copied = rewritten(lambda: (swin_t(num_classes=5), torch.randn(1, 3, 32, 32)), sites="features.1.*")
+    acm.save(copied, tmp_path / "out")
+    assert torch.equal(acm.load(tmp_path / "out")(x), copied(x))
+    # the same parameters, but another model
+    copied.features[3][0].attn.attention_dropout = 0.3
+    acm.save(copied, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "model.json").read_text())["source"] is None
+    with pytest.raises(StorageError, match="base_model="):
+        acm.load(tmp_path / "out")
+    assert torch.equal(acm.load(tmp_path / "out", base_model=model)(x), copied(x))
+
+
+@pytest.mark.parametrize(
+    "name", ["torchvision_vit", "encoder", "einsum", "functional", "chunked_glu", "shared", "parallel"]
+)
+def test_a_class_of_the_users_comes_back_with_its_base_model(name, tmp_path):
+    model, x, copied = rewritten(ALL[name])
+    acm.save(copied, tmp_path / "out")
+    before, expected = state_of(model), answer(copied, x)
+    loaded = acm.load(tmp_path / "out", base_model=model)
+    assert torch.equal(answer(loaded, x), expected)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert torch.equal(answer(acm.revert(loaded), x), answer(model, x))
+
+
+def test_a_base_model_with_other_weights_gives_structure_only(saved, caplog):
+    model, x, copied, folder = saved
+    loaded = acm.load(folder, base_model=shaken(model))
+    assert torch.equal(answer(loaded, x), answer(copied, x))
+    assert "base_model has other weights" in caplog.text
+    with pytest.raises(NoDenseRegion):
+        acm.revert(loaded)
+    # sites that still answer by their dense region have brought it along
+    assert {m.dense is not None for m in acm.sites(loaded).values() if m.state == "dense"} == {True}
+
+
+def test_a_base_model_of_another_structure_is_refused(saved):
+    *_, folder = saved
+    with pytest.raises(PlanMismatch):
+        acm.load(folder, base_model=trained(ALL["swiglu"])[0])
+
+
+def test_a_class_that_nothing_can_build_is_asked_for(saved):
+    *_, folder = saved
+    with pytest.raises(StorageError, match=r"tests\.models\.Stack[\s\S]*base_model=model"):
+        acm.load(folder)
+
+
+def test_a_graph_module_needs_the_same_graph(tmp_path):
+    model, x = trained(ALL["parallel"])
+    traced = fx.symbolic_trace(model)
+    copied = acm.rewrite(traced, acm.plan(traced, x))
+    acm.save(copied, tmp_path / "out")
+    assert torch.equal(acm.load(tmp_path / "out", base_model=traced)(x), copied(x))
+    doubled = copy.deepcopy(traced)
+    (output,) = [node for node in doubled.graph.nodes if node.op == "output"]
+    with doubled.graph.inserting_before(output):
+        output.args = (doubled.graph.call_function(torch.neg, output.args),)
+    doubled.recompile()
+    with pytest.raises(PlanMismatch, match="graph"):
+        acm.load(tmp_path / "out", base_model=doubled)
+
+
+def test_a_function_named_in_the_folder_runs_only_when_allowed(tmp_path):
+    model, x = trained(ALL["swiglu"])
+    record = {"source": "python", "name": "tests.test_checkpoint:build_swiglu"}
+    acm.save(acm.rewrite(model, acm.plan(model, x, source=record)), tmp_path / "out")
+    with pytest.raises(ModelSourceError, match="allow_code=True"):
+        acm.load(tmp_path / "out")
+    torch.testing.assert_close(acm.load(tmp_path / "out", allow_code=True)(x), model(x))
+
+
+def build_swiglu() -> nn.Module:
+    """A model as a recipe's `python:` names it, with a tensor that is neither parameter nor buffer."""
+    model = models.Stack(models.SwiGlu())
+    model.table = torch.arange(3)
+    return model
+
+
+def test_states_budgets_and_rules_come_back(saved):
+    model, x, copied, folder = saved
+    owner = conversion(copied)
+    points = tuple(BudgetPoint(share=s, knob=knob, k_lo=0) for s, knob in ((0.2, 1.5), (0.6, 0.5), (1.0, -9.0)))
+    owner.table, owner.default_budget = BudgetTable(rule="damage", points=points, examples=64), 0.6
+    owner.damage = {name: (0.5, 0.25) for name in acm.sites(copied)}
+    for module in acm.sites(copied).values():
+        module.state, module.gate.rule = "learners", "damage"
+    acm.set_budget(copied, 0.2)
+    acm.save(copied, folder)
+    loaded = acm.load(folder, base_model=model)
+    again = conversion(loaded)
+    assert (again.table, again.default_budget, again.damage) == (owner.table, 0.6, owner.damage)
+    assert again.budget == 0.6 and again.teacher == owner.teacher
+    acm.set_budget(copied, 0.6)
+    for name, module in acm.sites(loaded).items():
+        assert (module.state, module.gate.rule) == ("learners", "damage")
+        assert module.knob_value == acm.sites(copied)[name].knob_value
+    assert {site.state for site in again.plan.sites} == {"learners"}
+    assert torch.equal(answer(loaded, x), answer(copied, x))
+
+
+def test_without_a_table_a_loaded_model_runs_all_learners(saved):
+    model, _, copied, folder = saved
+    acm.finalize(copied)
+    for module in acm.sites(copied).values():
+        module.set_choices(knob=3.0, k_lo=0, k_hi=1)
+    acm.save(copied, folder)
+    loaded = acm.load(folder, base_model=model)
+    assert {(int(m.k_lo), int(m.k_hi), m.knob_value) for m in acm.sites(loaded).values()} == {(4, 4, 0.0)}
+
+
+def test_each_storage_is_written_once_and_tied_again(tmp_path):
+    _, x, model = rewritten(ALL["hf_gpt2"])
+    acm.save(model, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        names, metadata = set(file.keys()), file.metadata()
+    assert json.loads(metadata["aliases"]) == {"lm_head.weight": "transformer.wte.weight"}
+    assert "lm_head.weight" not in names
+    loaded = acm.load(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    # untied by the user: both are stored
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
+    acm.save(model, tmp_path / "out")
+    loaded = acm.load(tmp_path / "out")
+    assert torch.equal(loaded.lm_head.weight, loaded.transformer.wte.weight * 2)
+    assert torch.equal(answer(loaded, x), answer(model, x))
+
+
+def test_the_type_is_the_files(tmp_path):
+    _, x, model = rewritten(ALL["hf_vit"])
+    acm.save(model.to(torch.bfloat16), tmp_path / "out")
+    loaded = acm.load(tmp_path / "out")
+    assert torch.equal(answer(loaded, x.bfloat16()), answer(model, x.bfloat16()))
+
+
+@pytest.mark.parametrize("second_layer", ["shared", "shared_top", "per_k", "original"])
+def test_every_form_of_learners_comes_back(second_layer, tmp_path):
+    model, x, plan = planned(ALL["parallel"], lossless=second_layer == "shared_top")
+    sites = tuple(dataclasses.replace(s, second_layer=second_layer) if s.last else s for s in plan.sites)
+    copied = acm.rewrite(model, dataclasses.replace(plan, sites=sites))
+    for module in acm.sites(copied).values():
+        module.state = "learners"
+        with torch.no_grad():
+            for parameter in module.learners.parameters():
+                parameter.normal_(0, 0.1)
+    acm.save(copied, tmp_path / "out")
+    loaded = acm.load(tmp_path / "out", base_model=model)
+    for k in range(5):
+        acm.set_k(copied, k)
+        acm.set_k(loaded, k)
+        assert torch.equal(answer(loaded, x), answer(copied, x))
+
+
+def test_equal_models_make_equal_files_but_for_the_name_of_the_save(saved, tmp_path):
+    *_, copied, folder = saved
+    again = tmp_path / "again"
+    acm.save(copy.deepcopy(copied), again)
+    names = [json.loads((path / "model.json").read_text())["save"] for path in (folder, again)]
+    assert names[0] != names[1]  # files of two saves are told apart
+    for name in FILES:
+        assert (folder / name).read_bytes().replace(names[0].encode(), names[1].encode()) == (again / name).read_bytes()
+
+
+def test_wrappers_are_looked_through(saved):
+    model, x, copied, folder = saved
+    acm.save(nn.ModuleDict({"module": copied}), folder)
+    assert torch.equal(answer(acm.load(folder, base_model=model), x), answer(copied, x))
+
+
+def test_dense_regions_are_left_out_but_where_they_answer(saved):
+    *_, copied, folder = saved
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        dense = {name.partition(".dense.")[0] for name in file.keys() if ".dense." in name}  # noqa: SIM118
+    assert dense == {name for name, module in acm.sites(copied).items() if module.state == "dense"} != set()
+
+
+# the folder
+
+
+def test_a_second_save_replaces_ours_and_keeps_what_a_run_left(saved):
+    model, x, copied, folder = saved
+    (folder / "metrics.jsonl").write_text("{}\n")
+    (folder / "state").mkdir()
+    (folder / "state" / "step").write_text("7")
+    with torch.no_grad():
+        copied.head.bias.add_(1)
+    acm.save(copied, folder, extra={"recipe.yaml": "acm: 1\n", "notes.bin": b"\0"})
+    assert sorted(os.listdir(folder)) == sorted([*FILES, "metrics.jsonl", "notes.bin", "recipe.yaml", "state"])
+    assert (folder / "state" / "step").read_text() == "7"
+    assert torch.equal(answer(acm.load(folder, base_model=model), x), answer(copied, x))
+    acm.save(copied, folder)  # notes.bin is known as ours
+    assert os.listdir(folder.parent) == ["out"]
+
+
+def test_a_folder_with_files_of_others_is_refused_untouched(saved, tmp_path):
+    *_, copied, _ = saved
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("precious")
+    for attempt in (lambda: acm.save(copied, folder), lambda: check_own_folder(folder)):
+        with pytest.raises(StorageError, match=r"home: .*thesis\.tex"):
+            attempt()
+    assert os.listdir(folder) == ["thesis.tex"]
+
+
+def test_a_place_that_cannot_be_written_is_refused(saved, tmp_path):
+    *_, copied, _ = saved
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "out"):
+        for attempt in (acm.save, lambda _, place: check_own_folder(place)):
+            with pytest.raises(StorageError):
+                attempt(copied, place)
+    check_own_folder(tmp_path / "new" / "deep")
+    assert sorted(os.listdir(tmp_path)) == ["file", "out"]
+
+
+@pytest.mark.parametrize("name", ["plan.json", "../x", "a/b", ""])
+def test_extra_files_have_plain_names_of_their_own(saved, name):
+    *_, copied, folder = saved
+    with pytest.raises(UsageError):
+        acm.save(copied, folder, extra={name: "text"})
+
+
+def test_only_rewritten_models_with_values_are_saved(tmp_path):
+    model, _, copied = rewritten(ALL["swiglu"])
+    with pytest.raises(NotRewritten):
+        acm.save(model, tmp_path / "out")
+    with pytest.raises(StorageError, match="meta"):
+        acm.save(copied.to("meta"), tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+_CHILD = """
+import os, resource, signal, sys
+import torch
+import acm_compiler as acm
+from acm_compiler.errors import StorageError
+from tests.rewrite_cases import ALL, rewritten
+
+how, folder = sys.argv[1:]
+_, _, model = rewritten(ALL["parallel"])
+with torch.no_grad():
+    model.head.bias.add_(1)
+if how == "kill":
+    write = os.fsync
+    def fsync(file):
+        write(file)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.fsync = fsync
+else:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    acm.save(model, folder)
+except StorageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "full"])
+def test_a_save_that_does_not_finish_leaves_the_old_one(saved, how):
+    model, x, copied, folder = saved
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    command = [sys.executable, "-c", _CHILD, how, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    if how == "kill":
+        assert done.returncode == -signal.SIGKILL
+    else:
+        assert "the folder cannot be written" in done.stdout and str(folder) in done.stdout
+        assert os.listdir(folder.parent) == ["out"]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    acm.save(copied, folder)
+    assert os.listdir(folder.parent) == ["out"]
+    assert torch.equal(answer(acm.load(folder, base_model=model), x), answer(copied, x))
+
+
+def test_too_little_room_is_seen_before_anything_is_written(saved, monkeypatch):
+    *_, copied, folder = saved
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(StorageError, match=r"too little room .*0 MB free"):
+        acm.save(copied, folder)
+    assert sorted(os.listdir(folder)) == FILES
+
+
+# damage
+
+
+def test_an_empty_folder_is_no_model(tmp_path):
+    with pytest.raises(StorageError, match=r"no saved model here .*model\.json"):
+        acm.load(tmp_path)
+
+
+def test_a_newer_format_names_the_version_that_reads_it(saved):
+    model, _, _, folder = saved
+    description = json.loads((folder / "model.json").read_text())
+    rewrite_json(folder / "model.json", format=2, versions=description["versions"] | {"acm_compiler": "9.1"})
+    with pytest.raises(StorageError, match=r"format 2, written by acm_compiler 9\.1[\s\S]*acm_compiler>=9\.1"):
+        acm.load(folder, base_model=model)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_different_saves_are_not_mixed(saved, tmp_path, name):
+    model, _, copied, folder = saved
+    with torch.no_grad():
+        copied.head.bias.add_(1)
+    conversion(copied).default_budget = 0.5
+    owner = conversion(copied)
+    renamed = dataclasses.replace(owner.plan, skipped=owner.plan.skipped[:-1])
+    owner.plan = renamed
+    acm.save(copied, tmp_path / "later")
+    (tmp_path / "later" / name).replace(folder / name)
+    with pytest.raises(StorageError, match="not of one save"):
+        acm.load(folder, base_model=model)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named(saved, name):
+    model, _, _, folder = saved
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: len(data) // 2])
+    with pytest.raises(StorageError, match=str(folder)):
+        acm.load(folder, base_model=model)
+
+
+def test_weights_that_do_not_fit_are_refused(saved):
+    from safetensors.torch import load_file, save_file
+
+    model, _, _, folder = saved
+    path = folder / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    for change, found in (
+        ({"head.bias": None}, r"missing: head\.bias; unknown: none"),
+        ({"tail.bias": torch.zeros(1)}, r"missing: none; unknown: tail\.bias"),
+        ({"head.bias": torch.zeros(4)}, r"do not fit at head\.bias \(found \(4,\), expected \(3,\)\)"),
+    ):
+        changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        save_file(changed, path, metadata=metadata)
+        with pytest.raises(StorageError, match=found):
+            acm.load(folder, base_model=model)

@@ -1,0 +1,277 @@
+"""The command line: its verbs, its exit codes, what goes to which stream, and what wheels carry."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from acm_compiler.cli import app
+from acm_compiler.cli.app import VERBS
+from acm_compiler.cli.errors import ErrorBoundary
+from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.cli.what import read_what
+from acm_compiler.errors import AcmError, BudgetUnreachable, NothingToConvert, RunInterrupted, UsageError
+from acm_compiler.recipe import ModelConfig, shipped_recipes
+
+ROOT = Path(__file__).parent.parent
+BAD = "acm: 1\nname: bad\nmodel: {source: hf, name: x}\nschedule:\n  - {phase: gate, epohcs: 1}\n"
+MINIMAL = "acm: 1\nname: minimal\nmodel: {source: hf, name: x}\n"
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def acmc(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, as users start it."""
+    command = [sys.executable, "-m", "acm_compiler", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+
+
+def test_help_names_every_verb_and_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom acm_compiler.cli import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'rich', 'pydantic'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
+
+
+def test_an_unknown_verb_is_refused_with_the_nearest():
+    for words, nearest in ((["validte", "x"], "'validate'"), (["recipes", "shw"], "'show'")):
+        result = run(*words)
+        assert result.exit_code == 2
+        assert f"Did you mean {nearest}" in result.stderr
+        assert result.stdout == ""
+
+
+def test_an_unknown_option_is_a_usage_error():
+    result = run("validate", "digits_vit_paper", "--jsno")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--json" in result.stderr
+
+
+def test_validate_accepts_a_recipe_and_notes_what_is_not_set(monkeypatch):
+    monkeypatch.delenv("IMAGENET", raising=False)
+    result = run("validate", "vit_b16_imagenet")
+    assert result.exit_code == 0
+    assert result.stdout == "vit_b16_imagenet: valid (model torchvision:vit_b_16; phases: distill, gate, finetune)\n"
+    assert result.stderr.splitlines()[0] == (
+        "note: vit_b16_imagenet.yaml:8:36: ${IMAGENET} is not set (data.train.root = '${IMAGENET}/train')"
+    )
+
+
+def test_validate_does_without_torch():
+    code = (
+        "import sys\nfrom acm_compiler.cli import app\n"
+        "try:\n    app(['validate', 'vit_b16_imagenet'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_validate_refuses_with_the_place_and_exit_code_2(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text(BAD)
+    result = run("validate", "bad.yaml")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: bad.yaml:5:19: unknown key 'epohcs' in schedule[0] (did you mean 'epochs'?)\n"
+    Path("bad.yaml").write_text(BAD.replace("name: bad", "nmae: bad"))
+    assert run("validate", "bad.yaml").stderr.splitlines() == [
+        "error: 3 problems",
+        "bad.yaml:1:1: missing key 'name' in the recipe",
+        "bad.yaml:2:1: unknown key 'nmae' in the recipe (did you mean 'name'?)",
+        "bad.yaml:5:19: unknown key 'epohcs' in schedule[0] (did you mean 'epochs'?)",
+    ]
+
+
+def test_validate_takes_overrides():
+    assert run("validate", "digits_vit_paper", "--set", "schedule[0].lr=1e-4").exit_code == 0
+    result = run("validate", "digits_vit_paper", "--set", "schedule[0].lr=fast", "--set", "rnu.seed=1")
+    assert result.exit_code == 2
+    assert "--set schedule[0].lr=fast: wrong value for schedule[0].lr" in result.stderr
+    assert "unknown key 'rnu' in the recipe (did you mean 'run'?)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["validate", "digits_vit_paper"],
+        ["schema"],
+        ["recipes"],
+        ["recipes", "ls"],
+        ["recipes", "show", "digits_vit_paper"],
+        ["doctor"],
+    ],
+    ids=" ".join,
+)
+def test_json_is_one_document_with_a_schema_number(words):
+    result = run(*words, "--json")
+    assert json.loads(result.stdout)["schema"] == 1
+
+
+def test_json_of_an_invalid_recipe_lists_its_problems(tmp_path):
+    (tmp_path / "bad.yaml").write_text(BAD)
+    result = run("validate", str(tmp_path / "bad.yaml"), "--json")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["valid"]) == (2, False)
+    assert any("unknown key 'epohcs'" in problem for problem in document["problems"])
+
+
+def test_json_of_a_failure_says_why():
+    result = run("recipes", "show", "digits", "--json")
+    error = json.loads(result.stdout)["error"]
+    assert (result.exit_code, error["kind"], error["exit_code"]) == (2, "RecipeError", 2)
+    assert error["message"].startswith("no recipe 'digits'")
+
+
+def test_schema_is_a_json_schema_that_editors_take():
+    document = json.loads(run("schema").stdout)
+    assert document["$schema"].startswith("https://json-schema.org/")
+    assert {"acm", "model", "schedule", "sites"} <= set(document["properties"])
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("recipes").stdout == run("recipes", "ls").stdout
+    assert [line.split()[0] for line in run("recipes").stdout.splitlines()] == list(shipped_recipes())
+    text = shipped_recipes()["digits_vit_paper"].read_text()
+    assert run("recipes", "show", "digits_vit_paper").stdout == text
+    assert run("recipes", "copy", "digits_vit_paper").stdout == "wrote digits_vit_paper.yaml\n"
+    assert Path("digits_vit_paper.yaml").read_text() == text
+    assert run("validate", "digits_vit_paper.yaml").exit_code == 0
+
+
+def test_copy_never_replaces_a_file_unasked(tmp_path):
+    (tmp_path / "digits_vit_paper.yaml").write_text("mine")
+    refused = run("recipes", "copy", "digits_vit_paper", str(tmp_path))
+    assert refused.exit_code == 2
+    assert "there is a file already" in refused.stderr
+    assert (tmp_path / "digits_vit_paper.yaml").read_text() == "mine"
+    assert run("recipes", "copy", "digits_vit_paper", str(tmp_path), "--force").exit_code == 0
+    assert run("recipes", "copy", "digits_vit_paper", str(tmp_path / "no" / "such" / "x.yaml")).exit_code == 1
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest():
+    for verb in ("show", "copy"):
+        result = run("recipes", verb, "digits_vit_papr")
+        assert result.exit_code == 2
+        assert "did you mean 'digits_vit_paper'?" in result.stderr
+
+
+def test_doctor_says_what_is_there():
+    document = json.loads(run("doctor", "--json").stdout)
+    assert document["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert document["versions"]["torch"]
+    assert document["devices"][0].startswith("cpu (")
+    assert document["backend"]["visible"] is True
+    assert document["recipes"] == list(shipped_recipes())
+
+
+def test_doctor_fails_when_the_backend_cannot_be_loaded(monkeypatch):
+    from acm_compiler.cli import doctor
+
+    monkeypatch.setattr(doctor, "_BACKEND", "no_backend_of_this_name")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "no entry point is installed" in result.stderr
+
+
+def failing_app(error: BaseException) -> typer.Typer:
+    """An app with the product's border, whose one verb raises `error`."""
+    failing = typer.Typer(cls=ErrorBoundary, rich_markup_mode=None)
+
+    @failing.command("fail")
+    def fail(json: JsonOption = False) -> None:
+        raise error
+
+    @failing.command("work")
+    def work() -> None:
+        Output().say("worked")
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (AcmError("failed"), 1),
+        (UsageError("failed"), 2),
+        (NothingToConvert("failed"), 3),
+        (BudgetUnreachable("failed"), 4),
+        (RunInterrupted("failed"), 130),
+    ],
+)
+def test_errors_for_users_become_a_message_and_their_exit_code(error, code):
+    result = CliRunner().invoke(failing_app(error), ["fail"])
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", "error: failed\n")
+    result = CliRunner().invoke(failing_app(error), ["fail", "--json"])
+    assert json.loads(result.stdout) == {
+        "schema": 1,
+        "error": {"kind": type(error).__name__, "message": "failed", "exit_code": code},
+    }
+
+
+def test_an_interrupt_is_130_and_a_bug_keeps_its_traceback():
+    result = CliRunner().invoke(failing_app(KeyboardInterrupt()), ["fail"])
+    assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
+    assert isinstance(CliRunner().invoke(failing_app(ZeroDivisionError()), ["fail"]).exception, ZeroDivisionError)
+
+
+def test_colour_is_for_terminals_that_want_it(monkeypatch):
+    text = "\x1b["
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert text in CliRunner().invoke(failing_app(AcmError("x")), ["fail"], color=True).stderr
+    assert text not in CliRunner().invoke(failing_app(AcmError("x")), ["fail"]).stderr
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert text not in CliRunner().invoke(failing_app(AcmError("x")), ["fail"], color=True).stderr
+
+
+def test_what_to_plan_is_a_recipe_or_a_model(tmp_path):
+    assert read_what("digits_vit_paper", ["run.seed=7"]).run.seed == 7
+    (tmp_path / "r.yaml").write_text(MINIMAL)
+    assert read_what(str(tmp_path / "r.yaml")).name == "minimal"
+    assert read_what("torchvision:vit_b_16") == ModelConfig(source="torchvision", name="vit_b_16")
+    (tmp_path / "model.json").write_text("{}")
+    assert read_what(str(tmp_path)).source == "directory"
+    with pytest.raises(UsageError, match=r"neither a recipe nor a model reference \(did you mean 'vit_b16_imagenet'"):
+        read_what("vit_b16_imagnet")
+    with pytest.raises(UsageError, match="--set changes recipes"):
+        read_what("torchvision:vit_b_16", ["run.seed=7"])
+
+
+def test_the_module_runs_as_the_command_does():
+    done = acmc("validate", "digits_vit_papr")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no recipe 'digits_vit_papr' (did you mean 'digits_vit_paper'?)")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_carries_the_recipes_and_finds_them(tmp_path):
+    copied = tmp_path / "tree"
+    copied.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "recipes", "acm_compiler"):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(copied)], check=True)
+    command = [sys.executable, "-m", "pip", "wheel", str(copied), "--no-deps", "-q", "-w", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    assert sorted(path.stem for path in (installed / "acm_compiler" / "recipes").iterdir()) == sorted(shipped_recipes())
+    assert len(list((ROOT / "acm_compiler").rglob("*.safetensors"))) == len(list(installed.rglob("*.safetensors")))
+    code = "from acm_compiler.recipe import *; import sys; print(shipped_recipe('digits_vit_paper'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=installed, capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert Path(done.stdout.strip()).is_relative_to(installed)

@@ -1,0 +1,246 @@
+"""Budgets at run time: fixed k, the table, caps, per-example budgets, recording."""
+
+import threading
+
+import pytest
+import torch
+
+import acm_compiler.batch_context as batches
+from acm_compiler.budgets import parse_budget, setting_of
+from acm_compiler.control import FixedK, Gated, Relaxed, relax, run_mode, set_budget, set_k
+from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
+from acm_compiler.cost import gate_macs_per_token, macs_per_learner
+from acm_compiler.errors import (
+    AcmError,
+    BudgetUnreachable,
+    CompiledModelError,
+    LayoutUnknown,
+    NoBudgetTable,
+    NothingRecorded,
+    NotRewritten,
+    SitesNotFitted,
+    UsageError,
+)
+from acm_compiler.site_status import status
+from acm_compiler.usage import record
+from tests.build import planned_site, stack_of
+
+TABLE = BudgetTable(
+    rule="logits",
+    points=(
+        BudgetPoint(share=0.1, knob=4.0, k_lo=0),
+        BudgetPoint(share=0.5, knob=1.0, k_lo=0),
+        BudgetPoint(share=0.9, knob=-2.0, k_lo=1),
+    ),
+    examples=10,
+)
+
+
+@pytest.fixture
+def model():
+    made = stack_of(planned_site("a"), planned_site("b", k_min=1, learners=2, width=16))
+    conversion(made).table = TABLE
+    return made
+
+
+def test_a_model_without_acms_is_named():
+    with pytest.raises(NotRewritten, match="Linear"):
+        sites(torch.nn.Linear(2, 2))
+
+
+def test_set_k_is_clamped_to_each_site(model):
+    set_k(model, 3)
+    assert [run_mode(acm) for acm in sites(model).values()] == [FixedK(3), FixedK(2)]
+    set_k(model, 0)
+    assert [run_mode(acm) for acm in sites(model).values()] == [FixedK(0), FixedK(1)]
+
+
+@pytest.mark.parametrize("k", [-1, 5, 2.0, True])
+def test_set_k_refuses_what_no_site_has(model, k):
+    with pytest.raises(UsageError, match="0 to 4"):
+        set_k(model, k)
+
+
+def test_the_gates_decide_again_at_the_last_budget(model):
+    set_k(model, 2)
+    set_k(model, None)
+    assert run_mode(sites(model)["a"]) == Gated(0.0, 0, 4)
+    set_budget(model, 0.3)
+    set_k(model, 2)
+    set_k(model, None)
+    assert run_mode(sites(model)["a"]) == Gated(2.5, 0, 4)
+
+
+def test_a_budget_between_two_rows_is_interpolated(model):
+    assert set_budget(model, 0.7) == pytest.approx(0.7)
+    assert run_mode(sites(model)["b"]) == Gated(-0.5, 1, 2)
+    assert set_budget(model, 0.95) == pytest.approx(0.9)
+    assert run_mode(sites(model)["a"]) == Gated(-2.0, 1, 4)
+    assert set_budget(model, 1.0) == 1.0
+    assert run_mode(sites(model)["a"]) == FixedK(4)
+
+
+def test_a_cap_bounds_every_token(model):
+    set_budget(model, 0.5, cap=0.5)
+    assert [run_mode(acm) for acm in sites(model).values()] == [Gated(1.0, 0, 2), FixedK(1)]
+    set_budget(model, 1.0, cap=0.5)
+    assert [run_mode(acm) for acm in sites(model).values()] == [FixedK(2), FixedK(1)]
+
+
+@pytest.mark.parametrize("budget", [0.05, 1.2, -1.0, float("nan")])
+def test_unreachable_budgets_name_the_range(model, budget):
+    with pytest.raises(BudgetUnreachable, match=r"0\.100 to 1") as error:
+        set_budget(model, budget)
+    assert error.value.exit_code == 4
+
+
+def test_a_model_whose_gates_were_not_measured_names_the_remedy(model):
+    conversion(model).table = None
+    with pytest.raises(NoBudgetTable, match="calibrate"):
+        set_budget(model, 0.5)
+    set_budget(model, 1.0)
+    with pytest.raises(NoBudgetTable):
+        set_budget(model, None)
+
+
+def test_budgets_in_other_units_mean_the_whole_model(model):
+    owner = conversion(model)
+    cost = owner.plan.cost
+    assert parse_budget("50%", owner) == pytest.approx(
+        (0.5 * owner.plan.model.dense_macs - cost.gate_macs) / cost.learner_macs
+    )
+    macs = cost.macs(0.4)
+    assert parse_budget(f"{macs / 1e3} kMACs", owner) == pytest.approx(0.4)
+    assert parse_budget(f"{macs} MACs", owner) == pytest.approx(0.4)
+    for text in ("half", "50 percent", "", "1 GB", None, True):
+        with pytest.raises(UsageError, match="cannot be read"):
+            parse_budget(text, owner)
+
+
+def test_sites_without_fitted_learners_refuse_anything_below_all(model):
+    acm = sites(model)["a"]
+    acm.state, acm.dense = "dense", torch.nn.Linear(8, 8)
+    for request in (lambda: set_k(model, 2), lambda: set_budget(model, 0.5), lambda: relax(model, 0.8)):
+        with pytest.raises(SitesNotFitted, match=r"a\b.*\n.*calibrate"):
+            request()
+    set_k(model, 4)
+    set_budget(model, 1.0)
+
+
+def test_relaxation_is_for_training_only(model):
+    relax(model, 0.8)
+    assert run_mode(sites(model)["a"]) == Relaxed(0.8)
+    x = torch.randn(2, 3, 8)
+    assert torch.equal(model.eval()(x), model(x))
+    model.train()(x)
+    assert len(sites(model)["a"].choices) == 1
+    relax(model, None)
+    assert not sites(model)["a"].choices
+    with pytest.raises(UsageError):
+        relax(model, 0.0)
+
+
+def test_record_counts_what_ran(model):
+    set_k(model, None)
+    x = torch.randn(3, 5, 8)
+    with record(model) as usage:
+        model(x)
+    plan = conversion(model).plan
+    run = {name: usage.k[name].double() for name in ("a", "b")}
+    per_learner = {name: macs_per_learner(plan.site(name)) for name in run}
+    used = sum(k.sum(1) * per_learner[name] for name, k in run.items())
+    full = sum(5 * plan.site(name).learners * per_learner[name] for name in run)
+    torch.testing.assert_close(usage.shares, used / full)
+    assert usage.budget == pytest.approx(float((used / full).mean()))
+    gates = 5 * sum(gate_macs_per_token(plan.site(name)) for name in run)
+    torch.testing.assert_close(usage.macs, used + gates)
+    assert not any(acm.observers for acm in sites(model).values())
+    assert not model._forward_pre_hooks
+
+
+def test_a_record_of_all_learners_costs_what_the_plan_says(model):
+    set_budget(model, 1.0)
+    with record(model) as usage:
+        model(torch.randn(1, 5, 8))
+    assert usage.budget == 1.0
+    assert usage.macs.item() == conversion(model).plan.cost.macs(1.0)
+
+
+def test_padding_counts_nowhere(model):
+    set_k(model, None)
+    x = torch.randn(2, 6, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    with batches.batch(model, mask=mask), record(model) as padded:
+        model(x)
+    with record(model) as alone:
+        model(x[1:, :3])
+    assert padded.masked and not alone.masked
+    assert (padded.k["a"][1, 3:] == -1).all()
+    torch.testing.assert_close(padded.shares[1], alone.shares[0])
+    torch.testing.assert_close(padded.macs[1], alone.macs[0])
+
+
+def test_a_mask_of_another_length_is_refused_by_site(model):
+    with batches.batch(model, mask=torch.ones(2, 4)), record(model), pytest.raises(LayoutUnknown, match=r"a: .*tokens"):
+        model(torch.randn(2, 6, 8))
+
+
+def test_budgets_per_example_equal_budgets_one_by_one(model):
+    x = torch.randn(3, 5, 8)
+    wanted = torch.tensor([0.3, 1.0, 0.6])
+    with batches.batch(model, budgets=wanted), record(model) as usage:
+        y = model(x)
+    for i, budget in enumerate(wanted.tolist()):
+        set_budget(model, budget)
+        with record(model) as single:
+            torch.testing.assert_close(model(x[i : i + 1]), y[i : i + 1])
+        assert torch.equal(single.k["a"][0], usage.k["a"][i])
+    assert sites(model)["a"].slot is None
+
+
+def test_the_batch_context_does_not_nest_and_closes_after_an_error(model):
+    with batches.batch(model), pytest.raises(UsageError, match="already open"), batches.batch(model):
+        pass
+    with pytest.raises(ZeroDivisionError), batches.batch(model):
+        _ = 1 / 0
+    with batches.batch(model):
+        pass
+
+
+def test_another_thread_may_not_run_into_an_open_batch(model):
+    caught = []
+
+    def run():
+        try:
+            model(torch.randn(1, 2, 8))
+        except AcmError as error:
+            caught.append(error)
+
+    with batches.batch(model, mask=torch.ones(1, 2)):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert "another thread" in str(caught[0])
+
+
+def test_record_refuses_silence_and_mixed_batches(model):
+    with record(model) as usage:
+        pass
+    with pytest.raises(NothingRecorded):
+        _ = usage.budget
+    with record(model), pytest.raises(UsageError, match=r"one acm\.record per batch"):
+        model(torch.randn(2, 3, 8))
+        model(torch.randn(1, 3, 8))
+
+
+def test_a_compiled_model_cannot_be_recorded(model):
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(CompiledModelError, match="_orig_mod"), record(compiled):
+        pass
+
+
+def test_status_tells_state_and_mode(model):
+    set_budget(model, 0.5)
+    text = str(status(model))
+    assert "a" in text and "4 x 8" in text and "budget: 0.500 (range 0.100 to 1.000)" in text
+    assert setting_of(conversion(model), 0.5).knob == 1.0

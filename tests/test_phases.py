@@ -1,0 +1,247 @@
+"""The three phases: what each trains, by which loss, and what it leaves behind."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.control import relax
+from acm_compiler.conversion import sites
+from acm_compiler.errors import SitesNotFitted, TrainingFailed, UsageError
+from acm_compiler.loss_terms import losses
+from acm_compiler.recipe.phases import CalibratePhase
+from acm_compiler.training.machine import open_machine
+from acm_compiler.training.optimization import learning_rate
+from acm_compiler.training.schedule import make_phase, run_schedule
+from tests.training_runs import changed, distill, examples, finetune, fitted, gate, job_in, metrics, parts_of, run_once
+from tests.training_tiny import Task, make_model
+
+
+@pytest.mark.parametrize(
+    ("config", "group", "term"),
+    [
+        (distill(steps=40), {"learners"}, "loss"),
+        (distill(steps=40, detach=True), {"learners"}, "loss"),
+        (gate(steps=40), {"gate"}, "loss"),
+        (finetune(steps=40), {"learners", "gate", "rest"}, "task"),
+    ],
+    ids=["distill", "distill-detached", "gate", "finetune"],
+)
+def test_a_phase_lowers_its_loss_and_changes_exactly_its_parameters(config, group, term, tmp_path):
+    model = make_model()
+    if config.phase != "distill":
+        fitted(model)
+    before = parts_of(model)
+    run_schedule(model, [config], job_in(tmp_path))
+    lines = metrics(tmp_path)
+    first, last = ([line[term] for line in part] for part in (lines[:5], lines[-5:]))
+    assert sum(last) < 0.9 * sum(first)
+    assert changed(before, model) == group
+
+
+@pytest.mark.parametrize("config", [distill(), gate(), finetune()], ids=lambda c: c.phase)
+def test_a_phase_leaves_no_trace_but_what_it_trained(config, tmp_path):
+    model = fitted(make_model())
+    model.head.weight.requires_grad_(False)
+    flags = [p.requires_grad for p in model.parameters()]
+    model.blocks[0].train()
+    modes = [m.training for m in model.modules()]
+    run_schedule(model, [config], job_in(tmp_path))
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+    assert all(a.tap is None and a.slot is None and a.temperature is None for a in sites(model).values())
+    assert not any(acm.choices for acm in sites(model).values())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_phase_that_breaks_leaves_no_trace_either(tmp_path):
+    class Broken(Task):
+        def inputs(self, batch):
+            raise RuntimeError("unreadable")
+
+    model = fitted(make_model())
+    for config in (distill(), finetune()):
+        with pytest.raises(RuntimeError, match="unreadable"):
+            run_schedule(model, [config], job_in(tmp_path, task=Broken()))
+    assert not model.training
+    assert all(a.tap is None and a.slot is None and a.temperature is None for a in sites(model).values())
+    assert all(p.requires_grad == (".dense." not in n) for n, p in model.named_parameters())
+
+
+def test_parameters_the_user_froze_stay_as_they_are(tmp_path):
+    model = fitted(make_model())
+    model.embed.requires_grad_(False)
+    before = model.embed.weight.clone()
+    run_schedule(model, [finetune()], job_in(tmp_path))
+    assert model.embed.weight.equal(before)
+
+
+def test_the_three_phases_follow_each_other(tmp_path):
+    model, ended, measured = make_model(), [], []
+    job = job_in(
+        tmp_path,
+        measure=lambda m: measured.append({a.state for a in sites(m).values()}),
+        on_phase_end=lambda m, config: ended.append(config.phase),
+        evaluate=lambda m: {"accuracy": 0.5},
+    )
+    run_schedule(model, [distill(), gate(), finetune()], job)
+    assert ended == ["distill", "gate", "finetune"]
+    assert measured == [{"learners"}] * 2
+    lines = metrics(tmp_path)
+    steps = [line for line in lines if "eval" not in line]
+    assert [(s["phase"], s["step"]) for s in steps] == [(p, i + 1) for p in ended for i in range(6)]
+    assert [(e["phase"], e["step"]) for e in lines if "eval" in e] == [("finetune", s) for s in (2, 4, 6)]
+    common = {"phase", "step", "epoch", "loss", "lr", "grad_norm"}
+    assert all(common <= set(step) for step in steps)
+    last = steps[-1]
+    assert last["budget_asked"] == 0.6
+    assert 0 < last["budget_reached"] <= 1
+    assert last["loss"] == pytest.approx(
+        last["task"] + 0.1 * last["budget"] + 0.05 * last["entropy"] + 0.05 * last["diversity"], rel=1e-5
+    )
+    assert last["budget"] == pytest.approx(abs(last["budget_reached"] - 0.6), abs=1e-6)
+
+
+def test_until_names_the_last_phase(tmp_path):
+    model = make_model()
+    run_schedule(model, [distill(), gate(), finetune()], job_in(tmp_path), until="gate")
+    assert {line["phase"] for line in metrics(tmp_path)} == {"distill", "gate"}
+    run_schedule(model, [distill(), gate(), finetune()], job_in(tmp_path), resume=True)
+    assert [line["phase"] for line in metrics(tmp_path)] == ["distill"] * 6 + ["gate"] * 6 + ["finetune"] * 6
+    with pytest.raises(UsageError, match="did you mean 'finetune'"):
+        run_schedule(model, [finetune()], job_in(tmp_path), until="fintune")
+
+
+def test_phases_that_need_learners_refuse_sites_without(tmp_path):
+    for config in (gate(), finetune()):
+        with pytest.raises(SitesNotFitted, match="distill"):
+            run_schedule(make_model(), [config], job_in(tmp_path))
+
+
+def test_a_phase_this_version_lacks_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="calibrate"):
+        run_schedule(make_model(), [CalibratePhase(phase="calibrate")], job_in(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_trains_too(precision, tmp_path):
+    model = make_model()
+    schedule = [distill(steps=20), gate(steps=20), finetune(steps=20)]
+    run_schedule(model, schedule, job_in(tmp_path, precision=precision))
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
+    for phase in ("distill", "gate", "finetune"):
+        found = [line["loss"] for line in metrics(tmp_path) if line["phase"] == phase]
+        assert sum(found[-4:]) < sum(found[:4])
+
+
+def test_the_learning_rate_follows_half_a_cosine():
+    config = distill(steps=4, lr=1.0, lr_min=0.0)
+    rates = [learning_rate(config, step, 4) for step in range(4)]
+    assert rates == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
+    assert learning_rate(distill(schedule="constant", lr=0.3), 3, 4) == 0.3
+
+
+def test_epochs_are_counted_in_optimizer_steps(tmp_path):
+    run_schedule(make_model(), [distill(steps=None, epochs=2, batch=16, accumulate=2)], job_in(tmp_path))
+    # 48 examples, 16 per step
+    assert [line["epoch"] for line in metrics(tmp_path)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_the_gradient_norm_is_limited(tmp_path):
+    free, limited = make_model(), make_model()
+    run_schedule(free, [distill(steps=1, clip_norm=None)], job_in(tmp_path / "a"))
+    run_schedule(limited, [distill(steps=1, clip_norm=1e-9)], job_in(tmp_path / "b"))
+    assert metrics(tmp_path / "a")[0]["grad_norm"] == metrics(tmp_path / "b")[0]["grad_norm"] > 1
+    # gradients far below Adam's epsilon move nothing much
+    start, a, b = (next(iter(sites(m).values())).learners.w_out for m in (make_model(), free, limited))
+    assert (a - start).abs().max() > 50 * (b - start).abs().max() > 0
+
+
+def test_the_task_alone_reaches_every_gate():
+    model = fitted(make_model())
+    config = finetune(budget=0.0, entropy=0.0, diversity=0.0)
+    phase = make_phase(model, config, job_in(None), open_machine())
+    _, grads = run_once(phase, examples(8))
+    for acm in sites(model).values():
+        assert grads[id(acm.gate.outer.weight)].abs().sum() > 0
+
+
+def test_a_users_own_loop_needs_three_lines():
+    model, batch = fitted(make_model()), examples(16)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    relax(model, temperature=0.8)
+    model.train()
+    found = []
+    for _ in range(40):
+        loss = F.cross_entropy(model(batch["x"]), batch["label"])
+        aux = losses(model, budget=0.3)
+        loss = loss + aux["budget"] + 0.05 * aux["entropy"] + 0.05 * aux["diversity"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append((loss.item(), aux["budget"].item()))
+    assert sum(f[0] for f in found[-5:]) < 0.8 * sum(f[0] for f in found[:5])
+    assert sum(f[1] for f in found[-5:]) < sum(f[1] for f in found[:5])
+    model.eval()
+    with batch_context(model, mask=batch["mask"]):
+        assert model(batch["x"]).equal(model(batch["x"]))
+
+
+def test_a_site_loss_that_is_not_finite_stops_the_run_before_any_damage(tmp_path):
+    model = make_model()
+    acm = sites(model)["blocks.1.mlp"]
+    with torch.no_grad():
+        acm.learners.w_in[0, 0, 0] = torch.nan
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(TrainingFailed, match=r"distill, step 1: the loss of site blocks\.1\.mlp") as caught:
+        run_schedule(model, [distill()], job_in(tmp_path))
+    assert "lower lr" in str(caught.value)
+    assert all(torch.equal(p.nan_to_num(), before[n].nan_to_num()) for n, p in model.named_parameters())
+    assert metrics(tmp_path) == []
+
+
+def test_a_task_loss_that_is_not_finite_is_named(tmp_path):
+    class Odd(Task):
+        def loss(self, output, batch):
+            return super().loss(output, batch) / 0.0
+
+    with pytest.raises(TrainingFailed, match="finetune, step 1: the task loss is not finite"):
+        run_schedule(fitted(make_model()), [finetune()], job_in(tmp_path, task=Odd()))
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_parameter(tmp_path):
+    class Steep(Task):
+        def loss(self, output, batch):
+            # finite, with an infinite slope
+            return super().loss(output, batch) + (output * 0).abs().sqrt().sum()
+
+    with pytest.raises(TrainingFailed, match="the gradient is not finite; first seen at"):
+        run_schedule(fitted(make_model()), [finetune()], job_in(tmp_path, task=Steep()))
+
+
+def test_collapsed_gates_are_reported_with_a_remedy(tmp_path, caplog):
+    model = fitted(make_model())
+    for acm in sites(model).values():
+        with torch.no_grad():
+            acm.gate.outer.weight.zero_()
+            acm.gate.outer.bias.copy_(torch.arange(acm.count - acm.k_min + 1) * 50.0)
+    with caplog.at_level(logging.WARNING):
+        run_schedule(model, [finetune(steps=2, lr=1e-6, lr_min=0.0)], job_in(tmp_path))
+    assert "4 of 4 gates run the same k for every token" in caplog.text
+    assert "blocks.0.proj (k = 4)" in caplog.text
+    assert "raise entropy" in caplog.text
+    assert "the gates spend 1.000 of the learner MACs in training, asked for 0.600" in caplog.text
+    assert "raise the weight `budget`" in caplog.text
+
+
+def test_a_budget_that_was_met_is_no_warning(tmp_path, caplog):
+    model = fitted(make_model())
+    with caplog.at_level(logging.WARNING):
+        run_schedule(model, [finetune(steps=2, lr=1e-6, lr_min=0.0)], job_in(tmp_path))
+        reached = sum(line["budget_reached"] for line in metrics(tmp_path)) / 2
+        caplog.clear()
+        run_schedule(model, [finetune(steps=2, lr=1e-6, lr_min=0.0)], job_in(tmp_path, budget=reached))
+    assert caplog.text == ""

@@ -1,0 +1,111 @@
+"""Rules to decisions: selection, widths, k_min, gates."""
+
+import dataclasses
+
+import pytest
+
+from acm_compiler.errors import SelectionError, UsageError
+from acm_compiler.planner import matched_width, plan_sites, select
+from acm_compiler.recipe.schema import GateConfig, SiteRule
+from acm_compiler.site import Graft, LinearRef, Site
+
+REF = LinearRef(weight="w")
+MLP = Site(
+    name="layers.0.mlp",
+    kind="mlp",
+    d_in=768,
+    d_out=768,
+    dense_width=3072,
+    act="gelu",
+    first=(REF,),
+    last=REF,
+    residual=True,
+    tokens=197,
+    graft=Graft(kind="W", modules=("layers.0.mlp",)),
+)
+Q = dataclasses.replace(
+    MLP,
+    name="layers.0.attn.q_proj",
+    kind="linear",
+    role="q",
+    dense_width=None,
+    act="identity",
+    last=None,
+    residual=False,
+)
+O_PROJ = dataclasses.replace(Q, name="layers.0.attn.out_proj", role="o", residual=True)
+MLP_1 = dataclasses.replace(MLP, name="layers.1.mlp", residual_norm=True)
+FOUND = [Q, O_PROJ, MLP, MLP_1]
+BOTH = [SiteRule(match="mlp"), SiteRule(match="attn")]
+
+
+def test_vit_b_sizes_match_the_paper():
+    planned = plan_sites([MLP, Q], BOTH, GateConfig())
+    assert [(s.learners, s.width) for s in planned] == [(4, 768), (4, 96)]
+    assert [s.gate_width for s in planned] == [64, 8]
+    assert [s.k_min for s in planned] == [0, 1]
+    assert [s.state for s in planned] == ["learners", "dense"]
+
+
+def test_widths_round_up_so_that_the_split_stays_lossless():
+    assert matched_width(dataclasses.replace(MLP, dense_width=10), 4) == 3
+    assert matched_width(dataclasses.replace(Q, d_in=4, d_out=4), 16) == 1
+
+
+def test_k_zero_needs_a_bypass_without_a_norm():
+    by_name = {s.name: s for s in plan_sites(FOUND, BOTH, GateConfig())}
+    assert by_name["layers.0.mlp"].k_min == 0 and by_name["layers.1.mlp"].k_min == 1
+    assert by_name["layers.0.attn.out_proj"].k_min == 1
+    asked = plan_sites(FOUND, [SiteRule(match="attn", k_min=0)], GateConfig())
+    assert [s.k_min for s in asked] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("match", "count"),
+    [
+        ("mlp", 2),
+        ("attn", 2),
+        ("attn.q", 1),
+        ("layers.0", 3),
+        ("layers.*.mlp", 2),
+        ("re:1[.]mlp$", 1),
+        ("layers.0.mlp", 1),
+    ],
+)
+def test_every_way_to_select(match, count):
+    assert len(select(FOUND, match)) == count
+
+
+@pytest.mark.parametrize("match", ["layers.0.mpl", "attn.qkv", "re:nothing", "re:(", "blocks.*"])
+def test_what_matches_nothing_is_refused(match):
+    with pytest.raises(SelectionError):
+        select(FOUND, match)
+
+
+def test_the_nearest_names_are_offered():
+    with pytest.raises(SelectionError, match=r"layers\.0\.mlp"):
+        select(FOUND, "layers.0.mpl")
+
+
+def test_later_rules_win_and_can_exclude():
+    rules = [
+        SiteRule(match="mlp"),
+        SiteRule(match="attn", exclude="attn.q"),
+        SiteRule(match="layers.0.mlp", learners=8),
+    ]
+    planned = {s.name: s for s in plan_sites(FOUND, rules, GateConfig(hidden=16))}
+    assert set(planned) == {"layers.0.mlp", "layers.1.mlp", "layers.0.attn.out_proj"}
+    assert planned["layers.0.mlp"].width == 384 and planned["layers.0.mlp"].gate_width == 16
+
+
+def test_a_nonlinear_activation_at_a_linear_site_implies_the_random_start():
+    planned = plan_sites([Q], [SiteRule(match="attn", activation="gelu")], GateConfig())[0]
+    assert planned.init == "random" and planned.state == "learners" and planned.has_bias_in
+    with pytest.raises(UsageError, match="init: random"):
+        plan_sites([MLP], [SiteRule(match="mlp", activation="relu")], GateConfig())
+
+
+def test_lossless_keeps_what_all_learners_need():
+    planned = {s.name: s for s in plan_sites(FOUND, [SiteRule(match=("mlp", "attn"), lossless=True)], GateConfig())}
+    assert planned["layers.0.mlp"].second_layer == "shared_top"
+    assert all(site.has_top for site in planned.values())

@@ -1,0 +1,280 @@
+"""From a saved run to its table, its charts and its page; and the parts of a report by themselves."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from acm_compiler.checkpoint import save
+from acm_compiler.cli import app
+from acm_compiler.control import FixedK
+from acm_compiler.conversion import conversion
+from acm_compiler.data import BatchStream, open_dataset
+from acm_compiler.errors import PackageMissing
+from acm_compiler.evaluate import evaluate
+from acm_compiler.measure import measure_budgets
+from acm_compiler.recipe import load_recipe, resolved_yaml
+from acm_compiler.report import wording
+from acm_compiler.report.contents import Report, headline_budget
+from acm_compiler.report.evaluation import Interval, load_evaluation
+from acm_compiler.report.load_maps import find_load_maps, overlay, spread
+from acm_compiler.report.section_sites import shared_start
+from acm_compiler.report.table import evaluation_table
+from acm_compiler.report.theme import key_of_k, load_scale
+from acm_compiler.report.write import write_report
+from acm_compiler.run_recipe import convert
+from acm_compiler.sources import build
+from tests.pictures import OPEN, TASK, picture_batch, picture_model
+
+RECIPE = """
+acm: 1
+name: little_digits
+description: half a < b
+model: {source: shipped, name: digits_vit}
+input: {image: [3, 36, 36]}
+task: {kind: classify}
+data:
+  train: {kind: cluttered_digits, split: train, count: 48, seed: 1}
+  eval: {kind: cluttered_digits, split: eval, count: 48, seed: 2}
+sites: [{match: mlp, init: random}]
+budgets: {train: 0.6, report: [0.3, 0.6, 1.0]}
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A saved model with measured, untrained gates."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    recipe = load_recipe(folder / "recipe.yaml")
+    _, model, _ = convert(recipe)
+    batch = next(BatchStream(dataset=open_dataset(recipe.data.train, image_size=(36, 36)), batch=24).epoch())
+    measure_budgets(model, [(batch["image"], None)])
+    save(model, folder / "run", extra={"recipe.yaml": resolved_yaml(recipe)})
+    return folder / "run"
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def found():
+    model = picture_model()
+    return evaluate(model, [picture_batch(36)], TASK, budgets=[OPEN, 1.0, FixedK(2)], dense=model)
+
+
+def acmc(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_eval_prints_one_json_document_and_keeps_it(run):
+    done = acmc("eval", run, "--json")
+    assert done.exit_code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema"] == 1 and document["n"] == 48
+    assert document["metric"]["name"] == "accuracy" and document["metric"]["dense_from"] == "original"
+    assert document["metric"]["dense"] > 0.8, "the shipped model, with its weights"
+    assert [row["asked"] for row in document["budgets"]] == [0.3, 0.6, 1.0]
+    assert all(abs(row["reached"] - row["asked"]) < 0.1 for row in document["budgets"])
+    assert [row["k"] for row in document["fixed"]] == [0, 1, 2, 3, 4]
+    assert json.loads(load_evaluation(run).to_json()) == document
+
+
+def test_eval_measures_the_budgets_asked_for_and_prints_a_table(run):
+    done = acmc("eval", run, "--budgets", ".4, 95%", "--examples", 10, "--batch", 4)
+    assert done.exit_code == 0, done.stderr
+    assert "0.40" in done.stdout and "k = 3" in done.stdout and "dense" in done.stdout
+    assert "10 examples" in done.stdout
+    assert load_evaluation(run).n == 10
+
+
+@pytest.mark.parametrize(("budgets", "code", "words"), [("1.2", 4, "to 1"), ("lots", 2, "60%"), (",", 2, "--budgets")])
+def test_budgets_that_cannot_be_are_refused(run, budgets, code, words):
+    done = acmc("eval", run, "--budgets", budgets)
+    assert done.exit_code == code and words in done.stderr
+    assert load_evaluation(run) is None
+
+
+def test_a_quick_look_does_not_replace_a_better_evaluation(run):
+    assert acmc("eval", run, "--budgets", "1", "--examples", 20).exit_code == 0
+    done = acmc("eval", run, "--budgets", "1", "--examples", 5)
+    assert done.exit_code == 0 and "20 examples" in done.stderr
+    assert load_evaluation(run).n == 20
+
+
+def test_functions_that_a_folder_names_are_not_imported(run):
+    (run / "recipe.yaml").write_text(RECIPE.replace("{kind: classify}", "{kind: 'python:antigravity:fly'}"))
+    for verb in ("eval", "report"):
+        done = acmc(verb, run)
+        assert done.exit_code == 2 and "--allow-code" in done.stderr
+    assert "antigravity" not in sys.modules
+
+
+def test_where_the_dense_model_cannot_be_built_its_recorded_metric_is_shown(run):
+    evaluation = acmc("eval", run, "--budgets", "1", "--examples", 8, "--json")
+    recorded = json.loads(evaluation.stdout)["metric"]["dense"]
+    (run / "recipe.yaml").write_text(RECIPE.replace("name: digits_vit}", "name: another}"))
+    done = acmc("eval", run, "--budgets", "1", "--examples", 8, "--json")
+    assert done.exit_code == 0, done.stderr
+    metric = json.loads(done.stdout)["metric"]
+    assert (metric["dense"], metric["dense_from"]) == (recorded, "recorded")
+    assert json.loads(done.stdout)["budgets"][0]["difference"] is None
+    assert "not compared" in done.stderr
+
+
+def test_a_dense_model_with_other_weights_is_not_compared_with(run, monkeypatch):
+    def build_another(config, **options):
+        built = build(config, **options)
+        built.model.encoder.layers[0].mlp[0].weight.data.mul_(2)
+        return built
+
+    monkeypatch.setattr("acm_compiler.sources.build", build_another)
+    done = acmc("eval", run, "--budgets", "1", "--examples", 8, "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["metric"]["dense"] is None
+    assert "other weights" in done.stderr
+
+
+def test_report_writes_the_page_and_measures_first_where_nothing_was(run):
+    done = acmc("report", run, "--json")
+    assert done.exit_code == 0, done.stderr
+    assert load_evaluation(run).n == 48
+    page = (run / "report" / "index.html").read_text()
+    assert json.loads(done.stdout)["page"] == str(run / "report" / "index.html")
+    for words in (
+        "little_digits",
+        "half a &lt; b",
+        "48 examples",
+        "load map of example 6",
+        "Object against background",
+    ):
+        assert words in page
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    for verb in ("eval", "report"):
+        assert str(tmp_path / "gone") in acmc(verb, tmp_path / "gone").stderr
+        assert acmc(verb, tmp_path).exit_code == 1
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path, found):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PackageMissing, match="acm_compiler\\[viz\\]"):
+        write_report(tmp_path / "report", Report(title="x", evaluation=found, plan=conversion(picture_model()).plan))
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_report_leaves_load_maps_out_and_says_why(tmp_path, found):
+    plan = conversion(picture_model()).plan
+    why = "the model does not see"
+    page = write_report(tmp_path, Report(title="x", evaluation=found, plan=plan, no_maps=why)).read_text()
+    assert f"There are no load maps in this report: {why}." in page
+    assert not list(tmp_path.glob("load_maps.*"))
+
+
+def test_a_report_without_a_dense_model_or_budgets_still_stands(tmp_path):
+    model = picture_model()
+    found = evaluate(model, [picture_batch(8)], TASK, budgets=[FixedK(1), FixedK(4)])
+    page = write_report(tmp_path, Report(title="x", evaluation=found, plan=conversion(model).plan)).read_text()
+    assert "Not measured: the dense regions are not kept" in page
+    assert found.budgets == () and not list(tmp_path.glob("learners_per_site.*"))
+
+
+def test_load_maps_show_which_patches_ran_how_many_learners():
+    model = picture_model()
+    maps = find_load_maps(model, picture_batch(9), TASK, [OPEN])
+    assert maps.sites == maps.of_sites == 2
+    # the first three labels come first, each picture's one bright patch runs all four learners
+    for example, load in enumerate(maps.loads[OPEN]):
+        assert load.flatten().tolist() == [1.0 if patch == example else 0.25 for patch in range(9)]
+    assert maps.scale == (0.25, 1.0)
+
+
+def test_models_without_pictures_have_no_load_maps():
+    model = picture_model()
+    assert find_load_maps(model, {"x": torch.zeros(2, 5)}, TASK, [OPEN]) is None
+    for acm in model.acms:
+        conversion(model).plan = dataclasses.replace(
+            conversion(model).plan,
+            sites=tuple(dataclasses.replace(site, layout=None) for site in conversion(model).plan.sites),
+        )
+        acm.conversion = conversion(model)
+    assert find_load_maps(model, picture_batch(4) | {"image": torch.zeros(4, 1, 12, 13)}, TASK, [OPEN]) is None
+
+
+def test_an_overlay_shows_the_scale_s_colour_where_the_picture_is_of_median_brightness():
+    maps = find_load_maps(picture_model(), picture_batch(9), TASK, [OPEN])
+    shown = overlay(maps, OPEN, 0)
+    low, high = torch.tensor(load_scale()(0.0)[:3]).float(), torch.tensor(load_scale()(1.0)[:3]).float()
+    assert torch.allclose(shown[-1, -1], low, atol=1e-6)
+    assert torch.allclose(shown[0, 0], high + 0.7 * (1 - high), atol=1e-2), "drawn in white on it"
+
+
+@pytest.mark.parametrize(
+    ("budgets", "shown"),
+    [
+        ([0.25, 0.4, 1.0], [0.25, 0.4]),
+        ([1.0], []),
+        ([0.9, 0.1, 0.3, 0.5, 0.7, 1.0], [0.1, 0.3, 0.7, 0.9]),
+    ],
+)
+def test_load_maps_are_shown_at_a_few_budgets_below_one(budgets, shown):
+    assert spread(budgets) == shown
+
+
+@pytest.mark.parametrize(
+    ("names", "start"),
+    [
+        (["layers.layer_0.mlp", "layers.layer_1.mlp"], "layers.layer_"),
+        (["mlp.0", "mlp.1"], "mlp."),
+        (["encoder.a", "encoder.ab"], "encoder."),
+        (["left", "right"], ""),
+        (["alone.mlp"], ""),
+    ],
+)
+def test_what_all_site_names_start_with_is_written_once(names, start):
+    assert shared_start(names) == start
+
+
+def test_colours_mean_k_or_a_share_of_n():
+    assert [label for label, _ in key_of_k([2, 2])] == ["k = 0", "k = 1", "k = 2"]
+    assert [label for label, _ in key_of_k([2, 4])][:2] == ["k / N = 0.00", "k / N = 0.25"]
+    assert len({colour for _, colour in key_of_k([4])}) == 5
+
+
+def test_the_headline_is_the_cheapest_budget_close_to_dense(found):
+    def budget(asked, metric):
+        return dataclasses.replace(found.budgets[0], asked=asked, model_share=asked, metric=metric)
+
+    def headline(*budgets, dense=0.9):
+        metric = dataclasses.replace(found.metric, dense=dense)
+        return headline_budget(dataclasses.replace(found, metric=metric, budgets=budgets)).asked
+
+    assert headline(budget(0.25, 0.8), budget(0.4, 0.88), budget(0.6, 0.89)) == 0.4
+    assert headline(budget(0.25, 0.5), budget(0.4, 0.6), budget(0.6, 0.55)) == 0.4
+    assert headline(budget(0.25, 0.5), budget(0.4, 0.6), dense=None) == 0.4
+
+
+def test_the_table_names_missed_budgets_and_the_control(found):
+    text = evaluation_table(found)
+    assert "missed" not in text
+    assert "4.000 ± 0.000; k shuffled over patches" in text
+    assert "36 examples from 9 sources" in text
+    missed = dataclasses.replace(found.budgets[0], asked=0.3, reached=0.325)
+    assert "0.30 was missed by +0.025" in evaluation_table(dataclasses.replace(found, budgets=(missed,)))
+
+
+def test_numbers_are_written_for_people():
+    assert wording.percent(0.7136) == "71.4 %"
+    assert wording.score(0.9117, "accuracy") == "91.2 %" and wording.score(-1.23456, "log_likelihood") == "-1.235"
+    assert wording.score(None, "accuracy") == "-"
+    assert wording.difference(Interval(mean=-0.008, low=-0.013, high=-0.003), "accuracy") == "−0.8 ± 0.5"
+    assert wording.macs_spread(11.02e9, 9.8e9, 12.1e9) == "11.02 GMACs [9.80, 12.10]"
+    assert wording.ratio(0.99948, 0.00032) == "0.9995 ± 0.0003"
+    assert wording.count(1, "site") == "1 site" and wording.count(10800, "example") == "10,800 examples"

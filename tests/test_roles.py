@@ -1,0 +1,197 @@
+"""Which linear is query, key, value or output projection, however attention is written."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from acm_compiler.passes.capture import capture
+from acm_compiler.passes.find_sites import find_sites
+from tests.models import HEADS, WIDTH, Stack, example, heads, merged
+
+HEAD = WIDTH // HEADS
+
+
+class Projected(nn.Module):
+    """x + o(attention(q(x), k(x), v(x))), attention given as a function of heads."""
+
+    def __init__(self, attention, *, kv_width: int = WIDTH) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, kv_width), nn.Linear(WIDTH, kv_width)
+        self.o, self.norm, self.attention = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(HEAD), attention
+
+    def forward(self, x):
+        return x + self.o(self.attention(self, self.q(x), self.k(x), self.v(x)))
+
+
+def sdpa(_, q, k, v):
+    return merged(F.scaled_dot_product_attention(heads(q), heads(k), heads(v)))
+
+
+def by_keyword(_, q, k, v):
+    return merged(F.scaled_dot_product_attention(key=heads(k), value=heads(v), query=heads(q), is_causal=True))
+
+
+def written_out(_, q, k, v):
+    scores = heads(q) @ heads(k).transpose(-2, -1) / math.sqrt(HEAD)
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return merged(F.dropout(scores.masked_fill(~mask, -1e9).softmax(-1), 0.1, training=False) @ heads(v))
+
+
+def keys_first(_, q, k, v):
+    """scores[k, q], normalised over the keys' axis; values from the left."""
+    weights = torch.softmax(heads(k) @ heads(q).mT, dim=-2)
+    return merged((heads(v).mT @ weights).mT)
+
+
+def by_einsum(_, q, k, v):
+    q, k, v = (part.unflatten(-1, (HEADS, HEAD)) for part in (q, k, v))
+    weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+    return torch.einsum("bkhd,bhqk->bqhd", v, weights).flatten(-2)
+
+
+def keys_first_by_einsum(_, q, k, v):
+    q, k, v = (part.unflatten(-1, (HEADS, HEAD)) for part in (q, k, v))
+    weights = torch.einsum("bkhd,bqhd->bhqk", k, q).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(-2)
+
+
+def by_baddbmm(_, q, k, v):
+    q, k, v = (heads(part).flatten(0, 1) for part in (q, k, v))
+    bias = torch.zeros(q.shape[0], q.shape[1], k.shape[1])
+    weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=0.5).softmax(-1)
+    return merged(torch.bmm(weights, v).unflatten(0, (-1, HEADS)))
+
+
+def rotary(s, q, k, v):
+    """Queries and keys normed, then rotated by position."""
+
+    def turned(x):
+        angle = torch.arange(x.shape[-2])[:, None] * torch.ones(HEAD)
+        a, b = x.chunk(2, -1)
+        return x * angle.cos() + torch.cat([-b, a], -1) * angle.sin()
+
+    q, k = turned(s.norm(heads(q))), turned(s.norm(heads(k)))
+    return merged(F.scaled_dot_product_attention(q, k, heads(v)))
+
+
+def grouped(_, q, k, v):
+    k, v = (part.unflatten(-1, (-1, HEAD)).transpose(1, 2).repeat_interleave(2, 1) for part in (k, v))
+    return merged(F.scaled_dot_product_attention(heads(q), k, v))
+
+
+def gated_output(_, q, k, v):
+    return sdpa(_, q, k, v) * torch.sigmoid(v)
+
+
+def local_enhanced(_, q, k, v):
+    """The values are also added to the result, moved along the tokens."""
+    return sdpa(_, q, k, v) + v.roll(1, 1)
+
+
+WAYS = [sdpa, by_keyword, written_out, keys_first, by_einsum, keys_first_by_einsum, by_baddbmm, rotary]
+WAYS += [gated_output, local_enhanced]
+
+
+def roles_of(model):
+    sites, skips = find_sites(model.eval(), capture(model, example()))
+    return {site.name.removeprefix("blocks.0."): site.role for site in sites}, skips
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_projections_are_told_by_where_their_values_go(way):
+    assert roles_of(Stack(Projected(way)))[0] == {"q": "q", "k": "k", "v": "v", "o": "o"}
+
+
+def test_heads_that_share_keys_and_values_make_no_difference():
+    assert roles_of(Stack(Projected(grouped, kv_width=WIDTH // 2)))[0] == {"q": "q", "k": "k", "v": "v", "o": "o"}
+
+
+class Packed(nn.Module):
+    """x + o(attention) with `parts` of q, k, v in one linear, the others in their own."""
+
+    def __init__(self, parts: str) -> None:
+        super().__init__()
+        self.parts, self.packed = parts, nn.Linear(WIDTH, len(parts) * WIDTH)
+        self.own = nn.ModuleDict({part: nn.Linear(WIDTH, WIDTH) for part in "qkv" if part not in parts})
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        split = self.packed(x).unflatten(-1, (len(self.parts), WIDTH)).unbind(-2)
+        part = dict(zip(self.parts, split, strict=True)) | {name: own(x) for name, own in self.own.items()}
+        return x + self.o(sdpa(self, part["q"], part["k"], part["v"]))
+
+
+@pytest.mark.parametrize("parts", ["qkv", "kv", "qk"])
+def test_packed_projections_are_skipped_with_their_macs_and_the_others_found(parts):
+    roles, skips = roles_of(Stack(Packed(parts)))
+    assert roles == {"o": "o"} | {f"own.{part}": part for part in "qkv" if part not in parts}
+    (packed,) = [skip for skip in skips if skip.name == "blocks.0.packed"]
+    assert packed.reason.startswith(f"packed projection ({parts})")
+    assert packed.macs == 10 * WIDTH * WIDTH * len(parts)
+
+
+def test_rows_of_one_parameter_used_apart_are_projections_of_their_own():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(3 * WIDTH, WIDTH)), nn.Parameter(torch.zeros(3 * WIDTH))
+            self.o = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            w, b = self.weight, self.bias.split(WIDTH)
+            q, k = F.linear(x, w[:WIDTH], b[0]), F.linear(x, w[WIDTH : 2 * WIDTH], b[1])
+            return x + self.o(sdpa(self, q, k, F.linear(x, w.chunk(3)[2], b[2])))
+
+    sites, _ = find_sites(model := Stack(Rows()).eval(), capture(model, example()))
+    assert [(s.role, s.first[0].rows) for s in sites] == [("q", (0, 16)), ("k", (16, 32)), ("v", (32, 48)), ("o", None)]
+    assert len({site.name for site in sites}) == 4
+
+
+def test_a_classifier_after_attention_is_no_output_projection():
+    class NoProjection(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x):
+            return x + sdpa(self, self.q(x), self.k(x), self.v(x))
+
+    roles, skips = roles_of(Stack(NoProjection()))
+    assert roles == {"q": "q", "k": "k", "v": "v"}
+    assert "head" in {skip.name for skip in skips}
+
+
+def test_a_bias_on_the_scores_is_no_projection():
+    class Biased(Projected):
+        def __init__(self):
+            super().__init__(None)
+            self.pair = nn.Linear(WIDTH, HEADS)
+
+        def forward(self, x):
+            bias = self.pair(x[:, :, None] + x[:, None]).permute(0, 3, 1, 2)
+            q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
+            return x + self.o(merged(F.scaled_dot_product_attention(q, k, v, attn_mask=bias)))
+
+    roles, skips = roles_of(Stack(Biased()))
+    assert roles == {"q": "q", "k": "k", "v": "v", "o": "o"}
+    assert {skip.name: skip.reason for skip in skips}["blocks.0.pair"].startswith("neither a layer of an MLP")
+
+
+def test_queries_that_are_parameters_leave_keys_and_values_projections():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(2, WIDTH))
+            self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x):
+            q = heads(self.q(self.queries)[None].expand(len(x), -1, -1))
+            weights = (q @ heads(self.k(x)).mT).softmax(-1)
+            return self.o(merged(weights @ heads(self.v(x))))
+
+    roles, skips = roles_of(Stack(Pooled()))
+    assert roles == {"k": "k", "v": "v", "o": "o"}
+    assert "its input does not depend on the model's inputs" in {skip.reason for skip in skips}

@@ -1,0 +1,123 @@
+"""What tasks make of batches and of models' outputs."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from acm_compiler.errors import DataError, UsageError
+from acm_compiler.recipe.tasks import ClassifyTask, CtcTask, PythonTask
+from acm_compiler.tasks import Task, open_task
+from acm_compiler.tasks.classify import Classify
+
+LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+
+
+def make_task(classes: int) -> Classify:
+    return Classify(classes=classes)
+
+
+def make_no_task() -> object:
+    return SimpleNamespace(metric="accuracy", loss=len)
+
+
+def test_classify_is_a_task() -> None:
+    assert isinstance(open_task(ClassifyTask(kind="classify")), Task)
+
+
+def test_the_loss_is_the_mean_cross_entropy() -> None:
+    loss = Classify().loss(LOGITS, {"label": torch.tensor([0, 1])})
+    first = math.log(math.exp(2) + 2) - 2
+    second = math.log(math.exp(1) + 2)
+    assert loss.item() == pytest.approx((first + second) / 2, rel=1e-6)
+
+
+def test_label_smoothing_spreads_the_label() -> None:
+    loss = Classify(label_smoothing=0.3).loss(LOGITS, {"label": torch.tensor([0, 1])})
+    smoothed = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
+    assert loss.item() == pytest.approx(-(smoothed * LOGITS.log_softmax(1)).sum(1).mean().item(), rel=1e-6)
+
+
+def test_mixed_labels_count_by_their_shares() -> None:
+    shares = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.0, 1.0]])
+    batch = {"label": shares}
+    expected = -(shares * LOGITS.log_softmax(1)).sum(1).mean()
+    assert torch.allclose(Classify().loss(LOGITS, batch), expected)
+    assert Classify().score(LOGITS, batch).tolist() == [1.0, 1.0]
+
+
+def test_the_loss_of_bf16_logits_is_taken_in_fp32() -> None:
+    logits = LOGITS.bfloat16().requires_grad_()
+    loss = Classify().loss(logits, {"label": torch.tensor([0, 1])})
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, F.cross_entropy(logits.float(), torch.tensor([0, 1])))
+    assert Classify().loss(LOGITS.double(), {"label": torch.eye(3)[:2]}).dtype == torch.float64
+
+
+def test_the_score_is_one_where_the_best_class_is_the_label() -> None:
+    assert Classify().score(LOGITS, {"label": torch.tensor([0, 1])}).tolist() == [1.0, 0.0]
+    assert Classify().metric == "accuracy"
+
+
+@pytest.mark.parametrize("output", [LOGITS, {"logits": LOGITS}, SimpleNamespace(logits=LOGITS)])
+def test_logits_are_found_in_every_usual_output(output: object) -> None:
+    assert Classify().answer(output) is LOGITS
+
+
+@pytest.mark.parametrize(
+    "output", [torch.zeros(2, 5, 8), {"last_hidden_state": LOGITS}, SimpleNamespace(hidden=LOGITS), None]
+)
+def test_an_output_without_logits_is_refused(output: object) -> None:
+    with pytest.raises(UsageError, match="no logits"):
+        Classify().answer(output)
+
+
+def test_numbers_of_classes_that_differ_are_refused() -> None:
+    with pytest.raises(UsageError, match="2 in the data, 3 in the model"):
+        Classify(classes=2).score(LOGITS, {"label": torch.tensor([0, 1])})
+    with pytest.raises(UsageError, match="at least 8 in the data"):
+        Classify().loss(LOGITS, {"label": torch.tensor([0, 7])})
+    with pytest.raises(UsageError, match="5 in the data"):
+        Classify().loss(LOGITS, {"label": torch.full((2, 5), 0.2)})
+
+
+def test_a_batch_without_labels_is_refused() -> None:
+    with pytest.raises(DataError, match="'label'"):
+        Classify().loss(LOGITS, {"image": torch.zeros(2)})
+
+
+def test_a_picture_is_the_only_input_and_has_no_padding() -> None:
+    batch = {"image": torch.zeros(2, 3, 4, 4), "label": torch.zeros(2), "foreground": torch.zeros(2)}
+    assert Classify().inputs(batch) is batch["image"]
+    assert Classify().mask(batch) is None
+
+
+def test_a_text_is_given_by_name_and_its_mask_is_found() -> None:
+    ids, mask = torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    batch = {"input_ids": ids, "attention_mask": mask, "label": torch.zeros(2), "index": torch.arange(2)}
+    inputs = Classify().inputs(batch)
+    assert isinstance(inputs, dict) and set(inputs) == {"input_ids", "attention_mask"}
+    assert torch.equal(Classify().mask(batch), mask == 1)
+
+
+def test_the_recipes_task_knows_the_data_sets_classes() -> None:
+    task = open_task(
+        ClassifyTask(kind="classify", label_smoothing=0.1),
+        SimpleNamespace(classes=["cat", "dog"]),  # type: ignore[arg-type]
+    )
+    assert task == Classify(label_smoothing=0.1, classes=2)
+
+
+def test_a_users_function_gives_the_task() -> None:
+    assert open_task(PythonTask(kind=f"python:{__name__}:make_task", args={"classes": 3})) == Classify(classes=3)
+    with pytest.raises(UsageError, match="without inputs, mask, score, answer"):
+        open_task(PythonTask(kind=f"python:{__name__}:make_no_task"))
+
+
+def test_a_kind_that_cannot_run_yet_is_refused() -> None:
+    with pytest.raises(UsageError, match="'ctc'"):
+        open_task(CtcTask(kind="ctc"))

@@ -1,0 +1,64 @@
+"""A two-block transformer and a data set, as a user's own module would offer them to recipes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+WIDTH, TOKENS, CLASSES = 32, 9, 4
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm_1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.norm_2(x))
+
+
+class Classifier(nn.Module):
+    """Two blocks and a head on the mean token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.head(tokens.mean(1))
+
+
+def model() -> tuple[nn.Module, torch.Tensor]:
+    """The classifier and one example of its input."""
+    torch.manual_seed(1)
+    return Classifier(), torch.zeros(1, TOKENS, WIDTH)
+
+
+class Tokens(Dataset):
+    """Noise around one direction per class."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.direction = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        noise = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(index))
+        return {"tokens": noise + self.direction[index % CLASSES], "label": torch.tensor(index % CLASSES)}
+
+
+def data(count: int = 96) -> Dataset:
+    """Examples of all classes in turn."""
+    return Tokens(count)

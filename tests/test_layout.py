@@ -121,6 +121,24 @@ def test_a_model_that_makes_other_calls_for_other_batches_is_unknown():
     assert find_layouts(model, x, capture(model, x)) == {}
 
 
+def test_constants_may_be_made_otherwise_for_other_batches():
+    class Positioned(Reshaping):
+        def forward(self, x: Tensor) -> Tensor:
+            places = torch.arange(x.shape[1])[None, :, None]
+            return self.linear(x + (places if len(x) == 1 else places.expand(len(x), -1, -1)))
+
+    assert linear_inputs(Positioned(None), torch.randn(1, 4, D)) == [Layout()]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_causal_language_models_have_layouts_at_every_batch(batch):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 9}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    assert set(linear_inputs(model, {"input_ids": torch.zeros(batch, 5, dtype=torch.long)})) == {Layout()}
+
+
 def test_inputs_without_axes_have_no_batch():
     model = Reshaping(lambda x: x.expand(4, D))
     assert find_layouts(model, torch.tensor(1.0), capture(model, torch.tensor(1.0))) == {}

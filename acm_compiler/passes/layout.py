@@ -23,7 +23,7 @@ _Shape = tuple[int, ...]
 
 
 def find_layouts(model: nn.Module, example_inputs: Inputs, capture: Capture) -> dict[str, Layout | None]:
-    """The layout of every tensor node of `capture`, None for those that have no batch axis or an unclear one.
+    """The layout of every tensor node of `capture` but constants, None where there is no batch axis or an unclear one.
 
     The batch is axis 0 of the first input that has axes; the inputs with as many entries there are repeated or
     cut to make batches of 2 and 3. Empty where that cannot be told: the model raises at another batch size, makes
@@ -39,7 +39,7 @@ def find_layouts(model: nn.Module, example_inputs: Inputs, capture: Capture) -> 
             if other is None or _calls(other) != _calls(capture):
                 return {}
             captures[size] = other
-    rows = zip(*(other.graph.nodes for other in captures.values()), strict=True)
+    rows = zip(*(_data_nodes(other) for other in captures.values()), strict=True)
     shapes = {row[0]: {size: n.meta.get("shape") for size, n in zip(captures, row, strict=True)} for row in rows}
     scaling = {node: _scaling_axes(list(known.values())) for node, known in shapes.items()}
     if any(_mixes_examples(node, scaling) for node in scaling):
@@ -63,9 +63,14 @@ def _of_batch(inputs: Inputs, batch: int, size: int) -> Any:
     return map_tensors(inputs, resize)
 
 
+def _data_nodes(capture: Capture) -> list[fx.Node]:
+    """The nodes that depend on the inputs or the model; positions and masks may be made otherwise at batch 1."""
+    return [node for node in capture.graph.nodes if not node.meta.get("const", False)]
+
+
 def _calls(capture: Capture) -> list[tuple[str, Any]]:
     # a placeholder's target is its name, a property's is in the arguments
-    return [(n.op, n.args[1] if n.target is getattr else n.target) for n in capture.graph.nodes]
+    return [(n.op, n.args[1] if n.target is getattr else n.target) for n in _data_nodes(capture)]
 
 
 def _scaling_axes(shapes: Sequence[_Shape | None]) -> tuple[int, ...]:

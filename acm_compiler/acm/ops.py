@@ -1,5 +1,6 @@
 """`acm::learners`: the one operator of an ACM, a single node in compiled and exported graphs.
 
+y = learners(x, k) + residual, where `residual` [T, O] is optional (compilers put the bypass there).
 The eager kernel is the reference; backends register faster ones for the same name. Its backward recomputes.
 """
 
@@ -9,18 +10,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from acm_compiler.acm.reference import Weights, run_learners
+from acm_compiler.errors import UsageError
 
-_WEIGHTS = "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor w_out, Tensor b_out, Tensor? w_top"
-_TENSORS = f"Tensor x, Tensor k, {_WEIGHTS}"
+_WEIGHTS = "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top"
+_TENSORS = f"Tensor x, Tensor k, {_WEIGHTS}, Tensor? residual=None"
 _LIBRARY = torch.library.Library("acm", "DEF")
 _LIBRARY.define(f"learners({_TENSORS}, *, str form, str act) -> Tensor")
 _LIBRARY.define(f"learners_backward(Tensor dy, {_TENSORS}, *, str form, str act) -> Tensor[]")
 
 
 def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
-    """y_{k(t)}(x_t), [T, O]: one operator when a graph is being made, the plain reference otherwise.
+    """y_{k(t)}(x_t), [T, O]: one operator in graphs and wherever no gradient is asked for, else the plain reference.
 
     Under autocast the inputs are cast as a linear's would be.
     """
@@ -29,11 +32,22 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return learners(x_TD.to(dtype), k_T, cast_weights(weights, dtype))
-    if not torch.compiler.is_compiling():
-        return run_learners(x_TD, k_T, weights)
     w = weights
     tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
-    return torch.ops.acm.learners(x_TD, k_T, *tensors, form=w.form, act=w.act)
+    if torch.compiler.is_compiling():
+        return torch.ops.acm.learners(x_TD, k_T, *tensors, form=w.form, act=w.act)
+    if _observed() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))):
+        return run_learners(x_TD, k_T, weights)
+    # nothing to differentiate: past the autograd rule, which costs more than a small site's kernel
+    with torch._C._AutoDispatchBelowAutograd():
+        return LEARNERS.default(x_TD, k_T, *tensors, form=w.form, act=w.act)
+
+
+def _observed() -> bool:
+    """Whether someone's dispatch mode (a FLOP counter, a logger) watches: it should see plain operations."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(getattr(mode, "_mode_key", None) is None for mode in _get_current_dispatch_mode_stack())
 
 
 def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
@@ -56,6 +70,12 @@ def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
     )
 
 
+def _run(x: Tensor, k: Tensor, tensors: Sequence[Tensor | None], form: str, act: str) -> Tensor:
+    """The reference; `tensors` are the weights in the schema's order and then perhaps the residual."""
+    y = run_learners(x, k, _weights(tensors[:7], form, act))
+    return y if len(tensors) < 8 or tensors[7] is None else y + tensors[7]
+
+
 def _weights(tensors: Sequence[Tensor | None], form: str, act: str) -> Weights:
     w_in, b_in, w_up, b_up, w_out, b_out, w_top = tensors
     assert w_in is not None and w_out is not None and b_out is not None
@@ -65,7 +85,7 @@ def _weights(tensors: Sequence[Tensor | None], form: str, act: str) -> Weights:
 
 
 def _forward(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    y = run_learners(x, k, _weights(tensors, form, act))
+    y = _run(x, k, tensors, form, act)
     # an operator must not return an alias of what it was given
     return y.clone() if y.data_ptr() == x.data_ptr() and y.numel() else y
 
@@ -81,7 +101,7 @@ def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Tensor | None, form: s
         x = x.detach().requires_grad_()
         leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
         inputs = [x, *(leaf for leaf in leaves if leaf is not None)]
-        y = run_learners(x, k, _weights(leaves, form, act))
+        y = _run(x, k, leaves, form, act)
         grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
     return [torch.zeros_like(i) if g is None else g.contiguous() for i, g in zip(inputs, grads, strict=True)]
 
@@ -104,10 +124,28 @@ def _run_backward(ctx, dy: Tensor):
     return (dx, None, *others)
 
 
+def _vmap(info, in_dims, x, k, *tensors, **kwargs):
+    """One call for all copies: tokens are independent, so the mapped axis is one more axis of tokens."""
+    if any(dim is not None for dim in in_dims[2:9]):
+        raise UsageError("vmap over the weights of an ACM", fix="map over the inputs only")
+
+    def tokens(value: Tensor | None, dim: int | None) -> Tensor | None:
+        if value is None:
+            return None
+        spread = value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+        return spread.flatten(0, 1)
+
+    residual = [tokens(value, dim) for value, dim in zip(tensors[7:], in_dims[9:], strict=True)]
+    y = LEARNERS(tokens(x, in_dims[0]), tokens(k, in_dims[1]), *tensors[:7], *residual, **kwargs)
+    return y.unflatten(0, (info.batch_size, -1)), 0
+
+
 torch.library.impl("acm::learners", "CompositeExplicitAutograd", _forward, lib=_LIBRARY)
 torch.library.impl("acm::learners_backward", "CompositeExplicitAutograd", _backward, lib=_LIBRARY)
 torch.library.register_fake("acm::learners", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("acm::learners_backward", _backward_fake, lib=_LIBRARY)
 torch.library.register_autograd("acm::learners", _run_backward, setup_context=_save_for_backward, lib=_LIBRARY)
+torch.library.register_vmap("acm::learners", _vmap, lib=_LIBRARY)
 
 LEARNERS = torch.ops.acm.learners
+LEARNERS_BACKWARD = torch.ops.acm.learners_backward

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.activations import resolve
+from acm_compiler.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +88,17 @@ def learner_outputs(x_TD: Tensor, weights: Weights) -> Tensor:
 
 
 def run_learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
-    """y_{k(t)}(x_t) [T, O]; token t runs its first k(t) learners and nothing more is computed for it."""
+    """y_{k(t)}(x_t) [T, O]; token t runs its first k(t) learners and nothing more is computed for it.
+
+    UsageError for a k outside [0, N].
+    """
     rows_of_k = [torch.nonzero(k_T == k).flatten() for k in range(weights.learners + 1)]
+    if sum(rows.numel() for rows in rows_of_k) != k_T.numel():
+        raise UsageError(
+            "a token asks for more learners than there are, or fewer than none",
+            found=f"k from {int(k_T.min())} to {int(k_T.max())}",
+            expected=f"k in [0, {weights.learners}]",
+        )
     parts = [prefix_output(x_TD[rows], weights, k) for k, rows in enumerate(rows_of_k) if rows.numel()]
     if len(parts) <= 1:
         return parts[0].contiguous() if parts else x_TD.new_empty(0, weights.b_out.shape[1])

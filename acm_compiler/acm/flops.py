@@ -1,0 +1,45 @@
+"""What `acm::learners` costs for torch's FlopCounterMode: the learners that the tokens really run.
+
+The one border where MACs become FLOPs (1 MAC = 2 FLOPs). Where k is not known (fake tensors), all N learners count.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from acm_compiler.acm.ops import LEARNERS, LEARNERS_BACKWARD
+
+
+def learners_macs(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str) -> int:
+    """Executed MACs; the arguments of the operator."""
+    w_in, _, w_up, _, w_out, b_out, w_top, *_ = tensors
+    assert w_in is not None and b_out is not None
+    n_learners = w_in.shape[0]
+    per_learner = w_in[0].numel()
+    if w_out is not None:
+        per_learner += w_in.shape[1] * (b_out.shape[1] + (w_in.shape[2] if w_up is not None else 0))
+    run = _learners_run(k, n_learners)
+    if form != "linear" or w_top is None:
+        return run * per_learner
+    # at k = N the dense weight runs in the learners' place
+    whole = k.numel() if run == n_learners * k.numel() else int((k == n_learners).sum())
+    return (run - whole * n_learners) * per_learner + whole * w_top.numel()
+
+
+def _learners_run(k: Tensor, n_learners: int) -> int:
+    unknown = isinstance(k, FakeTensor) or k.device.type == "meta"
+    return n_learners * k.numel() if unknown else int(k.sum())
+
+
+@register_flop_formula(LEARNERS, get_raw=True)
+def learners_flops(x, k, *tensors, form, act, out_val=None, **kwargs) -> int:
+    """FLOPs of the forward."""
+    return 2 * learners_macs(x, k, *tensors, form=form)
+
+
+@register_flop_formula(LEARNERS_BACKWARD, get_raw=True)
+def learners_backward_flops(dy, x, k, *tensors, form, act, out_val=None, **kwargs) -> int:
+    """FLOPs of the backward: the forward again, then the gradients of inputs and of weights."""
+    return 3 * 2 * learners_macs(x, k, *tensors, form=form)

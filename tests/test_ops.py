@@ -1,0 +1,96 @@
+"""The operator `acm::learners`: torch's rules, the residual, FLOP counts, vmap, illegal k."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from acm_compiler.acm import flops, ops
+from acm_compiler.acm.reference import run_learners
+from acm_compiler.cost import gate_macs_per_token, macs_per_learner
+from acm_compiler.errors import UsageError
+from tests.build import acm_for, planned_site
+from tests.test_reference import FORMS, OUT, D, N, weights_of
+
+T = 11
+
+
+def arguments(kind: str, *, residual: bool = False, requires_grad: bool = False):
+    """Positional and keyword arguments of the operator for one kind of ACM."""
+    w = weights_of(kind)
+    tensors = [w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top]
+    tensors = [None if t is None else t.requires_grad_(requires_grad) for t in tensors]
+    x = torch.randn(T, D, dtype=torch.float64, requires_grad=requires_grad)
+    bypass = torch.randn(T, OUT, dtype=torch.float64, requires_grad=requires_grad) if residual else None
+    k = torch.randint(0, N + 1, (T,), dtype=torch.int32)
+    return (x, k, *tensors, bypass), {"form": w.form, "act": w.act}, w
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_operator_keeps_torchs_rules(kind):
+    args, kwargs, _ = arguments(kind, residual=True, requires_grad=True)
+    torch.library.opcheck(torch.ops.acm.learners, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_residual_is_added_and_gets_its_gradient(kind):
+    args, kwargs, weights = arguments(kind, residual=True, requires_grad=True)
+    dy = torch.randn(T, OUT, dtype=torch.float64)
+    y = ops.LEARNERS(*args, **kwargs)
+    torch.testing.assert_close(y, run_learners(args[0], args[1], weights) + args[-1])
+    torch.testing.assert_close(torch.autograd.grad(y, args[-1], dy)[0], dy)
+
+
+@pytest.mark.parametrize("k", [-1, N + 1])
+def test_a_k_outside_its_range_is_refused(k):
+    args, kwargs, _ = arguments("mlp")
+    args[1][3] = k
+    with pytest.raises(UsageError, match=rf"k in \[0, {N}\]"):
+        ops.LEARNERS(*args, **kwargs)
+
+
+def test_vmap_over_inputs_is_one_call():
+    args, kwargs, weights = arguments("gated")
+    x, k = torch.randn(3, T, D, dtype=torch.float64), torch.randint(0, N + 1, (3, T), dtype=torch.int32)
+    mapped = torch.func.vmap(lambda x, k: ops.LEARNERS(x, k, *args[2:], **kwargs))(x, k)
+    expected = run_learners(x.flatten(0, 1), k.flatten(), weights).unflatten(0, (3, T))
+    torch.testing.assert_close(mapped, expected)
+    same_k = torch.func.vmap(lambda x: ops.LEARNERS(x, k[0], *args[2:], **kwargs))(x)
+    torch.testing.assert_close(same_k[2], run_learners(x[2], k[0], weights))
+
+
+def test_vmap_over_weights_is_refused():
+    args, kwargs, _ = arguments("linear")
+    w_in = torch.stack([args[2], args[2]])
+    with pytest.raises(UsageError, match="map over the inputs"):
+        torch.func.vmap(lambda w: ops.LEARNERS(args[0], args[1], w, *args[3:], **kwargs))(w_in)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_counted_flops_are_those_of_the_learners_that_ran(kind):
+    args, kwargs, weights = arguments(kind)
+    with FlopCounterMode(display=False) as by_formula:
+        ops.LEARNERS(*args, **kwargs)
+    with FlopCounterMode(display=False) as by_products:
+        run_learners(args[0], args[1], weights)
+    assert by_formula.get_total_flops() == by_products.get_total_flops() > 0
+
+
+def test_unknown_k_counts_as_all_learners():
+    args, kwargs, _ = arguments("mlp")
+    everything = (args[0], torch.full_like(args[1], N), *args[2:])
+    meta = (args[0], args[1].to("meta"), *args[2:])
+    form = kwargs["form"]
+    assert flops.learners_macs(*meta, form=form) == flops.learners_macs(*everything, form=form)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gated_mlp", "linear"])
+def test_an_eager_model_is_charged_what_it_runs(kind):
+    site = planned_site(kind=kind, learner_act="identity" if kind == "linear" else "gelu")
+    acm, x = acm_for(site), torch.randn(9, site.d_in)
+    for k in range(site.learners + 1):
+        acm.set_choices(knob=0.0, k_lo=k, k_hi=k)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            acm(x)
+        expected = 9 * (k * macs_per_learner(site) + gate_macs_per_token(site))
+        assert counter.get_total_flops() == 2 * expected

@@ -53,6 +53,8 @@ def dense_macs_per_token(site: PlannedSite) -> int:
 
 def macs_per_learner(site: PlannedSite) -> int:
     """MACs of one learner for one token; p_l of SEMANTICS 2."""
+    if site.is_sliced:
+        return site.d_in * site.d_out // site.learners
     branches = 2 if site.kind == "gated_mlp" else 1
     return site.width * (site.d_in * branches + site.d_out)
 
@@ -76,6 +78,8 @@ def _dense_params(site: PlannedSite) -> int:
 
 
 def _learner_params(site: PlannedSite) -> int:
+    if site.is_sliced:
+        return site.d_in * site.d_out + (site.learners + 1) * site.d_out
     branches = 2 if site.kind == "gated_mlp" else 1
     hidden = site.learners * site.width
     params = branches * hidden * (site.d_in + (1 if site.has_bias_in else 0))

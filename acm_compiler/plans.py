@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from acm_compiler.errors import PlanMismatch, StorageError
-from acm_compiler.site import Graft, Layout, LinearRef, Site, Skip
+from acm_compiler.site import Graft, Layout, LinearRef, Pair, Site, Skip
 
 SCHEMA = 1
 SecondLayer = Literal["shared", "shared_top", "per_k", "original"]
@@ -27,7 +27,8 @@ class PlannedSite(Site):
     """A site and what was decided for it.
 
     `learners` is N, `width` one learner's hidden width, `gate_width` the gate's. `learner_act` is the learners'
-    activation. `init` "random" is the paper's start. `state` "dense": no phase has fitted the learners yet.
+    activation. `form` "slices" needs `pair`; there `width` is what one learner has of the output (q, k, v) or reads of
+    the input (o). `init` "random" is the paper's start. `state` "dense": no phase has fitted the learners yet.
     """
 
     learners: int
@@ -47,6 +48,18 @@ class PlannedSite(Site):
         return self.learners - self.k_min + 1
 
     @property
+    def is_sliced(self) -> bool:
+        """Whether the learners are slices of the projection itself, its heads in a basis of their own."""
+        return self.kind == "linear" and self.form == "slices"
+
+    @property
+    def learner_form(self) -> str:
+        """The form of `acm::learners`: mlp, gated, linear, rows or cols."""
+        if self.is_sliced:
+            return "cols" if self.role == "o" else "rows"
+        return "gated" if self.kind == "gated_mlp" else self.kind
+
+    @property
     def has_bias_in(self) -> bool:
         """Whether the learners' first layer has a bias."""
         if self.kind == "linear":
@@ -56,7 +69,7 @@ class PlannedSite(Site):
     @property
     def has_top(self) -> bool:
         """Whether k = N runs dense weights of its own."""
-        return self.second_layer == "shared_top" or (self.kind == "linear" and self.lossless)
+        return self.second_layer == "shared_top" or (self.kind == "linear" and self.lossless and not self.is_sliced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +170,7 @@ def _site_from(entry: dict[str, Any]) -> PlannedSite:
     values["first"] = tuple(_ref_from(ref) for ref in values["first"])
     values["last"] = values["last"] and _ref_from(values["last"])
     values["layout"] = values["layout"] and Layout(**values["layout"])
+    values["pair"] = values.get("pair") and Pair(**values["pair"])
     values["graft"] = Graft(**values["graft"] | {"modules": tuple(values["graft"]["modules"])})
     return PlannedSite(**values)
 

@@ -57,6 +57,18 @@ class Graft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two projections of one attention whose heads can change their basis together: q with k, v with o.
+
+    `partner` is the other site's name. `heads` is G, how many heads this site has of its own: of its output (q, k,
+    v) or of its input (o). Where several heads of one side read one head of the other, they lie next to each other.
+    """
+
+    partner: str
+    heads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """One place of the user's model that can become an ACM.
 
@@ -66,7 +78,8 @@ class Site:
     expression of `activations`, "identity" for linear sites. `dense_width` is H, one branch's for gated MLPs.
     `residual`: the output is added to a value that bypasses the site; `residual_norm`: with a norm on the way.
     `calls`: how often one forward runs the site, `tokens`: tokens per call, both for the example inputs.
-    `layout` is None where it could not be told. `source` is the user's `file:line` of the last linear's call.
+    `layout` is None where it could not be told. `pair` says with which site a projection can be sliced; where it is
+    None, `unpaired` may say why. `source` is the user's `file:line` of the last linear's call.
     """
 
     name: str
@@ -84,6 +97,8 @@ class Site:
     tokens: int
     layout: Layout | None = None
     graft: Graft
+    pair: Pair | None = None
+    unpaired: str = ""
     source: str | None = None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from acm_compiler.acm import ACM, Gate, Learners
+from acm_compiler.acm import ACM, Gate
 from acm_compiler.conversion import Conversion
 from acm_compiler.cost import learner_unit, macs_per_learner
+from acm_compiler.passes.build_acm import new_learners
 from acm_compiler.plans import ModelFacts, Plan, PlannedSite
-from acm_compiler.site import Graft, Layout, LinearRef
+from acm_compiler.site import Graft, Layout, LinearRef, Pair
 
 
 def planned_site(name: str = "mlp", **changes) -> PlannedSite:
@@ -36,6 +37,13 @@ def planned_site(name: str = "mlp", **changes) -> PlannedSite:
     return PlannedSite(**values | changes)
 
 
+def sliced_site(name: str = "proj", role: str = "q", **changes) -> PlannedSite:
+    """A projection of 8 -> 8 with 2 heads, as 4 slices."""
+    pair = Pair(partner=f"{name}_other", heads=2)
+    values = {"kind": "linear", "act": "identity", "learner_act": "identity", "dense_width": None, "last": None}
+    return planned_site(name, **values | {"role": role, "form": "slices", "pair": pair, "width": 2} | changes)
+
+
 def plan_of(*sites: PlannedSite, dense_macs: int | None = None, batch: int = 1) -> Plan:
     """A plan of these sites, for a model of nothing else unless `dense_macs` says more."""
     from acm_compiler.cost import site_cost
@@ -49,19 +57,7 @@ def plan_of(*sites: PlannedSite, dense_macs: int | None = None, batch: int = 1) 
 
 def acm_for(site: PlannedSite, *, dtype: torch.dtype = torch.float32, cost: float = 1.0) -> ACM:
     """A randomly started ACM of that site, gates free to choose."""
-    form = {"mlp": "mlp", "gated_mlp": "gated", "linear": "linear"}[site.kind]
-    learners = Learners(
-        site.d_in,
-        site.d_out,
-        site.learners,
-        site.width,
-        form=form,
-        act=site.learner_act,
-        bias_in=site.has_bias_in,
-        per_k=site.second_layer == "per_k",
-        top=site.has_top,
-        dtype=dtype,
-    )
+    learners = new_learners(site, like=torch.empty(0, dtype=dtype))
     learners.start_random()
     with torch.no_grad():
         learners.b_out.normal_()

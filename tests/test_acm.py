@@ -11,7 +11,7 @@ from torch import nn
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.errors import LayoutUnknown, NoDenseRegion
 from acm_compiler.site import Layout
-from tests.build import acm_for, planned_site
+from tests.build import acm_for, planned_site, sliced_site
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
@@ -38,8 +38,9 @@ def test_tokens_choose_different_k_and_each_gets_that_prefix():
         torch.testing.assert_close(acm(x).reshape(-1, 8), run_learners(x.reshape(-1, 8), k, acm.learners.weights()))
 
 
-def test_the_task_loss_reaches_the_gate():
-    acm = acm_for(planned_site(k_min=1)).train()
+@pytest.mark.parametrize("site", [planned_site(k_min=1), sliced_site(role="v"), sliced_site(role="o")])
+def test_the_task_loss_reaches_the_gate(site):
+    acm = acm_for(site).train()
     acm.temperature = 0.8
     acm(torch.randn(3, 5, 8)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in acm.gate.parameters())
@@ -133,12 +134,19 @@ def test_autocast_runs_the_learners_in_its_type_and_the_gate_in_its_own():
     torch.testing.assert_close(acm(x), acm.bfloat16()(x.bfloat16()).float(), rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gated_mlp", "linear"])
-def test_a_compiled_acm_is_one_graph_that_follows_its_budget(kind):
+@pytest.mark.parametrize("form", ["mlp", "gated", "linear", "rows", "cols"])
+def test_a_compiled_acm_is_one_graph_that_follows_its_budget(form):
     import torch._dynamo.utils as dynamo
 
-    act = "identity" if kind == "linear" else "gelu"
-    acm = acm_for(planned_site(kind=kind, learner_act=act))
+    site = {
+        "mlp": planned_site(),
+        "gated": planned_site(kind="gated_mlp"),
+        "linear": planned_site(kind="linear", learner_act="identity"),
+        "rows": sliced_site(role="q"),
+        "cols": sliced_site(role="o"),
+    }[form]
+    assert site.learner_form == form
+    acm = acm_for(site)
     compiled = torch.compile(acm, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 5, 8, requires_grad=True)
     dynamo.counters.clear()

@@ -17,14 +17,19 @@ from acm_compiler.acm.reference import (
     utilities,
 )
 
-D, OUT, N, H = 6, 5, 3, 4
-FORMS = ["mlp", "gated", "linear", "per_k", "top", "linear_top"]
+D, OUT, N, H = 12, 18, 3, 4
+HEADS = 2
+FORMS = ["mlp", "gated", "linear", "per_k", "top", "linear_top", "rows", "cols"]
 
 
 def weights_of(kind: str, dtype=torch.float64) -> Weights:
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64).to(dtype)  # noqa: E731
     form = {"gated": "gated", "linear": "linear", "linear_top": "linear"}.get(kind, "mlp")
     gated, linear = form == "gated", form == "linear"
+    if kind in ("rows", "cols"):
+        shape = (N, HEADS, OUT // (HEADS * N), D) if kind == "rows" else (N, OUT, HEADS, D // (HEADS * N))
+        absent = dict.fromkeys(("b_in", "w_up", "b_up", "w_out", "w_top"))
+        return Weights(w_in=draw(*shape), b_out=draw(N + 1, OUT), act="identity", form=kind, **absent)
     return Weights(
         w_in=draw(N, H, D),
         b_in=None if linear else draw(N, H),
@@ -44,6 +49,12 @@ def formula(z, weights: Weights, k: int):
     if k == N and weights.w_top is not None and weights.form == "linear":
         return y + weights.w_top @ z
     for n in range(k):
+        if weights.form == "rows":
+            y.view(HEADS, N, -1)[:, n] += weights.w_in[n] @ z
+            continue
+        if weights.form == "cols":
+            y += torch.einsum("ogh,gh->o", weights.w_in[n], z.view(HEADS, N, -1)[:, n])
+            continue
         a = weights.w_in[n] @ z
         if weights.b_in is not None:
             a = a + weights.b_in[n]
@@ -72,7 +83,9 @@ def test_every_prefix_equals_the_printed_equations(kind):
 def test_mixed_k_runs_each_token_by_its_own_prefix(kind, tokens):
     weights, x = weights_of(kind), torch.randn(tokens, D, dtype=torch.float64)
     k = torch.randint(0, N + 1, (tokens,))
-    expected = torch.stack([formula(z, weights, int(m)) for z, m in zip(x, k, strict=True)]) if tokens else x[:, :OUT]
+    expected = (
+        torch.stack([formula(z, weights, int(m)) for z, m in zip(x, k, strict=True)]) if tokens else x.new_empty(0, OUT)
+    )
     torch.testing.assert_close(run_learners(x, k, weights), expected)
 
 

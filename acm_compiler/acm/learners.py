@@ -14,7 +14,8 @@ class Learners(nn.Module):
     """Parameters of N learners; every prefix of them is a valid smaller network (SEMANTICS 1).
 
     w_in, w_up [N, H, D]; b_in, b_up [N, H]; w_out [O, N, H] or, with `per_k`, [N, O, N, H]; b_out [N + 1, O];
-    w_top [O, N * H] or, for form "linear", [O, D]. Absent ones are None.
+    w_top [O, N * H] or, for form "linear", [O, D]. Absent ones are None. Slices (forms "rows", "cols") of G `heads`
+    have w_in [N, G, H / G, D] or [N, O, G, H / G] and no w_out.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Learners(nn.Module):
         bias_in: bool = True,
         per_k: bool = False,
         top: bool = False,
+        heads: int = 1,
         device=None,
         dtype=None,
     ) -> None:
@@ -38,12 +40,16 @@ class Learners(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
 
-        gated = form == "gated"
-        self.w_in = parameter(learners, width, d_in)
+        gated, sliced = form == "gated", form in ("rows", "cols")
+        if sliced:
+            part = (heads, width // heads)
+            self.w_in = parameter(learners, *part, d_in) if form == "rows" else parameter(learners, d_out, *part)
+        else:
+            self.w_in = parameter(learners, width, d_in)
         self.b_in = parameter(learners, width) if bias_in else None
         self.w_up = parameter(learners, width, d_in) if gated else None
         self.b_up = parameter(learners, width) if gated and bias_in else None
-        self.w_out = parameter(*([learners] if per_k else []), d_out, learners, width)
+        self.w_out = None if sliced else parameter(*([learners] if per_k else []), d_out, learners, width)
         self.b_out = parameter(learners + 1, d_out)
         self.w_top = parameter(d_out, d_in if form == "linear" else learners * width) if top else None
 
@@ -65,10 +71,13 @@ class Learners(nn.Module):
     def start_random(self) -> None:
         """The paper's start: each learner as torch initialises a small MLP of its own; output biases are zero."""
         fan_in, fan_hidden = self.w_in.shape[-1], self.w_in.shape[1]
+        if self.form == "cols":
+            fan_in = self.w_in[:, 0].numel()
         for tensor in (self.w_in, self.b_in, self.w_up, self.b_up):
             if tensor is not None:
                 tensor.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
-        self.w_out.uniform_(-1 / math.sqrt(fan_hidden), 1 / math.sqrt(fan_hidden))
+        if self.w_out is not None:
+            self.w_out.uniform_(-1 / math.sqrt(fan_hidden), 1 / math.sqrt(fan_hidden))
         self.b_out.zero_()
 
     @torch.no_grad()
@@ -87,6 +96,7 @@ class Learners(nn.Module):
             if b_NH is not None and b_H is not None:
                 b_NH.flatten()[: b_H.shape[0]].copy_(b_H)
         w_OH, b_O = last
+        assert self.w_out is not None
         per_k = self.w_out if self.w_out.dim() == 4 else self.w_out[None]
         per_k.zero_().flatten(-2)[..., : w_OH.shape[1]].copy_(w_OH)
         self.b_out.zero_()

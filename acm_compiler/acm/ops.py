@@ -62,7 +62,7 @@ def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
         b_in=cast(w.b_in),
         w_up=cast(w.w_up),
         b_up=cast(w.b_up),
-        w_out=w.w_out.to(dtype),
+        w_out=cast(w.w_out),
         b_out=w.b_out.to(dtype),
         w_top=cast(w.w_top),
         act=w.act,
@@ -78,7 +78,7 @@ def _run(x: Tensor, k: Tensor, tensors: Sequence[Tensor | None], form: str, act:
 
 def _weights(tensors: Sequence[Tensor | None], form: str, act: str) -> Weights:
     w_in, b_in, w_up, b_up, w_out, b_out, w_top = tensors
-    assert w_in is not None and w_out is not None and b_out is not None
+    assert w_in is not None and b_out is not None
     return Weights(
         w_in=w_in, b_in=b_in, w_up=w_up, b_up=b_up, w_out=w_out, b_out=b_out, w_top=w_top, form=form, act=act
     )

@@ -31,7 +31,7 @@ class Weights:
     b_in: Tensor | None
     w_up: Tensor | None
     b_up: Tensor | None
-    w_out: Tensor
+    w_out: Tensor | None
     b_out: Tensor
     w_top: Tensor | None
     act: str
@@ -41,6 +41,11 @@ class Weights:
     def learners(self) -> int:
         """N."""
         return self.w_in.shape[0]
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether all k share one second layer, so that y_k is a running sum of learners."""
+        return self.w_out is not None and self.w_out.dim() == 3 and self.w_top is None
 
 
 def hidden(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
@@ -60,6 +65,11 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     b_O = weights.b_out[k]
     if k == 0:
         return b_O.to(x_TD.dtype).expand(x_TD.shape[0], -1)
+    if weights.form == "rows":
+        return _slices_of_output(F.linear(x_TD, weights.w_in[:k].flatten(0, 2)), weights) + b_O
+    if weights.form == "cols":
+        x_TNGh = _slices_of_input(x_TD, weights)[:, :k]
+        return F.linear(x_TNGh.flatten(1), weights.w_in[:k].movedim(0, 1).flatten(1), b_O)
     if k == weights.learners and weights.w_top is not None:
         return F.linear(x_TD if weights.form == "linear" else hidden(x_TD, weights, k), weights.w_top, b_O)
     return F.linear(hidden(x_TD, weights, k), _out_layer(weights, k), b_O)
@@ -67,15 +77,28 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
 
 def _out_layer(weights: Weights, k: int) -> Tensor:
     """The second layer [O, k * H] of the prefix k; a view."""
+    assert weights.w_out is not None
     w_ONH = weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out
     return w_ONH[:, :k].flatten(1)
 
 
+def _slices_of_output(y_TR: Tensor, weights: Weights) -> Tensor:
+    """Rows of the first k learners, learner by learner, put into their places of an output [T, O]; zeros elsewhere."""
+    y_TkGh = y_TR.unflatten(1, (-1, *weights.w_in.shape[1:3]))
+    missing = weights.learners - y_TkGh.shape[1]
+    return F.pad(y_TkGh.movedim(1, 2), (0, 0, 0, missing)).flatten(1)
+
+
+def _slices_of_input(x_TD: Tensor, weights: Weights) -> Tensor:
+    """The input as [T, N, G, h], what each learner reads; a view."""
+    heads, width = weights.w_in.shape[2:]
+    return x_TD.unflatten(1, (heads, weights.learners, width)).movedim(1, 2)
+
+
 def all_outputs(x_TD: Tensor, weights: Weights, k_min: int) -> Tensor:
     """y_k(x) for every k from k_min to N, [C, T, O]."""
-    n_learners = weights.learners
-    if weights.w_out.dim() == 4 or weights.w_top is not None:
-        return torch.stack([prefix_output(x_TD, weights, k) for k in range(k_min, n_learners + 1)])
+    if not weights.is_nested:
+        return torch.stack([prefix_output(x_TD, weights, k) for k in range(k_min, weights.learners + 1)])
     s_NTO = learner_outputs(x_TD, weights)
     sums = torch.cat([torch.zeros_like(s_NTO[:1]), s_NTO.cumsum(0)])
     return (sums + weights.b_out[:, None].to(sums.dtype))[k_min:]
@@ -83,6 +106,7 @@ def all_outputs(x_TD: Tensor, weights: Weights, k_min: int) -> Tensor:
 
 def learner_outputs(x_TD: Tensor, weights: Weights) -> Tensor:
     """s_n(x) of each learner alone, [N, T, O]; for one shared second layer."""
+    assert weights.w_out is not None
     h_TNH = hidden(x_TD, weights, weights.learners).unflatten(-1, weights.w_in.shape[:2])
     return torch.einsum("tnh,onh->nto", h_TNH, weights.w_out)
 
@@ -111,12 +135,24 @@ def relaxed_output(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) ->
     With `nu` one-hot in value and soft in gradient this is the straight-through output: the loss reaches the gate
     through every m_n and through b_out.
     """
-    if weights.w_out.dim() == 4 or weights.w_top is not None:
-        return torch.einsum("tc,cto->to", nu_TC, all_outputs(x_TD, weights, k_min))
     m_TN = learner_mass(nu_TC, weights.learners, k_min).to(x_TD.dtype)
+    if weights.w_out is None:
+        y_TO = _weighed_slices(x_TD, m_TN, weights)
+        return y_TO + (nu_TC @ weights.b_out[k_min:].to(nu_TC.dtype)).to(y_TO.dtype)
+    if not weights.is_nested:
+        return torch.einsum("tc,cto->to", nu_TC, all_outputs(x_TD, weights, k_min))
     h_TNH = hidden(x_TD, weights, weights.learners).unflatten(-1, weights.w_in.shape[:2])
     y_TO = F.linear((h_TNH * m_TN[..., None]).flatten(1), weights.w_out.flatten(1))
     return y_TO + (nu_TC @ weights.b_out[k_min:].to(nu_TC.dtype)).to(y_TO.dtype)
+
+
+def _weighed_slices(x_TD: Tensor, m_TN: Tensor, weights: Weights) -> Tensor:
+    """sum_n m_n s_n(x) of slices, [T, O]."""
+    if weights.form == "rows":
+        y_TNGh = F.linear(x_TD, weights.w_in.flatten(0, 2)).unflatten(1, weights.w_in.shape[:3])
+        return _slices_of_output((y_TNGh * m_TN[..., None, None]).flatten(1), weights)
+    x_TNGh = _slices_of_input(x_TD, weights) * m_TN[..., None, None]
+    return F.linear(x_TNGh.flatten(1), weights.w_in.movedim(0, 1).flatten(1))
 
 
 def learner_mass(nu_TC: Tensor, n_learners: int, k_min: int) -> Tensor:

@@ -14,6 +14,7 @@ from acm_compiler.calibration.low_rank import metric_root, nested_factors, prefi
 from acm_compiler.calibration.neuron_order import neuron_order, variance_order
 from acm_compiler.calibration.second_layer import Hidden, fit_second_layer
 from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.passes.build_acm import new_learners
 from acm_compiler.plans import PlannedSite
 
 # a refit from fewer tokens per hidden neuron is worse than none
@@ -114,19 +115,7 @@ def _bias(linear: tuple[Tensor, Tensor | None], device: torch.device) -> Tensor:
 @torch.no_grad()
 def as_module(weights: Weights, site: PlannedSite, like: Tensor) -> Learners:
     """`weights` as parameters on the device and in the type of `like`."""
-    learners = Learners(
-        site.d_in,
-        site.d_out,
-        site.learners,
-        site.width,
-        form=weights.form,
-        act=weights.act,
-        bias_in=weights.b_in is not None,
-        per_k=site.second_layer == "per_k",
-        top=site.has_top,
-        device=like.device,
-        dtype=like.dtype,
-    )
+    learners = new_learners(site, like=like)
     for name, parameter in learners.named_parameters():
         parameter.copy_(getattr(weights, name))
     return learners

@@ -13,7 +13,23 @@ from acm_compiler.cost import macs_per_learner
 from acm_compiler.passes.dense_region import dense_linear
 from acm_compiler.plans import PlannedSite
 
-_FORMS = {"mlp": "mlp", "gated_mlp": "gated", "linear": "linear"}
+
+def new_learners(site: PlannedSite, *, like: Tensor) -> Learners:
+    """The learners that `site` plans, all zero, on the device and in the type of `like`."""
+    return Learners(
+        site.d_in,
+        site.d_out,
+        site.learners,
+        site.width,
+        form=site.learner_form,
+        act=site.learner_act,
+        bias_in=site.has_bias_in,
+        per_k=site.second_layer == "per_k",
+        top=site.has_top,
+        heads=site.pair.heads if site.pair else 1,
+        device=like.device,
+        dtype=like.dtype,
+    )
 
 
 def build_acm(site: PlannedSite, *, like: Tensor, unit: float, cls: type[ACM] = ACM) -> ACM:
@@ -21,22 +37,9 @@ def build_acm(site: PlannedSite, *, like: Tensor, unit: float, cls: type[ACM] = 
 
     `unit` is `cost.learner_unit` of the plan. It runs all learners until told otherwise.
     """
-    place = {"device": like.device, "dtype": like.dtype}
-    learners = Learners(
-        site.d_in,
-        site.d_out,
-        site.learners,
-        site.width,
-        form=_FORMS[site.kind],
-        act=site.learner_act,
-        bias_in=site.has_bias_in,
-        per_k=site.second_layer == "per_k",
-        top=site.has_top,
-        **place,
-    )
     acm = cls(
-        Gate(site.d_in, site.gate_width, site.columns, **place),
-        learners,
+        Gate(site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype),
+        new_learners(site, like=like),
         name=site.name,
         k_min=site.k_min,
         layout=site.layout,
@@ -61,7 +64,7 @@ def start(acm: ACM, site: PlannedSite, tensors: Mapping[str, Tensor]) -> None:
         return
     learners.start_random()
     if site.last is not None:
-        if learners.w_top is not None:
+        if learners.w_top is not None and learners.w_out is not None:
             learners.w_top.copy_(learners.w_out.flatten(1))
         return
     weight, bias = dense_linear(site.first[0], tensors)

@@ -23,7 +23,7 @@ def prefix_errors(
     `last_only`: gradients of each reach the last learner of its prefix and what belongs to that k alone.
     """
     o_TO = o_TO.to(torch.promote_types(o_TO.dtype, torch.float32))
-    if weights.w_out.dim() == 4 or weights.w_top is not None:
+    if not weights.is_nested:
         for k in range(k_min, weights.learners + 1):
             yield prefix_output(x_TD, _last_alone(weights, k) if last_only else weights, k) - o_TO
     else:
@@ -32,6 +32,7 @@ def prefix_errors(
 
 def _running_errors(x_TD: Tensor, o_TO: Tensor, weights: Weights, k_min: int, *, last_only: bool) -> Iterator[Tensor]:
     """The same where prefixes share one second layer: one learner's output is added at a time."""
+    assert weights.w_out is not None
     h_TNH = hidden(x_TD, weights, weights.learners).unflatten(-1, weights.w_in.shape[:2])
     sum_TO = -o_TO
     if k_min == 0:
@@ -53,12 +54,12 @@ def _last_alone(weights: Weights, k: int) -> Weights:
     def only_last_if(w: Tensor | None) -> Tensor | None:
         return None if w is None else only_last(w)
 
-    shared = weights.w_out.dim() == 3
+    w_out = weights.w_out
     return replace(
         weights,
         w_in=only_last(weights.w_in),
         b_in=only_last_if(weights.b_in),
         w_up=only_last_if(weights.w_up),
         b_up=only_last_if(weights.b_up),
-        w_out=only_last(weights.w_out.movedim(1, 0)).movedim(0, 1) if shared else weights.w_out,
+        w_out=w_out if w_out is None or w_out.dim() == 4 else only_last(w_out.movedim(1, 0)).movedim(0, 1),
     )

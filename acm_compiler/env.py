@@ -1,13 +1,20 @@
-"""Every environment switch of the package, declared once. None of them changes results."""
+"""Every environment switch of the package, declared once. None but ACM_KERNEL changes results, and that by rounding."""
 
 from __future__ import annotations
 
 import os
 
+from acm_compiler.errors import UsageError, did_you_mean
+
 DUMP = "ACM_DUMP"
 """A directory: every stage of the compiler writes its result there as text."""
 LOG = "ACM_LOG"
 """Rooms whose log is shown at level DEBUG, separated by commas: capture,sites,plan,rewrite,training,backend; or all."""
+KERNEL = "ACM_KERNEL"
+"""What runs ACMs: reference, cpu or triton; unset: the best there is. Tells faults of graphs from faults of kernels."""
+CHECK = "ACM_CHECK"
+"""1: every kernel call is compared with the reference, and the first site that differs is named."""
+KERNELS = ("reference", "cpu", "triton")
 
 
 def dump_directory() -> str | None:
@@ -18,3 +25,17 @@ def dump_directory() -> str | None:
 def logged_rooms() -> tuple[str, ...]:
     """The rooms whose log was asked for."""
     return tuple(room.strip() for room in os.environ.get(LOG, "").split(",") if room.strip())
+
+
+def kernel() -> str | None:
+    """The implementation asked for, None when nobody did. UsageError for one that is not known."""
+    name = os.environ.get(KERNEL)
+    if name and name not in KERNELS:
+        hint = did_you_mean(name, KERNELS)
+        raise UsageError(f"unknown kernel{hint}", where=KERNEL, found=name, expected=f"one of {', '.join(KERNELS)}")
+    return name or None
+
+
+def check() -> bool:
+    """Whether kernels are to be compared with the reference."""
+    return os.environ.get(CHECK, "") not in ("", "0")

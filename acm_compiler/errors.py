@@ -147,6 +147,10 @@ class PackageMissing(AcmError):
     """The request needs an optional package that is not installed."""
 
 
+class KernelUnavailable(AcmError):
+    """A kernel that was asked for cannot be built or loaded here."""
+
+
 class CompiledModelError(AcmError):
     """The request needs the eager model, but a compiled one was given."""
 

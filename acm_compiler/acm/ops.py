@@ -6,6 +6,7 @@ The eager kernel is the reference; backends register faster ones for the same na
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 
 import torch
@@ -17,9 +18,13 @@ from acm_compiler.errors import UsageError
 
 _WEIGHTS = "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top"
 _TENSORS = f"Tensor x, Tensor k, {_WEIGHTS}, Tensor? residual=None"
-_LIBRARY = torch.library.Library("acm", "DEF")
-_LIBRARY.define(f"learners({_TENSORS}, *, str form, str act) -> Tensor")
-_LIBRARY.define(f"learners_backward(Tensor dy, {_TENSORS}, *, str form, str act) -> Tensor[]")
+LIBRARY = torch.library.Library("acm", "DEF")
+# where the kernels of a device are; imported at the first call on such a device, never before
+_KERNELS = {"cpu": "acm_compiler.codegen.cpu"}
+_ASKED: set[str] = set()
+LIBRARY.define(f"learners({_TENSORS}, *, str form, str act) -> Tensor")
+LIBRARY.define(f"learners_reference({_TENSORS}, *, str form, str act) -> Tensor")
+LIBRARY.define(f"learners_backward(Tensor dy, {_TENSORS}, *, str form, str act) -> Tensor[]")
 
 
 def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
@@ -84,7 +89,21 @@ def _weights(tensors: Sequence[Tensor | None], form: str, act: str) -> Weights:
     )
 
 
+def load_kernels(device: str) -> bool:
+    """Whether kernels for that type of device have taken over just now: they are asked once."""
+    if device in _ASKED or device not in _KERNELS:
+        return False
+    _ASKED.add(device)
+    return importlib.import_module(_KERNELS[device]).take_over()
+
+
 def _forward(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
+    """What runs where no kernel has taken over."""
+    op = LEARNERS if load_kernels(x.device.type) else REFERENCE
+    return op(x, k, *tensors, form=form, act=act)
+
+
+def _reference(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     y = _run(x, k, tensors, form, act)
     # an operator must not return an alias of what it was given
     return y.clone() if y.data_ptr() == x.data_ptr() and y.numel() else y
@@ -140,12 +159,14 @@ def _vmap(info, in_dims, x, k, *tensors, **kwargs):
     return y.unflatten(0, (info.batch_size, -1)), 0
 
 
-torch.library.impl("acm::learners", "CompositeExplicitAutograd", _forward, lib=_LIBRARY)
-torch.library.impl("acm::learners_backward", "CompositeExplicitAutograd", _backward, lib=_LIBRARY)
-torch.library.register_fake("acm::learners", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("acm::learners_backward", _backward_fake, lib=_LIBRARY)
-torch.library.register_autograd("acm::learners", _run_backward, setup_context=_save_for_backward, lib=_LIBRARY)
-torch.library.register_vmap("acm::learners", _vmap, lib=_LIBRARY)
+torch.library.impl("acm::learners", "CompositeExplicitAutograd", _forward, lib=LIBRARY)
+torch.library.impl("acm::learners_reference", "CompositeExplicitAutograd", _reference, lib=LIBRARY)
+torch.library.impl("acm::learners_backward", "CompositeExplicitAutograd", _backward, lib=LIBRARY)
+torch.library.register_fake("acm::learners", _forward_fake, lib=LIBRARY)
+torch.library.register_fake("acm::learners_backward", _backward_fake, lib=LIBRARY)
+torch.library.register_autograd("acm::learners", _run_backward, setup_context=_save_for_backward, lib=LIBRARY)
+torch.library.register_vmap("acm::learners", _vmap, lib=LIBRARY)
 
 LEARNERS = torch.ops.acm.learners
+REFERENCE = torch.ops.acm.learners_reference
 LEARNERS_BACKWARD = torch.ops.acm.learners_backward

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 import subprocess
 from importlib.metadata import entry_points
 from typing import Any
@@ -14,7 +12,6 @@ import typer
 from acm_compiler.cli.output import JsonOption, Output
 
 _DISTRIBUTIONS = ("acm_compiler", "torch", "torchvision", "triton", "transformers", "timm", "accelerate")
-_COMPILERS = ("g++", "clang++", "c++")
 _BACKEND = "acm"
 
 
@@ -71,12 +68,13 @@ def _backend() -> dict[str, Any]:
 
 def _compiler() -> str | None:
     """The C++ compiler that torch would take, and its version."""
-    for name in (os.environ.get("CXX"), *_COMPILERS):
-        path = shutil.which(name) if name else None
-        if path is not None:
-            answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20)
-            return f"{path} ({answer.stdout.splitlines()[0]})" if answer.stdout else path
-    return None
+    from acm_compiler.codegen.build_cpu import find_compiler
+
+    path = find_compiler()
+    if path is None:
+        return None
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20)
+    return f"{path} ({answer.stdout.splitlines()[0]})" if answer.stdout else path
 
 
 def _recipes() -> list[str]:

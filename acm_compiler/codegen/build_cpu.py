@@ -1,0 +1,105 @@
+"""Compile the CPU kernel once, with the C++ compiler that Inductor needs too, and keep the library on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from acm_compiler.errors import KernelUnavailable
+
+SOURCE = Path(__file__).with_name("cpu_learners.cpp")
+_COMPILERS = ("g++", "clang++", "c++")
+_VECTORS = {
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+    "AVX512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw"],
+}
+_TIMEOUT_S = 300
+_LOG = logging.getLogger("acm_compiler.backend")
+
+
+def library_file() -> Path:
+    """The shared library of the CPU kernel for this torch and this processor, compiled if it is not there yet.
+
+    KernelUnavailable when there is no compiler, or it fails.
+    """
+    command = _command()
+    version = f"{torch.__version__} {torch.version.git_version}"
+    text = "\n".join([SOURCE.read_text(), version, *command])
+    target = _cache() / f"learners-{hashlib.sha256(text.encode()).hexdigest()[:20]}.so"
+    if not target.is_file():
+        _compile(command, target)
+    return target
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that is used: the one in CXX, else the first known one on the path; None without any."""
+    for name in (os.environ.get("CXX"), *_COMPILERS):
+        path = shutil.which(name) if name else None
+        if path is not None:
+            return path
+    return None
+
+
+def _command() -> list[str]:
+    """The compiler call without files."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise KernelUnavailable(
+            "no C++ compiler was found",
+            expected=f"one of {', '.join(_COMPILERS)} on the path, or CXX",
+            fix="install one, for example the package g++",
+        )
+    home, capability = Path(torch.__file__).parent, torch.backends.cpu.get_cpu_capability()
+    command = [compiler, "-std=c++20", "-O3", "-shared", "-fPIC", "-w"]
+    if sys.platform != "darwin":
+        command.append("-fopenmp")
+    if capability in _VECTORS:
+        command += [*_VECTORS[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    command += [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
+    return [*command, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+
+
+def _cache() -> Path:
+    """Where libraries are kept: the user's cache, or a private folder of this process where that cannot be written."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "acm_compiler"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="acm_compiler-"))
+    return base if os.access(base, os.W_OK) else Path(tempfile.mkdtemp(prefix="acm_compiler-"))
+
+
+def _compile(command: list[str], target: Path) -> None:
+    _LOG.info("compiling the CPU kernel, once for this machine: takes about 15 seconds")
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        try:
+            call = [command[0], str(SOURCE), *command[1:], "-o", str(made)]
+            done = subprocess.run(call, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise _failed(command[0], str(error)) from error
+        if done.returncode:
+            raise _failed(command[0], done.stderr)
+        # another process may have been as far: either library will do
+        made.replace(target)
+    _LOG.info("compiled the CPU kernel in %.0f seconds: %s", time.monotonic() - start, target)
+
+
+def _failed(compiler: str, output: str) -> KernelUnavailable:
+    lines = [line for line in output.splitlines() if "error" in line] or output.splitlines() or ["no message"]
+    return KernelUnavailable(
+        "the CPU kernel could not be compiled",
+        where=compiler,
+        found=lines[0].strip(),
+        fix="use a compiler that knows C++20 (CXX=...), or go on without: ACM_KERNEL=reference",
+    )

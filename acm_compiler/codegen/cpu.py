@@ -1,0 +1,80 @@
+"""The native CPU kernel as the CPU implementation of `acm::learners`; without it the reference stays in charge."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import torch
+from torch import Tensor
+
+from acm_compiler import env
+from acm_compiler.acm.ops import LIBRARY, REFERENCE
+from acm_compiler.codegen.build_cpu import library_file
+from acm_compiler.codegen.compare import require_equal
+from acm_compiler.errors import KernelUnavailable
+
+ACTIVATIONS = frozenset(
+    [
+        "identity",
+        "relu",
+        "relu6",
+        "relu2",
+        "gelu",
+        "gelu_tanh",
+        "quick_gelu",
+        "silu",
+        "tanh",
+        "sigmoid",
+        "elu",
+        "leaky_relu",
+        "hardswish",
+        "mish",
+        "softplus",
+    ]
+)
+DTYPES = (torch.float32, torch.bfloat16)
+FORMS = ("mlp", "gated", "linear")
+_LOG = logging.getLogger("acm_compiler.backend")
+
+
+def take_over() -> bool:
+    """Make the native kernel the implementation on CPUs; False when the reference stays (said in one INFO line).
+
+    KernelUnavailable when ACM_KERNEL=cpu asks for the kernel and it cannot be had.
+    """
+    chosen = env.kernel()
+    if chosen not in (None, "cpu"):
+        _LOG.info("ACM_KERNEL=%s: ACMs run without the native CPU kernel", chosen)
+        return False
+    try:
+        file = library_file()
+    except KernelUnavailable as error:
+        if chosen == "cpu":
+            raise
+        _LOG.info("ACMs run on plain torch operations, not on the native CPU kernel: %s", error)
+        return False
+    torch.ops.load_library(str(file))
+    if env.check():
+        torch.library.impl("acm::learners", "CPU", _checked, lib=LIBRARY)
+    else:
+        ctypes.CDLL(str(file)).acm_take_over()
+    return True
+
+
+def not_covered(*, form: str, act: str, dtype: torch.dtype) -> str | None:
+    """Why the native kernel hands such an ACM to the reference, None when it does not."""
+    if form not in FORMS:
+        return f"form {form} has no native CPU kernel yet"
+    if act not in ACTIVATIONS:
+        return f"activation {act} is none of the native CPU kernel's"
+    if dtype not in DTYPES:
+        return f"the native CPU kernel knows float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
+    """The native kernel's answer after it was compared with the reference's (ACM_CHECK=1)."""
+    y = torch.ops.acm.learners_cpu(x, k, *tensors, form=form, act=act)
+    require_equal(y, REFERENCE(x, k, *tensors, form=form, act=act), tensors[0])
+    return y

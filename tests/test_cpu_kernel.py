@@ -1,0 +1,208 @@
+"""The native CPU kernel against the reference in float64."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from acm_compiler.acm import ops
+from acm_compiler.acm.activations import resolve
+from acm_compiler.acm.reference import Weights, run_learners
+from acm_compiler.codegen import build_cpu, cpu
+from acm_compiler.codegen.compare import TOLERANCE, relative_error
+from acm_compiler.errors import KernelUnavailable, UsageError
+from tests.test_reference import FORMS
+
+D, OUT, N, H = 19, 13, 4, 21
+
+
+@pytest.fixture(autouse=True, scope="module")
+def native():
+    """The kernel is compiled (once per machine) and in charge."""
+    ops.load_kernels("cpu")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", "CPU")
+
+
+def drawn(kind: str, dtype: torch.dtype, *, act: str = "gelu", sizes=(D, OUT, N, H)) -> Weights:
+    """Weights of one kind of ACM, all of about the same size as their inputs."""
+    d_in, d_out, n_learners, width = sizes
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, dtype=torch.float64) / shape[-1] ** 0.5).to(dtype)
+
+    form = {"gated": "gated", "linear": "linear", "linear_top": "linear"}.get(kind, "mlp")
+    gated, linear = form == "gated", form == "linear"
+    return Weights(
+        w_in=draw(n_learners, width, d_in),
+        b_in=None if linear else draw(n_learners, width),
+        w_up=draw(n_learners, width, d_in) if gated else None,
+        b_up=draw(n_learners, width) if gated else None,
+        w_out=draw(n_learners, d_out, n_learners, width) if kind == "per_k" else draw(d_out, n_learners, width),
+        b_out=draw(n_learners + 1, d_out),
+        w_top=draw(d_out, n_learners * width) if kind == "top" else draw(d_out, d_in) if kind == "linear_top" else None,
+        act="identity" if linear else act,
+        form=form,
+    )
+
+
+def native_output(x, k, w: Weights, residual=None):
+    tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
+    return torch.ops.acm.learners_cpu(x, k, *tensors, residual, form=w.form, act=w.act)
+
+
+def truth(x, k, w: Weights):
+    return run_learners(x.double(), k, ops.cast_weights(w, torch.float64))
+
+
+def draw_k(tokens: int, pattern: str) -> torch.Tensor:
+    if pattern == "mixed":
+        return torch.randint(0, N + 1, (tokens,), dtype=torch.int32)
+    k = torch.full((tokens,), 0 if pattern == "one high" else int(pattern), dtype=torch.int32)
+    if pattern == "one high" and tokens:
+        k[tokens // 2] = N
+    return k
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pattern", ["0", "1", "2", "4", "mixed", "one high"])
+@pytest.mark.parametrize("tokens", [0, 1, 63, 1201])
+@pytest.mark.parametrize("kind", FORMS)
+def test_it_equals_the_reference(kind, tokens, pattern, dtype):
+    weights, x, k = drawn(kind, dtype), torch.randn(tokens, D).to(dtype), draw_k(tokens, pattern)
+    y = native_output(x, k, weights)
+    assert y.dtype == dtype and y.shape == (tokens, OUT)
+    assert relative_error(y, truth(x, k, weights)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("act", sorted(cpu.ACTIVATIONS))
+def test_every_activation_is_torchs(act):
+    weights = drawn("mlp", torch.float32, act=act)
+    x = torch.randn(40, D) * 6
+    x[0] *= 40
+    k = draw_k(40, "mixed")
+    y, expected = native_output(x, k, weights), truth(x, k, weights)
+    error = ((y - expected).norm(dim=1) / expected.norm(dim=1)).max()
+    assert error <= 4 * TOLERANCE[torch.float32], act
+    assert resolve(act)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["mlp", "linear_top"])
+def test_the_residual_is_added(kind, dtype):
+    weights, x, k = drawn(kind, dtype), torch.randn(77, D).to(dtype), draw_k(77, "mixed")
+    residual = torch.randn(77, OUT).to(dtype)
+    y = native_output(x, k, weights, residual)
+    assert relative_error(y, truth(x, k, weights) + residual.double()) <= TOLERANCE[dtype]
+
+
+def test_rows_far_apart_and_columns_far_apart_are_read_right():
+    weights, k = drawn("mlp", torch.float32), draw_k(31, "mixed")
+    wide = torch.randn(31, 3, D)
+    for x in (wide[:, 1], wide.flatten(1).t()[:D, :].t(), torch.randn(D, 31).t(), wide[::1, 0].flip(0)):
+        assert relative_error(native_output(x, k, weights), truth(x, k, weights)) <= TOLERANCE[torch.float32]
+
+
+def test_int64_k_is_taken_too():
+    weights, x, k = drawn("gated", torch.float32), torch.randn(9, D), draw_k(9, "mixed")
+    torch.testing.assert_close(native_output(x, k.long(), weights), native_output(x, k, weights))
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_token_never_sees_its_neighbours(kind):
+    weights, x, k = drawn(kind, torch.float32), torch.randn(90, D), draw_k(90, "mixed")
+    clean = native_output(x, k, weights)
+    poisoned = x.clone()
+    poisoned[7::3] = torch.nan
+    kept = ~poisoned.isnan().any(1)
+    y = native_output(poisoned, k, weights)
+    torch.testing.assert_close(y[kept], clean[kept], rtol=1e-5, atol=1e-6)
+    runs = ~kept & (k > 0)
+    assert runs.any() and y[runs].isnan().any(1).all()
+
+
+@pytest.mark.parametrize("k", [-1, N + 1])
+def test_a_k_outside_its_range_is_the_references_error(k):
+    weights, choices = drawn("mlp", torch.float32), draw_k(20, "mixed")
+    choices[11] = k
+    with pytest.raises(UsageError, match=rf"k in \[0, {N}\]"):
+        native_output(torch.randn(20, D), choices, weights)
+
+
+def test_what_it_does_not_cover_runs_on_the_reference():
+    x, k = torch.randn(20, D), draw_k(20, "mixed")
+    composite = drawn("mlp", torch.float32, act="mul(x, sigmoid(mul(x, 2)))")
+    assert "none of the native" in cpu.not_covered(form="mlp", act=composite.act, dtype=torch.float32)
+    torch.testing.assert_close(native_output(x, k, composite), run_learners(x, k, composite))
+    double = drawn("mlp", torch.float64)
+    assert "float64" in cpu.not_covered(form="mlp", act="gelu", dtype=torch.float64)
+    torch.testing.assert_close(native_output(x.double(), k, double), run_learners(x.double(), k, double))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (7, 130, 2, 65), (256, 32, 6, 16)])
+def test_odd_sizes(sizes):
+    weights = drawn("gated", torch.float32, act="silu", sizes=sizes)
+    x, k = torch.randn(201, sizes[0]), torch.randint(0, sizes[2] + 1, (201,))
+    assert relative_error(native_output(x, k, weights), truth(x, k, weights)) <= TOLERANCE[torch.float32]
+
+
+def test_threads_give_the_same_answer():
+    weights, x, k = drawn("mlp", torch.float32), torch.randn(1300, D), draw_k(1300, "mixed")
+    threads = torch.get_num_threads()
+    one = native_output(x, k, weights)
+    try:
+        torch.set_num_threads(3)
+        several = native_output(x, k, weights)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_compiler_the_reference_stays_and_one_line_says_so(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(build_cpu, "_COMPILERS", ())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("ACM_KERNEL", raising=False)
+    with caplog.at_level("INFO", logger="acm_compiler.backend"):
+        assert not cpu.take_over()
+    assert [record.message for record in caplog.records if "no C++ compiler was found" in record.message]
+    monkeypatch.setenv("ACM_KERNEL", "cpu")
+    with pytest.raises(KernelUnavailable, match="install one"):
+        cpu.take_over()
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    broken = tmp_path / "broken++"
+    broken.write_text("#!/bin/sh\necho 'error: this is no compiler' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(KernelUnavailable, match="this is no compiler"):
+        build_cpu.library_file()
+    assert not list((tmp_path / "cache" / "acm_compiler").iterdir())
+
+
+SWITCHED = """
+import logging, torch
+logging.basicConfig(level="INFO")
+from acm_compiler.acm import ops
+from tests.test_cpu_kernel import drawn, draw_k, D
+weights = drawn("mlp", torch.float32)
+with torch.no_grad():
+    ops.learners(torch.randn(9, D), draw_k(9, "mixed"), weights)
+print(torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", "CPU"))
+"""
+
+
+@pytest.mark.parametrize(("switch", "value", "native"), [("ACM_KERNEL", "reference", False), ("ACM_CHECK", "1", True)])
+def test_switches_choose_what_runs(switch, value, native, monkeypatch):
+    monkeypatch.setenv(switch, value)
+    done = subprocess.run([sys.executable, "-c", SWITCHED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(native)]
+    assert ("without the native CPU kernel" in done.stderr) != native
+
+
+def test_an_unknown_kernel_is_refused(monkeypatch):
+    monkeypatch.setenv("ACM_KERNEL", "tritn")
+    with pytest.raises(UsageError, match="triton"):
+        cpu.take_over()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.budgets import parse_budget
+from acm_compiler.budgets import TOLERANCE, parse_budget
 from acm_compiler.control import FixedK, set_budget, set_k
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import Batch
@@ -60,6 +60,21 @@ def evaluate(
                 _apply(model, setting)
                 runs.measure(on_device, tally)
     return _evaluation(runs, tallies)
+
+
+def reachable(model: nn.Module, budgets: Sequence[float], *, say: Callable[[str], None]) -> list[float]:
+    """Those of `budgets` that the model's gates can reach; all learners where none is given or no gate was measured.
+
+    `say` is told what is left out.
+    """
+    owner = conversion(model)
+    if owner.table is None:
+        say("no phase has measured this model's gates: it is evaluated with all learners, and at every fixed k")
+        return [1.0]
+    near = [budget for budget in budgets if budget >= owner.table_min - TOLERANCE]
+    if len(near) < len(budgets):
+        say(f"budgets below {owner.table_min:.3f} are out of this model's reach, and left out")
+    return near or [1.0]
 
 
 def every_k(model: nn.Module) -> tuple[FixedK, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from acm_compiler.control import set_budget
 from acm_compiler.conversion import conversion
 from acm_compiler.data import Batch, BatchStream, open_dataset
 from acm_compiler.dump import dump
-from acm_compiler.errors import BudgetMissed, UsageError
-from acm_compiler.evaluate import Setting, evaluate, every_k, first_examples, with_progress
+from acm_compiler.errors import BudgetMissed, DataError, UsageError
+from acm_compiler.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite import rewrite
@@ -69,9 +69,11 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     check_own_folder(options.directory)
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
+    workshop = Workshop(recipe, open_machine(recipe.run.precision, recipe.run.device), say)
+    if recipe.data and recipe.task:
+        workshop.open()
     dense, model, plan = convert(recipe)
     say(str(plan))
-    workshop = Workshop(recipe, open_machine(recipe.run.precision, recipe.run.device), say)
     if recipe.schedule:
         run_schedule(model, recipe.schedule, workshop.job(options), resume=options.resume, until=options.until)
     if not workshop.machine.is_main:
@@ -103,6 +105,7 @@ class Workshop:
 
     def __init__(self, recipe: Recipe, machine: Machine, say: Say) -> None:
         self.recipe, self.machine, self.say = recipe, machine, say
+        self._opened: dict[str, Any] = {}
 
     @property
     def data(self) -> DataSection:
@@ -117,6 +120,19 @@ class Workshop:
         if self.recipe.task is None:
             raise UsageError("phases and evaluation need a task", where=self.recipe.name, fix="write a `task:` section")
         return open_task(self.recipe.task, self._dataset(self.data.train))
+
+    def open(self) -> None:
+        """Open task and data, so that what is wrong with them is said before the training and not after it."""
+        train, held_out = self._dataset(self.data.train), self._dataset(self.data.eval)
+        ours, theirs = getattr(train, "classes", None), getattr(held_out, "classes", None)
+        if ours is not None and theirs is not None and list(ours) != list(theirs):
+            raise DataError(
+                "the classes of data.eval are not those of data.train",
+                where=self.recipe.name,
+                found=_difference(theirs, ours) or "another order",
+                fix="give both the same class folders",
+            )
+        _ = self.task
 
     def job(self, options: RunOptions) -> Job:
         """What the schedule is run with."""
@@ -167,7 +183,8 @@ class Workshop:
     def judge(self, model: nn.Module, dense: nn.Module) -> Evaluation:
         """The finished model at every budget of the recipe, beside the dense one and beside every fixed k."""
         stream = BatchStream(dataset=self._dataset(self.data.eval), batch=_BATCH, workers=self.recipe.run.workers)
-        settings: list[Setting] = [*self.recipe.budgets.report, *every_k(model)]
+        budgets = reachable(model, self.recipe.budgets.report, say=self.say)
+        settings: list[Setting] = [*budgets, *every_k(model)]
         batches = with_progress(stream.epoch(), "evaluate", total=len(stream))
         return evaluate(model, batches, self.task, budgets=settings, dense=dense.to(self.machine.device))
 
@@ -178,7 +195,18 @@ class Workshop:
             yield {name: value.to(self.machine.device) for name, value in batch.items()}
 
     def _dataset(self, config: DataConfig) -> Any:
-        return open_dataset(config, image_size=self.recipe.image_size(config))
+        key = config.model_dump_json()
+        if key not in self._opened:
+            self._opened[key] = open_dataset(config, image_size=self.recipe.image_size(config))
+        return self._opened[key]
+
+
+def _difference(found: Sequence[str], expected: Sequence[str]) -> str:
+    extra, missing = sorted(set(found) - set(expected)), sorted(set(expected) - set(found))
+    parts = [
+        f"{word} {', '.join(names[:3])}" for word, names in (("only here:", extra), ("missing:", missing)) if names
+    ]
+    return "; ".join(parts)
 
 
 def _plain(config: DataConfig) -> DataConfig:

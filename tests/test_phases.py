@@ -18,6 +18,8 @@ from acm_compiler.training.schedule import make_phase, run_schedule
 from tests.training_runs import changed, distill, examples, finetune, fitted, gate, job_in, metrics, parts_of, run_once
 from tests.training_tiny import Task, make_model
 
+PARTS = ("gate", "learners")
+
 
 @pytest.mark.parametrize(
     ("config", "group", "term"),
@@ -139,9 +141,22 @@ def test_lower_precision_trains_too(precision, tmp_path):
 
 def test_the_learning_rate_follows_half_a_cosine():
     config = distill(steps=4, lr=1.0, lr_min=0.0)
-    rates = [learning_rate(config, step, 4) for step in range(4)]
+    rates = [learning_rate(config, 1.0, step, 4) for step in range(4)]
     assert rates == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
-    assert learning_rate(distill(schedule="constant", lr=0.3), 3, 4) == 0.3
+    assert learning_rate(distill(schedule="constant"), 0.3, 3, 4) == 0.3
+
+
+def test_gates_may_learn_faster_than_the_rest(tmp_path):
+    def steps(**changes) -> tuple[float, float]:
+        model = fitted(make_model())
+        before = parts_of(model)
+        run_schedule(model, [finetune(steps=1, lr=1e-3, **changes)], job_in(tmp_path))
+        after = parts_of(model)
+        # the first step of Adam moves every weight by the learning rate
+        return tuple(max(float((after[part][n] - v).abs().max()) for n, v in before[part].items()) for part in PARTS)
+
+    assert steps() == pytest.approx((1e-3, 1e-3), rel=0.01)
+    assert steps(gate_lr=0.02) == pytest.approx((0.02, 1e-3), rel=0.01)
 
 
 def test_epochs_are_counted_in_optimizer_steps(tmp_path):

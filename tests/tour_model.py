@@ -62,3 +62,15 @@ class Tokens(Dataset):
 def data(count: int = 96) -> Dataset:
     """Examples of all classes in turn."""
     return Tokens(count)
+
+
+def pictures(broken: bool = False) -> nn.Module:
+    """torchvision's vision transformer for 16 x 16 pictures of three classes; `broken`: not a number inside."""
+    from torchvision.models import VisionTransformer
+
+    torch.manual_seed(1)
+    size = {"image_size": 16, "patch_size": 8, "hidden_dim": WIDTH, "mlp_dim": 2 * WIDTH}
+    vision = VisionTransformer(num_layers=1, num_heads=2, num_classes=3, **size)
+    if broken:
+        nn.init.constant_(vision.conv_proj.weight, float("nan"))
+    return vision

@@ -17,7 +17,7 @@ from acm_compiler.recipe.phases import DistillPhase, FinetunePhase, GatePhase
 from acm_compiler.recipe.schema import RunConfig
 from acm_compiler.training.job import Job
 from acm_compiler.training.modes import only_training
-from acm_compiler.training.phase import Figures
+from acm_compiler.training.phase import Figures, parameters_of
 from tests.training_tiny import Points, Task
 
 
@@ -79,6 +79,6 @@ def examples(count: int, *, padded: bool = False) -> dict[str, Tensor]:
 
 def run_once(phase: Any, batch: dict[str, Tensor]) -> tuple[Figures, dict[int, Tensor]]:
     """The figures of one batch, and the gradients by the parameters' ids, as the loop makes them."""
-    with only_training(phase.model, phase.parameters), phase.opened():
+    with only_training(phase.model, parameters_of(phase.groups)), phase.opened():
         phase.run(batch, backward=lambda loss: loss.backward(), last=True)
-        return phase.finish(), {id(p): p.grad.clone() for p in phase.parameters if p.grad is not None}
+        return phase.finish(), {id(p): p.grad.clone() for p in parameters_of(phase.groups) if p.grad is not None}

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from acm_compiler.report.evaluation import Evaluation
 
 _BATCH = 128
-_WHOLE = 1.0
 BatchOption = Annotated[int, typer.Option("--batch", min=1, metavar="B", help="Examples per forward.")]
 CodeOption = Annotated[
     bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
@@ -64,10 +63,12 @@ def measure(
 ) -> Evaluation:
     """The evaluation of a saved run; `budgets` None means those of its recipe that it can reach, and every fixed k."""
     from acm_compiler.data import BatchStream
-    from acm_compiler.evaluate import evaluate, every_k, first_examples, with_progress
+    from acm_compiler.evaluate import evaluate, every_k, first_examples, reachable, with_progress
 
     task, data = run.task(), run.data()
-    settings = [*(_own_budgets(run, output) if budgets is None else budgets), *every_k(run.model)]
+    if budgets is None:
+        budgets = reachable(run.model, run.recipe.budgets.report if run.recipe else (), say=output.note)
+    settings = [*budgets, *every_k(run.model)]
     count = len(data) if examples is None else min(examples, len(data))  # type: ignore[arg-type]
     stream = BatchStream(dataset=data, batch=batch, shuffle=examples is not None)
     batches = with_progress(first_examples(stream.epoch(), count), "evaluate", total=-(-count // batch))
@@ -106,22 +107,6 @@ def _number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def _own_budgets(run: SavedRun, output: Output) -> list[float]:
-    """The budgets that the recipe reports, without those out of reach; all of the learners where none was measured."""
-    from acm_compiler.budgets import TOLERANCE
-    from acm_compiler.conversion import conversion
-
-    owner = conversion(run.model)
-    if owner.table is None:
-        output.note("no phase has measured this model's gates: it is evaluated with all learners, and at every fixed k")
-        return [_WHOLE]
-    wanted = run.recipe.budgets.report if run.recipe else (_WHOLE,)
-    near = [budget for budget in wanted if budget >= owner.table_min - TOLERANCE]
-    if len(near) < len(wanted):
-        output.note(f"budgets below {owner.table_min:.3f} are out of this model's reach, and left out")
-    return near
 
 
 def _with_recorded(found: Evaluation, run: SavedRun, output: Output) -> Evaluation:

@@ -76,6 +76,8 @@ class FinetunePhase(TrainedPhase):
 
     phase: Literal["finetune"]
     lr: Positive = 1e-4
+    gate_lr: Positive | None = None
+    """Learning rate of the gates at the start of the phase; unset: `lr`, as in the paper. Short runs need more."""
     temperature: Positive = 0.8
     """Of the Gumbel-softmax."""
     budget: NotNegative = 0.1

@@ -21,7 +21,7 @@ from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.modes import free_gate, in_mode
-from acm_compiler.training.phase import Backward, Figures, unique
+from acm_compiler.training.phase import Backward, Figures, Group, unique
 
 _TERMS = ("loss", "task", "budget", "entropy", "diversity")
 
@@ -39,7 +39,7 @@ class Finetune:
     def __init__(self, model: nn.Module, config: FinetunePhase, task: Task, machine: Machine, *, budget: float) -> None:
         self.model, self.config, self.task, self.machine, self.budget = model, config, task, machine, budget
         self.acms = sites(model)
-        self.parameters = _trained(model)
+        self.groups = _groups(model, config.gate_lr)
         self.step_module: nn.Module = _Step(model, config, task, budget=budget)
         self.seen: list[_Seen] = []
 
@@ -139,6 +139,15 @@ class _Step(nn.Module):
             examples = torch.tensor(float(len(shares)), device=shares.device)
             sums = torch.stack([shares.sum(), examples, run.sum(), full.sum()]).float()
         return total, _Seen(terms=terms, shares=sums, counts=choices.counts)
+
+
+def _groups(model: nn.Module, gate_lr: float | None) -> list[Group]:
+    trained = _trained(model)
+    if gate_lr is None:
+        return [Group(parameters=trained)]
+    gates = unique(p for acm in sites(model).values() for p in acm.gate.parameters())
+    ids = {id(p) for p in gates}
+    return [Group(parameters=[p for p in trained if id(p) not in ids]), Group(parameters=gates, lr=gate_lr)]
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

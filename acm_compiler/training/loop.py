@@ -24,7 +24,7 @@ from acm_compiler.training.journal import Journal
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.modes import only_training
 from acm_compiler.training.optimization import Optimization
-from acm_compiler.training.phase import Figures, Phase
+from acm_compiler.training.phase import Figures, Phase, parameters_of
 from acm_compiler.training.state import Position, Snapshot, StateStore
 from acm_compiler.training.watch import Watch
 
@@ -62,13 +62,13 @@ class PhaseLoop:
     def __init__(self, run: Run, phase: Phase, config: TrainedPhase, *, batches: Batches, index: int) -> None:
         self.run, self.phase, self.config, self.batches, self.index = run, phase, config, batches, index
         self.steps = steps_of(config, len(batches))
-        self.optimization = Optimization(config, phase.parameters, run.machine, steps=self.steps)
+        self.optimization = Optimization(config, phase.groups, run.machine, steps=self.steps)
         self.watch = Watch()
         self.saved_at = time.monotonic()
 
     def train(self, snapshot: Snapshot | None) -> None:
         """From the start of the phase, or from `snapshot`, to its end. TrainingFailed, RunInterrupted, StorageError."""
-        with only_training(self.run.model, self.phase.parameters), self.phase.opened():
+        with only_training(self.run.model, parameters_of(self.phase.groups)), self.phase.opened():
             start = self._begin(snapshot)
             feed = _feed(self.batches, start * self.config.accumulate)
             with closing(feed), self._progress(start) as bar:

@@ -11,25 +11,26 @@ from torch import Tensor, nn
 
 from acm_compiler.recipe.phases import TrainedPhase
 from acm_compiler.training.machine import Machine
+from acm_compiler.training.phase import Group, parameters_of
 
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
-def learning_rate(config: TrainedPhase, step: int, steps: int) -> float:
+def learning_rate(config: TrainedPhase, lr: float, step: int, steps: int) -> float:
     """The learning rate of `step` of `steps`: along half a cosine from `lr` to `lr_min`, or constant."""
     if config.schedule == "constant":
-        return config.lr
-    return config.lr_min + (config.lr - config.lr_min) * (1 + math.cos(math.pi * step / steps)) / 2
+        return lr
+    return config.lr_min + (lr - config.lr_min) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 class Optimization:
     """What turns a phase's losses into steps of its parameters."""
 
-    def __init__(
-        self, config: TrainedPhase, parameters: Sequence[nn.Parameter], machine: Machine, *, steps: int
-    ) -> None:
-        self.config, self.parameters, self.steps = config, list(parameters), steps
-        self.optimizer = _OPTIMIZERS[config.optimizer](self.parameters, lr=config.lr, weight_decay=config.weight_decay)
+    def __init__(self, config: TrainedPhase, groups: Sequence[Group], machine: Machine, *, steps: int) -> None:
+        self.config, self.groups, self.steps = config, groups, steps
+        self.rates = [config.lr if group.lr is None else group.lr for group in groups]
+        settings = [{"params": list(group.parameters)} for group in groups]
+        self.optimizer = _OPTIMIZERS[config.optimizer](settings, lr=config.lr, weight_decay=config.weight_decay)
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
 
     def backward(self, loss: Tensor) -> None:
@@ -40,17 +41,17 @@ class Optimization:
         """Bring the gradients back to their true scale, clip them, and return their norm before that."""
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
-        return float(nn.utils.clip_grad_norm_(self.parameters, limit))
+        return float(nn.utils.clip_grad_norm_(parameters_of(self.groups), limit))
 
     def step(self, step: int) -> float:
-        """Apply the gradients and forget them; the learning rate used. fp16 leaves out steps that overflowed."""
-        rate = learning_rate(self.config, step, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        """Apply the gradients and forget them; the first group's learning rate. fp16 leaves out overflowed steps."""
+        rates = [learning_rate(self.config, lr, step, self.steps) for lr in self.rates]
+        for settings, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            settings["lr"] = rate
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return rate
+        return rates[0]
 
     @property
     def may_overflow(self) -> bool:

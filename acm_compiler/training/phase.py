@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,6 +12,14 @@ from torch import Tensor, nn
 from acm_compiler.data.batch import Batch
 
 Backward = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters that are trained alike; `lr`: their learning rate at the start, None for the phase's."""
+
+    parameters: Sequence[nn.Parameter]
+    lr: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +44,7 @@ class Phase(Protocol):
         """The phase's name in the recipe."""
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def groups(self) -> Sequence[Group]:
         """Exactly what this phase trains."""
 
     @property
@@ -58,6 +66,11 @@ class Phase(Protocol):
 
     def complete(self) -> None:
         """Note on the model that the phase has run to its end."""
+
+
+def parameters_of(groups: Iterable[Group]) -> list[nn.Parameter]:
+    """All parameters of the groups."""
+    return [parameter for group in groups for parameter in group.parameters]
 
 
 def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ from acm_compiler.inputs import call_model
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.modes import in_mode
-from acm_compiler.training.phase import Backward, Figures, unique
+from acm_compiler.training.phase import Backward, Figures, Group, unique
 
 # site -> its figures as `SiteObjective.loss` gives them, summed over a step
 Sums = dict[str, list[float]]
@@ -68,7 +68,7 @@ class TappedPhase:
     def __init__(self, model: nn.Module, objective: SiteObjective, task: Task, machine: Machine, *, batch: int) -> None:
         self.model, self.objective, self.task, self.machine = model, objective, task, machine
         self.acms = sites(model)
-        self.parameters = unique(p for acm in self.acms.values() for p in objective.parameters(acm))
+        self.groups = [Group(parameters=unique(p for acm in self.acms.values() for p in objective.parameters(acm)))]
         plan = conversion(model).plan
         # losses are sums until the step ends; a constant near their number of tokens keeps fp16 gradients in range
         self.units = {name: max(1.0, plan.site(name).tokens / plan.model.batch * batch) for name in self.acms}

@@ -1,0 +1,179 @@
+"""Recipes carried out on folders of pictures: the paper's ImageNet recipe, and everything a folder can be wrong in."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from acm_compiler.cli import app
+from acm_compiler.conversion import sites
+from acm_compiler.data import BatchStream, open_dataset
+from acm_compiler.recipe import expand_paths, load_recipe
+from acm_compiler.run_recipe import RunOptions, Workshop, convert
+from acm_compiler.training.machine import open_machine
+from acm_compiler.training.schedule import run_schedule
+from acm_compiler.training.state import StateStore
+from tests.training_runs import changed, parts_of
+
+CLASSES = ("circle", "cross", "line")
+FOLDER = """
+acm: 1
+name: folder
+model: {source: python, name: "tests.tour_model:pictures", weights: null}
+input: {image: [3, 16, 16]}
+task: {kind: classify}
+data:
+  train: {kind: imagefolder, root: "${PICTURES}/train"}
+  eval: {kind: imagefolder, root: "${PICTURES}/val"}
+sites: [{match: mlp, init: random}]
+budgets: {report: [0.5, 1.0]}
+schedule: [{phase: distill, steps: 6, batch: 4}]
+"""
+
+
+def make_pictures(root, *, count: int = 4, side: int = 20, classes=CLASSES) -> None:
+    """Folders train and val; every class has a colour of its own under noise."""
+    draw = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for number, name in enumerate(classes):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            colour = np.eye(3)[number % 3] * 160
+            for i in range(count):
+                pixels = colour + draw.integers(0, 90, (side, side, 3))
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+
+
+def test_the_papers_recipe_lowers_its_losses_and_trains_its_groups_on_stand_in_pictures(tmp_path, monkeypatch):
+    make_pictures(tmp_path, count=8, side=72)
+    monkeypatch.setenv("IMAGENET", str(tmp_path))
+    monkeypatch.setattr(StateStore, "save", lambda *_, **__: None)  # a gigabyte each time; tests/test_resume.py has it
+    small = ["model.weights=null", "model.args.num_classes=3", "model.args.image_size=64", "input.image=[3, 64, 64]"]
+    quick = [f"schedule[{i}].{key}" for i in range(3) for key in ("epochs=null", "steps=4", "batch=8")]
+    recipe = expand_paths(load_recipe("vit_b16_imagenet", [*small, *quick, "run.precision=fp32", "run.workers=0"]))
+    workshop = Workshop(recipe, open_machine(recipe.run.precision, "cpu"), lambda text: None)
+    workshop.open()
+    _, model, plan = convert(recipe)
+    assert len(plan.sites) == 60
+    parts, groups, losses = [parts_of(model)], [], []
+
+    def note(model, phase) -> None:
+        groups.append(changed(parts.pop(), model))
+        parts.append(parts_of(model))
+        losses.append(task_loss(model, workshop))
+
+    job = workshop.job(RunOptions(directory=tmp_path / "out"))
+    job = dataclasses.replace(job, on_phase_end=note, evaluate=None, measure=None)
+    run_schedule(model, recipe.schedule, job)
+    assert groups == [{"learners"}, {"gate"}, {"learners", "gate", "rest"}]
+    assert all(acm.state == "learners" for acm in sites(model).values())
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    for phase in ("distill", "gate"):
+        values = [line["loss"] for line in lines if line["phase"] == phase]
+        assert len(values) == 4 and sum(values[2:]) < 0.95 * sum(values[:2]), phase
+    # mixup makes every batch another task: finetune is judged on the same plain pictures before and after
+    assert losses[2] < losses[1]
+
+
+def task_loss(model, workshop) -> float:
+    """The task's loss on all held-out stand-in pictures."""
+    held_out = open_dataset(workshop.data.eval, image_size=(64, 64))
+    (batch,) = BatchStream(dataset=held_out, batch=len(held_out)).epoch()
+    with torch.no_grad():
+        return float(workshop.task.loss(model.eval()(batch["image"]), batch))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    make_pictures(tmp_path)
+    (tmp_path / "folder.yaml").write_text(FOLDER)
+    monkeypatch.setenv("PICTURES", str(tmp_path))
+    return tmp_path
+
+
+def rewrite(folder, *words: str):
+    return CliRunner().invoke(app, ["rewrite", "--recipe", f"{folder}/folder.yaml", "--out", f"{folder}/out", *words])
+
+
+def test_a_folder_of_pictures_is_enough(folder):
+    result = rewrite(folder)
+    assert result.exit_code == 0, result.stderr
+    assert {"plan.json", "model.safetensors", "eval.json"} <= {path.name for path in (folder / "out").iterdir()}
+
+
+def no_train(folder) -> str:
+    os.rename(folder / "train", folder / "elsewhere")
+    return "train: the folder of pictures is missing"
+
+
+def no_eval(folder) -> str:
+    os.rename(folder / "val", folder / "elsewhere")
+    return "val: the folder of pictures is missing"
+
+
+def empty(folder) -> str:
+    for picture in (folder / "val").glob("*/*.png"):
+        picture.unlink()
+    return "val: the data set is empty"
+
+
+def other_classes(folder) -> str:
+    os.rename(folder / "val/line", folder / "val/dot")
+    return "the classes of data.eval are not those of data.train (found only here: dot; missing: line)"
+
+
+def unreadable(folder) -> str:
+    for picture in (folder / "train/cross").iterdir():
+        picture.write_bytes(b"no picture")
+    return "the picture cannot be read"
+
+
+@pytest.mark.parametrize("damage", [no_train, no_eval, empty, other_classes, unreadable], ids=lambda f: f.__name__)
+def test_what_is_wrong_with_the_pictures_is_said_before_anything_is_lost(damage, folder):
+    message = damage(folder)
+    result = rewrite(folder)
+    assert result.exit_code == 1 and message in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr
+    left = {path.name for path in (folder / "out").iterdir()} if (folder / "out").exists() else set()
+    # only a picture that is read during the training can fail after it began
+    assert left <= ({"metrics.jsonl"} if damage is unreadable else set())
+
+
+def test_a_model_that_is_not_a_number_stops_the_run_and_names_the_place(folder):
+    result = rewrite(folder, "--set", "model.args={broken: true}")
+    assert result.exit_code == 1
+    assert "is not finite; first seen at parameter conv_proj.weight" in result.stderr.replace("\n", " ")
+    assert not (folder / "out/model.safetensors").exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_training(folder):
+    (folder / "out").write_text("a file, no folder")
+    result = rewrite(folder)
+    assert result.exit_code == 1 and "out" in result.stderr and "Traceback" not in result.stderr
+    assert (folder / "out").read_text() == "a file, no folder"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX's")
+def test_a_full_disk_loses_nothing(folder):
+    assert rewrite(folder).exit_code == 0
+    before = {path.name: path.read_bytes() for path in (folder / "out").iterdir() if path.suffix == ".safetensors"}
+    program = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        "from acm_compiler.cli import main\n"
+        f"sys.argv = ['acmc', 'rewrite', '--recipe', '{folder}/folder.yaml', '--out', '{folder}/out']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    after = {path.name: path.read_bytes() for path in (folder / "out").iterdir() if path.suffix == ".safetensors"}
+    assert after == before
+    assert not [path for path in folder.iterdir() if path.name.startswith(".") or "tmp" in path.name]

@@ -73,10 +73,11 @@ def _interpolate(table: BudgetTable, budget: float) -> Setting:
     return Setting(knob=knob, k_lo=low.k_lo, share=budget)
 
 
-def unreachable(budget: float, low: float) -> BudgetUnreachable:
-    """The refusal of a budget that is not between `low` and 1."""
+def unreachable(budget: float, low: float, *, where: str | None = None) -> BudgetUnreachable:
+    """The refusal of a budget that is not between `low` and 1; `where` it was asked for."""
     return BudgetUnreachable(
         "no setting of this model reaches this budget",
+        where=where,
         found=f"{budget:.4g}",
         expected=f"{low:.3f} to 1 (share of learner MACs)",
         fix="ask for a budget in that range; convert more sites, or allow k = 0 where a residual bypasses, to lower it",

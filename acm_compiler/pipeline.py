@@ -8,12 +8,14 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from torch import nn
 
+from acm_compiler.budgets import TOLERANCE, unreachable
 from acm_compiler.dump import dump
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import NothingToConvert, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.kept_dense import kept_dense
 from acm_compiler.planner import plan_sites
 from acm_compiler.plans import Plan
+from acm_compiler.recipe.document import Path
 from acm_compiler.recipe.schema import GateConfig, ModelConfig, Recipe, SiteRule
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
@@ -74,6 +76,32 @@ def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[Bu
     """The model of a recipe, without weights, and the plan that the recipe's rules make for it."""
     built = build(recipe.model, device="meta", example=example or recipe.input)
     return built, decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
+
+
+def refuse(made: Plan, budgets: Iterable[tuple[str | None, float]]) -> None:
+    """Refuse, before anything is trained, a plan that cannot become what is asked for.
+
+    budgets: where each was asked for, and its value. NothingToConvert without sites, BudgetUnreachable.
+    """
+    if not made.sites:
+        raise NothingToConvert(
+            "this model has no site that can become an ACM", found=f"{len(made.skipped)} look-alikes, see above"
+        )
+    low, high = made.budget_range
+    for where, budget in budgets:
+        if not low - TOLERANCE <= budget <= high + TOLERANCE:
+            raise unreachable(budget, low, where=where)
+
+
+def named_budgets(recipe: Recipe) -> list[tuple[str | None, float]]:
+    """The budgets that a recipe asks for, with their places, but for defaults that are only reported."""
+    named, document = recipe.budgets.model_fields_set, recipe.origin.document
+    found: list[tuple[Path, float]] = []
+    if "train" in named or any(phase.phase == "finetune" for phase in recipe.schedule):
+        found.append((("budgets", "train"), recipe.budgets.train))
+    if "report" in named:
+        found += [(("budgets", "report", i), budget) for i, budget in enumerate(recipe.budgets.report)]
+    return [(str(document.place_of_value(path)), budget) for path, budget in found]
 
 
 def example_of(built: BuiltModel) -> Inputs:

@@ -23,8 +23,7 @@ from acm_compiler.evaluate import Setting, evaluate, every_k, first_examples, re
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite import rewrite
-from acm_compiler.pipeline import decide, example_of
-from acm_compiler.plans import Plan
+from acm_compiler.pipeline import decide, example_of, named_budgets, refuse
 from acm_compiler.recipe import Recipe, expand_paths, recipe_hash, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
@@ -72,8 +71,7 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     workshop = Workshop(recipe, open_machine(recipe.run.precision, recipe.run.device), say)
     if recipe.data and recipe.task:
         workshop.open()
-    dense, model, plan = convert(recipe)
-    say(str(plan))
+    dense, model = convert(recipe, say)
     if recipe.schedule:
         run_schedule(model, recipe.schedule, workshop.job(options), resume=options.resume, until=options.until)
     if not workshop.machine.is_main:
@@ -89,15 +87,17 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     return evaluation
 
 
-def convert(recipe: Recipe) -> tuple[nn.Module, nn.Module, Plan]:
-    """load -> plan -> rewrite: the dense model, its rewritten copy, and the plan between them."""
+def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
+    """load -> plan -> rewrite: the dense model and its rewritten copy; `say` is given the cost report."""
     torch.manual_seed(recipe.run.seed)
     built = build(recipe.model, device="cpu", example=recipe.input)
     plan = decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
+    say(str(plan))
+    refuse(plan, named_budgets(recipe))
     model = rewrite(built.model, plan)
     conversion(model).default_budget = recipe.budgets.train
     dump("30_rewritten.txt", lambda: str(model))
-    return built.model, model, plan
+    return built.model, model
 
 
 class Workshop:

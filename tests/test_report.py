@@ -51,7 +51,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     (folder / "recipe.yaml").write_text(RECIPE)
     recipe = load_recipe(folder / "recipe.yaml")
-    _, model, _ = convert(recipe)
+    _, model = convert(recipe, lambda text: None)
     batch = next(BatchStream(dataset=open_dataset(recipe.data.train, image_size=(36, 36)), batch=24).epoch())
     measure_budgets(model, [(batch["image"], None)])
     save(model, folder / "run", extra={"recipe.yaml": resolved_yaml(recipe)})

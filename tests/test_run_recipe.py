@@ -58,10 +58,11 @@ def test_the_papers_recipe_lowers_its_losses_and_trains_its_groups_on_stand_in_p
     small = ["model.weights=null", "model.args.num_classes=3", "model.args.image_size=64", "input.image=[3, 64, 64]"]
     quick = [f"schedule[{i}].{key}" for i in range(3) for key in ("epochs=null", "steps=4", "batch=8")]
     recipe = expand_paths(load_recipe("vit_b16_imagenet", [*small, *quick, "run.precision=fp32", "run.workers=0"]))
-    workshop = Workshop(recipe, open_machine(recipe.run.precision, "cpu"), lambda text: None)
+    said: list[str] = []
+    workshop = Workshop(recipe, open_machine(recipe.run.precision, "cpu"), said.append)
     workshop.open()
-    _, model, plan = convert(recipe)
-    assert len(plan.sites) == 60
+    _, model = convert(recipe, said.append)
+    assert len(sites(model)) == 60 and "4 x 768" in said[0]
     parts, groups, losses = [parts_of(model)], [], []
 
     def note(model, phase) -> None:
@@ -177,3 +178,13 @@ def test_a_full_disk_loses_nothing(folder):
     after = {path.name: path.read_bytes() for path in (folder / "out").iterdir() if path.suffix == ".safetensors"}
     assert after == before
     assert not [path for path in folder.iterdir() if path.name.startswith(".") or "tmp" in path.name]
+
+
+@pytest.mark.parametrize("command", [["plan"], ["rewrite", "--dry-run", "--recipe"], ["rewrite", "--recipe"]])
+def test_a_budget_out_of_reach_is_refused_at_its_line_before_the_training(command, folder):
+    text = FOLDER.replace("match: mlp", "match: mlp, k_min: 1").replace("report: [0.5, 1.0]", "report: [0.5, 0.2]")
+    (folder / "folder.yaml").write_text(text)
+    result = CliRunner().invoke(app, [*command, f"{folder}/folder.yaml"])
+    assert result.exit_code == 4
+    assert "folder.yaml:11:25: no setting of this model reaches this budget" in result.stderr.replace("\n", " ")
+    assert "expected 0.250 to 1" in result.stderr.replace("\n", " ")

@@ -38,11 +38,11 @@ def plan(
 ) -> None:
     """Print the cost report of a recipe or a model."""
     from acm_compiler.cost_table import BUDGETS, cost_table
-    from acm_compiler.pipeline import example_of
+    from acm_compiler.pipeline import example_of, refuse
     from acm_compiler.survey import torch_macs
 
     output = Output(json=json)
-    built, made = _make(what, sites, learners, example, overrides or [])
+    built, made, asked = _make(what, sites, learners, example, overrides or [])
     if out is not None:
         _write(out, made)
     if json:
@@ -50,16 +50,16 @@ def plan(
     else:
         counted = torch_macs(built.model, example_of(built))
         output.say(cost_table(made.cost, budgets=budget or BUDGETS, per_site=per_site, torch_macs=counted))
-    _refuse_empty(made)
-    _refuse_unreachable(made, budget or [])
+    refuse(made, [*asked, *((None, value) for value in budget or ())])
 
 
 def _make(
     what: str, sites: str | None, learners: int | None, example: str | None, overrides: list[str]
-) -> tuple[BuiltModel, Plan]:
+) -> tuple[BuiltModel, Plan, list[tuple[str | None, float]]]:
+    """The model without weights, its plan, and the budgets that a recipe asks for."""
     from acm_compiler.cli.what import read_what
     from acm_compiler.errors import UsageError
-    from acm_compiler.pipeline import plan_model, plan_recipe
+    from acm_compiler.pipeline import named_budgets, plan_model, plan_recipe
     from acm_compiler.recipe import Recipe
     from acm_compiler.sources import parse_input
 
@@ -68,9 +68,9 @@ def _make(
     if isinstance(named, Recipe):
         if sites is not None or learners is not None:
             raise UsageError("--sites and --learners are for models", where=what, fix="use --set sites[0].learners=8")
-        return plan_recipe(named, example=spec)
+        return *plan_recipe(named, example=spec), named_budgets(named)
     chosen = ("mlp", "attn") if sites is None else tuple(part.strip() for part in sites.split(","))
-    return plan_model(named, sites=chosen, learners=4 if learners is None else learners, example=spec)
+    return *plan_model(named, sites=chosen, learners=4 if learners is None else learners, example=spec), []
 
 
 def _write(path: Path, made: Plan) -> None:
@@ -80,21 +80,3 @@ def _write(path: Path, made: Plan) -> None:
         path.write_text(made.to_json() + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError("the plan cannot be written", where=str(path), found=error.strerror) from error
-
-
-def _refuse_empty(made: Plan) -> None:
-    from acm_compiler.errors import NothingToConvert
-
-    if not made.sites:
-        raise NothingToConvert(
-            "this model has no site that can become an ACM", found=f"{len(made.skipped)} look-alikes, see above"
-        )
-
-
-def _refuse_unreachable(made: Plan, budgets: list[float]) -> None:
-    from acm_compiler.budgets import unreachable
-
-    low, high = made.budget_range
-    for budget in budgets:
-        if not low <= budget <= high:
-            raise unreachable(budget, low)

@@ -35,10 +35,11 @@ def rewrite(
     loaded = load_recipe(recipe, overrides or ())
     output = Output(json=json)
     if dry_run:
-        from acm_compiler.pipeline import plan_recipe
+        from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
 
         _, made = plan_recipe(loaded)
         output.say(str(made))
+        refuse(made, named_budgets(loaded))
         output.document({"plan": made.as_json()})
         return
     from acm_compiler.report.table import evaluation_table

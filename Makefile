@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits
+	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits --resume
 	$(BIN)/acmc eval runs/digits --budgets .3,.5 --examples 2048
 	$(BIN)/acmc report runs/digits
 

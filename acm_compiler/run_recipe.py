@@ -34,6 +34,7 @@ from acm_compiler.tasks import Task, open_task
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import discard_state, run_schedule
+from acm_compiler.training.state import has_state
 from acm_compiler.usage import record
 
 MISSED = 0.01
@@ -66,6 +67,12 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     """
     recipe = expand_paths(recipe)
     check_own_folder(options.directory)
+    if not options.resume and has_state(options.directory):
+        raise UsageError(
+            "an unfinished run has left its state here",
+            where=str(options.directory / "state"),
+            fix=f"continue it: {options.resume_command}; or remove that folder to start over",
+        )
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
     workshop = Workshop(recipe, open_machine(recipe.run.precision, recipe.run.device), say)

@@ -205,6 +205,17 @@ def test_a_users_own_loop_needs_three_lines():
         assert model(batch["x"]).equal(model(batch["x"]))
 
 
+def test_forwards_whose_losses_nobody_takes_are_warned_about(monkeypatch):
+    monkeypatch.setattr("acm_compiler.acm.module._MANY", 3)
+    model = fitted(make_model())
+    relax(model.train(), 0.8)
+    batch = examples(2)
+    for _ in range(2):
+        model(batch["x"])
+    with pytest.warns(UserWarning, match="no acm.losses"):
+        model(batch["x"])
+
+
 def test_a_site_loss_that_is_not_finite_stops_the_run_before_any_damage(tmp_path):
     model = make_model()
     acm = sites(model)["blocks.1.mlp"]

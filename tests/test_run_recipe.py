@@ -109,6 +109,17 @@ def test_a_folder_of_pictures_is_enough(folder):
     assert {"plan.json", "model.safetensors", "eval.json"} <= {path.name for path in (folder / "out").iterdir()}
 
 
+def test_an_unfinished_run_is_not_thrown_away(folder):
+    assert rewrite(folder, "--until", "distill").exit_code == 0
+    refused = rewrite(folder)
+    assert refused.exit_code == 2
+    assert "continue it: acmc rewrite" in refused.stderr and "--resume" in refused.stderr
+    # what does not change the model may change between the two
+    assert rewrite(folder, "--resume", "--set", "run.save_every=1h").exit_code == 0
+    assert not (folder / "out/state").exists()
+    assert rewrite(folder).exit_code == 0
+
+
 def no_train(folder) -> str:
     os.rename(folder / "train", folder / "elsewhere")
     return "train: the folder of pictures is missing"

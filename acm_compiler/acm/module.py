@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from acm_compiler.acm.learners import Learners
 from acm_compiler.acm.reference import choose_k, relaxed_output, sample_nu, utilities
 from acm_compiler.errors import NoDenseRegion, UsageError
 from acm_compiler.site import Layout
+
+_MANY = 256  # far more than anyone accumulates before a step
 
 State = Literal["dense", "learners"]
 Tap = Callable[["ACM", Tensor, Tensor], None]
@@ -140,6 +143,12 @@ class ACM(nn.Module):
         if torch.is_grad_enabled() and not _recomputing():
             nu = tokens.to_batch(nu_TC, shape, self.layout, site=self.name)
             self.choices.append(Choices(nu=nu, mask=self._mask(shape)))
+            if len(self.choices) == _MANY:
+                warnings.warn(
+                    f"{_MANY} relaxed forwards and no acm.losses(model, budget): each keeps its graph in memory; "
+                    "call it after every forward, or end this by acm.relax(model, None)",
+                    stacklevel=2,
+                )
         y_TO = relaxed_output(x_TD, nu_TC, self.learners.weights(), self.k_min)
         return y_TO.to(x.dtype).reshape(*shape, y_TO.shape[-1])
 

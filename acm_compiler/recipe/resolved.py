@@ -15,12 +15,14 @@ from ruamel.yaml.representer import BaseRepresenter
 
 from acm_compiler.recipe.schema import Recipe, Resolved
 
+# what may change between an interrupted run and its continuation
+_HOW = {"workers", "save_every", "eval_every"}
 _VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm", "accelerate")
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """Equal for recipes that say the same, whatever is written out and in which order."""
-    data = recipe.model_dump(mode="json", exclude={"resolved"})
+    """Equal for recipes that lead to the same model, whatever is written out, in which order, and how it is run."""
+    data = recipe.model_dump(mode="json", exclude={"resolved": True, "description": True, "run": _HOW})
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

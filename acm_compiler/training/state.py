@@ -152,7 +152,7 @@ class StateStore:
                 "the saved state is damaged",
                 where=str(found),
                 found=error,
-                fix="start over without --resume",
+                fix="remove that folder to start over",
             ) from error
 
     def _latest(self) -> Path | None:
@@ -175,7 +175,7 @@ class StateStore:
                     where=str(self.directory),
                     found=facts[name],
                     expected=value,
-                    fix="continue with what the run was started with, or start over without --resume",
+                    fix="continue with what the run was started with, or remove that folder to start over",
                 )
         if facts["torch"] != torch.__version__:
             log.warning(

@@ -10,11 +10,12 @@ from triton.runtime.errors import InterpreterError
 from acm_compiler.acm.activations import NAMES, resolve
 from acm_compiler.codegen import dispatch, launch
 from acm_compiler.codegen.activation import INTERPRETED
+from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.launch import Call, run_call
 from acm_compiler.codegen.spec import spec_of
 from acm_compiler.codegen.stages import Machine
 from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
-from tests.kernel_cases import FORMS, ODD, SHAPES, Case, inputs_of, require_answer, to
+from tests.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, require_answer, to
 
 HOPPER = Machine(arch=90, processors=3)
 AMPERE = Machine(arch=80, processors=3)
@@ -70,7 +71,7 @@ def test_every_form_equals_the_reference_on_every_machine(case, dtype, machine):
     require_answer(run(inputs, MACHINES[machine]), inputs)
 
 
-@pytest.mark.parametrize("case", [*ODD, *SHAPES], ids=str)
+@pytest.mark.parametrize("case", [*ODD, *FEW, *SHAPES], ids=str)
 def test_odd_counts_and_shapes_equal_the_reference(case):
     inputs = inputs_of(case)
     require_answer(run(inputs), inputs)
@@ -112,6 +113,16 @@ def test_a_k_that_does_not_exist_stops_the_kernel(tokens, wrong, monkeypatch):
     k = torch.ones(tokens, dtype=torch.int32).index_fill(0, torch.tensor([tokens - 1]), wrong)
     with pytest.raises(InterpreterError, match=r"k outside \[0, N\]"):
         dispatch.sort_by_k(k, 3)
+
+
+def test_a_k_that_does_not_exist_gives_nan_among_few_tokens():
+    inputs = inputs_of(Case(tokens=20))
+    inputs.k[3], inputs.k[4] = -1, 9
+    y = run(inputs)
+    assert y[3:5].isnan().all()
+    others = ~y.isnan().any(1)
+    assert others.sum() == 18
+    assert relative_error(y[others], inputs.expected[others]) <= TOLERANCE[y.dtype]
 
 
 @pytest.mark.parametrize("form", ["mlp", "gated"])

@@ -55,6 +55,16 @@ ODD = tuple(Case(tokens=t) for t in (1, 2, 63, 64, 65, 257)) + tuple(
     for k in ("none", "all", "one", "same")
     for form, second, act in (("mlp", "shared", "gelu"), ("linear", "top", "identity"), ("mlp", "per_k", "relu"))
 )
+FEW = (
+    Case(tokens=7, second="top"),
+    Case(tokens=7, second="per_k"),
+    Case(tokens=7, form="rows", heads=2, d_out=120),
+    *(
+        Case(tokens=t, k=k, form=form, act=act, bias=bias)
+        for t, k in ((1, "all"), (5, "mixed"), (17, "none"), (64, "one"))
+        for form, act, bias in (("mlp", "gelu", True), ("gated", "silu", False), ("linear", "identity", False))
+    ),
+)
 SHAPES = tuple(
     Case(learners=n, width=h, d_in=64, d_out=64, residual=False)
     for n, h in ((1, 64), (2, 96), (4, 64), (8, 24), (16, 12))

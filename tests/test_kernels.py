@@ -70,7 +70,7 @@ def require_good(spec: KernelSpec, arch: int, tokens: int) -> None:
         assert built.resident >= kernel.tile.resident, built
         found = {name for name, count in built.instructions.items() if count}
         exact = spec.dtype == "fp32" and not spec.tf32
-        assert ("HGMMA" if arch == 90 else "HMMA") in found or exact, built
+        assert found & ({"HGMMA", "HMMA"} if arch == 90 else {"HMMA"}) or exact, built
         assert found & {"UTMALDG", "LDGSTS"}, built
 
 
@@ -102,13 +102,19 @@ def test_every_form_is_built_as_designed(spec, arch):
 @pytest.mark.parametrize("row", TABLE, ids=str)
 def test_every_row_of_the_table_holds_what_it_says(row):
     dtype, tf32 = {"16": ("bf16", False), "tf32": ("fp32", True), "fp32": ("fp32", False)}[row.dtype]
-    base = SWIGLU if row.gated else PROJECTION if row.narrow else VIT
-    spec = replace(base, dtype=dtype, tf32=tf32)
-    tokens = row.tokens or TOKENS
-    assert choose_tiles(spec, row.arch, tokens) is row.tiles
-    require_good(spec, row.arch, tokens)
-    if row.dtype == "16":
-        require_good(replace(spec, dtype="fp16"), row.arch, tokens)
+    kinds = {
+        "plain": (VIT,),
+        "narrow": (PROJECTION,),
+        "gated": (SWIGLU,),
+        "sliced": (ROWS, COLS),
+        "few": (VIT, PROJECTION, SWIGLU),
+    }
+    for spec in (replace(spec, dtype=dtype, tf32=tf32) for spec in kinds[row.kind]):
+        tokens = row.tokens or TOKENS
+        assert choose_tiles(spec, row.arch, tokens) == row.tiles
+        require_good(spec, row.arch, tokens)
+        if row.dtype == "16":
+            require_good(replace(spec, dtype="fp16"), row.arch, tokens)
 
 
 def test_old_triton_never_feeds_wgmma_from_gathered_rows():
@@ -125,9 +131,11 @@ def test_old_triton_never_feeds_wgmma_from_gathered_rows():
     assert build_options(odd, tile, loads, replace(old, arch=80))["num_stages"] == tile.stages
 
 
-def test_few_tokens_get_small_tiles():
-    small, large = (choose_tiles(VIT, 90, tokens) for tokens in (SOME_TOKENS, SOME_TOKENS + 1))
-    assert small.layer1.m < large.layer1.m
+def test_few_tokens_get_small_tiles_and_are_not_sorted():
+    few, some, many = (choose_tiles(VIT, 90, tokens) for tokens in (20, SOME_TOKENS, SOME_TOKENS + 1))
+    assert (few.sorts, some.sorts) == (False, True)
+    assert few.layer1.m == 32 < some.layer1.m < many.layer1.m
+    assert choose_tiles(replace(VIT, second="per_k"), 90, 20).sorts
 
 
 @pytest.mark.parametrize(

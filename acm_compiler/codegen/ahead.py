@@ -15,12 +15,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from acm_compiler.codegen.dispatch import count_kernel, place_kernel, slots_of
+from acm_compiler.codegen.few import few1_kernel, few2_kernel
 from acm_compiler.codegen.layer1 import layer1_kernel
 from acm_compiler.codegen.layer2 import layer2_kernel
 from acm_compiler.codegen.spec import KernelSpec
 from acm_compiler.codegen.stages import (
+    POINTERS,
     Machine,
     build_options,
+    few1_constants,
+    few2_constants,
     layer1_bands,
     layer1_constants,
     layer2_constants,
@@ -30,7 +34,7 @@ from acm_compiler.codegen.stages import (
 from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
 from acm_compiler.errors import PackageMissing
 
-_INDICES = ("perm", "counts", "k", "histogram")
+_INDICES = ("perm", "counts", "k", "histogram", "k_of")
 _NUMBERS = ("T", "D_IN", "BLOCKS", "stride_x", "stride_a", "stride_w", "stride_r")
 _UNALIGNED = ("T", "BLOCKS")
 _SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10}
@@ -69,6 +73,8 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int, tiles: Tiles | None = N
     """The kernels that a call of that many tokens starts on that architecture, in order."""
     machine = Machine(arch=arch, processors=1)
     tiles = tiles or choose_tiles(spec, arch, tokens)
+    if not tiles.sorts:
+        return _few_kernels(spec, machine, tiles)
     kernels = _dispatch_kernels(spec)
     if layer1_bands(spec):
         loads = loads_of(spec, machine, None)
@@ -108,6 +114,26 @@ def _layer2_kernels(spec: KernelSpec, machine: Machine, tile: Tile) -> list[Kern
             )
         )
     return kernels
+
+
+def _few_kernels(spec: KernelSpec, machine: Machine, tiles: Tiles) -> list[Kernel]:
+    constants = few1_constants(spec, tiles.layer1, interpret=False) | _absent(spec)
+    first = Kernel(
+        name="few1",
+        function=few1_kernel,
+        constants=constants,
+        options=build_options(spec, tiles.layer1, POINTERS, machine),
+        tile=tiles.layer1,
+    )
+    constants = few2_constants(spec, tiles.layer2, interpret=False)
+    second = Kernel(
+        name="few2",
+        function=few2_kernel,
+        constants=constants if spec.residual else constants | {"residual": None},
+        options=build_options(spec, tiles.layer2, POINTERS, machine),
+        tile=tiles.layer2,
+    )
+    return [first, second]
 
 
 def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:

@@ -12,14 +12,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen.activation import INTERPRETED
 from acm_compiler.codegen.dispatch import Order, sort_by_k
+from acm_compiler.codegen.few import few1_kernel, few2_kernel
 from acm_compiler.codegen.layer1 import layer1_kernel
 from acm_compiler.codegen.layer2 import layer2_kernel
 from acm_compiler.codegen.permute import permute_kernel
 from acm_compiler.codegen.spec import KernelSpec, spec_of
 from acm_compiler.codegen.stages import (
+    POINTERS,
     Machine,
     Product,
     build_options,
+    few1_constants,
+    few2_constants,
     layer1_bands,
     layer1_constants,
     layer2_constants,
@@ -59,28 +63,78 @@ class Call:
         return (min(self.machine.processors * tile.resident, tiles),)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Few:
+    """One call with few tokens while its kernels are started; the rows of x_TD are contiguous."""
+
+    spec: KernelSpec
+    machine: Machine
+    tiles: Tiles
+    k_T: Tensor
+    x_TD: Tensor
+
+
 def run(x_TD: Tensor, k_T: Tensor, weights: Weights, *, residual: Tensor | None = None, machine: Machine) -> Tensor:
     """y_{k(t)}(x_t) + residual_t, [T, O], for a call that the kernels cover; no host sync.
 
-    A k outside [0, N] stops the kernel with an assertion on the device.
+    A k outside [0, N] stops the kernel with an assertion on the device, or, among few tokens, gives NaN.
     """
     if not x_TD.shape[0]:
         return x_TD.new_empty(0, weights.b_out.shape[1])
     x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
     spec = spec_of(x_TD, weights, residual)
     tiles = choose_tiles(spec, machine.arch, x_TD.shape[0])
-    order = sort_by_k(k_T, spec.learners)
-    return run_call(Call(spec=spec, machine=machine, tiles=tiles, order=order, x_TD=x_TD), weights, residual)
+    residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
+    if tiles.sorts:
+        order = sort_by_k(k_T, spec.learners)
+        call = Call(spec=spec, machine=machine, tiles=tiles, order=order, x_TD=x_TD)
+        return run_call(call, weights, residual)
+    few = Few(spec=spec, machine=machine, tiles=tiles, k_T=k_T, x_TD=x_TD)
+    return _run_few(few, weights, residual)
+
+
+def _run_few(few: Few, weights: Weights, residual: Tensor | None) -> Tensor:
+    """The same for tokens that fit one row tile."""
+    spec, machine, tiles, k_T, x_TD = few.spec, few.machine, few.tiles, few.k_T, few.x_TD
+    (tokens, d_in), w = x_TD.shape, weights
+    assert w.w_out is not None
+    h, y_TO = x_TD.new_empty(tokens, spec.hidden_row), x_TD.new_empty(tokens, spec.d_out)
+    few1_kernel[(triton.cdiv(spec.learners * spec.width, tiles.layer1.n),)](
+        h,
+        x_TD,
+        w.w_in.contiguous(),
+        _flat(w.b_in),
+        None if w.w_up is None else w.w_up.contiguous(),
+        _flat(w.b_up),
+        k_T,
+        tokens,
+        d_in,
+        x_TD.stride(0),
+        **few1_constants(spec, tiles.layer1, interpret=INTERPRETED),
+        **build_options(spec, tiles.layer1, POINTERS, machine),
+    )
+    few2_kernel[(triton.cdiv(spec.d_out, tiles.layer2.n),)](
+        y_TO,
+        h,
+        w.w_out.contiguous(),
+        w.b_out.contiguous(),
+        residual,
+        k_T,
+        tokens,
+        0 if residual is None else residual.stride(0),
+        **few2_constants(spec, tiles.layer2, interpret=INTERPRETED),
+        **build_options(spec, tiles.layer2, POINTERS, machine),
+    )
+    return y_TO
 
 
 def run_call(call: Call, weights: Weights, residual: Tensor | None) -> Tensor:
-    """y_{k(t)}(x_t) + residual_t of T >= 1 tokens, [T, O]."""
+    """y_{k(t)}(x_t) + residual_t of T >= 1 tokens, [T, O]; rows of the residual are contiguous."""
     spec = call.spec
     y_TO = call.x_TD.new_empty(call.tokens, spec.d_out)
     if permutes_rows(spec, call.machine):
         call = replace(call, x_TD=_sorted_rows(call.x_TD, call.order))
     h = _run_layer1(call, weights) if layer1_bands(spec) else call.x_TD
-    residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     for product in products_of(spec):
         _run_layer2(call, product, call.x_TD if product.from_x else h, weights, y_TO=y_TO, residual=residual)
     return y_TO

@@ -14,6 +14,8 @@ from acm_compiler.codegen.tiles import Tile
 
 _GROUP = 8
 _BULK_COPY_BYTES = 16
+_WGMMA_ROWS = 64
+_SORTED_ONLY = ("Q_HI", "GATHER", "X_DESC", "W_DESC", "GROUP")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,9 @@ class Loads:
     gather: bool
     a_desc: bool
     w_desc: bool
+
+
+POINTERS = Loads(gather=False, a_desc=False, w_desc=False)
 
 
 @lru_cache
@@ -155,6 +160,25 @@ def layer2_constants(
     }
 
 
+def few1_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `few1_kernel`."""
+    constants = layer1_constants(spec, tile, POINTERS, interpret=interpret)
+    return {name: value for name, value in constants.items() if name not in _SORTED_ONLY}
+
+
+def few2_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `few2_kernel`."""
+    return {
+        "N": spec.learners,
+        "H": spec.width,
+        "ROW": spec.hidden_row,
+        "D_OUT": spec.d_out,
+        "RESIDUAL": spec.residual,
+        "EVEN": spec.width % tile.k == 0,
+        **{name: value for name, value in _tile_constants(spec, tile, interpret).items() if name not in _SORTED_ONLY},
+    }
+
+
 def _tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, Any]:
     precision = "tf32" if spec.tf32 else "ieee"
     return {
@@ -170,5 +194,6 @@ def _tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, 
 def build_options(spec: KernelSpec, tile: Tile, loads: Loads, machine: Machine) -> dict[str, int]:
     """Warps and pipeline stages; without the proxy fence, pointer operands must not be pipelined (see Machine)."""
     by_pointer = loads.gather or not (loads.a_desc and loads.w_desc)
-    unsafe = machine.bulk_copies and not machine.fenced and by_pointer and on_tensor_cores(spec)
+    by_wgmma = machine.bulk_copies and on_tensor_cores(spec) and tile.m >= _WGMMA_ROWS
+    unsafe = by_wgmma and by_pointer and not machine.fenced
     return {"num_warps": tile.warps, "num_stages": 1 if unsafe else tile.stages}

@@ -14,7 +14,8 @@ from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.errors import KernelUnavailable, UsageError
 from tests.test_reference import FORMS
 
-D, OUT, N, H = 19, 13, 4, 21
+D, OUT, N, H = 24, 40, 4, 21
+HEADS = 2
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,6 +32,11 @@ def drawn(kind: str, dtype: torch.dtype, *, act: str = "gelu", sizes=(D, OUT, N,
     def draw(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, dtype=torch.float64) / shape[-1] ** 0.5).to(dtype)
 
+    if kind in ("rows", "cols"):
+        part = (OUT if kind == "rows" else D) // (HEADS * N)
+        shape = (N, HEADS, part, D) if kind == "rows" else (N, OUT, HEADS, part)
+        absent = dict.fromkeys(("b_in", "w_up", "b_up", "w_out", "w_top"))
+        return Weights(w_in=draw(*shape), b_out=draw(N + 1, OUT), act="identity", form=kind, **absent)
     form = {"gated": "gated", "linear": "linear", "linear_top": "linear"}.get(kind, "mlp")
     gated, linear = form == "gated", form == "linear"
     return Weights(
@@ -88,7 +94,7 @@ def test_every_activation_is_torchs(act):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["mlp", "linear_top"])
+@pytest.mark.parametrize("kind", ["mlp", "linear_top", "rows"])
 def test_the_residual_is_added(kind, dtype):
     weights, x, k = drawn(kind, dtype), torch.randn(77, D).to(dtype), draw_k(77, "mixed")
     residual = torch.randn(77, OUT).to(dtype)
@@ -117,8 +123,8 @@ def test_a_token_never_sees_its_neighbours(kind):
     kept = ~poisoned.isnan().any(1)
     y = native_output(poisoned, k, weights)
     torch.testing.assert_close(y[kept], clean[kept], rtol=1e-5, atol=1e-6)
-    runs = ~kept & (k > 0)
-    assert runs.any() and y[runs].isnan().any(1).all()
+    ran = ~kept & (k > 0)
+    assert ran.any() and y[ran].isnan().any(1).all()
 
 
 @pytest.mark.parametrize("k", [-1, N + 1])

@@ -34,7 +34,7 @@ ACTIVATIONS = frozenset(
     ]
 )
 DTYPES = (torch.float32, torch.bfloat16)
-FORMS = ("mlp", "gated", "linear")
+FORMS = ("mlp", "gated", "linear", "rows", "cols")
 _LOG = logging.getLogger("acm_compiler.backend")
 
 

@@ -1,6 +1,6 @@
 // acm::learners on the CPU: y_k(x) + residual of every token, at the cost of the learners that it runs.
 //
-// Shapes: T tokens, D in, O out, N learners, H learner width. Tokens are sorted by k, highest first (a counting sort),
+// Shapes: T tokens, D in, O out, N learners, H learner width (forms "rows" and "cols": its slice of G heads). Tokens are sorted by k, highest first (a counting sort),
 // and cut into chunks of equal work. Inside a chunk the tokens that run learner n are a prefix, so each learner is two
 // matrix products over that prefix, with bias and activation applied while the hidden values are still in the cache.
 // Threads take chunks; the matrix products inside a chunk are single-threaded. What this file does not cover (other
@@ -138,13 +138,23 @@ const T* data_of(const Maybe& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
 
+enum class Form { mlp, gated, linear, rows, cols };
+constexpr std::string_view kFormNames[] = {"mlp", "gated", "linear", "rows", "cols"};
+
+std::optional<Form> find_form(std::string_view name) {
+  const auto* found = std::find(std::begin(kFormNames), std::end(kFormNames), name);
+  if (found == std::end(kFormNames)) return std::nullopt;
+  return static_cast<Form>(found - std::begin(kFormNames));
+}
+
 template <typename T>
 struct Call {
   static constexpr bool kWide = std::is_same_v<T, float>;  // sums are kept in float; T = float needs no copies
-  int64_t tokens, d_in, d_out, learners, width;
+  int64_t tokens, d_in, d_out, learners, width, heads;
   const T *x, *w_in, *b_in, *w_up, *b_up, *w_out, *b_out, *w_top, *residual;
   int64_t x_stride;
-  bool linear, per_k;
+  bool per_k;
+  Form form;
   Act act;
   T* out;
   std::vector<int64_t> order;     // token of each sorted place
@@ -312,7 +322,7 @@ struct Call {
 
   void run_learners(int64_t first, int64_t stop, const T* rows_x, int64_t ldx, float* sums, const Buffers& buf) const {
     int64_t skip = 0;  // tokens whose k = N is the dense weight itself
-    if (linear && w_top) {
+    if (form == Form::linear && w_top) {
       skip = std::max<int64_t>(0, std::min(stop, at_least[learners]) - first);
       if (skip) add_dense(skip, rows_x, ldx, sums, buf.part);
     }
@@ -320,11 +330,39 @@ struct Call {
       const int64_t from = first + skip, to = std::min(stop, at_least[n + 1]), rows = to - from;
       if (rows <= 0) break;
       const T* xs = rows_x + skip * ldx;
+      if (form == Form::cols) {
+        take_slices(rows, n, xs, ldx, buf.h);
+        add_product(rows, width, buf.h, w_in + n * d_out * width, width, sums, buf.part);
+        continue;
+      }
       in_product(rows, xs, ldx, w_in + n * width * d_in, buf.h);
+      if (form == Form::rows) {
+        put_slices(rows, n, buf.h, sums);
+        continue;
+      }
       if (w_up) in_product(rows, xs, ldx, w_up + n * width * d_in, buf.up);
       activate(rows, n, buf.h, w_up ? buf.up : nullptr, buf.scratch);
       add_second_layer(n, from, to, buf.h, sums + skip * d_out, buf.part);
     }
+  }
+
+  // h[rows, G, H / G] = what learner n reads of x seen as [rows, G, N, H / G]
+  void take_slices(int64_t rows, int64_t n, const T* rows_x, int64_t ldx, T* h) const {
+    const int64_t part = width / heads;
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t g = 0; g < heads; g++)
+        std::memcpy(h + i * width + g * part, rows_x + i * ldx + (g * learners + n) * part, part * sizeof(T));
+  }
+
+  // sums, seen as [rows, G, N, H / G], += learner n's rows h[rows, G, H / G]
+  void put_slices(int64_t rows, int64_t n, const T* h, float* sums) const {
+    const int64_t part = width / heads;
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t g = 0; g < heads; g++) {
+        const T* from = h + i * width + g * part;
+        float* to = sums + i * d_out + (g * learners + n) * part;
+        for (int64_t j = 0; j < part; j++) to[j] += static_cast<float>(from[j]);
+      }
   }
 
   void add_dense(int64_t rows, const T* rows_x, int64_t ldx, float* sums, T* part) const {
@@ -370,16 +408,18 @@ Maybe packed(const Maybe& tensor) { return tensor ? Maybe(tensor->contiguous()) 
 
 template <typename T>
 bool run(const Tensor& x, const Tensor& k, const Tensor& w_in, const Maybe& b_in, const Maybe& w_up, const Maybe& b_up,
-         const Maybe& w_out, const Tensor& b_out, const Maybe& w_top, const Maybe& residual, bool linear, Act act,
+         const Maybe& w_out, const Tensor& b_out, const Maybe& w_top, const Maybe& residual, Form form, Act act,
          Tensor& y) {
   Call<T> call;
   call.tokens = x.size(0), call.d_in = x.size(1), call.d_out = b_out.size(1);
-  call.learners = w_in.size(0), call.width = w_in.size(1);
+  call.learners = w_in.size(0), call.width = w_in.size(1), call.heads = 1;
+  if (form == Form::rows) call.heads = w_in.size(1), call.width = w_in.size(1) * w_in.size(2);
+  if (form == Form::cols) call.heads = w_in.size(2), call.width = w_in.size(2) * w_in.size(3);
   call.x = x.const_data_ptr<T>(), call.x_stride = x.stride(0);
   call.w_in = w_in.const_data_ptr<T>(), call.b_out = b_out.const_data_ptr<T>();
   call.b_in = data_of<T>(b_in), call.w_up = data_of<T>(w_up), call.b_up = data_of<T>(b_up);
   call.w_out = data_of<T>(w_out), call.w_top = data_of<T>(w_top), call.residual = data_of<T>(residual);
-  call.linear = linear, call.per_k = w_out->dim() == 4, call.act = act;
+  call.form = form, call.per_k = w_out && w_out->dim() == 4, call.act = act;
   call.out = y.mutable_data_ptr<T>();
   const bool legal = k.scalar_type() == at::kInt ? call.sort(k.const_data_ptr<int32_t>())
                                                  : call.sort(k.const_data_ptr<int64_t>());
@@ -390,20 +430,21 @@ bool run(const Tensor& x, const Tensor& k, const Tensor& w_in, const Maybe& b_in
 }
 
 bool covered(const Tensor& x, const Tensor& k, const Maybe& w_out, const std::vector<const Maybe*>& others,
-             std::string_view form, const std::optional<Act>& act) {
+             const std::optional<Form>& form, const std::optional<Act>& act) {
   const auto type = x.scalar_type();
-  if (!act || !w_out || (type != at::kFloat && type != at::kBFloat16)) return false;
-  if (form != "mlp" && form != "gated" && form != "linear") return false;
+  if (!form || !act || (type != at::kFloat && type != at::kBFloat16)) return false;
+  if (!w_out && form != Form::rows && form != Form::cols) return false;
   if (k.scalar_type() != at::kInt && k.scalar_type() != at::kLong) return false;
   return std::all_of(others.begin(), others.end(), [&](const Maybe* t) { return !*t || (*t)->scalar_type() == type; });
 }
 
 Tensor learners(const Tensor& x, const Tensor& k, const Tensor& w_in, const Maybe& b_in, const Maybe& w_up,
                 const Maybe& b_up, const Maybe& w_out, const Tensor& b_out, const Maybe& w_top, const Maybe& residual,
-                std::string_view form, std::string_view act_name) {
+                std::string_view form_name, std::string_view act_name) {
   static const auto reference =
       c10::Dispatcher::singleton().findSchemaOrThrow("acm::learners_reference", "").typed<Signature>();
   const auto act = find_act(act_name);
+  const auto form = find_form(form_name);
   const Maybe first = w_in, last = b_out;
   if (covered(x, k, w_out, {&first, &b_in, &w_up, &b_up, &w_out, &last, &w_top, &residual}, form, act)) {
     const Tensor xs = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
@@ -411,13 +452,12 @@ Tensor learners(const Tensor& x, const Tensor& k, const Tensor& w_in, const Mayb
     const Maybe bi = packed(b_in), wu = packed(w_up), bu = packed(b_up), wo = packed(w_out), wt = packed(w_top),
                 rs = packed(residual);
     Tensor y = at::empty({x.size(0), b_out.size(1)}, x.options());
-    const bool linear = form == "linear";
     const bool done = x.scalar_type() == at::kFloat
-        ? run<float>(xs, ks, wi, bi, wu, bu, wo, bo, wt, rs, linear, *act, y)
-        : run<c10::BFloat16>(xs, ks, wi, bi, wu, bu, wo, bo, wt, rs, linear, *act, y);
+        ? run<float>(xs, ks, wi, bi, wu, bu, wo, bo, wt, rs, *form, *act, y)
+        : run<c10::BFloat16>(xs, ks, wi, bi, wu, bu, wo, bo, wt, rs, *form, *act, y);
     if (done) return y;
   }
-  return reference.call(x, k, w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form, act_name);
+  return reference.call(x, k, w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form_name, act_name);
 }
 
 TORCH_LIBRARY_FRAGMENT(acm, m) {

@@ -75,9 +75,26 @@ def draw_k(tokens: int, pattern: str) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [0, 1, 63, 1201])
 @pytest.mark.parametrize("kind", FORMS)
 def test_it_equals_the_reference(kind, tokens, pattern, dtype):
-    weights, x, k = drawn(kind, dtype), torch.randn(tokens, D).to(dtype), draw_k(tokens, pattern)
+    compare_with_reference(drawn(kind, dtype), tokens, pattern)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["mlp", "gated", "linear_top", "per_k", "top"])
+def test_large_learners_run_one_after_the_other_and_equal_the_reference(kind, dtype):
+    weights = drawn(kind, dtype, sizes=(384, 24, N, 345))
+    assert weights.w_in[0].numel() > 1 << 17
+    for pattern in ("4", "mixed", "one high"):
+        compare_with_reference(weights, 61, pattern)
+
+
+def compare_with_reference(weights: Weights, tokens: int, pattern: str) -> None:
+    dtype = weights.w_in.dtype
+    x, k = (
+        torch.randn(tokens, weights.w_in.shape[-1] if weights.form != "cols" else D).to(dtype),
+        draw_k(tokens, pattern),
+    )
     y = native_output(x, k, weights)
-    assert y.dtype == dtype and y.shape == (tokens, OUT)
+    assert y.dtype == dtype and y.shape == (tokens, weights.b_out.shape[1])
     assert relative_error(y, truth(x, k, weights)) <= TOLERANCE[dtype]
 
 
@@ -145,7 +162,7 @@ def test_what_it_does_not_cover_runs_on_the_reference():
     torch.testing.assert_close(native_output(x.double(), k, double), run_learners(x.double(), k, double))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (7, 130, 2, 65), (256, 32, 6, 16)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (7, 130, 2, 65), (256, 32, 6, 16), (300, 40, 3, 450)])
 def test_odd_sizes(sizes):
     weights = drawn("gated", torch.float32, act="silu", sizes=sizes)
     x, k = torch.randn(201, sizes[0]), torch.randint(0, sizes[2] + 1, (201,))

@@ -1,4 +1,4 @@
-"""What `acm::learners` costs for torch's FlopCounterMode: the learners that the tokens really run.
+"""What `acm::learners` and `acm::gate` cost for torch's FlopCounterMode: the learners that the tokens really run.
 
 The one border where MACs become FLOPs (1 MAC = 2 FLOPs). Where k is not known (fake tensors), all N learners count.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from acm_compiler.acm.ops import LEARNERS, LEARNERS_BACKWARD
+from acm_compiler.acm.ops import GATE, LEARNERS, LEARNERS_BACKWARD
 
 
 def learners_macs(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str) -> int:
@@ -43,3 +43,9 @@ def learners_flops(x, k, *tensors, form, act, out_val=None, **kwargs) -> int:
 def learners_backward_flops(dy, x, k, *tensors, form, act, out_val=None, **kwargs) -> int:
     """FLOPs of the backward: the forward again, then the gradients of inputs and of weights."""
     return 3 * 2 * learners_macs(x, k, *tensors, form=form)
+
+
+@register_flop_formula(GATE, get_raw=True)
+def gate_flops(x, w_inner, b_inner, w_outer, *args, out_val=None, **kwargs) -> int:
+    """FLOPs of the gate."""
+    return 2 * x.shape[0] * (w_inner.numel() + w_outer.numel())

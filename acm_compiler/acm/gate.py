@@ -29,3 +29,7 @@ class Gate(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):
             h_TG = F.gelu(self.inner(x_TD.to(self.inner.weight.dtype)))
             return self.outer(h_TG)
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Weight and bias of both linears, as the operator takes them."""
+        return self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias

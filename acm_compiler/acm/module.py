@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from acm_compiler.acm import ops, tokens
 from acm_compiler.acm.gate import Gate
 from acm_compiler.acm.learners import Learners
-from acm_compiler.acm.reference import choose_k, relaxed_output, sample_nu, utilities
+from acm_compiler.acm.reference import choice_costs, choose_k, relaxed_output, sample_nu, utilities
 from acm_compiler.errors import NoDenseRegion, UsageError
 from acm_compiler.site import Layout
 
@@ -122,6 +122,10 @@ class ACM(nn.Module):
         if slot is not None and slot.knob is not None and slot.k_lo is not None:
             knob = tokens.of_examples(slot.knob, shape, self.layout, site=self.name)
             k_lo = tokens.of_examples(slot.k_lo.clamp(self.k_min, self.count), shape, self.layout, site=self.name)
+        elif ops.gate_is_operator(x_TD):
+            choices = (knob, k_lo, self.k_hi)
+            rule = self.gate.rule
+            return ops.run_gate(x_TD, self.gate.weights(), choices, cost=self.cost, k_min=self.k_min, rule=rule)
         return choose_k(self.utilities(x_TD, knob), torch.minimum(k_lo, self.k_hi), self.k_hi, self.k_min)
 
     def utilities(self, x_TD: Tensor, knob: Tensor) -> Tensor:
@@ -133,7 +137,7 @@ class ACM(nn.Module):
 
     def choice_costs(self, device: torch.device) -> Tensor:
         """c_k of every choice, [C]: k times this site's cost of a learner."""
-        return torch.arange(self.k_min, self.count + 1, device=device, dtype=torch.float64) * self.cost
+        return choice_costs(self.cost, k_min=self.k_min, n_learners=self.count, device=device)
 
     def _run_relaxed(self, x: Tensor, temperature: float) -> Tensor:
         shape, x_TD = x.shape[:-1], x.reshape(-1, x.shape[-1])

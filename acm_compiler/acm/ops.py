@@ -1,4 +1,4 @@
-"""`acm::learners`: the one operator of an ACM, a single node in compiled and exported graphs.
+"""`acm::learners` and `acm::gate`: an ACM's operators, single nodes in compiled and exported graphs.
 
 y = learners(x, k) + residual, where `residual` [T, O] is optional (compilers put the bypass there).
 The eager kernel is the reference; backends register faster ones for the same name. Its backward recomputes.
@@ -10,10 +10,11 @@ import importlib
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from acm_compiler.acm.reference import Weights, run_learners
+from acm_compiler.acm.reference import Weights, choice_costs, choose_k, run_learners, utilities
 from acm_compiler.errors import UsageError
 
 _WEIGHTS = "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top"
@@ -24,6 +25,10 @@ _KERNELS = {"cpu": "acm_compiler.codegen.cpu", "cuda": "acm_compiler.codegen.cud
 _ASKED: set[str] = set()
 LIBRARY.define(f"learners({_TENSORS}, *, str form, str act) -> Tensor")
 LIBRARY.define(f"learners_reference({_TENSORS}, *, str form, str act) -> Tensor")
+_GATE_WEIGHTS = "Tensor w_inner, Tensor b_inner, Tensor w_outer, Tensor b_outer"
+_GATE = f"Tensor x, {_GATE_WEIGHTS}, Tensor knob, Tensor k_lo, Tensor k_hi, *, float cost, int k_min, str rule"
+LIBRARY.define(f"gate({_GATE}) -> Tensor")
+LIBRARY.define(f"gate_reference({_GATE}) -> Tensor")
 LIBRARY.define(f"learners_backward(Tensor dy, {_TENSORS}, *, str form, str act) -> Tensor[]")
 
 
@@ -41,14 +46,33 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
     if torch.compiler.is_compiling():
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=w.form, act=w.act)
-    if _observed() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))):
+    if observed() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))):
         return run_learners(x_TD, k_T, weights)
     # nothing to differentiate: past the autograd rule, which costs more than a small site's kernel
     with torch._C._AutoDispatchBelowAutograd():
         return LEARNERS.default(x_TD, k_T, *tensors, form=w.form, act=w.act)
 
 
-def _observed() -> bool:
+def gate_is_operator(x_TD: Tensor) -> bool:
+    """Whether `run_gate` is there for this call; elsewhere a gate stays plain torch, which compilers fuse."""
+    return x_TD.device.type == "cpu" and (torch.compiler.is_compiling() or not observed())
+
+
+def run_gate(
+    x_TD: Tensor, weights: Sequence[Tensor], choices: Sequence[Tensor], *, cost: float, k_min: int, rule: str
+) -> Tensor:
+    """k of every token, int32 [T], by one operator.
+
+    weights: of the gate's two linears, weight and bias each. choices: knob, k_lo and k_hi, scalars. cost: of one
+    learner of the site, in units of the mean site's.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.acm.gate(x_TD, *weights, *choices, cost=cost, k_min=k_min, rule=rule)
+    with torch._C._AutoDispatchBelowAutograd():
+        return GATE.default(x_TD, *weights, *choices, cost=cost, k_min=k_min, rule=rule)
+
+
+def observed() -> bool:
     """Whether someone's dispatch mode (a FLOP counter, a logger) watches: it should see plain operations."""
     if not torch._C._len_torch_dispatch_stack():
         return False
@@ -143,6 +167,31 @@ def _run_backward(ctx, dy: Tensor):
     return (dx, None, *others)
 
 
+def _gate(*args: Tensor, **kwargs) -> Tensor:
+    """What runs where no kernel has taken over."""
+    return (GATE if load_kernels(args[0].device.type) else GATE_REFERENCE)(*args, **kwargs)
+
+
+def _gate_reference(x: Tensor, *args: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
+    w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi = args
+    score_TC = F.linear(F.gelu(F.linear(x.to(w_inner.dtype), w_inner, b_inner)), w_outer, b_outer)
+    score_TC = score_TC.double() if x.dtype == torch.float64 else score_TC.float()
+    cost_C = choice_costs(cost, k_min=k_min, n_learners=k_min + score_TC.shape[1] - 1, device=x.device)
+    u_TC = utilities(score_TC, knob, cost_C, rule)
+    return choose_k(u_TC, torch.minimum(k_lo, k_hi), k_hi, k_min)
+
+
+def _gate_fake(x: Tensor, *args: Tensor, **kwargs) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.int32)
+
+
+def _gate_vmap(info, in_dims, x, *args, **kwargs):
+    if any(dim is not None for dim in in_dims[1:]):
+        raise UsageError("vmap over the gate of an ACM", fix="map over the inputs only")
+    x_BTD = x.movedim(in_dims[0], 0)
+    return GATE(x_BTD.flatten(0, 1), *args, **kwargs).unflatten(0, (info.batch_size, -1)), 0
+
+
 def _vmap(info, in_dims, x, k, *tensors, **kwargs):
     """One call for all copies: tokens are independent, so the mapped axis is one more axis of tokens."""
     if any(dim is not None for dim in in_dims[2:9]):
@@ -159,6 +208,10 @@ def _vmap(info, in_dims, x, k, *tensors, **kwargs):
     return y.unflatten(0, (info.batch_size, -1)), 0
 
 
+torch.library.impl("acm::gate", "CompositeExplicitAutograd", _gate, lib=LIBRARY)
+torch.library.impl("acm::gate_reference", "CompositeExplicitAutograd", _gate_reference, lib=LIBRARY)
+torch.library.register_fake("acm::gate", _gate_fake, lib=LIBRARY)
+torch.library.register_vmap("acm::gate", _gate_vmap, lib=LIBRARY)
 torch.library.impl("acm::learners", "CompositeExplicitAutograd", _forward, lib=LIBRARY)
 torch.library.impl("acm::learners_reference", "CompositeExplicitAutograd", _reference, lib=LIBRARY)
 torch.library.impl("acm::learners_backward", "CompositeExplicitAutograd", _backward, lib=LIBRARY)
@@ -169,4 +222,6 @@ torch.library.register_vmap("acm::learners", _vmap, lib=LIBRARY)
 
 LEARNERS = torch.ops.acm.learners
 REFERENCE = torch.ops.acm.learners_reference
+GATE = torch.ops.acm.gate
+GATE_REFERENCE = torch.ops.acm.gate_reference
 LEARNERS_BACKWARD = torch.ops.acm.learners_backward

@@ -177,6 +177,11 @@ def utilities(score_TC: Tensor, knob: Tensor, cost_C: Tensor, rule: str) -> Tens
     return score_TC - knob * cost_C
 
 
+def choice_costs(cost: float, *, k_min: int, n_learners: int, device: torch.device) -> Tensor:
+    """c_k of every choice, float64 [C]: k times a site's cost of one learner."""
+    return torch.arange(k_min, n_learners + 1, device=device, dtype=torch.float64) * cost
+
+
 def choose_k(u_TC: Tensor, k_lo: Tensor, k_hi: Tensor, k_min: int) -> Tensor:
     """argmax of the utilities over k in [k_lo, k_hi], ties to the smaller k; int32 [T].
 

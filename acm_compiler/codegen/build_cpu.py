@@ -17,6 +17,7 @@ import torch
 from acm_compiler.errors import KernelUnavailable
 
 SOURCE = Path(__file__).with_name("cpu_learners.cpp")
+_HEADERS = (SOURCE.with_name("cpu_activations.h"), SOURCE.with_name("cpu_gate.h"))
 _COMPILERS = ("g++", "clang++", "c++")
 _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -33,7 +34,7 @@ def library_file() -> Path:
     """
     command = _command()
     version = f"{torch.__version__} {torch.version.git_version}"
-    text = "\n".join([SOURCE.read_text(), version, *command])
+    text = "\n".join([*(file.read_text() for file in (SOURCE, *_HEADERS)), version, *command])
     target = _cache() / f"learners-{hashlib.sha256(text.encode()).hexdigest()[:20]}.so"
     if not target.is_file():
         _compile(command, target)

@@ -3,13 +3,13 @@
 // Shapes: T tokens, D in, O out, N learners, H learner width (forms "rows" and "cols": its slice of G heads). Tokens are sorted by k, highest first (a counting sort),
 // and cut into chunks of equal work. Inside a chunk the tokens that run learner n are a prefix, so each learner is two
 // matrix products over that prefix, with bias and activation applied while the hidden values are still in the cache.
+// Where learners are too small for efficient products, a chunk runs all learners of its tokens at once, k by k.
 // Threads take chunks; the matrix products inside a chunk are single-threaded. What this file does not cover (other
 // types, composite activations, an illegal k) it hands to acm::learners_reference.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -25,6 +25,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "cpu_activations.h"
+#include "cpu_gate.h"
+
 // libtorch carries a BLAS; where it does not export this symbol, the address is null and at::mm takes over
 extern "C" __attribute__((weak)) void sgemm_(
     const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
@@ -34,72 +37,6 @@ namespace {
 
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
-using Vec = at::vec::Vectorized<float>;
-
-// ---- activations ------------------------------------------------------------------------------------------------
-
-inline Vec sigmoid(const Vec& v) { return Vec(1.f) / (Vec(1.f) + v.neg().exp()); }
-inline Vec softplus(const Vec& v) { return Vec::blendv(v.exp().log1p(), v, v > Vec(20.f)); }
-inline Vec between(const Vec& v, float low, float high) {
-  return at::vec::minimum(at::vec::maximum(v, Vec(low)), Vec(high));
-}
-
-enum class Act {
-  identity, relu, relu6, relu2, gelu, gelu_tanh, quick_gelu, silu, tanh, sigmoid, elu, leaky_relu, hardswish, mish,
-  softplus
-};
-constexpr std::string_view kActNames[] = {
-    "identity", "relu", "relu6", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh", "sigmoid", "elu",
-    "leaky_relu", "hardswish", "mish", "softplus"};
-
-std::optional<Act> find_act(std::string_view name) {
-  const auto* found = std::find(std::begin(kActNames), std::end(kActNames), name);
-  if (found == std::end(kActNames)) return std::nullopt;
-  return static_cast<Act>(found - std::begin(kActNames));
-}
-
-// calls use(f), f the activation as a function of a vector
-template <typename Use>
-void with_act(Act act, const Use& use) {
-  const Vec zero(0.f), half(0.5f), one(1.f);
-  switch (act) {
-    case Act::identity: return use([](const Vec& v) { return v; });
-    case Act::relu: return use([=](const Vec& v) { return at::vec::maximum(v, zero); });
-    case Act::relu6: return use([](const Vec& v) { return between(v, 0.f, 6.f); });
-    case Act::relu2: return use([=](const Vec& v) { const Vec r = at::vec::maximum(v, zero); return r * r; });
-    case Act::gelu: return use([=](const Vec& v) { return v * half * (one + (v * Vec(0.70710678118654752f)).erf()); });
-    case Act::gelu_tanh: return use([=](const Vec& v) {
-      const Vec inner = Vec(0.79788456080286536f) * (v + Vec(0.044715f) * v * v * v);
-      return half * v * (one + inner.tanh());
-    });
-    case Act::quick_gelu: return use([](const Vec& v) { return v * sigmoid(v * Vec(1.702f)); });
-    case Act::silu: return use([=](const Vec& v) { return v / (one + v.neg().exp()); });
-    case Act::tanh: return use([](const Vec& v) { return v.tanh(); });
-    case Act::sigmoid: return use([](const Vec& v) { return sigmoid(v); });
-    case Act::elu: return use([=](const Vec& v) { return Vec::blendv(v.expm1(), v, v > zero); });
-    case Act::leaky_relu: return use([=](const Vec& v) { return Vec::blendv(v * Vec(0.01f), v, v > zero); });
-    case Act::hardswish: return use([](const Vec& v) { return v * between(v + Vec(3.f), 0.f, 6.f) / Vec(6.f); });
-    case Act::mish: return use([](const Vec& v) { return v * softplus(v).tanh(); });
-    case Act::softplus: return use([](const Vec& v) { return softplus(v); });
-  }
-}
-
-// h = act(h + b) * (up + b_up), the second factor only where `up` is given
-template <typename F>
-void act_row(const F& f, float* h, const float* b, const float* up, const float* b_up, int64_t width) {
-  for (int64_t j = 0; j < width; j += Vec::size()) {
-    const int64_t count = std::min<int64_t>(Vec::size(), width - j);
-    Vec v = Vec::loadu(h + j, count);
-    if (b) v = v + Vec::loadu(b + j, count);
-    v = f(v);
-    if (up) {
-      Vec u = Vec::loadu(up + j, count);
-      if (b_up) u = u + Vec::loadu(b_up + j, count);
-      v = v * u;
-    }
-    v.store(h + j, count);
-  }
-}
 
 // ---- matrix products --------------------------------------------------------------------------------------------
 
@@ -132,6 +69,8 @@ void product(int64_t rows, int64_t cols, int64_t depth, const c10::BFloat16* a, 
 
 constexpr int64_t kChunkRows = 512;  // enough rows to pay for packing the weights, few enough to stay in the cache
 constexpr int64_t kFewRows = 32;     // below this many rows per thread a chunk is not worth a thread of its own
+
+constexpr int64_t kSmallLearner = 1 << 17;  // weights of a learner's first layer below which products want company
 
 template <typename T>
 const T* data_of(const Maybe& tensor) {
@@ -205,6 +144,8 @@ struct Call {
 
   // ---- one chunk
 
+  struct Buffers { T *x, *h, *up, *part; float *sums, *scratch; };
+
   // start + residual: what a token's sum starts from
   void start_row(int64_t token, int64_t k, float* sum) const {
     const T* b = b_out + k * d_out;
@@ -227,27 +168,34 @@ struct Call {
     }
   }
 
-  void in_product(int64_t rows, const T* rows_x, int64_t ldx, const T* w, T* h) const {
-    if constexpr (kWide) product(rows, width, d_in, rows_x, ldx, w, d_in, h, false);
-    else product(rows, width, d_in, rows_x, ldx, w, d_in, h);
+  void in_product(int64_t rows, int64_t cols, const T* rows_x, int64_t ldx, const T* w, T* h) const {
+    if constexpr (kWide) product(rows, cols, d_in, rows_x, ldx, w, d_in, h, false);
+    else product(rows, cols, d_in, rows_x, ldx, w, d_in, h);
   }
 
-  void activate(int64_t rows, int64_t n, T* h, const T* up, float* scratch) const {
-    if (act == Act::identity && !b_in && !up) return;
-    const T* b = b_in ? b_in + n * width : nullptr;
-    const T* b2 = b_up ? b_up + n * width : nullptr;
+  // h[rows, count * H] = hidden values of `count` learners from n on
+  void hidden(int64_t rows, int64_t n, int64_t count, const T* rows_x, int64_t ldx, const Buffers& buf) const {
+    const int64_t cols = count * width, start = n * width;
+    in_product(rows, cols, rows_x, ldx, w_in + start * d_in, buf.h);
+    if (w_up) in_product(rows, cols, rows_x, ldx, w_up + start * d_in, buf.up);
+    if (act == Act::identity && !b_in && !w_up) return;
+    activate(rows, cols, buf.h, w_up ? buf.up : nullptr, b_in ? b_in + start : nullptr, b_up ? b_up + start : nullptr,
+             buf.scratch);
+  }
+
+  void activate(int64_t rows, int64_t cols, T* h, const T* up, const T* b, const T* b2, float* scratch) const {
     with_act(act, [&](const auto& f) {
       if constexpr (kWide) {
-        for (int64_t i = 0; i < rows; i++) act_row(f, h + i * width, b, up ? up + i * width : nullptr, b2, width);
+        for (int64_t i = 0; i < rows; i++) act_row(f, h + i * cols, b, up ? up + i * cols : nullptr, b2, cols);
       } else {
-        float *fh = scratch, *fu = fh + width, *fb = fu + width, *fb2 = fb + width;
-        if (b) at::vec::convert(b, fb, width);
-        if (b2) at::vec::convert(b2, fb2, width);
+        float *fh = scratch, *fu = fh + cols, *fb = fu + cols, *fb2 = fb + cols;
+        if (b) at::vec::convert(b, fb, cols);
+        if (b2) at::vec::convert(b2, fb2, cols);
         for (int64_t i = 0; i < rows; i++) {
-          at::vec::convert(h + i * width, fh, width);
-          if (up) at::vec::convert(up + i * width, fu, width);
-          act_row(f, fh, b ? fb : nullptr, up ? fu : nullptr, b2 ? fb2 : nullptr, width);
-          at::vec::convert(fh, h + i * width, width);
+          at::vec::convert(h + i * cols, fh, cols);
+          if (up) at::vec::convert(up + i * cols, fu, cols);
+          act_row(f, fh, b ? fb : nullptr, up ? fu : nullptr, b2 ? fb2 : nullptr, cols);
+          at::vec::convert(fh, h + i * cols, cols);
         }
       }
     });
@@ -271,15 +219,14 @@ struct Call {
     }
   }
 
-  struct Buffers { T *x, *h, *up, *part; float *sums, *scratch; };
-
   static int64_t padded(int64_t count) { return (count + 31) / 32 * 32; }
 
   // this thread's buffers for chunks of `rows` tokens; kept between calls
   Buffers buffers(int64_t rows) const {
     static thread_local std::vector<float> memory;
-    const int64_t sizes[] = {padded(rows * d_in), padded(rows * width), w_up ? padded(rows * width) : 0,
-                             kWide ? 0 : padded(rows * d_out), padded(rows * d_out), 4 * padded(width)};
+    const int64_t cols = by_k() ? learners * width : width;
+    const int64_t sizes[] = {padded(rows * d_in), padded(rows * cols), w_up ? padded(rows * cols) : 0,
+                             kWide ? 0 : padded(rows * d_out), padded(rows * d_out), 4 * padded(cols)};
     int64_t total = 16;
     for (int64_t size : sizes) total += size;
     if (static_cast<int64_t>(memory.size()) < total) memory.resize(total);
@@ -326,23 +273,42 @@ struct Call {
       skip = std::max<int64_t>(0, std::min(stop, at_least[learners]) - first);
       if (skip) add_dense(skip, rows_x, ldx, sums, buf.part);
     }
+    const T* xs = rows_x + skip * ldx;
+    sums += skip * d_out;
+    first += skip;
+    if (form == Form::cols) run_columns(first, stop, xs, ldx, sums, buf);
+    else if (by_k()) run_by_k(first, stop, xs, ldx, sums, buf);
+    else run_by_learner(first, stop, xs, ldx, sums, buf);
+  }
+
+  bool by_k() const { return form == Form::rows || width * d_in < kSmallLearner; }
+
+  void run_by_learner(int64_t first, int64_t stop, const T* xs, int64_t ldx, float* sums, const Buffers& buf) const {
     for (int64_t n = 0; n < learners; n++) {
-      const int64_t from = first + skip, to = std::min(stop, at_least[n + 1]), rows = to - from;
+      const int64_t to = std::min(stop, at_least[n + 1]);
+      if (to <= first) break;
+      hidden(to - first, n, 1, xs, ldx, buf);
+      add_second_layer(n, first, to, buf.h, sums, buf.part);
+    }
+  }
+
+  void run_by_k(int64_t first, int64_t stop, const T* xs, int64_t ldx, float* sums, const Buffers& buf) const {
+    for (int64_t from = first; from < stop;) {
+      const int64_t k = k_at(from), to = std::min(stop, at_least[k]), rows = to - from;
+      float* run_sums = sums + (from - first) * d_out;
+      hidden(rows, 0, k, xs + (from - first) * ldx, ldx, buf);
+      if (form == Form::rows) put_slices(rows, k, buf.h, run_sums);
+      else add_product(rows, k * width, buf.h, second_layer(k), learners * width, run_sums, buf.part);
+      from = to;
+    }
+  }
+
+  void run_columns(int64_t first, int64_t stop, const T* xs, int64_t ldx, float* sums, const Buffers& buf) const {
+    for (int64_t n = 0; n < learners; n++) {
+      const int64_t rows = std::min(stop, at_least[n + 1]) - first;
       if (rows <= 0) break;
-      const T* xs = rows_x + skip * ldx;
-      if (form == Form::cols) {
-        take_slices(rows, n, xs, ldx, buf.h);
-        add_product(rows, width, buf.h, w_in + n * d_out * width, width, sums, buf.part);
-        continue;
-      }
-      in_product(rows, xs, ldx, w_in + n * width * d_in, buf.h);
-      if (form == Form::rows) {
-        put_slices(rows, n, buf.h, sums);
-        continue;
-      }
-      if (w_up) in_product(rows, xs, ldx, w_up + n * width * d_in, buf.up);
-      activate(rows, n, buf.h, w_up ? buf.up : nullptr, buf.scratch);
-      add_second_layer(n, from, to, buf.h, sums + skip * d_out, buf.part);
+      take_slices(rows, n, xs, ldx, buf.h);
+      add_product(rows, width, buf.h, w_in + n * d_out * width, width, sums, buf.part);
     }
   }
 
@@ -354,15 +320,16 @@ struct Call {
         std::memcpy(h + i * width + g * part, rows_x + i * ldx + (g * learners + n) * part, part * sizeof(T));
   }
 
-  // sums, seen as [rows, G, N, H / G], += learner n's rows h[rows, G, H / G]
-  void put_slices(int64_t rows, int64_t n, const T* h, float* sums) const {
+  // sums, seen as [rows, G, N, H / G], += the rows h[rows, k, G, H / G] of the first k learners
+  void put_slices(int64_t rows, int64_t k, const T* h, float* sums) const {
     const int64_t part = width / heads;
     for (int64_t i = 0; i < rows; i++)
-      for (int64_t g = 0; g < heads; g++) {
-        const T* from = h + i * width + g * part;
-        float* to = sums + i * d_out + (g * learners + n) * part;
-        for (int64_t j = 0; j < part; j++) to[j] += static_cast<float>(from[j]);
-      }
+      for (int64_t n = 0; n < k; n++)
+        for (int64_t g = 0; g < heads; g++) {
+          const T* from = h + ((i * k + n) * heads + g) * part;
+          float* to = sums + i * d_out + (g * learners + n) * part;
+          for (int64_t j = 0; j < part; j++) to[j] += static_cast<float>(from[j]);
+        }
   }
 
   void add_dense(int64_t rows, const T* rows_x, int64_t ldx, float* sums, T* part) const {
@@ -465,15 +432,18 @@ TORCH_LIBRARY_FRAGMENT(acm, m) {
       "learners_cpu(Tensor x, Tensor k, Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, "
       "Tensor b_out, Tensor? w_top, Tensor? residual=None, *, str form, str act) -> Tensor");
   m.impl("learners_cpu", c10::DispatchKey::CPU, TORCH_FN(learners));
+  m.def("gate_cpu" ACM_GATE_SCHEMA);
+  m.impl("gate_cpu", c10::DispatchKey::CPU, TORCH_FN(gate));
 }
 
 }  // namespace
 
-// makes this the CPU implementation of acm::learners
+// makes these the CPU implementations of acm::learners and acm::gate
 extern "C" __attribute__((visibility("default"))) void acm_take_over() {
   static torch::Library library(torch::Library::IMPL, "acm", c10::DispatchKey::CPU, __FILE__, __LINE__);
   static const bool done = [] {
     library.impl("learners", TORCH_FN(learners));
+    library.impl("gate", TORCH_FN(gate));
     return true;
   }();
   (void)done;

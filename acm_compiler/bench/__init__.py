@@ -1,0 +1,1 @@
+"""Measuring time: contenders run interleaved in one process, compared by ratios."""

@@ -1,0 +1,58 @@
+"""Times of several calls, taken in turns so that whatever else the machine does hits all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+Call = Callable[[], object]
+_LEAST_S = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One contender: median milliseconds of a call, and quartiles of its ratio to the base measured right before."""
+
+    time_ms: float
+    ratio: float
+    ratio_q1: float
+    ratio_q3: float
+
+
+def interleave(calls: Mapping[str, Call], *, base: str, rounds: int = 11, warmup: int = 2) -> dict[str, Timing]:
+    """Every contender in turn, right after a run of `base`, `rounds` times; times of short calls are means of many.
+
+    The ratio of a round is the contender's time over the mean of the base runs before and after it.
+    """
+    for call in calls.values():
+        for _ in range(warmup):
+            call()
+    repeats = max(1, round(_LEAST_S / max(_seconds(calls[base], 1), 1e-7)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    ratios: dict[str, list[float]] = {name: [] for name in calls}
+    before = _seconds(calls[base], repeats)
+    for turn in range(rounds):
+        names = [name for name in calls if name != base]
+        for name in names if turn % 2 == 0 else reversed(names):
+            seconds = _seconds(calls[name], repeats)
+            after = _seconds(calls[base], repeats)
+            times[name].append(seconds)
+            times[base].append(after)
+            ratios[name].append(2 * seconds / (before + after))
+            before = after
+    ratios[base] = [1.0]
+    return {name: _summary(times[name] or [before], ratios[name]) for name in calls}
+
+
+def _seconds(call: Call, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def _summary(times: list[float], ratios: list[float]) -> Timing:
+    q1, middle, q3 = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return Timing(time_ms=1000 * statistics.median(times), ratio=middle, ratio_q1=q1, ratio_q3=q3)

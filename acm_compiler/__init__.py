@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from acm_compiler.control import relax, set_budget, set_k
     from acm_compiler.conversion import sites
     from acm_compiler.errors import AcmError
+    from acm_compiler.explanation import explain
     from acm_compiler.loss_terms import losses
     from acm_compiler.passes.revert import finalize, revert
     from acm_compiler.passes.rewrite import rewrite
@@ -38,6 +39,7 @@ _HOMES = {
     "SiteRule": "recipe.schema",
     "batch": "batch_context",
     "calibrate": "calibration",
+    "explain": "explanation",
     "finalize": "passes.revert",
     "load": "checkpoint",
     "losses": "loss_terms",
@@ -61,6 +63,7 @@ __all__ = [
     "SiteRule",
     "batch",
     "calibrate",
+    "explain",
     "finalize",
     "load",
     "losses",

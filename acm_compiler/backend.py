@@ -1,20 +1,33 @@
 """`torch.compile(model, backend="acm")`: found through the package's entry point, without importing anything first.
 
-Every graph is compiled by Inductor; `acm::learners` stays one operator in it, so the time of a compiled model
-already follows its budget. Fused kernels for that operator register themselves beside the reference.
+One page: options, passes over the ACMs of the graph, which implementation runs each of them, Inductor for the rest.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
+from acm_compiler import env
 from acm_compiler.acm import ops
-from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.dump import dump
+from acm_compiler.errors import KernelUnavailable, UsageError, did_you_mean
+from acm_compiler.passes.acm_nodes import learners_nodes
+from acm_compiler.passes.fuse_residual import fuse_residual
+from acm_compiler.passes.merge_gates import merge_gates
+from acm_compiler.passes.verify import Call, Lowered, verify
 
-_LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "fallback": ("warn", "silent", "error"),
+    "fuse_residual": (True, False),
+    "merge_gates": (True, False),
+}
+"""Our options, their values, the default first; every other option is Inductor's."""
+
+_PASSES: dict[str, Callable[[fx.Graph], int]] = {"merge_gates": merge_gates, "fuse_residual": fuse_residual}
 _LOG = logging.getLogger("acm_compiler.backend")
 
 
@@ -25,24 +38,93 @@ def acm_backend(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """Compile one Dynamo graph; `mode` and `options` are Inductor's, an unknown option is a UsageError."""
+    """Compile one Dynamo graph.
+
+    `mode` and `options` are Inductor's, plus `fallback` ("warn", "silent", "error": what to do about an ACM that no
+    kernel covers) and one switch per pass. UsageError for an unknown option or value, KernelUnavailable under
+    `fallback="error"`.
+    """
     # dynamo and inductor take seconds to import and are there already when torch.compile calls
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx
 
-    patches = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-    for name, value in (options or {}).items():
-        patches[_known_option(name, torch._inductor.list_options())] = value
-    count = sum(node.target in _LEARNERS for node in graph_module.graph.nodes)
-    if count:
-        _LOG.info("graph with %d ACMs compiled by Inductor, each ACM as one operator", count)
-    else:
-        _LOG.info("graph without ACMs compiled by Inductor as it is; acm.rewrite(model, acm.plan(model, x)) makes some")
+    own, patches = split_options(options or {}, torch._inductor.list_options())
+    if mode:
+        patches = {**torch._inductor.list_mode_options(mode), **patches}
+    lowered = lower(graph_module, own)
+    _announce(lowered, own["fallback"])
+    dump("40_lowered.py", lambda: f"# {len(lowered)} ACMs, by the passes of backend 'acm'\n{graph_module.code}")
     return compile_fx(graph_module, example_inputs, config_patches=patches)
 
 
-def _known_option(name: str, known: list[str]) -> str:
-    plain = name.replace("-", "_")
+def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, ...]:
+    """Run the passes in place; what became of every ACM."""
+    graph = graph_module.graph
+    count = len(learners_nodes(graph))
+    if not count:
+        return ()
+    for name, rewrite in _PASSES.items():
+        if own[name]:
+            _LOG.debug("%s: %d", name, rewrite(graph))
+    lowered = verify(graph, choose_implementation, expected=count)
+    graph_module.recompile()
+    return lowered
+
+
+def choose_implementation(call: Call) -> tuple[str, str | None]:
+    """What runs such an ACM, and, when that is the reference, why."""
+    from acm_compiler.codegen import cpu
+
+    chosen = env.kernel()
+    if chosen == "reference":
+        return "reference", f"{env.KERNEL}=reference"
+    ops.load_kernels(call.device)
+    if not ops.has_kernels(call.device):
+        return "reference", f"no kernels for device {call.device} are loaded"
+    if call.device == "cpu":
+        reason = cpu.not_covered(form=call.form, act=call.act, dtype=call.dtype)
+        return ("cpu", None) if reason is None else ("reference", reason)
+    return "triton", None
+
+
+def split_options(options: dict[str, Any], inductors: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our options with their defaults, and Inductor's. UsageError for a name or a value that neither has."""
+    own = {name: values[0] for name, values in OPTIONS.items()}
+    others = {}
+    for name, value in options.items():
+        plain = name.replace("-", "_")
+        if plain not in OPTIONS:
+            others[_known(plain, name, [*OPTIONS, *inductors])] = value
+            continue
+        if value not in OPTIONS[plain]:
+            expected = " | ".join(str(choice) for choice in OPTIONS[plain])
+            hint = did_you_mean(str(value), [str(choice) for choice in OPTIONS[plain]])
+            raise UsageError(f"option {plain!r}: no such value{hint}", found=repr(value), expected=expected)
+        own[plain] = value
+    return own, others
+
+
+def _known(plain: str, name: str, known: list[str]) -> str:
     if plain not in known:
         raise UsageError(f"unknown option {name!r} of backend 'acm'{did_you_mean(plain, known)}")
     return plain
+
+
+def _announce(lowered: tuple[Lowered, ...], fallback: str) -> None:
+    if not lowered:
+        _LOG.info("graph without ACMs compiled by Inductor as it is; acm.rewrite(model, acm.plan(model, x)) makes some")
+        return
+    behind = [acm for acm in lowered if acm.reason is not None]
+    kernels = len(lowered) - len(behind)
+    _LOG.info("graph with %d ACMs: %d by kernels, %d by the reference", len(lowered), kernels, len(behind))
+    asked = env.kernel() == "reference"
+    for acm in behind:
+        if fallback == "error" and not asked:
+            raise KernelUnavailable(
+                "no kernel covers this ACM",
+                where=f"{acm.site} ({acm.line or 'line unknown'})",
+                found=acm.reason,
+                fix='compile with options={"fallback": "warn"} to run it on plain torch operations',
+            )
+        level = logging.WARNING if fallback == "warn" and not asked else logging.INFO
+        _LOG.log(level, "%s (%s) runs on the reference: %s", acm.site, acm.line or "line unknown", acm.reason)

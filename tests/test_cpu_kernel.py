@@ -217,6 +217,7 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", "CPU"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("switch", "value", "native"), [("ACM_KERNEL", "reference", False), ("ACM_CHECK", "1", True)])
 def test_switches_choose_what_runs(switch, value, native, monkeypatch):
     monkeypatch.setenv(switch, value)

@@ -121,6 +121,11 @@ def load_kernels(device: str) -> bool:
     return importlib.import_module(_KERNELS[device]).take_over()
 
 
+def has_kernels(device: str) -> bool:
+    """Whether kernels are in charge on that type of device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", device.upper())
+
+
 def _forward(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     """What runs where no kernel has taken over."""
     op = LEARNERS if load_kernels(x.device.type) else REFERENCE

@@ -38,6 +38,7 @@ def require_equal(y: Tensor, expected: Tensor, w_in: Tensor | None) -> None:
 
 def _owner(w_in: Tensor | None) -> str | None:
     """The name of the live ACM with these weights; only sought once something is wrong."""
-    acms = [obj for obj in gc.get_objects() if isinstance(obj, ACM)]
+    # not isinstance: that would ask dead weak proxies for their class
+    acms = [obj for obj in gc.get_objects() if issubclass(type(obj), ACM)]
     names = [acm.name for acm in acms if w_in is not None and acm.learners.w_in.data_ptr() == w_in.data_ptr()]
     return names[0] if names else None

@@ -1,0 +1,74 @@
+"""`acm.explain`: how the backend would run each ACM of a model, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx, nn
+
+from acm_compiler.backend import OPTIONS, lower
+from acm_compiler.conversion import sites
+from acm_compiler.passes.verify import Lowered
+
+_NOT_SEEN = "its learners were in no graph: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What became of every site; `str()` is a table. `graphs`: into how many graphs the model falls."""
+
+    sites: tuple[Lowered, ...]
+    graphs: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"schema": 1, "graphs": self.graphs, "sites": [asdict(site) for site in self.sites]}
+
+    def __str__(self) -> str:
+        rows = [
+            [site.site, site.implementation, " + ".join(site.fused) or "-", site.reason or "", site.line or ""]
+            for site in self.sites
+        ]
+        table = tabulate(rows, headers=["site", "runs on", "fused with", "why", "line"])
+        return f"{table}\n{len(rows)} ACMs in {self.graphs} graph{'s' * (self.graphs != 1)}"
+
+
+def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
+    """How `torch.compile(model, backend="acm")` runs each ACM: by which implementation, fused with what, and why not.
+
+    model: a rewritten model, compiled or not; `inputs` and `kwargs` as it takes them. Nothing is compiled: the model
+    is traced and run once, without gradients, in the mode that it is in. NotRewritten when it holds no ACMs.
+    """
+    live = getattr(model, "_orig_mod", model)
+    acms = sites(live)
+    found: list[Lowered] = []
+    graphs = 0
+    defaults = {name: values[0] for name, values in OPTIONS.items()}
+
+    def look(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        found.extend(lower(graph_module, defaults))
+        return graph_module.forward
+
+    with torch.no_grad():
+        torch.compile(live, backend=look)(*inputs, **kwargs)
+    named = [_named(site, list(acms)) for site in found]
+    seen = {site.site for site in named}
+    missing = [_not_seen(name, acm.state) for name, acm in acms.items() if name not in seen]
+    return Explanation(sites=(*named, *missing), graphs=graphs)
+
+
+def _named(site: Lowered, names: list[str]) -> Lowered:
+    """With the plan's name in place of the path below whatever module was compiled."""
+    fitting = [name for name in names if name == site.site or name.endswith(f".{site.site}")]
+    return replace(site, site=fitting[0]) if len(fitting) == 1 else site
+
+
+def _not_seen(name: str, state: str) -> Lowered:
+    reason = "it runs its dense region until learners are fitted" if state == "dense" else "another graph or no call"
+    runs_on = "dense" if state == "dense" else "-"
+    return Lowered(site=name, implementation=runs_on, reason=_NOT_SEEN + reason, fused=(), line=None)

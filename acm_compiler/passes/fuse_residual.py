@@ -1,0 +1,102 @@
+"""The bypass around an ACM becomes part of its operator.
+
+before:  y = learners(x, k, ...); out = res + reshape(y)
+after:   out = reshape(learners(x, k, ..., residual=reshape(res)))
+
+The kernel then starts its sums from the residual, and the sum is never a pass over memory of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+from acm_compiler.passes.acm_nodes import LEARNERS, RESIDUAL, learners_nodes, value_of
+
+_ADDS = (operator.add, torch.add)
+_SHAPES = {"reshape", "view", "flatten", "unflatten"}
+
+
+def fuse_residual(graph: fx.Graph) -> int:
+    """Fuse what can be fused, in place; how many ACMs got their residual."""
+    return sum(_fuse(node) for node in learners_nodes(graph))
+
+
+def _fuse(learners: fx.Node) -> bool:
+    if len(learners.args) > RESIDUAL and learners.args[RESIDUAL] is not None:
+        return False
+    chain = _chain(learners)
+    last = chain[-1]
+    add = _only_user(last)
+    if add is None or not _is_plain_add(add):
+        return False
+    other = next((arg for arg in add.args if arg is not last), None)
+    if not _same_kind(value_of(other), value_of(last)):
+        return False
+    assert isinstance(other, fx.Node)
+    _rebuild(learners, chain, add, other)
+    return True
+
+
+def _chain(learners: fx.Node) -> list[fx.Node]:
+    """The operator and what only reshapes its result (or is a dropout that does nothing), each read once."""
+    chain = [learners]
+    while (user := _only_user(chain[-1])) is not None and user.args[0] is chain[-1] and _passes_on(user):
+        chain.append(user)
+    return chain
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    users = list(node.users)
+    # x + x has one user that reads twice
+    return users[0] if len(users) == 1 and users[0].args.count(node) == 1 else None
+
+
+def _passes_on(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _SHAPES
+    return node.target is F.dropout and _argument(node, 2, "training", True) is False
+
+
+def _argument(node: fx.Node, position: int, name: str, default: object) -> object:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _is_plain_add(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target == "add" and not node.kwargs
+    return node.target in _ADDS and not node.kwargs and len(node.args) == 2
+
+
+def _same_kind(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether adding them neither broadcasts nor converts."""
+    if a is None or b is None or a.dtype != b.dtype or a.dim() != b.dim() or a.device != b.device:
+        return False
+    return bool(statically_known_true(sym_eq(a.shape, b.shape)))
+
+
+def _rebuild(learners: fx.Node, chain: list[fx.Node], add: fx.Node, other: fx.Node) -> None:
+    """Put the operator where the sum was: there everything that it reads is known already."""
+    graph, value = learners.graph, value_of(learners)
+    assert value is not None
+    with graph.inserting_before(add):
+        flat = graph.call_method("reshape", (other, (-1, value.shape[1])))
+        args = (*learners.args, *[None] * (RESIDUAL - len(learners.args)), flat)
+        fused = graph.call_function(LEARNERS[0], args, dict(learners.kwargs))
+        copies: dict[fx.Node, fx.Node] = {learners: fused}
+        for node in chain[1:]:
+            copies[node] = graph.node_copy(node, lambda old: copies.get(old, old))
+    flat.meta = _meta_like(other, value)
+    fused.meta = {**learners.meta}
+    add.replace_all_uses_with(copies[chain[-1]])
+    for node in (add, *reversed(chain)):
+        graph.erase_node(node)
+
+
+def _meta_like(other: fx.Node, value: Tensor) -> dict:
+    """The residual's own origin, with the shape of the operator's result."""
+    return {**other.meta, "example_value": value}

@@ -1,0 +1,89 @@
+"""Gates that read the same tokens (q, k and v of one attention) share their first product.
+
+before:  h_q = linear(x, w_q, b_q); h_k = linear(x, w_k, b_k); h_v = linear(x, w_v, b_v)
+after:   h_q, h_k, h_v = split(linear(x, cat(w_q, w_k, w_v), cat(b_q, b_k, b_v)))
+
+The tokens are read once instead of three times. Only for gates that are plain torch: where the gate is an operator
+of its own (on CPUs) there is nothing to share.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from acm_compiler.passes.acm_nodes import learners_nodes, value_of
+
+_LINEAR = (F.linear, torch._C._nn.linear)
+_SAME_TOKENS = {"reshape", "view", "flatten", "to", "float", "contiguous"}
+
+
+def merge_gates(graph: fx.Graph) -> int:
+    """Merge in place; how many products went away."""
+    groups: dict[tuple[fx.Node, object], list[fx.Node]] = {}
+    for learners in learners_nodes(graph):
+        first = _first_product(learners)
+        if first is not None and first not in (node for group in groups.values() for node in group):
+            groups.setdefault((_tokens(first.args[0]), _kind(first)), []).append(first)
+    return sum(_merge(group) for group in groups.values() if len(group) > 1)
+
+
+def _first_product(learners: fx.Node) -> fx.Node | None:
+    """The linear of this ACM's gate that reads the ACM's own tokens."""
+    x, k = learners.args[:2]
+    tokens = _tokens(x)
+    return next((node for node in _behind(k) if _is_linear(node) and _tokens(node.args[0]) is tokens), None)
+
+
+def _behind(node: object) -> Iterable[fx.Node]:
+    """What `node` is computed from, nearest first, each once."""
+    seen, waiting = set(), [node]
+    while waiting:
+        current = waiting.pop(0)
+        if isinstance(current, fx.Node) and current not in seen:
+            seen.add(current)
+            yield current
+            waiting += current.all_input_nodes
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _LINEAR and len(node.args) == 3 and None not in node.args
+
+
+def _tokens(node: Any) -> fx.Node:
+    """The tensor behind reshapes and casts."""
+    while node.op == "call_method" and node.target in _SAME_TOKENS:
+        node = node.args[0]
+    return node
+
+
+def _kind(linear: fx.Node) -> object:
+    """What must agree beside the tokens: the weights' type and the input's."""
+    weight, x = value_of(linear.args[1]), value_of(linear.args[0])
+    return (weight is not None and weight.dtype, x is not None and (x.dtype, x.dim()))
+
+
+def _merge(linears: list[fx.Node]) -> int:
+    graph, first = linears[0].graph, linears[0]
+    weights, biases = ([node.args[place] for node in linears] for place in (1, 2))
+    values = [value_of(weight) for weight in weights]
+    sizes = [value.shape[0] for value in values if value is not None]
+    if len(sizes) < len(values):
+        return 0
+    with graph.inserting_before(first):
+        x = first.args[0]
+        wide = graph.call_function(
+            F.linear, (x, graph.call_function(torch.cat, (weights,)), graph.call_function(torch.cat, (biases,)))
+        )
+        parts = graph.call_function(torch.split, (wide, sizes, -1))
+        pieces = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(sizes))]
+    for linear, piece in zip(linears, pieces, strict=True):
+        piece.meta = {**linear.meta}
+        linear.replace_all_uses_with(piece)
+        graph.erase_node(linear)
+    return len(linears) - 1

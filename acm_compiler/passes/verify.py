@@ -1,0 +1,68 @@
+"""What became of every ACM of a graph: checked once all passes are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from acm_compiler.errors import VerificationFailed
+from acm_compiler.passes.acm_nodes import GATES, RESIDUAL, learners_nodes, line_of, site_of, value_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a kernel has to run: form, activation, type of the tokens and of their device."""
+
+    form: str
+    act: str
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """One ACM of a compiled graph: `implementation` is a kernel's name or "reference", then with the `reason`."""
+
+    site: str
+    implementation: str
+    reason: str | None
+    fused: tuple[str, ...]
+    line: str | None
+
+
+Choose = Callable[[Call], tuple[str, str | None]]
+
+
+def verify(graph: fx.Graph, choose: Choose, *, expected: int) -> tuple[Lowered, ...]:
+    """Every ACM of `graph`, `expected` of them, with what `choose` says runs it.
+
+    VerificationFailed when passes lost an ACM or left a graph that is not well formed.
+    """
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise VerificationFailed("the passes left a graph that is not well formed", found=error) from error
+    nodes = learners_nodes(graph)
+    if len(nodes) != expected:
+        raise VerificationFailed("the passes changed the number of ACMs", found=len(nodes), expected=expected)
+    return tuple(_lowered(node, choose) for node in nodes)
+
+
+def _lowered(node: fx.Node, choose: Choose) -> Lowered:
+    x = value_of(node.args[0])
+    if x is None:
+        raise VerificationFailed("an ACM reads what is no tensor", where=site_of(node), found=node.args[0])
+    call = Call(form=str(node.kwargs["form"]), act=str(node.kwargs["act"]), dtype=x.dtype, device=x.device.type)
+    implementation, reason = choose(call)
+    return Lowered(
+        site=site_of(node), implementation=implementation, reason=reason, fused=_fused(node), line=line_of(node)
+    )
+
+
+def _fused(node: fx.Node) -> tuple[str, ...]:
+    gate = isinstance(node.args[1], fx.Node) and node.args[1].target in GATES
+    residual = len(node.args) > RESIDUAL and node.args[RESIDUAL] is not None
+    return (*(["gate"] if gate else []), *(["residual"] if residual else []))

@@ -135,6 +135,8 @@ class _Runs:
         if self.dense_from is not None:
             with _dense_regions(self.model) if self.dense is None else ExitStack():
                 output = call_model(self.dense or self.model, self.task.inputs(batch))
+            remember = getattr(self.task, "remember", None)
+            batch = batch if remember is None else remember(output, batch)
             self._dense_scores.append(self.task.score(output, batch).cpu())
         return batch
 

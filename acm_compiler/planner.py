@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from acm_compiler.cost import dense_macs_per_token
 from acm_compiler.errors import SelectionError, UsageError, nearest
@@ -25,7 +25,9 @@ def plan_sites(found: Sequence[Site], rules: Sequence[SiteRule], gate: GateConfi
     chosen: dict[str, SiteRule] = {}
     for rule in rules:
         chosen.update(dict.fromkeys(_selected(found, rule), rule))
-    return tuple(_plan_site(site, chosen[site.name], gate) for site in found if site.name in chosen)
+    planned = [_plan_site(site, chosen[site.name], gate) for site in found if site.name in chosen]
+    known = {site.name: site for site in planned}
+    return tuple(_settle_form(site, known, asked=chosen[site.name].form) for site in planned)
 
 
 def _selected(found: Sequence[Site], rule: SiteRule) -> list[str]:
@@ -96,6 +98,39 @@ def _plan_site(site: Site, rule: SiteRule, gate: GateConfig) -> PlannedSite:
     )
     width = gate_width(planned, gate.share) if gate.hidden == "auto" else gate.hidden
     return dataclasses.replace(planned, gate_width=width)
+
+
+def _settle_form(site: PlannedSite, known: Mapping[str, PlannedSite], *, asked: str) -> PlannedSite:
+    """`site` with its pair only where both can be slices, and with slices where nothing else is as good.
+
+    A lossless pair is sliced: exact at matched parameters. UsageError where slices are asked for and cannot be.
+    """
+    if site.kind != "linear" or site.init == "random":
+        return dataclasses.replace(site, pair=None, form="svd") if site.kind == "linear" else site
+    reason = _unsliceable(site, known)
+    if asked == "slices" and reason:
+        raise UsageError(
+            "this projection cannot be cut into slices", where=site.name, found=reason, fix="set form: auto, or svd"
+        )
+    if reason:
+        return dataclasses.replace(site, pair=None, unpaired=reason)
+    if asked == "slices" or (asked == "auto" and site.lossless):
+        features = site.d_in if site.role == "o" else site.d_out
+        return dataclasses.replace(site, form="slices", width=features // site.learners)
+    return site
+
+
+def _unsliceable(site: PlannedSite, known: Mapping[str, PlannedSite]) -> str:
+    """Why `site` and its partner cannot be slices; empty where they can."""
+    if site.pair is None:
+        return site.unpaired or "its partner is not known"
+    partner, own = known.get(site.pair.partner), (site.learners, site.form, site.lossless, site.init)
+    if partner is None:
+        return f"its partner {site.pair.partner} stays dense"
+    if (partner.learners, partner.form, partner.lossless, partner.init) != own:
+        return f"its partner {partner.name} is planned otherwise"
+    size = (site.d_in if site.role == "o" else site.d_out) // site.pair.heads
+    return f"{size} coordinates of a head do not divide by {site.learners} learners" if size % site.learners else ""
 
 
 def _second_layer(site: Site, rule: SiteRule) -> SecondLayer:

@@ -181,7 +181,7 @@ def test_observing_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters())
     assert all(acm.tap is None and acm.slot is None for acm in sites(model).values())
     with pytest.raises(UsageError):
-        observed(model, texts(2), answer=lambda output: [output.long()])
+        observed(model, texts(2), answer=lambda output, mask: [output.long()])
     assert [p.requires_grad for p in model.parameters()] == flags
     assert all(acm.tap is None and acm.slot is None for acm in sites(model).values())
 

@@ -285,7 +285,6 @@ def test_a_model_without_its_dense_weights_is_refused():
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"form": "slices"}, UsageError, "slices"),
         ({"learner_act": "relu"}, UsageError, "activation of their own"),
         ({"layout": None}, LayoutUnknown, "which example"),
     ],

@@ -60,7 +60,7 @@ def keys_first_by_einsum(_, q, k, v):
 
 def by_baddbmm(_, q, k, v):
     q, k, v = (heads(part).flatten(0, 1) for part in (q, k, v))
-    bias = torch.zeros(q.shape[0], q.shape[1], k.shape[1])
+    bias = torch.zeros(q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype)
     weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=0.5).softmax(-1)
     return merged(torch.bmm(weights, v).unflatten(0, (-1, HEADS)))
 

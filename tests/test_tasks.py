@@ -65,7 +65,8 @@ def test_the_score_is_one_where_the_best_class_is_the_label() -> None:
 
 @pytest.mark.parametrize("output", [LOGITS, {"logits": LOGITS}, SimpleNamespace(logits=LOGITS)])
 def test_logits_are_found_in_every_usual_output(output: object) -> None:
-    assert Classify().answer(output) is LOGITS
+    assert Classify().logits(output) is LOGITS
+    assert torch.equal(Classify().answer(output), LOGITS - LOGITS.mean(1, keepdim=True))
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,8 @@ class ACM(nn.Module):
         assert self.tap is not None
         output = self._dense_region()(x)
         self.tap(self, x, output)
-        return output
+        # work in place on a view would cut off a gradient hook that the tap put there
+        return output.clone() if output.requires_grad and output._is_view() else output
 
     def _dense_region(self) -> nn.Module:
         if self.dense is None:

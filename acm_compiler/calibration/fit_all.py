@@ -10,12 +10,13 @@ from torch import nn
 
 from acm_compiler.acm import Gate
 from acm_compiler.calibration import ranks
-from acm_compiler.calibration.damage import mean_trace, token_damage
+from acm_compiler.calibration.damage import mean_trace
 from acm_compiler.calibration.dense_weights import DenseWeights, read_dense
 from acm_compiler.calibration.examples import Examples
 from acm_compiler.calibration.fit_gate import fit_gate
-from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module, fit_learners, resolve_site
+from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
 from acm_compiler.calibration.install import FittedSite
+from acm_compiler.calibration.learn_sites import Learned, learn, units
 from acm_compiler.calibration.observe_model import Seen, observe
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.site_record import SiteRecord
@@ -45,23 +46,31 @@ def fit_all(model: nn.Module, examples: Examples, options: Options, say: Say) ->
             record.require_tokens()
         least, most = min(r.tokens for r in records.values()), max(r.tokens for r in records.values())
         say(f"read {seen.examples} examples, {least if least == most else f'{least} to {most}'} tokens per site")
-        fitted += _fit_group(model, records, seen, options, say)
+        for fit in _fit_group(model, records, examples, seen, options):
+            say(f"{fit.site.name}: {_form(fit.site)}, expected damage {', '.join(f'{d:.1e}' for d in fit.damage)}")
+            fitted.append(fit)
+    order = {site.name: place for place, site in enumerate(planned)}
+    fitted.sort(key=lambda fit: order[fit.site.name])
     _warn_of_few_tokens(planned, fitted)
     return fitted
 
 
 def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list[PlannedSite]]:
-    """The sites in groups whose records fit the memory allowed, at least one each."""
+    """The sites in groups whose records fit the memory allowed, at least one (or one pair) each."""
     group: list[PlannedSite] = []
     used = 0
-    for site in planned:
-        size = SiteRecord.size_bytes(site, min(options.sample, options.tokens * _PATIENCE))
+    for unit in units(planned):
+        size = sum(SiteRecord.size_bytes(site, min(options.sample, options.tokens * _PATIENCE)) for site in unit)
         if group and used + size > options.memory_bytes:
             yield group
             group, used = [], 0
-        group.append(site)
+        group += unit
         used += size
     yield group
+
+
+def _form(site: PlannedSite) -> str:
+    return site.form if site.kind == "linear" else site.second_layer
 
 
 def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options, seed: int) -> SiteRecord:
@@ -84,27 +93,31 @@ def _read(model: nn.Module, examples: Examples, records: Records, options: Optio
     return Seen(examples=sum(count for count, _ in joined), energy=sum(energy for _, energy in joined))
 
 
-def _fit_group(model: nn.Module, records: Records, seen: Seen, options: Options, say: Say) -> Iterator[FittedSite]:
+def _fit_group(
+    model: nn.Module, records: Records, examples: Examples, seen: Seen, options: Options
+) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
     elsewhere = mean_trace(records.values())
-    unit = max(seen.energy, 1e-300)
-    for name in list(records):
-        record = records.pop(name)
-        site = resolve_site(record.site, record.tokens)
-        weights = fit_learners(site, record.dense, record)
-        damage_TC = token_damage(weights, record, site.k_min, elsewhere=elsewhere) * (seen.examples / unit)
-        like = sites(model)[name].learners.w_in
-        gate = Gate(site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
-        fit_gate(gate, record.sample.vectors, damage_TC, steps=options.gate_steps, seed=record.seed)
-        learners = as_module(weights, site, like)
-        ranks.from_first([learners, gate])
-        with torch.no_grad():
-            scores = gate(record.sample.vectors[:_SCORED]).float()
-        # one example's damage is the sum over its tokens
-        per_example = record.tokens / seen.examples
-        damage = tuple(float(value) * per_example for value in damage_TC.double().mean(0))
-        say(f"{name}: {site.kind}, expected damage {', '.join(f'{d:.1e}' for d in damage)}")
-        yield FittedSite(site=site, learners=learners, gate=gate, damage=damage, scores=scores)
+    for unit in list(units([record.site for record in records.values()])):
+        parts = [records.pop(site.name) for site in unit]
+        for learned in learn(model, parts, examples.fitted, options, elsewhere=elsewhere):
+            yield _fitted(model, learned, seen, options)
+
+
+def _fitted(model: nn.Module, learned: Learned, seen: Seen, options: Options) -> FittedSite:
+    site, x_TD = learned.site, learned.judged.x_TD
+    damage_TC = learned.damage_TC * (seen.examples / max(seen.energy, 1e-300))
+    like = sites(model)[site.name].learners.w_in
+    gate = Gate(site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
+    fit_gate(gate, x_TD, damage_TC, steps=options.gate_steps, seed=learned.record.seed)
+    learners = as_module(learned.weights, site, like)
+    ranks.from_first([learners, gate])
+    with torch.no_grad():
+        scores = gate(x_TD[:_SCORED]).float()
+    # one example's damage is the sum over its tokens
+    per_example = learned.record.tokens / seen.examples
+    damage = tuple(float(value) * per_example for value in damage_TC.double().mean(0))
+    return FittedSite(site=site, learners=learners, gate=gate, damage=damage, scores=scores)
 
 
 def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedSite]) -> None:

@@ -15,6 +15,7 @@ from acm_compiler.calibration.neuron_order import neuron_order, variance_order
 from acm_compiler.calibration.second_layer import Hidden, fit_second_layer
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.passes.build_acm import new_learners
+from acm_compiler.planner import matched_width
 from acm_compiler.plans import PlannedSite
 
 # a refit from fewer tokens per hidden neuron is worse than none
@@ -24,7 +25,8 @@ ENOUGH_TOKENS = 2
 def resolve_site(site: PlannedSite, tokens: int) -> PlannedSite:
     """`site` as it will be once calibrated on so many tokens: `auto` resolved, no refit from too few."""
     if site.kind == "linear":
-        return dataclasses.replace(site, form="svd", state="learners")
+        width = matched_width(site, site.learners) if site.is_sliced else site.width
+        return dataclasses.replace(site, form="svd", width=width, state="learners")
     assert site.dense_width is not None
     too_few = tokens < ENOUGH_TOKENS * site.dense_width
     return dataclasses.replace(site, second_layer="original" if too_few else site.second_layer, state="learners")
@@ -32,7 +34,7 @@ def resolve_site(site: PlannedSite, tokens: int) -> PlannedSite:
 
 @torch.no_grad()
 def fit_learners(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weights:
-    """The learners of a resolved `site`, in fp32."""
+    """The learners of a resolved `site`, in the type of `dense`."""
     return _fit_linear(site, dense, record) if site.kind == "linear" else _fit_mlp(site, dense, record)
 
 
@@ -58,9 +60,9 @@ def _fit_mlp(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weig
         b_in=b_in,
         w_up=w_up,
         b_up=b_up,
-        w_out=fit.w_out.float(),
-        b_out=fit.b_out.float(),
-        w_top=None if fit.w_top is None else fit.w_top.float(),
+        w_out=fit.w_out.to(w_in),
+        b_out=fit.b_out.to(w_in),
+        w_top=None if fit.w_top is None else fit.w_top.to(w_in),
         act=site.learner_act,
         form="gated" if len(ins) > 1 else "mlp",
     )
@@ -92,14 +94,15 @@ def _fit_linear(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> W
     b_out = prefix_biases(w_OD, b_O, record.moments.mean, factors, site.learners)
     if site.has_top:
         b_out[site.learners] = b_O
+    like = dense.first[0][0]
     return Weights(
-        w_in=factors.w_in.unflatten(0, (site.learners, site.width)).float(),
+        w_in=factors.w_in.unflatten(0, (site.learners, site.width)).to(like),
         b_in=None,
         w_up=None,
         b_up=None,
-        w_out=factors.w_out.unflatten(1, (site.learners, site.width)).float(),
-        b_out=b_out.float(),
-        w_top=w_OD.float() if site.has_top else None,
+        w_out=factors.w_out.unflatten(1, (site.learners, site.width)).to(like),
+        b_out=b_out.to(like),
+        w_top=w_OD.to(like) if site.has_top else None,
         act=site.learner_act,
         form="linear",
     )

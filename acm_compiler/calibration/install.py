@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, Gate, Learners
+from acm_compiler.acm.module import State
 from acm_compiler.conversion import Conversion, conversion, sites
+from acm_compiler.cost import learner_unit, macs_per_learner
 from acm_compiler.passes.build_acm import mark_initialized
 from acm_compiler.plans import PlannedSite
 
@@ -32,22 +34,24 @@ class FittedSite:
 def install(model: nn.Module, fitted: Sequence[FittedSite], undo: ExitStack) -> None:
     """Give every ACM its new learners and gate, and the model its resolved plan; `undo` takes all of it back."""
     acms, owner = sites(model), conversion(model)
+    unit = learner_unit(tuple(fit.site for fit in fitted))
     undo.callback(_restore_conversion, owner, dataclasses.replace(owner))
     for fit in fitted:
         acm = acms[fit.site.name]
         undo.callback(acm.set_choices, knob=acm.knob_value, k_lo=int(acm.k_lo), k_hi=int(acm.k_hi))
-        undo.callback(_put, acm, acm.learners, acm.gate, acm.state)
+        undo.callback(_put, acm, acm.learners, acm.gate, acm.state, acm.cost)
         for part in (fit.learners, fit.gate):
             part.train(acm.training)
             mark_initialized(part)
-        _put(acm, fit.learners, fit.gate, "learners")
+        # forms differ a little in what a learner costs
+        _put(acm, fit.learners, fit.gate, "learners", macs_per_learner(fit.site) / unit)
     owner.plan = dataclasses.replace(owner.plan, sites=tuple(fit.site for fit in fitted))
     owner.damage = {fit.site.name: fit.damage for fit in fitted}
     owner.table = None
 
 
-def _put(acm: ACM, learners: Learners, gate: Gate, state) -> None:
-    acm.learners, acm.gate, acm.state = learners, gate, state
+def _put(acm: ACM, learners: Learners, gate: Gate, state: State, cost: float) -> None:
+    acm.learners, acm.gate, acm.state, acm.cost = learners, gate, state, cost
 
 
 def _restore_conversion(owner: Conversion, before: Conversion) -> None:

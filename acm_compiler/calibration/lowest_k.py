@@ -84,12 +84,12 @@ def _run(model: nn.Module, example: Example, trials: Sequence[_Trial], answer: A
     mask_BS = mask_in(example)
     with batch_context(model, mask=example[1]):
         with tapped(model, {}):
-            wanted = answers(call_model(model, example[0]), answer)
+            wanted = answers(call_model(model, example[0]), answer, mask_BS)
         for trial in trials:
             for acm in sites(model).values():
                 acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
             with record(model) as usage:
-                found = answers(call_model(model, example[0]), answer)
+                found = answers(call_model(model, example[0]), answer, mask_BS)
             trial.examples += len(usage.shares)
             trial.shares += float(usage.shares.sum())
             trial.damage += energy([f - w for f, w in zip(found, wanted, strict=True)], mask_BS)

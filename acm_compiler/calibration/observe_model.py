@@ -41,7 +41,7 @@ def observe(
         for example in examples:
             taps.mask_BS = mask_in(example)
             with batch_context(model, mask=example[1]):
-                outputs = answers(call_model(model, example[0]), answer)
+                outputs = answers(call_model(model, example[0]), answer, taps.mask_BS)
                 loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed)
                 if loss.requires_grad:
                     torch.autograd.grad(loss, [*carriers, *taps.leaves], allow_unused=True)

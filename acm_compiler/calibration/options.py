@@ -12,9 +12,9 @@ class Options:
     """How much data, time and memory a calibration takes, and what it is for.
 
     tokens: real tokens to fit each site on. budgets: shares of learner MACs that will be asked for; the lowest k is
-    raised only where they stay reachable. answer: model output -> the tensors by which sites are judged.
-    sample: tokens of each site kept for its gate. gate_steps: optimizer steps per gate. memory_bytes: what the
-    statistics of all sites may take at once; beyond it the data is passed over more than once.
+    raised only where they stay reachable. answer: (model output, padding mask or None) -> the tensors by which sites
+    are judged. sample: tokens of each site kept for its gate. gate_steps: optimizer steps per gate. memory_bytes: what
+    the statistics of all sites may take at once; beyond it the data is passed over more than once.
     """
 
     tokens: int = 20_000

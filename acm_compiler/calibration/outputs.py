@@ -15,11 +15,11 @@ from torch import Tensor
 
 from acm_compiler.errors import UsageError
 
-Answer = Callable[[Any], Tensor | list[Tensor]]
+Answer = Callable[[Any, Tensor | None], Tensor | list[Tensor]]
 _NAMED = ("logits", "last_hidden_state")
 
 
-def default_answer(output: Any) -> list[Tensor]:
+def default_answer(output: Any, mask_BS: Tensor | None = None) -> list[Tensor]:
     """The tensors of `output` that matter: `logits`, else `last_hidden_state`, else all floating tensors in it.
 
     Logits are centred: what shifts all classes alike changes nothing.
@@ -34,9 +34,9 @@ def default_answer(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) and output.is_floating_point() else []
 
 
-def answers(output: Any, answer: Answer) -> list[Tensor]:
-    """`answer(output)` as a list; UsageError when it holds no floating tensor with a batch axis."""
-    found = answer(output)
+def answers(output: Any, answer: Answer, mask_BS: Tensor | None = None) -> list[Tensor]:
+    """`answer(output, mask)` as a list; UsageError when it holds no floating tensor with a batch axis."""
+    found = answer(output, mask_BS)
     tensors = [t for t in ([found] if isinstance(found, Tensor) else found) if t.is_floating_point() and t.dim()]
     if not tensors:
         raise UsageError(

@@ -72,12 +72,6 @@ def calibrate_on(
 
 def _check(site: PlannedSite) -> None:
     """Refuse what has no closed form, before any work is done."""
-    if site.form == "slices":
-        raise UsageError(
-            "learners as slices of a projection are not there yet",
-            where=site.name,
-            fix="plan it with form: svd or auto",
-        )
     if site.learner_act != site.act:
         raise UsageError(
             "learners with an activation of their own have no closed form",

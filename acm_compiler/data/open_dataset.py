@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from acm_compiler.errors import DataError
-from acm_compiler.recipe.datasets import ClutteredDigitsData, DataConfig, ImageFolderData
+from acm_compiler.recipe.datasets import ClutteredDigitsData, DataConfig, ImageFolderData, TextData
 
 Size = tuple[int, int]
 
@@ -23,6 +23,10 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
         from acm_compiler.data.pictures import PictureFolder
 
         return PictureFolder(config, image_size)
+    if isinstance(config, TextData):
+        from acm_compiler.data.texts import TextSet
+
+        return TextSet(config)
     return _users(config.kind, config.args)
 
 

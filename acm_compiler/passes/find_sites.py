@@ -18,6 +18,7 @@ from acm_compiler.passes.mlp_sites import find_mlps
 from acm_compiler.passes.regions import LookAlike, Region
 from acm_compiler.passes.residual import find_bypass
 from acm_compiler.passes.skip_reasons import adapters, answers_model, routed_tokens, skips_of
+from acm_compiler.passes.slice_pairs import with_pairs
 from acm_compiler.site import LinearRef, Role, Site, Skip
 
 
@@ -55,7 +56,7 @@ def match_sites(model: nn.Module, capture: Capture) -> tuple[list[Match], list[S
         else:
             lookalikes[:0] = [LookAlike(linears=run.linears, reason=match) for run in runs]
     matches.sort(key=lambda match: flow.position[match.runs[0].output])
-    matches = _uniquely_named(matches)
+    matches = _with_pairs(flow, _uniquely_named(matches))
     taken = {name for match in matches for run in match.runs for name in run.linears}
     return matches, skips_of(capture, flow, lookalikes, taken)
 
@@ -138,6 +139,13 @@ def _joint_role(runs: Sequence[Region]) -> Role | None:
     """What a projection is in all its runs together: `qk` where queries and keys share it; None where that is odd."""
     roles = "".join(role for role in "qkvo" if any(run.role == role for run in runs))
     return next((known for known in get_args(Role) if known == roles), None)
+
+
+def _with_pairs(flow: Dataflow, matches: Sequence[Match]) -> list[Match]:
+    """The matches, projections with what is known of their partners."""
+    once = {m.runs[0].output: m.site for m in matches if m.site.kind == "linear" and len(m.runs) == 1}
+    paired = {site.name: site for site in with_pairs(once, flow).values()}
+    return [dataclasses.replace(m, site=paired.get(m.site.name, m.site)) for m in matches]
 
 
 def _uniquely_named(matches: Sequence[Match]) -> list[Match]:

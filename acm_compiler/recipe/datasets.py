@@ -54,6 +54,23 @@ class ClutteredDigitsData(Section):
     seed: Whole = 0
 
 
+class TextData(Section):
+    """Paragraphs of text files, or of the documentation of the installed Python packages."""
+
+    kind: Literal["texts"]
+    tokenizer: PathText
+    """A tokenizer.json or the folder that holds one; `package:NAME/FOLDER` for one in an installed package."""
+    root: PathText | None = None
+    """A folder of .txt, .md and .rst files; unset: docstrings and text files of the installed packages."""
+    split: Literal["train", "eval"]
+    """Which sources (files, packages) are read; none is in both."""
+    count: Count = 2000
+    """At most so many paragraphs."""
+    max_tokens: Annotated[int, Field(ge=2)] = 128
+    """Longer ones are cut."""
+    seed: Whole = 0
+
+
 class PythonData(Section):
     """A data set that a function of the user's builds."""
 
@@ -73,6 +90,7 @@ def kind_tag(value: Any) -> str | None:
 DataConfig = Annotated[
     Annotated[ImageFolderData, Tag("imagefolder")]
     | Annotated[ClutteredDigitsData, Tag("cluttered_digits")]
+    | Annotated[TextData, Tag("texts")]
     | Annotated[PythonData, Tag("python")],
     Discriminator(kind_tag),
 ]

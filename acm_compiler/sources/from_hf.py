@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
+from acm_compiler.recipe.package_paths import installed_path
 from acm_compiler.recipe.schema import AUTO_CLASSES, ModelConfig
 from acm_compiler.sources.arguments import refuse_reserved
 from acm_compiler.sources.built import Device, Found, build_on
@@ -62,7 +63,7 @@ def _settings(config: ModelConfig) -> Any:
     refuse_reserved(config)
     try:
         settings, unused = AutoConfig.from_pretrained(
-            config.name, trust_remote_code=False, return_unused_kwargs=True, **config.args
+            installed_path(config.name), trust_remote_code=False, return_unused_kwargs=True, **config.args
         )
     except (OSError, ValueError, TypeError) as error:
         raise ModelSourceError(
@@ -109,7 +110,7 @@ def _auto_class(name: str, settings: Any) -> Any:
 
 def _fetch(auto: Any, settings: Any, config: ModelConfig) -> nn.Module:
     try:
-        return auto.from_pretrained(config.name, config=settings, trust_remote_code=False)
+        return auto.from_pretrained(installed_path(config.name), config=settings, trust_remote_code=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelSourceError(
             f"the weights of hf:{config.name} cannot be loaded",

@@ -14,6 +14,8 @@ from acm_compiler.inputs import Inputs
 class Task(Protocol):
     """What turns a batch of B examples into a model's inputs, and the model's output into a loss and a metric.
 
+    A task that judges by the dense model's answers also has `remember(output, batch) -> Batch`: the batch with what
+    `loss` and `score` need to know of the dense model's output.
     Nothing here keeps state: every method is a function of its arguments.
     """
 
@@ -33,5 +35,8 @@ class Task(Protocol):
     def score(self, output: Any, batch: Batch) -> Tensor:
         """fp32 [B]: one value per example; their mean over a data set is the metric. Larger is better."""
 
-    def answer(self, output: Any) -> Tensor:
-        """[B, …]: the tensor that matters of the model's output, to compare two models by."""
+    def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
+        """[B, …]: what matters of the model's output, to compare two models by: its squared difference is the damage.
+
+        `mask` is the batch's, where it is known.
+        """

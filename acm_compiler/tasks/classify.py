@@ -41,7 +41,7 @@ class Classify:
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """Mean cross entropy, in fp32 at least. UsageError or DataError where classes do not fit."""
-        logits, label = self.answer(output), self._label(batch)
+        logits, label = self.logits(output), self._label(batch)
         if label.ndim == 2 and label.shape != logits.shape:
             raise _classes_differ(label.shape[1], logits.shape[1])
         if label.ndim == 1 and not label.is_cuda and int(label.max()) >= logits.shape[1]:
@@ -55,9 +55,14 @@ class Classify:
         """1 where the largest logit is the label's, else 0; fp32 [B]."""
         label = self._label(batch)
         best = label if label.ndim == 1 else label.argmax(1)
-        return (self.answer(output).argmax(1) == best).float()
+        return (self.logits(output).argmax(1) == best).float()
 
-    def answer(self, output: Any) -> Tensor:
+    def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
+        """The logits [B, C] around their mean: what shifts all classes alike changes no probability."""
+        logits = self.logits(output)
+        return logits - logits.mean(1, keepdim=True)
+
+    def logits(self, output: Any) -> Tensor:
         """The logits [B, C]: the output itself, or its `logits`. UsageError when there are none."""
         logits = output
         if isinstance(output, Mapping):

@@ -8,9 +8,10 @@ from torch.utils.data import Dataset
 
 from acm_compiler.data.python_function import call_function
 from acm_compiler.errors import UsageError
-from acm_compiler.recipe.tasks import ClassifyTask, PythonTask, TaskConfig
+from acm_compiler.recipe.tasks import ClassifyTask, EmbedTask, PythonTask, TaskConfig
 from acm_compiler.tasks.base import Task
 from acm_compiler.tasks.classify import Classify
+from acm_compiler.tasks.embed import Embed
 
 _PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
 
@@ -23,12 +24,14 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None) -> Task:
     if isinstance(config, ClassifyTask):
         classes = getattr(dataset, "classes", None)
         return Classify(label_smoothing=config.label_smoothing, classes=len(classes) if classes else None)
+    if isinstance(config, EmbedTask):
+        return Embed()
     if isinstance(config, PythonTask):
         return _users(config.kind, config.args)
     raise UsageError(
         f"this version cannot run the task {config.kind!r}",
         where="task.kind",
-        expected="classify, or python:module:function",
+        expected="classify, embed, or python:module:function",
     )
 
 

@@ -7,8 +7,9 @@ at a time, whatever the depth.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -20,12 +21,14 @@ from acm_compiler.acm import ACM
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data.batch import Batch
+from acm_compiler.errors import UsageError
 from acm_compiler.inputs import call_model
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.modes import in_mode
 from acm_compiler.training.phase import Backward, Figures, Group, unique
 
+_LOG = logging.getLogger(__name__)
 # site -> its figures as `SiteObjective.loss` gives them, summed over a step
 Sums = dict[str, list[float]]
 
@@ -67,7 +70,8 @@ class TappedPhase:
 
     def __init__(self, model: nn.Module, objective: SiteObjective, task: Task, machine: Machine, *, batch: int) -> None:
         self.model, self.objective, self.task, self.machine = model, objective, task, machine
-        self.acms = sites(model)
+        self.every = sites(model)
+        self.acms = _with_targets(self.every, objective)
         self.groups = [Group(parameters=unique(p for acm in self.acms.values() for p in objective.parameters(acm)))]
         plan = conversion(model).plan
         # losses are sums until the step ends; a constant near their number of tokens keeps fp16 gradients in range
@@ -88,7 +92,7 @@ class TappedPhase:
             try:
                 yield
             finally:
-                for acm in self.acms.values():
+                for acm in self.every.values():
                     acm.tap = None
 
     def _no_sums(self) -> dict[str, Tensor]:
@@ -99,8 +103,8 @@ class TappedPhase:
     def run(self, batch: Batch, *, backward: Backward, last: bool) -> None:
         """One forward of the unmodified network; a backward at every site on the way."""
         mask = self.task.mask(batch)
-        for acm in self.acms.values():
-            acm.tap = self._tap(backward)
+        for name, acm in self.every.items():
+            acm.tap = self._tap(backward) if name in self.acms else _pass_on
         with torch.no_grad(), batch_context(self.model, mask=mask), self.machine.autocast():
             call_model(self.model, self.task.inputs(batch))
 
@@ -144,6 +148,27 @@ class TappedPhase:
         """Tell every site."""
         for acm in self.acms.values():
             self.objective.complete(acm)
+
+
+def _with_targets(acms: Mapping[str, ACM], objective: SiteObjective) -> dict[str, ACM]:
+    """The sites whose learners live in the basis of their dense region. UsageError where `objective` needs all sites.
+
+    Slices live in bases of their own, and what they read is turned too: the unmodified network has no target for them.
+    """
+    own = [name for name, acm in acms.items() if acm.learners.w_out is None]
+    if own and (objective.name == "gate" or len(own) == len(acms)):
+        raise UsageError(
+            f"{len(own)} sites are slices in a basis of their own, which the unmodified network cannot teach",
+            where=own[0],
+            fix="leave the phase out: calibrate has fitted their gates, and finetune trains them",
+        )
+    if own:
+        _LOG.info("%s: %d sites stay as calibrated, they are slices: %s", objective.name, len(own), ", ".join(own))
+    return {name: acm for name, acm in acms.items() if name not in own}
+
+
+def _pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
+    """The dense region answers."""
 
 
 def _scale_gradients(parameters: list[nn.Parameter], factor: float, *, world: int) -> None:

@@ -1,0 +1,81 @@
+"""Sentence vectors: how near they stay to those of the dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from acm_compiler.data.batch import Batch
+from acm_compiler.errors import DataError, UsageError
+from acm_compiler.inputs import Inputs
+
+_NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "teacher"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embed:
+    """A `Task`: a text's vector is the mean of its tokens' last hidden states, of length 1.
+
+    It is judged by its cosine to the dense model's vector, which `remember` puts into the batch.
+    """
+
+    metric: ClassVar[str] = "cosine"
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """All tensors of the batch, by name, that the model takes."""
+        return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
+
+    def mask(self, batch: Batch) -> Tensor | None:
+        """The batch's `attention_mask` as bool [B, S]."""
+        mask = batch.get("attention_mask")
+        return None if mask is None else mask.bool()
+
+    def remember(self, output: Any, batch: Batch) -> Batch:
+        """The batch with the dense model's vectors, from its `output`."""
+        return {**batch, "teacher": self.answer(output, self.mask(batch)).detach()}
+
+    def loss(self, output: Any, batch: Batch) -> Tensor:
+        """1 - cosine to the dense model's vector, the mean over the batch. DataError where that is not known."""
+        return (1 - self._cosine(output, batch)).mean()
+
+    def score(self, output: Any, batch: Batch) -> Tensor:
+        """Cosine to the dense model's vector, fp32 [B]. DataError where that is not known."""
+        return self._cosine(output, batch)
+
+    def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
+        """The vectors [B, D]; padding is left out by `mask` [B, S]."""
+        hidden_BSD = _hidden(output)
+        if mask is None:
+            return F.normalize(hidden_BSD.float().mean(1), dim=-1)
+        weight_BS1 = mask.to(hidden_BSD.device).float()[..., None]
+        return F.normalize((hidden_BSD.float() * weight_BS1).sum(1), dim=-1)
+
+    def _cosine(self, output: Any, batch: Batch) -> Tensor:
+        if "teacher" not in batch:
+            raise DataError(
+                "the dense model's vectors are not known here",
+                where="task embed",
+                fix="calibrate and evaluate beside the dense model; training on them is not there yet",
+            )
+        return (self.answer(output, self.mask(batch)) * batch["teacher"]).sum(-1)
+
+
+def _hidden(output: Any) -> Tensor:
+    hidden = output
+    if isinstance(output, Mapping):
+        hidden = output.get("last_hidden_state")
+    elif not isinstance(output, Tensor):
+        hidden = getattr(output, "last_hidden_state", None)
+    if not isinstance(hidden, Tensor) or hidden.ndim != 3:
+        raise UsageError(
+            "the model's output holds no hidden states",
+            where="task embed",
+            found=type(output).__name__,
+            expected="a tensor [batch, tokens, features], or an output with such `last_hidden_state`",
+            fix="use a model without a head (for hf: auto_class AutoModel)",
+        )
+    return hidden

@@ -1,0 +1,128 @@
+"""Texts as data, sentence vectors as a task, and files of installed packages."""
+
+import pytest
+import torch
+
+from acm_compiler.data import BatchStream, open_dataset
+from acm_compiler.errors import DataError, UsageError
+from acm_compiler.recipe.datasets import TextData
+from acm_compiler.recipe.package_paths import installed_path
+from acm_compiler.tasks.embed import Embed
+
+WORDS = tuple(
+    [
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+        "xi",
+        "omicron",
+        "pi",
+        "rho",
+        "sigma",
+        "tau",
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Forty files of three paragraphs each, code and headings among them, and a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    root = tmp_path_factory.mktemp("texts")
+    for file in range(40):
+        lines = ["# A heading", "x = {1: 2}", "Too short."]
+        for paragraph in range(3):
+            drawn = [WORDS[(file * 7 + paragraph * 5 + i * i) % len(WORDS)] for i in range(8 + file % 9)]
+            lines.append(" ".join(drawn).capitalize() + ".")
+        (root / f"{file}.md").write_text("\n\n".join(lines))
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(root / "tokenizer.json"))
+    return root
+
+
+def texts(folder, **options):
+    values = {"kind": "texts", "tokenizer": str(folder), "root": str(folder), "split": "train"}
+    return open_dataset(TextData(**values | options))
+
+
+def test_paragraphs_are_prose_and_no_source_is_in_both_splits(folder):
+    train, held_out = texts(folder), texts(folder, split="eval")
+    assert len(train) > len(held_out) > 0
+    assert not set(train.sources) & set(held_out.sources)
+    everything = {*train.texts, *held_out.texts}
+    assert len(everything) == len(train) + len(held_out) <= 120
+    assert all(text[0].isupper() and len(text.split()) >= 8 for text in everything)
+
+
+def test_the_same_seed_draws_the_same_paragraphs(folder):
+    few = texts(folder, count=9, seed=1)
+    assert len(few) == 9 and few.texts == texts(folder, count=9, seed=1).texts
+    assert few.texts != texts(folder, count=9, seed=2).texts
+
+
+def test_batches_are_padded_to_their_longest(folder):
+    batch = next(iter(BatchStream(dataset=texts(folder, max_tokens=12), batch=8).epoch()))
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    assert ids.shape == mask.shape and ids.shape[1] <= 12
+    assert int(mask.sum(1).max()) == ids.shape[1] and not ids[mask == 0].any()
+    assert {"source", "index"} <= batch.keys()
+
+
+def test_missing_texts_and_tokenizers_are_told(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("Short.")
+    with pytest.raises(DataError, match="no English paragraphs"):
+        texts(folder, root=str(tmp_path))
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        texts(folder, tokenizer=str(tmp_path))
+
+
+def test_documentation_of_installed_packages_is_read_where_no_folder_is_named(folder):
+    data = texts(folder, root=None, count=50, max_tokens=16)
+    assert len(data) == 50 and len(set(data.sources)) > 10
+
+
+def test_files_of_packages_are_found_without_running_them():
+    assert installed_path("some/where") == "some/where"
+    assert installed_path("package:torch/version.py").endswith("torch/version.py")
+    with pytest.raises(UsageError, match="not installed"):
+        installed_path("package:no_such_package/model")
+    with pytest.raises(UsageError, match="holds no 'nothing'"):
+        installed_path("package:torch/nothing")
+
+
+def test_a_vector_is_the_mean_of_real_tokens_with_length_one():
+    hidden, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()
+    vectors = Embed().answer({"last_hidden_state": hidden}, mask)
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
+    mean = hidden[0, :2].mean(0)
+    torch.testing.assert_close(vectors[0], mean / mean.norm())
+    torch.testing.assert_close(Embed().answer(hidden[1:]), vectors[1:])
+
+
+def test_the_score_is_the_cosine_to_what_the_dense_model_said():
+    task, hidden = Embed(), torch.randn(2, 4, 8)
+    batch = task.remember(hidden, {"input_ids": torch.zeros(2, 4), "attention_mask": torch.ones(2, 4)})
+    torch.testing.assert_close(task.score(hidden, batch), torch.ones(2))
+    assert task.score(-hidden, batch).tolist() == pytest.approx([-1, -1])
+    assert float(task.loss(-hidden, batch)) == pytest.approx(2)
+    assert set(task.inputs(batch)) == {"input_ids", "attention_mask"}
+
+
+def test_what_has_no_hidden_states_or_no_teacher_is_refused():
+    with pytest.raises(UsageError, match="no hidden states"):
+        Embed().answer({"logits": torch.zeros(2, 3)})
+    with pytest.raises(DataError, match="not known"):
+        Embed().score(torch.zeros(2, 3, 4), {"attention_mask": torch.ones(2, 3)})

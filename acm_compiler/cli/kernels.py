@@ -1,0 +1,115 @@
+"""`acmc kernels`: which GPU kernels run an ACM, with which tiles and from where, and what they need once built."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acm_compiler.cli.output import JsonOption, Output
+
+if TYPE_CHECKING:
+    from acm_compiler.codegen.spec import KernelSpec
+    from acm_compiler.plans import Plan
+
+_ARCHITECTURES = (80, 90)
+_DTYPES = ("bf16", "fp16", "fp32", "tf32")
+_NOT_BUILT = "not built"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("kernels", help="List GPU kernels: tiles, where they come from, registers, spills.")(kernels)
+
+
+def kernels(
+    what: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="A saved model or a plan; without it, the tile table.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per call, which choose the tiles.")] = 25216,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or tf32 for rounded fp32 products.")] = "bf16",
+    arch: Annotated[list[int] | None, typer.Option(metavar="SM", help="80, 90, ...; repeatable.")] = None,
+    build: Annotated[bool, typer.Option("--build", help="Compile them, no GPU needed, and read the binaries.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Print the tile table, or the kernels of a model's sites."""
+    from acm_compiler.errors import UsageError, did_you_mean
+
+    out = Output(json=json)
+    if dtype not in _DTYPES:
+        hint = did_you_mean(dtype, _DTYPES)
+        raise UsageError(f"unknown dtype {dtype!r}{hint}", expected=f"one of {', '.join(_DTYPES)}")
+    if what is None:
+        _show_table(out, build)
+        return
+    rows = []
+    for spec, count in _specs(what, dtype).items():
+        for one in arch or _ARCHITECTURES:
+            rows += _rows(spec, count, one, tokens, build)
+    out.table([list(row.values()) for row in rows], headers=list(rows[0]) if rows else [])
+    out.document({"kernels": rows, "tokens": tokens})
+
+
+def _show_table(out: Output, build: bool) -> None:
+    from acm_compiler.codegen.tiles import TABLE
+    from acm_compiler.errors import UsageError
+
+    if build:
+        raise UsageError("--build needs to know for which sites", fix="give a saved model or a plan")
+    rows = [
+        {
+            "for": str(row),
+            "layer1": str(row.tiles.layer1),
+            "layer2": str(row.tiles.layer2),
+            "provenance": row.tiles.provenance,
+        }
+        for row in TABLE
+    ]
+    out.table([list(row.values()) for row in rows], headers=list(rows[0]))
+    out.document({"table": rows})
+
+
+def _specs(what: Path, dtype: str) -> Counter[KernelSpec]:
+    """The specs of a model's sites, and how many sites have each."""
+    from acm_compiler.codegen.spec import spec_of_site
+
+    return Counter(spec_of_site(site, dtype) for site in _plan(what).sites)
+
+
+def _plan(what: Path) -> Plan:
+    from acm_compiler.checkpoint.folder import PLAN
+    from acm_compiler.errors import StorageError
+    from acm_compiler.plans import Plan
+
+    path = what / PLAN if what.is_dir() else what
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            "no plan can be read here", where=str(path), found=error, fix="acmc plan WHAT --out plan.json makes one"
+        ) from error
+
+
+def _rows(spec: KernelSpec, count: int, arch: int, tokens: int, build: bool) -> list[dict[str, Any]]:
+    from acm_compiler.codegen.ahead import build as compile_kernel
+    from acm_compiler.codegen.ahead import kernels_of
+    from acm_compiler.codegen.tiles import choose_tiles
+
+    provenance = choose_tiles(spec, arch, tokens).provenance
+    rows = []
+    for kernel in kernels_of(spec, arch, tokens):
+        built = asdict(compile_kernel(kernel, spec.dtype, arch)) if build else None
+        row: dict[str, Any] = {
+            "sites": f"{count} x {spec}",
+            "arch": f"sm_{arch}",
+            "kernel": kernel.name,
+            "tile": str(kernel.tile or ""),
+            "provenance": provenance if kernel.tile else "",
+        }
+        for fact in ("registers", "spills", "shared_bytes", "resident"):
+            row[fact] = _NOT_BUILT if built is None else built[fact]
+        rows.append(row)
+    return rows

@@ -1,0 +1,225 @@
+"""Compile a spec's kernels for an architecture without a GPU, and read what came out of the binary."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from acm_compiler.codegen.dispatch import count_kernel, place_kernel, slots_of
+from acm_compiler.codegen.few import few1_kernel, few2_kernel
+from acm_compiler.codegen.layer1 import layer1_kernel
+from acm_compiler.codegen.layer2 import layer2_kernel
+from acm_compiler.codegen.spec import KernelSpec
+from acm_compiler.codegen.stages import (
+    POINTERS,
+    Machine,
+    build_options,
+    few1_constants,
+    few2_constants,
+    layer1_bands,
+    layer1_constants,
+    layer2_constants,
+    loads_of,
+    products_of,
+)
+from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
+from acm_compiler.errors import PackageMissing
+
+_INDICES = ("perm", "counts", "k", "histogram", "k_of")
+_NUMBERS = ("T", "D_IN", "BLOCKS", "stride_x", "stride_a", "stride_w", "stride_r")
+_UNALIGNED = ("T", "BLOCKS")
+_SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10}
+_REGISTERS = 65536
+_INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One kernel to be built: its function, what its operands are, its constants and options."""
+
+    name: str
+    function: Any
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    operands: dict[str, str] = field(default_factory=dict)
+    tile: Tile | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a compiled kernel needs of a multiprocessor; `resident` CTAs fit at once. Spills are instructions."""
+
+    name: str
+    arch: int
+    registers: int
+    spills: int
+    shared_bytes: int
+    resident: int
+    size: int
+    instructions: dict[str, int]
+    ptx: str = field(repr=False)
+
+
+def kernels_of(spec: KernelSpec, arch: int, tokens: int, tiles: Tiles | None = None) -> list[Kernel]:
+    """The kernels that a call of that many tokens starts on that architecture, in order."""
+    machine = Machine(arch=arch, processors=1)
+    tiles = tiles or choose_tiles(spec, arch, tokens)
+    if not tiles.sorts:
+        return _few_kernels(spec, machine, tiles)
+    kernels = _dispatch_kernels(spec)
+    if layer1_bands(spec):
+        loads = loads_of(spec, machine, None)
+        kernels.append(
+            Kernel(
+                name="layer1",
+                function=layer1_kernel,
+                constants=layer1_constants(spec, tiles.layer1, loads, interpret=False) | _absent(spec),
+                options=build_options(spec, tiles.layer1, loads, machine),
+                operands={
+                    **_operand("x", loads.a_desc, tiles.layer1.m, tiles.layer1.k),
+                    **_operand("w_in", loads.w_desc, tiles.layer1.n, tiles.layer1.k),
+                    **_operand("w_up", loads.w_desc, tiles.layer1.n, tiles.layer1.k),
+                },
+                tile=tiles.layer1,
+            )
+        )
+    return kernels + _layer2_kernels(spec, machine, tiles.layer2)
+
+
+def _layer2_kernels(spec: KernelSpec, machine: Machine, tile: Tile) -> list[Kernel]:
+    kernels = []
+    for product in products_of(spec):
+        loads = loads_of(spec, machine, product)
+        constants = layer2_constants(spec, tile, loads, product, interpret=False)
+        kernels.append(
+            Kernel(
+                name=f"layer2 {product.weight}",
+                function=layer2_kernel,
+                constants=constants if spec.residual else constants | {"residual": None},
+                options=build_options(spec, tile, loads, machine),
+                operands={
+                    **_operand("a", loads.a_desc, tile.m, tile.k),
+                    **_operand("w", loads.w_desc, tile.n, tile.k),
+                },
+                tile=tile,
+            )
+        )
+    return kernels
+
+
+def _few_kernels(spec: KernelSpec, machine: Machine, tiles: Tiles) -> list[Kernel]:
+    constants = few1_constants(spec, tiles.layer1, interpret=False) | _absent(spec)
+    first = Kernel(
+        name="few1",
+        function=few1_kernel,
+        constants=constants,
+        options=build_options(spec, tiles.layer1, POINTERS, machine),
+        tile=tiles.layer1,
+    )
+    constants = few2_constants(spec, tiles.layer2, interpret=False)
+    second = Kernel(
+        name="few2",
+        function=few2_kernel,
+        constants=constants if spec.residual else constants | {"residual": None},
+        options=build_options(spec, tiles.layer2, POINTERS, machine),
+        tile=tiles.layer2,
+    )
+    return [first, second]
+
+
+def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
+    slots = slots_of(spec.learners)
+    count = {"N": spec.learners, "SLOTS": slots, "BLOCK": 64}
+    place = {"PER": 4, "SLOTS": slots, "BLOCK": 256, "CHUNK": 64}
+    return [
+        Kernel(name="count", function=count_kernel, constants=count, options={"num_warps": 2, "debug": True}),
+        Kernel(name="place", function=place_kernel, constants=place, options={"num_warps": 4}),
+    ]
+
+
+def _absent(spec: KernelSpec) -> dict[str, None]:
+    """Operands of layer 1 that a spec does not have."""
+    gated = spec.form == "gated"
+    here = {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in}
+    return {name: None for name, present in here.items() if not present}
+
+
+def _operand(name: str, descriptor: bool, rows: int, columns: int) -> dict[str, str]:
+    return {name: f"tensordesc<{{dtype}}[{rows},{columns}]>"} if descriptor else {}
+
+
+def build(kernel: Kernel, dtype: str, arch: int) -> Built:
+    """Compile one kernel, for operands whose addresses and row strides are multiples of 16."""
+    names = kernel.function.arg_names
+    signature = {name: _type_of(name, kernel, dtype) for name in names}
+    aligned = [
+        index
+        for index, name in enumerate(names)
+        if name not in kernel.constants and name not in _UNALIGNED and "tensordesc" not in signature[name]
+    ]
+    source = ASTSource(
+        kernel.function,
+        signature=signature,
+        constexprs=kernel.constants,
+        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(kernel.options))
+    return _read_binary(kernel, arch, compiled.asm, compiled.metadata.shared)
+
+
+def _type_of(name: str, kernel: Kernel, dtype: str) -> str:
+    if name in kernel.constants:
+        return "constexpr"
+    if name in kernel.operands:
+        return kernel.operands[name].format(dtype=dtype)
+    if name in _NUMBERS:
+        return "i32"
+    return "*i32" if name in _INDICES else f"*{dtype}"
+
+
+def _read_binary(kernel: Kernel, arch: int, texts: dict[str, Any], shared_bytes: int) -> Built:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "kernel.cubin"
+        path.write_bytes(texts["cubin"])
+        usage, text = _dump(path, "--dump-resource-usage"), _dump(path, "-sass")
+    match = re.search(r"REG:(\d+)", usage)
+    registers = int(match.group(1)) if match else 0
+    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text)
+
+    def count(*heads: str) -> int:
+        return sum(operation.split(".")[0] in heads for operation in operations)
+
+    threads = 32 * kernel.options["num_warps"]
+    by_registers = _REGISTERS // (max(8, -(-registers // 8) * 8) * threads)
+    by_memory = _SHARED_BYTES.get(arch, 100 << 10) // (shared_bytes + 1024)
+    return Built(
+        name=kernel.name,
+        arch=arch,
+        registers=registers,
+        spills=count("STL", "LDL"),
+        shared_bytes=shared_bytes,
+        resident=min(by_registers, by_memory, 2048 // threads),
+        size=len(operations),
+        instructions={name: count(name) for name in _INSTRUCTIONS},
+        ptx=texts["ptx"],
+    )
+
+
+def _dump(path: Path, what: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    found = str(tool) if tool.exists() else shutil.which("cuobjdump")
+    if found is None:
+        raise PackageMissing(
+            "cuobjdump is not there, so registers and spills cannot be read",
+            fix="install triton from its wheel, which brings it, or the CUDA toolkit",
+        )
+    return subprocess.run([found, what, str(path)], capture_output=True, text=True, check=True, timeout=120).stdout

@@ -1,0 +1,106 @@
+"""From k of every token to the order in which kernels visit them: a stable counting sort, descending, on the device.
+
+The whole schedule is the permutation and N + 1 counts, c_n = #{tokens with k >= n}; nothing returns to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ONE_PROGRAM = 1024
+_COUNTED = 64  # tokens per row of the histogram
+_PLACED = 256  # tokens per program of the sort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """perm [T]: tokens by k, descending, equal ones in their order; counts [>= N + 1]: counts[n] = c_n; int32."""
+
+    perm: Tensor
+    counts: Tensor
+
+
+# debug=True keeps the assertion: a k outside [0, N] stops the kernel instead of reading what is not there
+@triton.jit(debug=True, do_not_specialize=["T"])
+def sort_kernel(perm, counts, k, T, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The whole order in one program, for T <= BLOCK."""
+    tokens = tl.arange(0, BLOCK)
+    slots = tl.arange(0, SLOTS)
+    real = tokens < T
+    mine = tl.load(k + tokens, mask=real, other=0).to(tl.int32)
+    tl.device_assert((mine >= 0) & (mine <= N), "k outside [0, N]")
+    is_slot = ((mine[:, None] == slots[None, :]) & real[:, None]).to(tl.int32)
+    histogram = tl.sum(is_slot, 0)
+    start = T - tl.cumsum(histogram, 0)
+    rank = start[None, :] + tl.cumsum(is_slot, 0) - 1
+    tl.store(perm + tl.sum(is_slot * rank, 1), tokens, mask=real)
+    tl.store(counts + slots, start + histogram)
+
+
+@triton.jit(debug=True, do_not_specialize=["T"])
+def count_kernel(histogram, k, T, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """histogram [blocks, SLOTS]: how many of each BLOCK tokens have each k."""
+    block = tl.program_id(0)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.arange(0, SLOTS)
+    real = tokens < T
+    mine = tl.load(k + tokens, mask=real, other=0).to(tl.int32)
+    tl.device_assert((mine >= 0) & (mine <= N), "k outside [0, N]")
+    is_slot = (mine[:, None] == slots[None, :]) & real[:, None]
+    tl.store(histogram + block * SLOTS + slots, tl.sum(is_slot.to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["T", "BLOCKS"])
+def place_kernel(
+    perm, counts, k, histogram, T, BLOCKS, PER: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sort BLOCK = PER histogram rows of tokens; every program sums the small histogram anew, which saves a launch."""
+    program = tl.program_id(0)
+    slots = tl.arange(0, SLOTS)
+    total = tl.zeros((SLOTS,), tl.int32)
+    before = tl.zeros((SLOTS,), tl.int32)
+    for first in range(0, BLOCKS, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        part = tl.load(histogram + block[:, None] * SLOTS + slots[None, :], mask=(block < BLOCKS)[:, None], other=0)
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where((block < program * PER)[:, None], part, 0), 0)
+    start = T - tl.cumsum(total, 0)
+    tokens = program * BLOCK + tl.arange(0, BLOCK)
+    real = tokens < T
+    mine = tl.load(k + tokens, mask=real, other=0).to(tl.int32)
+    is_slot = ((mine[:, None] == slots[None, :]) & real[:, None]).to(tl.int32)
+    rank = (start + before)[None, :] + tl.cumsum(is_slot, 0) - 1
+    tl.store(perm + tl.sum(is_slot * rank, 1), tokens, mask=real)
+    if program == 0:
+        tl.store(counts + slots, start + total)
+
+
+def sort_by_k(k_T: Tensor, learners: int, histogram: Tensor | None = None) -> Order:
+    """The order of T >= 1 tokens; with `histogram` [ceil(T / 64), slots] (from a gate) k is not counted again."""
+    tokens, slots = k_T.shape[0], slots_of(learners)
+    perm = torch.empty(tokens, dtype=torch.int32, device=k_T.device)
+    counts = torch.empty(slots, dtype=torch.int32, device=k_T.device)
+    if histogram is None and tokens <= _ONE_PROGRAM and slots <= 16:
+        block = max(16, triton.next_power_of_2(tokens))
+        sort_kernel[(1,)](perm, counts, k_T, tokens, N=learners, SLOTS=slots, BLOCK=block, num_warps=8)
+        return Order(perm=perm, counts=counts)
+    blocks = triton.cdiv(tokens, _COUNTED)
+    if histogram is None:
+        histogram = torch.empty(blocks, slots, dtype=torch.int32, device=k_T.device)
+        count_kernel[(blocks,)](histogram, k_T, tokens, N=learners, SLOTS=slots, BLOCK=_COUNTED, num_warps=2)
+    place_kernel[(triton.cdiv(tokens, _PLACED),)](
+        perm, counts, k_T, histogram, tokens, blocks,
+        PER=_PLACED // _COUNTED, SLOTS=slots, BLOCK=_PLACED, CHUNK=64, num_warps=4,
+    )  # fmt: skip
+    return Order(perm=perm, counts=counts)
+
+
+def slots_of(learners: int) -> int:
+    """Places for every k from 0 to N: the next power of two."""
+    return max(2, triton.next_power_of_2(learners + 1))

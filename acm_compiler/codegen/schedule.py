@@ -1,0 +1,68 @@
+"""How both layers find their work: tiles decoded on the device from the counts of the dispatch, no table, no host.
+
+Tokens are sorted by k, descending, so the tokens that run learner n are a prefix of the order and
+c_n = #{tokens with k >= n} are all there is to know. Band q holds the tiles of tokens whose k is q; a tile that
+straddles two k belongs to the larger (unless OWN: then both bands visit it, each for its own rows).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_band(
+    tile, counts, Q_HI: tl.constexpr, Q_LO: tl.constexpr, N: tl.constexpr, PER_K: tl.constexpr,
+    FIXED: tl.constexpr, OWN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Where a tile lies: (q, index inside the band, first row tile, row tiles, column tiles, lo, hi, all tiles).
+
+    Bands run from Q_HI down to Q_LO and are PER_K * q + FIXED columns wide. Rows [lo, hi) may be written.
+    """
+    above = 0
+    if Q_HI < N:
+        above = tl.load(counts + Q_HI + 1)
+    lo_ = above
+    hi_ = tl.load(counts + Q_LO)
+    covered = above // BM
+    start, q_, local, first, rows_, columns_ = 0, 0, 0, 0, 1, 1
+    for i in tl.static_range(Q_HI - Q_LO + 1):
+        c = tl.load(counts + (Q_HI - i))
+        if OWN:
+            covered = above // BM
+        end = tl.where(c > above, (c + BM - 1) // BM, covered)
+        columns = ((Q_HI - i) * PER_K + FIXED + BN - 1) // BN
+        size = (end - covered) * columns
+        inside = (tile >= start) & (tile < start + size)
+        q_ = tl.where(inside, Q_HI - i, q_)
+        local = tl.where(inside, tile - start, local)
+        first = tl.where(inside, covered, first)
+        rows_ = tl.where(inside, end - covered, rows_)
+        columns_ = tl.where(inside, columns, columns_)
+        if OWN:
+            lo_ = tl.where(inside, above, lo_)
+            hi_ = tl.where(inside, c, hi_)
+        start += size
+        covered = end
+        above = c
+    return q_, local, first, rows_, columns_, lo_, hi_, start
+
+
+@triton.jit
+def raster(local, rows, columns, GROUP: tl.constexpr):
+    """(row tile, column tile) of a band's tile: GROUP row tiles at a time, so that weights stay in the cache."""
+    width = GROUP * columns
+    group = local // width
+    height = tl.minimum(rows - group * GROUP, GROUP)
+    rest = local - group * width
+    return group * GROUP + rest % height, rest // height
+
+
+@triton.jit
+def k_of_rows(rows, counts, N: tl.constexpr):
+    """k of sorted rows, int32: how many of the counts lie above each."""
+    k = tl.zeros_like(rows)
+    for n in tl.static_range(1, N + 1):
+        k += (rows < tl.load(counts + n)).to(tl.int32)
+    return k

@@ -1,0 +1,199 @@
+"""What a call of `acm::learners` is made of on a GPU: which products, which loads, which constants. No tensors here.
+
+Launching and compiling ahead of time read the same constants, so what is checked is what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from acm_compiler.codegen.spec import KernelSpec
+from acm_compiler.codegen.tiles import Tile
+
+_GROUP = 8
+_BULK_COPY_BYTES = 16
+_WGMMA_ROWS = 64
+_SORTED_ONLY = ("Q_HI", "GATHER", "X_DESC", "W_DESC", "GROUP")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A GPU: compute capability (80, 90, ...), multiprocessors, and whether gathered operands may feed wgmma.
+
+    Triton before 3.7 puts no proxy fence between cp.async and wgmma: there `fenced` is False, rows are permuted
+    first, and what still comes through pointers is not pipelined.
+    """
+
+    arch: int
+    processors: int
+    fenced: bool = True
+
+    @property
+    def bulk_copies(self) -> bool:
+        """Whether tensor descriptors are worth it (TMA)."""
+        return self.arch >= 90
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One launch of layer 2: tokens with k in [q_lo, q_hi], `weight` the name of its matrix in Weights.
+
+    own: no tile serves two k; reduce: how long the inner product is; stacked: one matrix per k; from_x: it reads x,
+    not the hidden layer.
+    """
+
+    weight: str
+    q_hi: int
+    q_lo: int = 0
+    own: bool = False
+    reduce: str = "learners"
+    stacked: bool = False
+    from_x: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """How a product reads: rows of `a` through the permutation or not, and which operands by bulk copies."""
+
+    gather: bool
+    a_desc: bool
+    w_desc: bool
+
+
+POINTERS = Loads(gather=False, a_desc=False, w_desc=False)
+
+
+@lru_cache
+def products_of(spec: KernelSpec) -> tuple[Product, ...]:
+    """The launches of layer 2 that give y."""
+    n = spec.learners
+    if spec.form == "rows":
+        return (Product(weight="w_in", q_hi=n, own=True, reduce="rows", from_x=True),)
+    if spec.form == "cols":
+        return (Product(weight="w_in", q_hi=n, own=True, reduce="cols", from_x=True),)
+    if spec.second == "per_k":
+        return (Product(weight="w_out", q_hi=n, own=True, stacked=True),)
+    if spec.second == "shared":
+        return (Product(weight="w_out", q_hi=n),)
+    dense = spec.form == "linear"
+    top = Product(weight="w_top", q_hi=n, q_lo=n, own=True, reduce="all" if dense else "learners", from_x=dense)
+    return (top, Product(weight="w_out", q_hi=n - 1))
+
+
+def layer1_bands(spec: KernelSpec) -> int:
+    """The largest k whose tokens need the hidden layer; 0: none do."""
+    if spec.second == "none":
+        return 0
+    return spec.learners - 1 if spec.form == "linear" and spec.second == "top" else spec.learners
+
+
+def loads_of(spec: KernelSpec, machine: Machine, product: Product | None) -> Loads:
+    """How to read the operands of a product of layer 2, or of layer 1 (None)."""
+    from_x = product is None or product.from_x
+    reduction = spec.d_in if from_x else spec.learners * spec.width
+    bulk = machine.bulk_copies and on_tensor_cores(spec) and spec.form != "cols"
+    permuted = permutes_rows(spec, machine)
+    row = spec.d_in if from_x else spec.hidden_row
+    return Loads(
+        gather=from_x and not permuted,
+        a_desc=bulk and (permuted or not from_x) and _aligned(row, spec),
+        w_desc=bulk and _aligned(reduction, spec),
+    )
+
+
+def permutes_rows(spec: KernelSpec, machine: Machine) -> bool:
+    """Whether x is first copied in sorted order."""
+    plain = on_tensor_cores(spec) and spec.form != "cols" and _aligned(spec.d_in, spec)
+    return machine.bulk_copies and not machine.fenced and plain
+
+
+def on_tensor_cores(spec: KernelSpec) -> bool:
+    """Whether products run on tensor cores: fp32 that may not be rounded does not, and loads through pointers."""
+    return spec.dtype != "fp32" or spec.tf32
+
+
+def _aligned(columns: int, spec: KernelSpec) -> bool:
+    return columns * spec.itemsize % _BULK_COPY_BYTES == 0
+
+
+def layer1_constants(spec: KernelSpec, tile: Tile, loads: Loads, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `layer1_kernel`."""
+    return {
+        "N": spec.learners,
+        "H": spec.width,
+        "ROW": spec.hidden_row,
+        "Q_HI": layer1_bands(spec),
+        "ACT": spec.act,
+        "GATED": spec.form == "gated",
+        "BIAS": spec.bias_in,
+        "GATHER": loads.gather,
+        "X_DESC": loads.a_desc,
+        "W_DESC": loads.w_desc,
+        "EVEN": spec.d_in % tile.k == 0,
+        "SHORT": spec.dtype == "bf16",
+        **_tile_constants(spec, tile, interpret),
+    }
+
+
+def layer2_constants(
+    spec: KernelSpec, tile: Tile, loads: Loads, product: Product, *, interpret: bool
+) -> dict[str, Any]:
+    """Constants of `layer2_kernel`."""
+    return {
+        "N": spec.learners,
+        "H": spec.width,
+        "HEAD": spec.head,
+        "D_OUT": spec.d_out,
+        "Q_HI": product.q_hi,
+        "Q_LO": product.q_lo,
+        "OWN": product.own,
+        "REDUCE": product.reduce,
+        "STACKED": product.stacked,
+        "RESIDUAL": spec.residual,
+        "GATHER": loads.gather,
+        "A_DESC": loads.a_desc,
+        "W_DESC": loads.w_desc,
+        "EVEN": (spec.width if product.reduce in ("learners", "cols") else spec.d_in) % tile.k == 0,
+        **_tile_constants(spec, tile, interpret),
+    }
+
+
+def few1_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `few1_kernel`."""
+    constants = layer1_constants(spec, tile, POINTERS, interpret=interpret)
+    return {name: value for name, value in constants.items() if name not in _SORTED_ONLY}
+
+
+def few2_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `few2_kernel`."""
+    return {
+        "N": spec.learners,
+        "H": spec.width,
+        "ROW": spec.hidden_row,
+        "D_OUT": spec.d_out,
+        "RESIDUAL": spec.residual,
+        "EVEN": spec.width % tile.k == 0,
+        **{name: value for name, value in _tile_constants(spec, tile, interpret).items() if name not in _SORTED_ONLY},
+    }
+
+
+def _tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, Any]:
+    precision = "tf32" if spec.tf32 else "ieee"
+    return {
+        "PRECISION": precision,
+        "INTERPRET": interpret,
+        "BM": tile.m,
+        "BN": tile.n,
+        "BK": tile.k,
+        "GROUP": _GROUP,
+    }
+
+
+def build_options(spec: KernelSpec, tile: Tile, loads: Loads, machine: Machine) -> dict[str, int]:
+    """Warps and pipeline stages; without the proxy fence, pointer operands must not be pipelined (see Machine)."""
+    by_pointer = loads.gather or not (loads.a_desc and loads.w_desc)
+    by_wgmma = machine.bulk_copies and on_tensor_cores(spec) and tile.m >= _WGMMA_ROWS
+    unsafe = by_wgmma and by_pointer and not machine.fenced
+    return {"num_warps": tile.warps, "num_stages": 1 if unsafe else tile.stages}

@@ -1,0 +1,145 @@
+"""Which tiles the kernels use: a table by architecture, dtype, kind of layer and number of tokens; nothing is tuned.
+
+Every row says where it comes from. A row that was timed on a device names the card, the versions and the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from acm_compiler.codegen.spec import KernelSpec
+
+SOME_TOKENS = 2048
+"""Up to this many tokens tiles are small, so that more of them exist than the device has processors."""
+
+_COMPILED = "compiled ahead of time, triton 3.8: no spills, as many CTAs per SM as stated; not timed on a device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Rows, columns and reduction step of one block of work, and how a kernel is built for it.
+
+    `resident` CTAs are meant to share one multiprocessor; the grid is that many times their number.
+    Written "128x128x64 w4 s3 r2".
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    resident: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k} w{self.warps} s{self.stages} r{self.resident}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """One row of the table: tiles of both layers; `sorts`: tokens are sorted by k before.
+
+    Where they are, the layers agree so that layer 2 reads only what layer 1 wrote.
+    """
+
+    layer1: Tile
+    layer2: Tile
+    provenance: str
+    sorts: bool = True
+
+    def __post_init__(self) -> None:
+        assert not self.sorts or (self.layer1.m == self.layer2.m and self.layer1.n % self.layer2.k == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a row of the table is for: the oldest architecture, kind of dtype, kind of learners, most tokens.
+
+    kind: plain, gated, sliced, narrow (plain, of a width that wide tiles would round up), or few (one block of tokens
+    that need no sorting; its rows are as many as there are tokens).
+    """
+
+    arch: int
+    dtype: str
+    kind: str
+    tokens: int | None
+    tiles: Tiles
+
+    def __str__(self) -> str:
+        """The kind of call, as the table writes it."""
+        most = "" if self.tokens is None else f" <= {self.tokens}"
+        return f"sm_{self.arch} {self.dtype} {self.kind}{most}"
+
+
+def _tile(text: str) -> Tile:
+    """A tile written as m x n x k, w warps, s stages, r resident: "128x128x64 w4 s3 r2"."""
+    shape, warps, stages, resident = text.split()
+    m, n, k = (int(part) for part in shape.split("x"))
+    return Tile(m=m, n=n, k=k, warps=int(warps[1:]), stages=int(stages[1:]), resident=int(resident[1:]))
+
+
+def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Row:
+    """A row for what is written as "sm_90 16 gated <= 2048"."""
+    words = what.split()
+    return Row(
+        arch=int(words[0].removeprefix("sm_")),
+        dtype=words[1],
+        kind=words[2],
+        tokens=int(words[-1]) if "<=" in words else None,
+        tiles=Tiles(layer1=_tile(layer1), layer2=_tile(layer2), provenance=provenance, sorts=words[2] != "few"),
+    )
+
+
+# the first row that fits is taken
+TABLE = (
+    _row("sm_80 16 few <= 64", "64x32x128 w4 s3 r1", "64x16x128 w4 s4 r1"),
+    _row("sm_80 tf32 few <= 64", "64x32x64 w4 s3 r1", "64x16x64 w4 s4 r1"),
+    _row("sm_80 fp32 few <= 64", "64x32x32 w4 s3 r1", "64x16x32 w4 s4 r1"),
+    _row("sm_90 16 plain <= 2048", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
+    _row("sm_90 16 gated <= 2048", "64x64x64 w4 s3 r3", "64x64x64 w4 s3 r4"),
+    _row("sm_90 16 narrow", "128x64x64 w4 s3 r3", "128x128x64 w4 s3 r2"),
+    _row("sm_90 16 plain", "128x128x64 w4 s3 r2", "128x128x64 w4 s3 r2"),
+    _row("sm_90 16 gated", "128x128x64 w8 s3 r1", "128x128x64 w4 s3 r2"),
+    _row("sm_90 16 sliced <= 2048", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
+    _row("sm_90 16 sliced", "128x64x64 w4 s3 r3", "128x64x64 w4 s3 r3"),
+    _row("sm_90 tf32 plain <= 2048", "64x64x32 w4 s3 r4", "64x64x32 w4 s3 r4"),
+    _row("sm_90 tf32 gated <= 2048", "64x64x32 w4 s3 r3", "64x64x32 w4 s3 r4"),
+    _row("sm_90 tf32 plain", "128x128x32 w4 s3 r2", "128x128x32 w8 s3 r1"),
+    _row("sm_90 tf32 gated", "128x128x32 w8 s3 r1", "128x128x32 w8 s3 r1"),
+    _row("sm_90 tf32 sliced", "64x64x32 w4 s3 r3", "64x64x32 w4 s3 r3"),
+    _row("sm_80 16 plain <= 2048", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
+    _row("sm_80 16 gated <= 2048", "64x64x32 w4 s3 r2", "64x64x32 w4 s4 r2"),
+    _row("sm_80 16 narrow", "128x64x32 w4 s4 r2", "128x128x32 w8 s4 r1"),
+    _row("sm_80 16 plain", "128x128x32 w4 s4 r2", "128x128x32 w8 s4 r1"),
+    _row("sm_80 16 gated", "128x64x32 w4 s3 r2", "128x128x32 w8 s4 r1"),
+    _row("sm_80 16 sliced <= 2048", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
+    _row("sm_80 16 sliced", "128x64x32 w4 s4 r2", "128x64x32 w4 s4 r2"),
+    _row("sm_80 tf32 plain", "64x64x32 w4 s3 r2", "64x64x32 w4 s3 r2"),
+    _row("sm_80 tf32 gated", "64x64x32 w4 s3 r2", "64x64x32 w4 s3 r2"),
+    _row("sm_80 tf32 sliced", "64x64x32 w4 s3 r2", "64x64x32 w4 s3 r2"),
+    _row("sm_80 fp32 plain", "64x64x32 w8 s3 r2", "64x64x32 w8 s3 r2"),
+    _row("sm_80 fp32 gated", "64x64x32 w8 s3 r2", "64x64x32 w8 s3 r2"),
+    _row("sm_80 fp32 sliced", "64x64x32 w8 s3 r2", "64x64x32 w8 s3 r2"),
+)
+_NARROW = 256
+
+
+def choose_tiles(spec: KernelSpec, arch: int, tokens: int) -> Tiles:
+    """The table's tiles for a call of that many tokens on compute capability arch (80, 90, ...)."""
+    dtype = ("tf32" if spec.tf32 else "fp32") if spec.dtype == "fp32" else "16"
+    kind = {"gated": "gated", "rows": "sliced", "cols": "sliced"}.get(spec.form, "plain")
+    kinds = {kind}
+    if kind == "plain" and spec.width < _NARROW and spec.width % 128 != 0:
+        kinds.add("narrow")
+    if spec.second == "shared":
+        kinds.add("few")
+    for row in TABLE:
+        fits = row.arch <= arch and row.dtype == dtype and (row.tokens is None or tokens <= row.tokens)
+        if fits and row.kind in kinds:
+            return row.tiles if row.tiles.sorts else _cut(row.tiles, tokens)
+    raise AssertionError(f"no tiles for {spec} on sm_{arch}")
+
+
+def _cut(tiles: Tiles, tokens: int) -> Tiles:
+    """Tiles for few tokens with as many rows as there are tokens, a power of two from 16 on."""
+    rows = max(16, 1 << (tokens - 1).bit_length())
+    return replace(tiles, layer1=replace(tiles.layer1, m=rows), layer2=replace(tiles.layer2, m=rows))

@@ -1,0 +1,181 @@
+"""The Triton kernels in Triton's interpreter; run by tests/test_kernels.py in a process of its own."""
+
+import dataclasses
+
+import pytest
+import torch
+from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
+
+from acm_compiler.acm.activations import NAMES, resolve
+from acm_compiler.codegen import dispatch, launch
+from acm_compiler.codegen.activation import INTERPRETED
+from acm_compiler.codegen.compare import TOLERANCE, relative_error
+from acm_compiler.codegen.launch import Call, run_call
+from acm_compiler.codegen.spec import spec_of
+from acm_compiler.codegen.stages import Machine
+from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
+from tests.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, require_answer, to
+
+HOPPER = Machine(arch=90, processors=3)
+AMPERE = Machine(arch=80, processors=3)
+UNFENCED = Machine(arch=90, processors=3, fenced=False)
+MACHINES = {"hopper": HOPPER, "ampere": AMPERE, "unfenced": UNFENCED}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+assert INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that is not initialised holds NaN, or an index that no buffer has."""
+    empty, new_empty = torch.empty, torch.Tensor.new_empty
+
+    def poison(tensor):
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 1 << 30)
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loops_in_old_versions():
+    """Triton before 3.7 cannot turn its loop bounds into integers with a recent NumPy."""
+    if not launch.puts_fences():
+        patch = interpreter._patch_lang_tensor
+
+        def patched(tensor, scope):
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+        interpreter._patch_lang_tensor = patched
+
+
+def run(inputs, machine=HOPPER):
+    return launch.run(inputs.x, inputs.k, inputs.weights, residual=inputs.residual, machine=machine)
+
+
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_every_form_equals_the_reference(case):
+    """On Hopper in bf16 every form reads by descriptors where it can."""
+    inputs = inputs_of(dataclasses.replace(case, dtype=torch.bfloat16))
+    require_answer(run(inputs), inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_every_form_equals_the_reference_on_every_machine(case, dtype, machine):
+    inputs = inputs_of(dataclasses.replace(case, dtype=dtype))
+    require_answer(run(inputs, MACHINES[machine]), inputs)
+
+
+@pytest.mark.parametrize("case", [*ODD, *FEW, *SHAPES], ids=str)
+def test_odd_counts_and_shapes_equal_the_reference(case):
+    inputs = inputs_of(case)
+    require_answer(run(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("case", [Case(tokens=200, width=64, d_in=64, d_out=64), Case(second="top", k="one")], ids=str)
+def test_half_precision_equals_the_reference(case, dtype):
+    inputs = inputs_of(dataclasses.replace(case, dtype=dtype))
+    require_answer(run(inputs), inputs)
+
+
+@pytest.mark.parametrize("second", ["shared", "top", "per_k"])
+def test_large_tiles_that_mix_many_k_equal_the_reference(second):
+    case = Case(second=second, tokens=300, learners=8, width=24, d_in=64, d_out=160, dtype=torch.bfloat16)
+    inputs = inputs_of(case)
+    spec = spec_of(inputs.x, inputs.weights, inputs.residual)
+    tile = Tile(m=128, n=128, k=64, warps=4, stages=3, resident=2)
+    tiles = Tiles(layer1=tile, layer2=tile, provenance="")
+    order = dispatch.sort_by_k(inputs.k, spec.learners)
+    call = Call(spec=spec, machine=HOPPER, tiles=tiles, order=order, x_TD=inputs.x)
+    require_answer(run_call(call, inputs.weights, inputs.residual), inputs)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 1024, 1025, 3000])
+@pytest.mark.parametrize("learners", [1, 4, 16])
+def test_the_order_is_stable_and_descending(tokens, learners):
+    k = torch.randint(0, learners + 1, (tokens,), dtype=torch.int32)
+    order = dispatch.sort_by_k(k, learners)
+    assert torch.equal(order.perm.long(), k.sort(descending=True, stable=True).indices)
+    assert order.counts[: learners + 1].tolist() == [int((k >= n).sum()) for n in range(learners + 1)]
+
+
+@pytest.mark.parametrize("tokens", [40, 2000])
+@pytest.mark.parametrize("wrong", [-1, 4, 77])
+def test_a_k_that_does_not_exist_stops_the_kernel(tokens, wrong, monkeypatch):
+    options = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)  # what debug=True does on a GPU
+    k = torch.ones(tokens, dtype=torch.int32).index_fill(0, torch.tensor([tokens - 1]), wrong)
+    with pytest.raises(InterpreterError, match=r"k outside \[0, N\]"):
+        dispatch.sort_by_k(k, 3)
+
+
+def test_a_k_that_does_not_exist_gives_nan_among_few_tokens():
+    inputs = inputs_of(Case(tokens=20))
+    inputs.k[3], inputs.k[4] = -1, 9
+    y = run(inputs)
+    assert y[3:5].isnan().all()
+    others = ~y.isnan().any(1)
+    assert others.sum() == 18
+    assert relative_error(y[others], inputs.expected[others]) <= TOLERANCE[y.dtype]
+
+
+@pytest.mark.parametrize("form", ["mlp", "gated"])
+def test_one_tokens_nan_stays_with_it(form):
+    inputs = inputs_of(Case(form=form, k="mixed"))
+    inputs.x[7] = torch.nan
+    inputs.k[7] = 2
+    y = run(inputs)
+    assert y[7].isnan().all()
+    assert not y[torch.arange(130) != 7].isnan().any()
+
+
+def test_a_tokens_answer_does_not_depend_on_its_neighbours():
+    inputs = inputs_of(Case(tokens=200))
+    y, some = run(inputs), torch.randperm(200)[:80]
+    part = launch.run(inputs.x[some], inputs.k[some], inputs.weights, residual=inputs.residual[some], machine=HOPPER)
+    assert torch.equal(part, y[some])
+
+
+def test_rows_may_lie_apart_and_weights_in_any_order():
+    inputs = inputs_of(Case())
+    wide = torch.randn(130, 100)
+    wide[:, :72] = inputs.x
+    turned = inputs.residual.t().contiguous().t()
+    y = launch.run(wide[:, :72], inputs.k, inputs.weights, residual=turned, machine=HOPPER)
+    require_answer(y, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("act", NAMES)
+def test_activations_hold_far_from_zero_too(act, dtype):
+    """One learner whose hidden value is x itself: y = act(x), at values from -60 to 60."""
+    inputs = inputs_of(Case(act=act, learners=1, width=16, d_in=16, d_out=16, k="all", tokens=64, residual=False))
+    x = torch.linspace(-60, 60, 1024).reshape(64, 16).to(dtype)
+    eye = torch.eye(16, dtype=dtype)
+    weights = inputs.weights
+    for tensor, value in ((weights.w_in, eye), (weights.w_out, eye), (weights.b_in, 0), (weights.b_out, 0)):
+        tensor.copy_(value.view_as(tensor) if torch.is_tensor(value) else torch.zeros_like(tensor))
+    y = launch.run(x, inputs.k, to(weights, dtype), machine=AMPERE)
+    exact = resolve(act)(x.double())
+    atol = 1e-6 if dtype == torch.float32 else 1e-4
+    rtol = 2e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(y.double(), exact, atol=atol, rtol=rtol)
+
+
+def test_the_same_call_gives_the_same_bits():
+    inputs = inputs_of(Case(dtype=torch.bfloat16))
+    assert torch.equal(run(inputs), run(inputs))
+
+
+def test_tiles_for_every_kind_of_call_exist():
+    for case in FORMS:
+        for dtype in (torch.float32, torch.float16):
+            inputs = inputs_of(dataclasses.replace(case, dtype=dtype))
+            spec = spec_of(inputs.x, inputs.weights, inputs.residual)
+            assert all(choose_tiles(spec, arch, t) for arch in (80, 86, 89, 90) for t in (1, 65, 3000, 10**6))

@@ -1,0 +1,152 @@
+"""Calls of `acm::learners` that every implementation must answer alike; on any device."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from acm_compiler.acm.reference import Weights, run_learners
+from acm_compiler.codegen.compare import TOLERANCE, relative_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call: what the ACM is, how many tokens it gets and how their k are drawn."""
+
+    form: str = "mlp"
+    second: str = "shared"
+    act: str = "gelu"
+    tokens: int = 130
+    k: str = "mixed"
+    learners: int = 3
+    width: int = 40
+    heads: int = 1
+    d_in: int = 72
+    d_out: int = 80
+    dtype: torch.dtype = torch.float32
+    bias: bool = True
+    residual: bool = True
+
+    def __str__(self) -> str:
+        plain = Case()
+        changed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return " ".join(str(v) for n, v in changed.items() if v != getattr(plain, n)) or "plain"
+
+
+FORMS = (
+    Case(),
+    Case(form="gated", act="silu"),
+    Case(form="gated", act="gelu", bias=False),
+    Case(form="linear", act="identity", bias=False),
+    Case(second="top"),
+    Case(form="gated", act="silu", second="top"),
+    Case(form="linear", act="identity", bias=False, second="top"),
+    Case(second="per_k"),
+    Case(form="rows", heads=2, width=16, d_out=48),
+    Case(form="rows", heads=3, width=15, d_out=45),
+    Case(form="cols", heads=2, width=16, d_in=48),
+    Case(form="cols", heads=3, width=15, d_in=45),
+)
+ODD = tuple(Case(tokens=t) for t in (1, 2, 63, 64, 65, 257)) + tuple(
+    Case(k=k, form=form, second=second, act=act)
+    for k in ("none", "all", "one", "same")
+    for form, second, act in (("mlp", "shared", "gelu"), ("linear", "top", "identity"), ("mlp", "per_k", "relu"))
+)
+FEW = (
+    Case(tokens=7, second="top"),
+    Case(tokens=7, second="per_k"),
+    Case(tokens=7, form="rows", heads=2, d_out=120),
+    *(
+        Case(tokens=t, k=k, form=form, act=act, bias=bias)
+        for t, k in ((1, "all"), (5, "mixed"), (17, "none"), (64, "one"))
+        for form, act, bias in (("mlp", "gelu", True), ("gated", "silu", False), ("linear", "identity", False))
+    ),
+)
+SHAPES = tuple(
+    Case(learners=n, width=h, d_in=64, d_out=64, residual=False)
+    for n, h in ((1, 64), (2, 96), (4, 64), (8, 24), (16, 12))
+)
+
+
+def weights_of(case: Case) -> Weights:
+    """Weights in float64, of the size that keeps outputs near one."""
+
+    def draw(*shape: int, fan: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64) * fan**-0.5
+
+    n, h, d, o = case.learners, case.width, case.d_in, case.d_out
+    b_out = draw(n + 1, o, fan=1)
+    absent: dict[str, None] = dict.fromkeys(("b_in", "w_up", "b_up", "w_out", "w_top"))
+    if case.form in ("rows", "cols"):
+        part = (case.heads, h // case.heads)
+        w_in = draw(n, *part, d, fan=d) if case.form == "rows" else draw(n, o, *part, fan=d)
+        return Weights(w_in=w_in, b_out=b_out, act="identity", form=case.form, **absent)
+    top = draw(o, d, fan=d) if case.form == "linear" else draw(o, n * h, fan=n * h)
+    gated = case.form == "gated"
+    return Weights(
+        w_in=draw(n, h, d, fan=d),
+        b_in=draw(n, h, fan=1) if case.bias else None,
+        w_up=draw(n, h, d, fan=d) if gated else None,
+        b_up=draw(n, h, fan=1) if gated and case.bias else None,
+        w_out=draw(*([n] if case.second == "per_k" else []), o, n, h, fan=n * h),
+        b_out=b_out,
+        w_top=top if case.second == "top" else None,
+        act=case.act,
+        form=case.form,
+    )
+
+
+def k_of(case: Case) -> Tensor:
+    """k of every token, int32 [T]."""
+    n, t = case.learners, case.tokens
+    k = {
+        "mixed": torch.randint(0, n + 1, (t,)),
+        "none": torch.zeros(t),
+        "all": torch.full((t,), n),
+        "same": torch.full((t,), (n + 1) // 2),
+        "one": torch.zeros(t).index_fill(0, torch.tensor([t // 2]), n),
+    }
+    return k[case.k].to(torch.int32)
+
+
+def to(weights: Weights, *args) -> Weights:
+    """The weights in another type or place."""
+    fields = {f.name: getattr(weights, f.name) for f in dataclasses.fields(weights)}
+    return replace(weights, **{name: value.to(*args) for name, value in fields.items() if torch.is_tensor(value)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A case's tensors, rounded to its dtype, and the answer in float64."""
+
+    x: Tensor
+    k: Tensor
+    weights: Weights
+    residual: Tensor | None
+    expected: Tensor
+
+
+def inputs_of(case: Case, device: str = "cpu") -> Inputs:
+    """Tensors on a device; the answer from the reference, on the CPU, of exactly these rounded numbers."""
+    weights, k = to(weights_of(case), case.dtype), k_of(case)
+    x = torch.randn(case.tokens, case.d_in).to(case.dtype)
+    residual = torch.randn(case.tokens, case.d_out).to(case.dtype) if case.residual else None
+    expected = run_learners(x.double(), k, to(weights, torch.float64))
+    if residual is not None:
+        expected = expected + residual.double()
+    return Inputs(
+        x=x.to(device),
+        k=k.to(device),
+        weights=to(weights, device),
+        residual=None if residual is None else residual.to(device),
+        expected=expected,
+    )
+
+
+def require_answer(y: Tensor, inputs: Inputs) -> None:
+    """The answer is the reference's within the tolerance of its dtype, and has no value that was never written."""
+    assert y.shape == inputs.expected.shape
+    assert relative_error(y.cpu(), inputs.expected) <= TOLERANCE[y.dtype]

@@ -1,0 +1,182 @@
+"""The Triton kernels without a GPU: in the interpreter, and compiled ahead of time for the architectures they serve."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from typer.testing import CliRunner
+
+from acm_compiler.cli import app
+from acm_compiler.codegen.ahead import build, kernels_of
+from acm_compiler.codegen.cuda import not_covered, take_over
+from acm_compiler.codegen.spec import KernelSpec, spec_of_site
+from acm_compiler.codegen.stages import Machine, build_options, loads_of, permutes_rows, products_of
+from acm_compiler.codegen.tiles import SOME_TOKENS, TABLE, choose_tiles
+from tests.build import plan_of, planned_site, sliced_site
+
+ROOT = Path(__file__).parent.parent
+TOKENS = 128 * 197
+VIT = KernelSpec(
+    form="mlp",
+    act="gelu",
+    learners=4,
+    width=768,
+    head=1,
+    d_in=768,
+    d_out=768,
+    dtype="bf16",
+    bias_in=True,
+    second="shared",
+    residual=True,
+    tf32=False,
+)
+PROJECTION = replace(VIT, form="linear", act="identity", width=96, bias_in=False)
+SWIGLU = replace(VIT, form="gated", act="silu", d_in=2048, width=1024, d_out=2048, bias_in=False)
+ROWS = replace(VIT, form="rows", act="identity", width=192, head=16, bias_in=False, second="none")
+COLS = replace(ROWS, form="cols")
+
+
+def interpret(*options: str) -> None:
+    """Run tests/interpreter_cases.py where triton runs in its interpreter, which is decided at its import."""
+    command = [sys.executable, "-m", "pytest", "tests/interpreter_cases.py", "-q", "-x", *options]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_kernels_equal_the_reference_in_the_interpreter():
+    interpret("-m", "not slow")
+
+
+@pytest.mark.slow
+def test_all_kernels_equal_the_reference_in_the_interpreter():
+    interpret("-m", "slow")
+
+
+def require_good(spec: KernelSpec, arch: int, tokens: int) -> None:
+    """Nothing spills, CTAs share a multiprocessor as the tiles say, tensor cores and asynchronous copies are used."""
+    for kernel in kernels_of(spec, arch, tokens):
+        built = build(kernel, spec.dtype, arch)
+        assert built.spills == 0, built
+        if kernel.tile is None:
+            continue
+        assert built.resident >= kernel.tile.resident, built
+        found = {name for name, count in built.instructions.items() if count}
+        exact = spec.dtype == "fp32" and not spec.tf32
+        assert found & ({"HGMMA", "HMMA"} if arch == 90 else {"HMMA"}) or exact, built
+        assert found & {"UTMALDG", "LDGSTS"}, built
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_kernels_of_a_vit_are_built_as_designed(arch):
+    require_good(VIT, arch, TOKENS)
+    layer1, layer2 = (kernel for kernel in kernels_of(VIT, arch, TOKENS) if kernel.tile)
+    if arch == 90:
+        assert layer1.tile.resident == layer2.tile.resident == 2
+        gathered, bulk = build(layer1, "bf16", 90).instructions, build(layer2, "bf16", 90).instructions
+        assert gathered["LDGSTS"] and gathered["UTMALDG"]  # x through the permutation, weights in bulk
+        assert bulk["UTMALDG"] and not bulk["LDGSTS"]
+
+
+def test_a_k_that_does_not_exist_is_caught_on_the_device():
+    count = kernels_of(VIT, 90, TOKENS)[0]
+    assert "__assertfail" in build(count, "bf16", 90).ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("spec", [PROJECTION, SWIGLU, ROWS, COLS], ids=lambda spec: spec.form)
+def test_every_form_is_built_as_designed(spec, arch):
+    for second in ("shared", "top", "per_k") if spec.second != "none" else ("none",):
+        require_good(replace(spec, second=second), arch, TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_every_row_of_the_table_holds_what_it_says(row):
+    dtype, tf32 = {"16": ("bf16", False), "tf32": ("fp32", True), "fp32": ("fp32", False)}[row.dtype]
+    kinds = {
+        "plain": (VIT,),
+        "narrow": (PROJECTION,),
+        "gated": (SWIGLU,),
+        "sliced": (ROWS, COLS),
+        "few": (VIT, PROJECTION, SWIGLU),
+    }
+    for spec in (replace(spec, dtype=dtype, tf32=tf32) for spec in kinds[row.kind]):
+        tokens = row.tokens or TOKENS
+        assert choose_tiles(spec, row.arch, tokens) == row.tiles
+        require_good(spec, row.arch, tokens)
+        if row.dtype == "16":
+            require_good(replace(spec, dtype="fp16"), row.arch, tokens)
+
+
+def test_old_triton_never_feeds_wgmma_from_gathered_rows():
+    """Before 3.7 nothing orders cp.async before wgmma: rows are permuted first, other pointers are not pipelined."""
+    old = Machine(arch=90, processors=132, fenced=False)
+    assert permutes_rows(VIT, old) and not permutes_rows(VIT, replace(old, fenced=True))
+    tile = choose_tiles(VIT, 90, TOKENS).layer1
+    loads = loads_of(VIT, old, None)
+    assert not loads.gather and loads.a_desc and build_options(VIT, tile, loads, old)["num_stages"] == tile.stages
+    odd = replace(VIT, d_in=771)  # rows that no bulk copy takes
+    for spec, product in ((odd, None), (COLS, products_of(COLS)[0])):
+        loads = loads_of(spec, old, product)
+        assert loads.gather and build_options(spec, tile, loads, old)["num_stages"] == 1
+    assert build_options(odd, tile, loads, replace(old, arch=80))["num_stages"] == tile.stages
+
+
+def test_few_tokens_get_small_tiles_and_are_not_sorted():
+    few, some, many = (choose_tiles(VIT, 90, tokens) for tokens in (20, SOME_TOKENS, SOME_TOKENS + 1))
+    assert (few.sorts, some.sorts) == (False, True)
+    assert few.layer1.m == 32 < some.layer1.m < many.layer1.m
+    assert choose_tiles(replace(VIT, second="per_k"), 90, 20).sorts
+
+
+@pytest.mark.parametrize(
+    ("site", "expected"),
+    [
+        (planned_site(), "mlp 8 -> 4 x 8 -> 8 gelu bf16"),
+        (planned_site(second_layer="shared_top"), "mlp top 8 -> 4 x 8 -> 8 gelu bf16"),
+        (planned_site(second_layer="per_k"), "mlp per_k 8 -> 4 x 8 -> 8 gelu bf16"),
+        (sliced_site(), "rows 8 -> 4 x 2 -> 8 identity bf16"),
+        (sliced_site(role="o"), "cols 8 -> 4 x 2 -> 8 identity bf16"),
+    ],
+)
+def test_a_planned_site_has_the_spec_of_its_calls(site, expected):
+    assert str(spec_of_site(site, "bf16")) == expected
+
+
+def test_acmc_kernels_shows_tiles_and_what_was_built(tmp_path):
+    table = CliRunner().invoke(app, ["kernels"])
+    assert table.exit_code == 0 and all(str(row) in table.stdout for row in TABLE)
+    plan = tmp_path / "plan.json"
+    plan.write_text(plan_of(planned_site("a"), planned_site("b")).to_json())
+    listed = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "90"])
+    assert listed.exit_code == 0 and "not built" in listed.stdout and "2 x mlp 8 -> 4 x 8" in listed.stdout
+    assert CliRunner().invoke(app, ["kernels", str(plan), "--dtype", "bf61"]).exit_code == 2
+    missing = CliRunner().invoke(app, ["kernels", str(tmp_path / "none.json")])
+    assert missing.exit_code == 1 and "acmc plan" in missing.stderr
+
+
+def test_what_kernels_do_not_cover_is_said_in_words():
+    covered = {"act": "gelu", "dtype": torch.bfloat16, "arch": 90}
+    assert not_covered(**covered) is None
+    for changes, words in (
+        ({"arch": 75}, "sm_75"),
+        ({"act": "mul(x, sigmoid(x))"}, "mul"),
+        ({"dtype": torch.float64}, "float64"),
+    ):
+        assert words in not_covered(**covered | changes)
+
+
+def test_another_kernel_may_be_asked_for(monkeypatch, caplog):
+    monkeypatch.setenv("ACM_KERNEL", "reference")
+    with caplog.at_level("INFO", logger="acm_compiler.backend"):
+        assert not take_over()
+    assert "without the Triton kernels" in caplog.text

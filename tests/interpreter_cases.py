@@ -4,13 +4,16 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from acm_compiler.acm.activations import NAMES, resolve
+from acm_compiler.acm.reference import choose_k, utilities
 from acm_compiler.codegen import dispatch, launch
 from acm_compiler.codegen.activation import INTERPRETED
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
+from acm_compiler.codegen.gate import run_gate
 from acm_compiler.codegen.launch import Call, run_call
 from acm_compiler.codegen.spec import spec_of
 from acm_compiler.codegen.stages import Machine
@@ -166,6 +169,46 @@ def test_activations_hold_far_from_zero_too(act, dtype):
     atol = 1e-6 if dtype == torch.float32 else 1e-4
     rtol = 2e-6 if dtype == torch.float32 else 8e-3
     torch.testing.assert_close(y.double(), exact, atol=atol, rtol=rtol)
+
+
+GATES = [
+    (rule, tokens, columns, dtype, gate_dtype)
+    for rule in ("damage", "logits")
+    for tokens, columns, dtype, gate_dtype in (
+        (1, 5, torch.float32, torch.float32),
+        (130, 5, torch.float32, torch.float32),
+        (100, 17, torch.bfloat16, torch.bfloat16),
+        (70, 2, torch.bfloat16, torch.float32),
+    )
+]
+
+
+@pytest.mark.parametrize(("rule", "tokens", "columns", "dtype", "gate_dtype"), GATES)
+@pytest.mark.parametrize("k_min", [0, 1])
+def test_a_gate_chooses_what_the_reference_chooses(rule, tokens, columns, dtype, gate_dtype, k_min):
+    """Another k only where float64 has the two within the rounding of the gate's dtype."""
+    x = torch.randn(tokens, 72).to(dtype)
+    shapes = ((24, 72), (24,), (columns, 24), (columns,))
+    weights = tuple((torch.randn(shape) * shape[-1] ** -0.5).to(gate_dtype) for shape in shapes)
+    knob, cost = torch.tensor(-0.7), 0.6
+    most = columns - 1 + k_min
+    for low, high in ((0, 99), (2, 99), (0, most - 1), (most, most), (99, 1)):
+        k_lo, k_hi = (torch.tensor(max(k_min, min(bound, most)), dtype=torch.int32) for bound in (low, high))
+        k = run_gate(x, weights, (knob, k_lo, k_hi), cost=cost, k_min=k_min, rule=rule, machine=HOPPER)
+        w, b, w2, b2 = (tensor.double() for tensor in weights)
+        score = F.linear(F.gelu(F.linear(x.double(), w, b)), w2, b2)
+        u = utilities(score, knob, torch.arange(k_min, most + 1).double() * cost, rule)
+        expected = choose_k(u, torch.minimum(k_lo, k_hi), k_hi, k_min)
+        lost = (u.gather(1, (expected - k_min).long()[:, None]) - u.gather(1, (k - k_min).long()[:, None])).max()
+        assert k.dtype == torch.int32 and k.min() >= min(k_lo, k_hi) and k.max() <= k_hi
+        assert lost <= 3e-6
+
+
+def test_a_gates_ties_go_to_the_smaller_k():
+    weights = torch.zeros(8, 16), torch.zeros(8), torch.zeros(5, 8), torch.zeros(5)
+    bounds = torch.tensor(0.0), torch.tensor(2, dtype=torch.int32), torch.tensor(5, dtype=torch.int32)
+    k = run_gate(torch.randn(9, 16), weights, bounds, cost=1.0, k_min=1, rule="logits", machine=HOPPER)
+    assert k.tolist() == [2] * 9
 
 
 def test_the_same_call_gives_the_same_bits():

@@ -14,8 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from acm_compiler.cli import app
-from acm_compiler.codegen.ahead import build, kernels_of
+from acm_compiler.codegen.ahead import build, gate_kernel_of, kernels_of
 from acm_compiler.codegen.cuda import not_covered, take_over
+from acm_compiler.codegen.gate import WIDEST, GateSpec
 from acm_compiler.codegen.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.stages import Machine, build_options, loads_of, permutes_rows, products_of
 from acm_compiler.codegen.tiles import SOME_TOKENS, TABLE, choose_tiles
@@ -88,6 +89,29 @@ def test_the_kernels_of_a_vit_are_built_as_designed(arch):
 def test_a_k_that_does_not_exist_is_caught_on_the_device():
     count = kernels_of(VIT, 90, TOKENS)[0]
     assert "__assertfail" in build(count, "bf16", 90).ptx
+
+
+GATE = GateSpec(d_in=768, width=64, columns=5, k_min=0, rule="damage", dtype="bf16", gate_dtype="bf16")
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_gate_is_built_as_designed(arch):
+    built = build(gate_kernel_of(GATE, arch, TOKENS), "bf16", arch)
+    assert built.spills == 0 and built.resident >= 4 and built.instructions["LDGSTS"]
+    assert built.instructions["HGMMA" if arch == 90 else "HMMA"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("width", [16, 128, WIDEST])
+def test_gates_of_every_width_are_built_without_spills(width, arch):
+    for dtype, gate_dtype in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
+        for tokens in (1, TOKENS):
+            spec = replace(GATE, width=width, dtype=dtype, gate_dtype=gate_dtype, rule="logits")
+            built = build(gate_kernel_of(spec, arch, tokens), dtype, arch)
+            assert built.spills == 0, built
+            # fp32 gates stay off wgmma, whose operands in registers old versions of ptxas get wrong
+            assert not (built.instructions["HGMMA"] and gate_dtype == "fp32")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from acm_compiler.codegen.dispatch import count_kernel, place_kernel, slots_of
 from acm_compiler.codegen.few import few1_kernel, few2_kernel
+from acm_compiler.codegen.gate import GateSpec, gate_constants, gate_kernel, gate_options
 from acm_compiler.codegen.layer1 import layer1_kernel
 from acm_compiler.codegen.layer2 import layer2_kernel
 from acm_compiler.codegen.spec import KernelSpec
@@ -36,7 +37,7 @@ from acm_compiler.errors import PackageMissing
 
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")
 _NUMBERS = ("T", "D_IN", "BLOCKS", "stride_x", "stride_a", "stride_w", "stride_r")
-_UNALIGNED = ("T", "BLOCKS")
+_UNALIGNED = ("T", "BLOCKS", "cost", "knob", "k_lo", "k_hi")
 _SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10}
 _REGISTERS = 65536
 _INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
@@ -157,6 +158,20 @@ def _operand(name: str, descriptor: bool, rows: int, columns: int) -> dict[str, 
     return {name: f"tensordesc<{{dtype}}[{rows},{columns}]>"} if descriptor else {}
 
 
+def gate_kernel_of(spec: GateSpec, arch: int, tokens: int) -> Kernel:
+    """The kernel that a gate of that many tokens starts on that architecture."""
+    constants = gate_constants(spec, tokens, interpret=False)
+    gate = f"*{spec.gate_dtype}"
+    return Kernel(
+        name="gate",
+        function=gate_kernel,
+        constants=constants,
+        options=gate_options(Machine(arch=arch, processors=1), constants),
+        operands={name: gate for name in ("w_inner", "b_inner", "w_outer", "b_outer")}
+        | {"knob": "*fp32", "k_lo": "*i32", "k_hi": "*i32", "k_out": "*i32", "cost": "fp32"},
+    )
+
+
 def build(kernel: Kernel, dtype: str, arch: int) -> Built:
     """Compile one kernel, for operands whose addresses and row strides are multiples of 16."""
     names = kernel.function.arg_names
@@ -164,7 +179,7 @@ def build(kernel: Kernel, dtype: str, arch: int) -> Built:
     aligned = [
         index
         for index, name in enumerate(names)
-        if name not in kernel.constants and name not in _UNALIGNED and "tensordesc" not in signature[name]
+        if signature[name] != "constexpr" and name not in _UNALIGNED and "tensordesc" not in signature[name]
     ]
     source = ASTSource(
         kernel.function,

@@ -1,0 +1,163 @@
+"""The gate in one kernel: linear, GELU, linear, utilities, choice; k of every token and nothing else is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from acm_compiler.codegen.activation import INTERPRETED, gelu
+from acm_compiler.codegen.spec import DTYPES
+from acm_compiler.codegen.stages import Machine
+
+WIDEST = 256
+"""Columns of the gate's first product that one program holds; wider gates are not for this kernel."""
+_NARROWEST = 16  # of a matrix product
+_LARGE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSpec:
+    """One gate as its kernel sees it: dtype of the tokens and of the gate itself, sizes, rule."""
+
+    d_in: int
+    width: int
+    columns: int
+    k_min: int
+    rule: str
+    dtype: str
+    gate_dtype: str
+
+
+@triton.jit
+def _utility(score, k, knob, cost, RULE: tl.constexpr):
+    """The utility of every choice, as the reference's `utilities` has it."""
+    price = k.to(tl.float32) * cost
+    if RULE == "damage":
+        other = knob + tl.log(price)
+        return -(tl.maximum(score, other) + tl.log(1.0 + tl.exp(-tl.abs(score - other))))
+    else:
+        return score - knob * price
+
+
+@triton.jit(do_not_specialize=["T", "cost"])
+def gate_kernel(
+    k_out, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, T, D_IN, stride_x, cost,
+    G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """k_out [T]; w_inner [G, D_IN], w_outer [C, G]; knob fp32, k_lo and k_hi int32 scalars in memory."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    inner = tl.arange(0, GP)
+    outer = tl.arange(0, CP)
+    steps = tl.arange(0, BK)
+    x_at = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * stride_x + steps[None, :]
+    w_at = w_inner + tl.minimum(inner, G - 1)[None, :] * D_IN + steps[:, None]
+    acc = tl.zeros((BM, GP), tl.float32)
+    for k in range(0, D_IN, BK):
+        if EVEN:
+            a = tl.load(x_at + k)
+            b = tl.load(w_at + k)
+        else:
+            a = tl.load(x_at + k, mask=(k + steps < D_IN)[None, :], other=0.0)
+            b = tl.load(w_at + k, mask=(k + steps < D_IN)[:, None], other=0.0)
+        if INTERPRET:  # the interpreter's dot takes bf16 for its bit pattern
+            acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
+    acc += tl.load(b_inner + inner, mask=inner < G, other=0.0).to(tl.float32)[None, :]
+    h = gelu(acc, False, INTERPRET)
+    real = (inner < G)[:, None] & (outer < C)[None, :]
+    w = tl.load(w_outer + outer[None, :] * G + inner[:, None], mask=real, other=0.0)
+    score = tl.dot(h, w.to(tl.float32), input_precision="ieee")
+    score += tl.load(b_outer + outer, mask=outer < C, other=0.0).to(tl.float32)[None, :]
+    choice = (outer + K_MIN)[None, :]
+    high = tl.load(k_hi)
+    low = tl.minimum(tl.load(k_lo), high)
+    allowed = (choice >= low) & (choice <= high) & (outer < C)[None, :]
+    u = tl.where(allowed, _utility(score, choice, tl.load(knob), cost, RULE), float("-inf"))
+    tl.store(k_out + rows, tl.argmax(u, 1).to(tl.int32) + K_MIN, mask=rows < T)
+
+
+def gate_spec_of(x_TD: Tensor, w_inner: Tensor, w_outer: Tensor, *, k_min: int, rule: str) -> GateSpec:
+    """The spec of a call; both dtypes must be among DTYPES."""
+    return GateSpec(
+        d_in=x_TD.shape[1],
+        width=w_inner.shape[0],
+        columns=w_outer.shape[0],
+        k_min=k_min,
+        rule=rule,
+        dtype=DTYPES[x_TD.dtype],
+        gate_dtype=DTYPES[w_inner.dtype],
+    )
+
+
+def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `gate_kernel`; fp32 gates multiply in three tf32 parts, which keeps fp32's digits."""
+    width = max(_NARROWEST, triton.next_power_of_2(spec.width))
+    exact = "fp32" in (spec.dtype, spec.gate_dtype)
+    step = 64 // (2 if exact else 1) // (2 if width > _LARGE else 1)
+    # fp32 gates take 32 rows: their three-part products stay off wgmma, whose register operands old ptxas gets wrong
+    rows = 32 if exact or width > _LARGE // 2 else 64
+    return {
+        "G": spec.width,
+        "C": spec.columns,
+        "K_MIN": spec.k_min,
+        "RULE": spec.rule,
+        "EVEN": spec.d_in % step == 0,
+        "PRECISION": "tf32x3",
+        "INTERPRET": interpret,
+        "GP": width,
+        "CP": max(_NARROWEST, triton.next_power_of_2(spec.columns)),
+        "BM": min(rows, max(_NARROWEST, triton.next_power_of_2(tokens))),
+        "BK": step,
+    }
+
+
+def gate_options(machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
+    """Warps and pipeline stages (see Machine for `fenced`)."""
+    unsafe = machine.bulk_copies and not machine.fenced and constants["BM"] >= 64
+    return {"num_warps": 4, "num_stages": 1 if unsafe else 3}
+
+
+def run_gate(
+    x_TD: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    choices: tuple[Tensor, Tensor, Tensor],
+    *,
+    cost: float,
+    k_min: int,
+    rule: Literal["logits", "damage"],
+    machine: Machine,
+) -> Tensor:
+    """k of every token, int32 [T], as `acm::gate` gives it; scores are kept in fp32 throughout."""
+    tokens = x_TD.shape[0]
+    k_T = torch.empty(tokens, dtype=torch.int32, device=x_TD.device)
+    if not tokens:
+        return k_T
+    x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
+    w_inner, b_inner, w_outer, b_outer = (tensor.contiguous() for tensor in weights)
+    constants = gate_constants(
+        gate_spec_of(x_TD, w_inner, w_outer, k_min=k_min, rule=rule), tokens, interpret=INTERPRETED
+    )
+    gate_kernel[(triton.cdiv(tokens, constants["BM"]),)](
+        k_T,
+        x_TD,
+        w_inner,
+        b_inner,
+        w_outer,
+        b_outer,
+        *choices,
+        tokens,
+        x_TD.shape[1],
+        x_TD.stride(0),
+        cost,
+        **constants,
+        **gate_options(machine, constants),
+    )
+    return k_T

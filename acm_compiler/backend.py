@@ -84,7 +84,10 @@ def choose_implementation(call: Call) -> tuple[str, str | None]:
     if call.device == "cpu":
         reason = cpu.not_covered(form=call.form, act=call.act, dtype=call.dtype)
         return ("cpu", None) if reason is None else ("reference", reason)
-    return "triton", None
+    from acm_compiler.codegen import cuda
+
+    reason = cuda.not_covered(act=call.act, dtype=call.dtype, arch=cuda.current_machine().arch)
+    return ("triton", None) if reason is None else ("reference", reason)
 
 
 def split_options(options: dict[str, Any], inductors: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:

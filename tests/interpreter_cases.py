@@ -18,7 +18,7 @@ from acm_compiler.codegen.launch import Call, run_call
 from acm_compiler.codegen.spec import spec_of
 from acm_compiler.codegen.stages import Machine
 from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
-from tests.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, require_answer, to
+from tests.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 
 HOPPER = Machine(arch=90, processors=3)
 AMPERE = Machine(arch=80, processors=3)
@@ -32,13 +32,7 @@ assert INTERPRETED
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Memory that is not initialised holds NaN, or an index that no buffer has."""
-    empty, new_empty = torch.empty, torch.Tensor.new_empty
-
-    def poison(tensor):
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 1 << 30)
-
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+    poison_memory(monkeypatch)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -118,6 +118,17 @@ def to(weights: Weights, *args) -> Weights:
     return replace(weights, **{name: value.to(*args) for name, value in fields.items() if torch.is_tensor(value)})
 
 
+def poison_memory(monkeypatch) -> None:
+    """New memory holds NaN, or an index that no buffer has, wherever it is not initialised."""
+    empty, new_empty = torch.empty, Tensor.new_empty
+
+    def poison(tensor: Tensor) -> Tensor:
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 1 << 30)
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: poison(empty(*args, **options)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *args, **options: poison(new_empty(*args, **options)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """A case's tensors, rounded to its dtype, and the answer in float64."""

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from acm_compiler.cli import app
 from acm_compiler.codegen.ahead import build, gate_kernel_of, kernels_of
-from acm_compiler.codegen.cuda import not_covered, take_over
+from acm_compiler.codegen.cuda import gate_not_covered, not_covered, take_over
 from acm_compiler.codegen.gate import WIDEST, GateSpec
 from acm_compiler.codegen.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.stages import Machine, build_options, loads_of, permutes_rows, products_of
@@ -197,6 +197,10 @@ def test_what_kernels_do_not_cover_is_said_in_words():
         ({"dtype": torch.float64}, "float64"),
     ):
         assert words in not_covered(**covered | changes)
+    gate = {"dtypes": (torch.bfloat16, torch.float32), "width": 64, "arch": 80}
+    assert gate_not_covered(**gate) is None
+    assert "256" in gate_not_covered(**gate | {"width": 300})
+    assert "float64" in gate_not_covered(**gate | {"dtypes": (torch.bfloat16, torch.float64)})
 
 
 def test_another_kernel_may_be_asked_for(monkeypatch, caplog):

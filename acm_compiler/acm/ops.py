@@ -55,7 +55,7 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
 
 def gate_is_operator(x_TD: Tensor) -> bool:
     """Whether `run_gate` is there for this call; elsewhere a gate stays plain torch, which compilers fuse."""
-    return x_TD.device.type == "cpu" and (torch.compiler.is_compiling() or not observed())
+    return x_TD.device.type in _KERNELS and (torch.compiler.is_compiling() or not observed())
 
 
 def run_gate(

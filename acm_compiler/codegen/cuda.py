@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acm_compiler import env
 from acm_compiler.acm.activations import NAMES
-from acm_compiler.acm.ops import LIBRARY, REFERENCE
+from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
 from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.spec import DTYPES
@@ -38,6 +38,7 @@ def take_over() -> bool:
         _LOG.info("ACMs run on plain torch operations, not on the Triton kernels: Triton is not installed")
         return False
     torch.library.impl("acm::learners", "CUDA", _checked if env.check() else learners, lib=LIBRARY)
+    torch.library.impl("acm::gate", "CUDA", gate, lib=LIBRARY)
     return True
 
 
@@ -58,6 +59,18 @@ def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
     return run(x, k, weights, residual=residual[0] if residual else None, machine=machine)
 
 
+def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
+    """The gate's operator: k of every token."""
+    machine = machine_of(x.device)
+    reason = gate_not_covered(dtypes=(x.dtype, tensors[0].dtype), width=tensors[0].shape[0], arch=machine.arch)
+    if reason is not None:
+        _say_once(reason)
+        return GATE_REFERENCE(x, *tensors, cost=cost, k_min=k_min, rule=rule)
+    from acm_compiler.codegen.gate import run_gate  # imports triton
+
+    return run_gate(x, tensors[:4], tensors[4:], cost=cost, k_min=k_min, rule=rule, machine=machine)
+
+
 def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     """The kernels' answer after it was compared with the reference's (ACM_CHECK=1)."""
     y = learners(x, k, *tensors, form=form, act=act)
@@ -67,10 +80,23 @@ def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
 
 def not_covered(*, act: str, dtype: torch.dtype, arch: int) -> str | None:
     """Why such an ACM is handed to the reference, None when the kernels run it."""
-    if arch < OLDEST:
-        return f"the GPU is sm_{arch}, the Triton kernels need sm_{OLDEST}"
     if act not in NAMES:
         return f"activation {act} is none of the Triton kernels'"
+    return _machine_lacks(dtype, arch)
+
+
+def gate_not_covered(*, dtypes: tuple[torch.dtype, ...], width: int, arch: int) -> str | None:
+    """Why such a gate is handed to the reference, None when the kernel runs it."""
+    from acm_compiler.codegen.gate import WIDEST  # imports triton
+
+    if width > WIDEST:
+        return f"the Triton kernel holds gates of up to {WIDEST} columns, not {width}"
+    return next((reason for dtype in dtypes if (reason := _machine_lacks(dtype, arch))), None)
+
+
+def _machine_lacks(dtype: torch.dtype, arch: int) -> str | None:
+    if arch < OLDEST:
+        return f"the GPU is sm_{arch}, the Triton kernels need sm_{OLDEST}"
     if dtype not in DTYPES:
         return f"the Triton kernels know float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     return None
@@ -78,7 +104,7 @@ def not_covered(*, act: str, dtype: torch.dtype, arch: int) -> str | None:
 
 @lru_cache
 def _say_once(reason: str) -> None:
-    _LOG.info("an ACM runs on plain torch operations: %s", reason)
+    _LOG.info("an ACM, or its gate, runs on plain torch operations: %s", reason)
 
 
 @lru_cache
@@ -89,3 +115,8 @@ def machine_of(device: torch.device) -> Machine:
     major, minor = torch.cuda.get_device_capability(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Machine(arch=10 * major + minor, processors=processors, fenced=puts_fences())
+
+
+def current_machine() -> Machine:
+    """The device that new CUDA tensors go to."""
+    return machine_of(torch.device("cuda", torch.cuda.current_device()))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -127,15 +128,18 @@ def gate_options(machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
 
 def run_gate(
     x_TD: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
-    choices: tuple[Tensor, Tensor, Tensor],
+    weights: Sequence[Tensor],
+    choices: Sequence[Tensor],
     *,
     cost: float,
     k_min: int,
-    rule: Literal["logits", "damage"],
+    rule: str,
     machine: Machine,
 ) -> Tensor:
-    """k of every token, int32 [T], as `acm::gate` gives it; scores are kept in fp32 throughout."""
+    """k of every token, int32 [T], as `acm::gate` gives it; scores are kept in fp32 throughout.
+
+    weights: of the two linears, weight and bias each; choices: knob, k_lo and k_hi, scalars in memory.
+    """
     tokens = x_TD.shape[0]
     k_T = torch.empty(tokens, dtype=torch.int32, device=x_TD.device)
     if not tokens:

@@ -4,7 +4,7 @@ before:  h_q = linear(x, w_q, b_q); h_k = linear(x, w_k, b_k); h_v = linear(x, w
 after:   h_q, h_k, h_v = split(linear(x, cat(w_q, w_k, w_v), cat(b_q, b_k, b_v)))
 
 The tokens are read once instead of three times. Only for gates that are plain torch: where the gate is an operator
-of its own (on CPUs) there is nothing to share.
+of its own there is nothing to share.
 """
 
 from __future__ import annotations

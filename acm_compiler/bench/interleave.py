@@ -1,4 +1,8 @@
-"""Times of several calls, taken in turns so that whatever else the machine does hits all of them alike."""
+"""Times of several calls, taken in turns so that whatever else the machine does hits all of them alike.
+
+With one thread the clock is the processor time of this process, which leaves out what other processes take; with
+several it is the wall clock.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import torch
 
 Call = Callable[[], object]
 _LEAST_S = 0.005
@@ -46,11 +52,17 @@ def interleave(calls: Mapping[str, Call], *, base: str, rounds: int = 11, warmup
     return {name: _summary(times[name] or [before], ratios[name]) for name in calls}
 
 
+def clock() -> tuple[str, Callable[[], float]]:
+    """The clock's name and the clock."""
+    return ("processor time", time.process_time) if torch.get_num_threads() == 1 else ("wall time", time.perf_counter)
+
+
 def _seconds(call: Call, repeats: int) -> float:
-    start = time.perf_counter()
+    _, now = clock()
+    start = now()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) / repeats
+    return (now() - start) / repeats
 
 
 def _summary(times: list[float], ratios: list[float]) -> Timing:

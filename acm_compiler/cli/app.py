@@ -12,7 +12,7 @@ import typer
 from acm_compiler.cli.errors import ErrorBoundary
 
 # in the order of --help; each module's `register(app)` adds its verb, and imports what is heavy inside it
-VERBS = ("plan", "rewrite", "eval", "report", "kernels", "recipes", "validate", "schema", "doctor")
+VERBS = ("plan", "rewrite", "eval", "bench", "report", "explain", "kernels", "recipes", "validate", "schema", "doctor")
 
 app = typer.Typer(
     name="acmc",

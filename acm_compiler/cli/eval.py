@@ -46,7 +46,7 @@ def evaluate(
 
     output = Output(json=json)
     run = open_saved_run(directory, allow_code=allow_code)
-    asked = None if budgets is None else _parse(budgets)
+    asked = None if budgets is None else parse_budgets(budgets)
     found = measure(run, output, budgets=asked, examples=examples, batch=batch)
     keep(run.directory, found, output)
     output.say(evaluation_table(found))
@@ -92,7 +92,7 @@ def keep(directory: Path, found: Evaluation, output: Output) -> None:
         output.warn(str(error))
 
 
-def _parse(text: str) -> list[float | str]:
+def parse_budgets(text: str) -> list[float | str]:
     """Budgets by commas: shares, or texts as `acm.set_budget` takes them."""
     from acm_compiler.errors import UsageError
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+    from acm_compiler.inputs import Inputs
     from acm_compiler.recipe import Recipe
     from acm_compiler.recipe.datasets import DataConfig
     from acm_compiler.tasks import Task
@@ -53,6 +54,20 @@ class SavedRun:
         recipe = expand_paths(self.recipe)
         config: DataConfig = recipe.data.eval  # type: ignore[union-attr]
         return open_dataset(config, image_size=recipe.image_size(config))
+
+    def inputs(self, count: int) -> Inputs:
+        """The model's inputs for the first `count` evaluation examples, in the model's precision and on its device.
+
+        UsageError when the recipe names no task or data, or the data has fewer examples.
+        """
+        from acm_compiler.data import BatchStream
+        from acm_compiler.sources.examples import fit_to
+
+        data = self.data()
+        if len(data) < count:  # type: ignore[arg-type]
+            raise UsageError("more examples than the data has", found=count, expected=f"at most {len(data)}")  # type: ignore[arg-type]
+        batch = next(BatchStream(dataset=data, batch=count).epoch())
+        return fit_to(self.model, self.task().inputs(batch))
 
 
 _FIX = "evaluate from Python: acm_compiler.evaluate.evaluate(model, batches, task, budgets=[0.25, 0.5])"

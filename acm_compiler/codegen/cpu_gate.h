@@ -26,12 +26,12 @@ namespace {
 
 struct GateCall {
   static constexpr int64_t kRows = 8;  // tokens that share every load of a weight
-  int64_t d_in, width, padded, choices, k_min, k_lo, k_hi;
+  int64_t d_in, width, padded, choices, padded_choices, k_min, k_lo, k_hi;
   bool damage;
   float knob;
   std::vector<float> w_inner;  // [D, G], rows padded with zeros to whole vectors
-  std::vector<float> b_inner, w_outer, b_outer;  // [G], [G, C], [C]
-  std::vector<float> cost;                       // c_k of the choices; for damages knob + log c_k
+  std::vector<float> b_inner, w_outer, b_outer;  // [G], [G, C], [C], padded too
+  std::vector<float> cost;                       // c_k of the choices times the knob; for damages knob + log c_k
 
   // h[rows, G] = gelu(w_inner x + b_inner) for up to kRows tokens
   void inner(const float* x, int64_t stride, int64_t rows, float* h) const {
@@ -45,37 +45,49 @@ struct GateCall {
         for (int64_t r = 0; r < kRows; r++) sums[r] = at::vec::fmadd(Vec(row[r][d]), w, sums[r]);
       }
       with_act(Act::gelu, [&](const auto& f) {
-        for (int64_t r = 0; r < rows; r++) f(sums[r]).store(h + r * padded + g);
+        for (int64_t r = 0; r < kRows; r++) f(sums[r]).store(h + r * padded + g);  // a fixed count: sums stay in registers
       });
     }
   }
 
-  float utility(float score, int64_t c) const {
-    if (!damage) return score - cost[c];
-    const float high = std::max(score, cost[c]), low = std::min(score, cost[c]);
-    if (std::isnan(score) || std::isinf(high)) return -(std::isnan(score) ? score : high);
-    return -(high + std::log1p(std::exp(low - high)));
-  }
-
   // argmax of the utilities over the allowed choices, ties to the smaller k; a NaN wins, as in torch
   int32_t choose(const float* h, float* scores) const {
-    std::copy(b_outer.begin(), b_outer.end(), scores);
-    for (int64_t g = 0; g < width; g++)
-      for (int64_t c = 0; c < choices; c++) scores[c] += h[g] * w_outer[g * choices + c];
+    for (int64_t c = 0; c < padded_choices; c += Vec::size()) {
+      Vec sum = Vec::loadu(b_outer.data() + c);
+      for (int64_t g = 0; g < width; g++)
+        sum = at::vec::fmadd(Vec(h[g]), Vec::loadu(w_outer.data() + g * padded_choices + c), sum);
+      sum.store(scores + c);
+    }
+    const int64_t first = std::max<int64_t>(0, k_lo - k_min), stop = std::min(choices, k_hi - k_min + 1);
+    for (int64_t c = first; c < stop; c++)
+      if (std::isnan(scores[c])) return k_min + c;
+    if (damage) weigh_damages(first, stop, scores);
+    else for (int64_t c = first; c < stop; c++) scores[c] -= cost[c];
     int64_t best = 0;
     float most = -std::numeric_limits<float>::infinity();
-    for (int64_t c = std::max<int64_t>(0, k_lo - k_min); c < std::min(choices, k_hi - k_min + 1); c++) {
-      const float u = utility(scores[c], c);
-      if (std::isnan(u)) return k_min + c;
-      if (u > most) most = u, best = c;
-    }
+    for (int64_t c = first; c < stop; c++)
+      if (scores[c] > most) most = scores[c], best = c;
     return k_min + best;
+  }
+
+  // scores o -> something of the order of -logaddexp(o, t), t = knob + log c_k: -(exp(o - m) + exp(t - m)), m the least
+  // of max(o, t). What wins is at most log 2 above m, so nothing that matters leaves the range of exp.
+  void weigh_damages(int64_t first, int64_t stop, float* scores) const {
+    float m = std::numeric_limits<float>::infinity();
+    for (int64_t c = first; c < stop; c++) m = std::min(m, std::max(scores[c], cost[c]));
+    if (std::isinf(m)) {  // a damage of nothing, or nothing but infinite damages
+      for (int64_t c = first; c < stop; c++) scores[c] = -std::max(scores[c], cost[c]);
+      return;
+    }
+    const auto above = [=](const Vec& v) { return at::vec::clamp(v - Vec(m), Vec(-80.f), Vec(2.f)).exp_u20(); };
+    for (int64_t c = 0; c < padded_choices; c += Vec::size())
+      (above(Vec::loadu(scores + c)) + above(Vec::loadu(cost.data() + c))).neg().store(scores + c);
   }
 
   template <typename T>
   void run(const T* x, int64_t stride, int64_t tokens, int32_t* k) const {
     at::parallel_for(0, tokens, 64, [&](int64_t first, int64_t stop) {
-      std::vector<float> rows_x(std::is_same_v<T, float> ? 0 : kRows * d_in), h(kRows * padded), scores(choices);
+      std::vector<float> rows_x(std::is_same_v<T, float> ? 0 : kRows * d_in), h(kRows * padded), scores(padded_choices);
       for (int64_t t = first; t < stop; t += kRows) {
         const int64_t rows = std::min(kRows, stop - t);
         if constexpr (std::is_same_v<T, float>) {
@@ -120,11 +132,13 @@ inline at::Tensor gate(const at::Tensor& x, const at::Tensor& w_inner, const at:
   call.k_hi = k_hi.item<int32_t>(), call.k_lo = std::min<int64_t>(k_lo.item<int32_t>(), call.k_hi);
   call.damage = rule == "damage", call.knob = knob.item<float>();
   call.w_inner = transposed(w_inner, call.padded), call.b_inner = transposed(b_inner, call.padded);
-  call.w_outer = transposed(w_outer, call.choices), call.b_outer = transposed(b_outer, call.choices);
+  call.padded_choices = (call.choices + Vec::size() - 1) / Vec::size() * Vec::size();
+  call.w_outer = transposed(w_outer, call.padded_choices), call.b_outer = transposed(b_outer, call.padded_choices);
   for (int64_t c = 0; c < call.choices; c++) {
     const float cost_c = static_cast<float>(static_cast<double>(k_min + c) * cost);
     call.cost.push_back(call.damage ? call.knob + std::log(cost_c) : call.knob * cost_c);
   }
+  call.cost.resize(call.padded_choices, 0.f);
   const at::Tensor xs = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
   at::Tensor k = at::empty({x.size(0)}, x.options().dtype(at::kInt));
   int32_t* out = k.mutable_data_ptr<int32_t>();

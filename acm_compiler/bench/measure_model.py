@@ -1,0 +1,188 @@
+"""A converted model against the dense one: time and MACs per budget and batch size, once its answers were checked."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.bench.interleave import Timing, interleave
+from acm_compiler.control import set_budget, set_k
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.errors import VerificationFailed
+from acm_compiler.inputs import Inputs, call_model
+from acm_compiler.usage import record
+
+BASE = "dense inductor"
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest relative norm of the difference between compiled and eager answers of a whole model, k given."""
+
+Answer = Callable[[Any], Tensor]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One contender at one batch size; `ratio` is its time over dense Inductor's, `mac_ratio` its MACs over the dense
+    model's, `error` the relative difference of its answers from the eager model's at that budget."""
+
+    batch: int
+    budget: float | None
+    contender: str
+    time_ms: float
+    ratio: float
+    ratio_q1: float
+    ratio_q3: float
+    mac_ratio: float
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """Who takes part: the dense and the converted model, each as it is and compiled with the same settings."""
+
+    dense: nn.Module
+    converted: nn.Module
+    dense_compiled: Any
+    compiled: Any
+    quantized: nn.Module | None
+    answer: Answer
+
+    @staticmethod
+    def of(dense: nn.Module, converted: nn.Module, answer: Answer) -> Contest:
+        """The contest between two models in eval mode; nothing is compiled before the first call."""
+        return Contest(
+            dense=dense.eval(),
+            converted=converted.eval(),
+            dense_compiled=torch.compile(dense, backend="inductor", dynamic=True),
+            compiled=torch.compile(converted, backend="acm", dynamic=True),
+            quantized=_int8(dense),
+            answer=answer,
+        )
+
+
+def check_answers(contest: Contest, inputs: Inputs) -> float:
+    """The largest relative error of the compiled converted model against the eager one, over every k.
+
+    VerificationFailed, naming the k, when it exceeds the tolerance of the answers' type.
+    """
+    largest = max(acm.count for acm in sites(contest.converted).values())
+    worst = 0.0
+    with torch.no_grad():
+        for k in range(largest + 1):
+            set_k(contest.converted, k)
+            error = _error(contest, inputs)
+            limit = TOLERANCE[next(contest.converted.parameters()).dtype]
+            if not error <= limit:
+                raise VerificationFailed(
+                    "the compiled model answers otherwise than the eager one",
+                    where=f"k = {k}",
+                    found=f"relative error {error:.1e}",
+                    expected=f"at most {limit:.0e}",
+                    fix="ACM_CHECK=1 names the first site that differs",
+                )
+            worst = max(worst, error)
+    set_k(contest.converted, None)
+    return worst
+
+
+def measure_model(
+    contest: Contest,
+    batches: Iterable[tuple[int, Inputs]],
+    *,
+    budgets: Sequence[float],
+    rounds: int = 11,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """One row per contender, batch size and budget; the dense ones stand in the first budget's run.
+
+    batches: (batch size, inputs). The budget of the converted model is left as the last one measured.
+    """
+    rows = []
+    with torch.no_grad():
+        for batch, inputs in batches:
+            for place, budget in enumerate(budgets):
+                set_budget(contest.converted, budget)
+                if progress is not None:
+                    progress(f"batch {batch}, budget {budget:g}")
+                rows += _measure(contest, inputs, batch=batch, budget=budget, with_dense=place == 0, rounds=rounds)
+    return rows
+
+
+def break_even(rows: Sequence[Row], budget: float) -> int | None:
+    """The smallest measured batch from which on the compiled converted model is faster than dense Inductor."""
+    found = None
+    ours = [row for row in rows if row.contender == "acm compiled" and row.budget == budget]
+    for row in sorted(ours, key=lambda row: -row.batch):
+        if row.ratio >= 1:
+            break
+        found = row.batch
+    return found
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as plain data."""
+    return [asdict(row) for row in rows]
+
+
+def _measure(
+    contest: Contest, inputs: Inputs, *, batch: int, budget: float, with_dense: bool, rounds: int
+) -> list[Row]:
+    contenders: dict[str, Any] = {BASE: contest.dense_compiled}
+    if with_dense:
+        contenders["dense eager"] = contest.dense
+        if contest.quantized is not None:
+            contenders["dense int8"] = contest.quantized
+    contenders |= {"acm eager": contest.converted, "acm compiled": contest.compiled}
+    calls = {name: _call(model, inputs) for name, model in contenders.items()}
+    share, error = _mac_ratio(contest.converted, inputs), _error(contest, inputs)
+    timings = interleave(calls, base=BASE, rounds=rounds)
+    shown = [name for name in timings if with_dense or name.startswith("acm")]
+    return [_row(name, timings[name], batch, budget, (share, error)) for name in shown]
+
+
+def _row(name: str, timing: Timing, batch: int, budget: float, facts: tuple[float, float]) -> Row:
+    ours = name.startswith("acm")
+    share, error = facts
+    return Row(
+        batch=batch,
+        budget=budget if ours else None,
+        contender=name,
+        mac_ratio=share if ours else 1.0,
+        error=error if name == "acm compiled" else None,
+        **asdict(timing),
+    )
+
+
+def _call(model: Any, inputs: Inputs) -> Callable[[], object]:
+    return lambda: call_model(model, inputs)
+
+
+def _mac_ratio(model: nn.Module, inputs: Inputs) -> float:
+    """Executed MACs over the dense model's, gates included, on these inputs."""
+    facts = conversion(model).plan.model
+    with record(model) as usage:
+        call_model(model, inputs)
+    return float(usage.macs.mean()) / (facts.dense_macs / facts.batch)
+
+
+def _error(contest: Contest, inputs: Inputs) -> float:
+    """Relative norm of the difference between the compiled and the eager converted model."""
+    eager = contest.answer(call_model(contest.converted, inputs)).double()
+    compiled = contest.answer(call_model(contest.compiled, inputs)).double()
+    return float((compiled - eager).norm() / eager.norm().clamp_min(1e-30))
+
+
+def _int8(dense: nn.Module) -> nn.Module | None:
+    """The dense model with int8 linears (dynamic), what a user might pick instead; None where torch cannot."""
+    quantization = getattr(torch.ao, "quantization", None)
+    if quantization is None or next(dense.parameters()).device.type != "cpu":
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return quantization.quantize_dynamic(copy.deepcopy(dense), {nn.Linear}, dtype=torch.qint8)

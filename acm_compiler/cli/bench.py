@@ -1,0 +1,106 @@
+"""`acmc bench DIR`: measured time of a saved model against the dense one, in one interleaved run."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acm_compiler.cli.eval import CodeOption, parse_budgets
+from acm_compiler.cli.output import JsonOption, Output
+
+if TYPE_CHECKING:
+    from acm_compiler.bench.measure_model import Contest, Row
+    from acm_compiler.cli.saved_run import SavedRun
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("bench", help="Measure a saved model's time against the dense model's.")(bench)
+
+
+def bench(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
+    budgets: Annotated[str, typer.Option(metavar="B,B,…", help="Shares of learner MACs.")] = ".25,.5,.75,1",
+    batches: Annotated[str, typer.Option(metavar="N,N,…", help="Batch sizes.")] = "1,8,64",
+    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Turns that every contender gets.")] = 11,
+    verify: Annotated[bool, typer.Option("--verify", help="Only compare answers, at every k.")] = False,
+    allow_code: CodeOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Check that the compiled model answers as the eager one, then print one row per contender, batch and budget."""
+    from acm_compiler.bench.measure_model import as_json, break_even, check_answers, measure_model
+    from acm_compiler.cli.saved_run import open_saved_run
+
+    output = Output(json=json)
+    sizes = sorted({_whole(part) for part in batches.split(",") if part.strip()})
+    shares = [float(share) for share in _reachable(parse_budgets(budgets))]
+    run = open_saved_run(directory, allow_code=allow_code)
+    contest = _contest(run)
+    output.progress("compiling, and comparing answers at every k")
+    error = check_answers(contest, run.inputs(sizes[-1]))
+    output.say(f"compiled and eager answers agree at every k: largest relative error {error:.1e}")
+    if verify:
+        output.document({**_machine(), "verified": True, "error": error, "rows": []})
+        return
+    inputs = [(size, run.inputs(size)) for size in sizes]
+    rows = measure_model(contest, inputs, budgets=shares, rounds=rounds, progress=output.progress)
+    least = min(shares)
+    even = break_even(rows, least)
+    output.table([_cells(row) for row in rows], headers=_HEADERS)
+    where = f"from batch {even} on" if even is not None else "at none of the batch sizes measured"
+    output.say(f"at budget {least:g} it is faster than dense Inductor {where}")
+    output.document({**_machine(), "rows": as_json(rows), "break_even_budget": least, "break_even_batch": even})
+
+
+_HEADERS = ("batch", "budget", "contender", "ms", "ratio", "q1", "q3", "MAC ratio", "error")
+
+
+def _contest(run: SavedRun) -> Contest:
+    from acm_compiler.bench.measure_model import Contest
+    from acm_compiler.errors import UsageError
+
+    if run.dense is None:
+        raise UsageError("there is no dense model to compare with", where=str(run.directory), found=run.no_dense)
+    return Contest.of(run.dense, run.model, run.task().answer)
+
+
+def _cells(row: Row) -> list[str]:
+    budget = "" if row.budget is None else f"{row.budget:g}"
+    error = "" if row.error is None else f"{row.error:.1e}"
+    ratios = [f"{value:.3f}" for value in (row.ratio, row.ratio_q1, row.ratio_q3, row.mac_ratio)]
+    return [str(row.batch), budget, row.contender, f"{row.time_ms:.3f}", *ratios, error]
+
+
+def _machine() -> dict[str, Any]:
+    """What the numbers were measured with."""
+    import torch
+
+    from acm_compiler.bench.interleave import clock
+    from acm_compiler.recipe.resolved import installed_version
+
+    names = ("torch", "acm_compiler")
+    return {
+        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in names}},
+        "device": f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "clock": clock()[0],
+    }
+
+
+def _whole(text: str) -> int:
+    from acm_compiler.errors import UsageError
+
+    if not text.strip().isdigit() or int(text) < 1:
+        raise UsageError("no batch size", where="--batches", found=repr(text), expected="such as 1,8,64")
+    return int(text)
+
+
+def _reachable(budgets: list[float | str]) -> list[float]:
+    from acm_compiler.errors import UsageError
+
+    shares = [budget for budget in budgets if isinstance(budget, float)]
+    if len(shares) < len(budgets):
+        raise UsageError("budgets here are shares of learner MACs", where="--budgets", expected="such as .25,.5,1")
+    return shares

@@ -1,0 +1,37 @@
+"""`acmc explain DIR`: what the backend makes of every ACM of a saved model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acm_compiler.cli.eval import CodeOption
+from acm_compiler.cli.output import JsonOption, Output
+
+BatchOption = Annotated[int, typer.Option("--batch", min=1, metavar="B", help="Examples in the traced call.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("explain", help="Show what runs each ACM of a saved model when it is compiled, and why.")(explain)
+
+
+def explain(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
+    batch: BatchOption = 2,
+    allow_code: CodeOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Trace the model's call and print one row per site."""
+    from acm_compiler.cli.saved_run import open_saved_run
+    from acm_compiler.explanation import explain
+    from acm_compiler.inputs import split_inputs
+
+    output = Output(json=json)
+    run = open_saved_run(directory, allow_code=allow_code)
+    args, kwargs = split_inputs(run.inputs(batch))
+    found = explain(run.model.eval(), *args, **kwargs)
+    output.say(str(found))
+    output.document({key: value for key, value in found.as_json().items() if key != "schema"})

@@ -1,0 +1,163 @@
+"""Times on a CPU, as ratios to what Inductor makes of the dense model, interleaved in one run.
+
+    python benchmarks/cpu.py sites [--tokens 1576] [--rounds 11]     one MLP and one projection of ViT-B, gate included
+    python benchmarks/cpu.py vit [--batch 8] [--rounds 5]            all of ViT-B, MLPs and q, k, v, o converted
+
+Weights are drawn: time does not depend on their values, only on k. "mixed" lets drawn gates choose, so that tokens of
+one batch run different k; its row gives the share of learner MACs that they chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import warnings
+from collections.abc import Callable
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import acm_compiler as acm
+from acm_compiler.acm import ACM, Gate, Learners
+from acm_compiler.bench.interleave import Timing, clock, interleave
+from acm_compiler.codegen.compare import relative_error
+
+D, HIDDEN, N, HEADS = 768, 3072, 4, 12
+KIND_FORM = {"mlp": "mlp", "projection (svd)": "linear", "projection (rows)": "rows", "projection (cols)": "cols"}
+GATE = {"mlp": 64, "projection (svd)": 8, "projection (rows)": 8, "projection (cols)": 8}
+HEADINGS = ("site", "k/N", "ms", "ratio", "q1", "q3", "error")
+
+
+def main() -> None:
+    """Run the benchmark that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("sites", "vit"))
+    parser.add_argument("--tokens", type=int, default=1576)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=11)
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads,")
+    print(f"{torch.backends.cpu.get_cpu_capability()}, {clock()[0]}, load {os.getloadavg()[0]:.1f}\n")
+    with torch.no_grad():
+        sites(chosen.tokens, chosen.rounds) if chosen.what == "sites" else vit(chosen.batch, chosen.rounds)
+
+
+def sites(tokens: int, rounds: int) -> None:
+    """Every kind of site of ViT-B by itself, at every k."""
+    x = torch.randn(tokens, D)
+    rows = []
+    for kind in KIND_FORM:
+        dense = torch.compile(dense_site(kind))
+        eager = drawn_site(kind)
+        compiled = torch.compile(eager, backend="acm")
+        calls: dict[str, Callable[[], object]] = {"dense": lambda dense=dense: dense(x)}
+        lows = range(eager.k_min, N + 1)
+        for k in lows:
+            calls[f"{k / N:.2f}"] = at_k(eager, compiled, x, k, k)
+        calls["mixed"] = at_k(eager, compiled, x, eager.k_min, N)
+        errors = {name: site_error(eager, x, *bounds) for name, bounds in bounds_of(eager).items()}
+        for name, timing in interleave(calls, base="dense", rounds=rounds).items():
+            shown = f"mixed ({mean_k(eager, x) / N:.2f})" if name == "mixed" else name
+            rows.append([kind, shown, *cells(timing), f"{errors[name]:.1e}" if name in errors else ""])
+    print(tabulate(rows, headers=HEADINGS, tablefmt="github", disable_numparse=True))
+
+
+def dense_site(kind: str) -> nn.Module:
+    """What the site was before."""
+    return nn.Sequential(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)) if kind == "mlp" else nn.Linear(D, D)
+
+
+def drawn_site(kind: str) -> ACM:
+    """An ACM with drawn weights, whose gate spreads tokens over all k."""
+    form, k_min = KIND_FORM[kind], 0 if kind == "mlp" else 1
+    width = HIDDEN // N if kind == "mlp" else D // 2 // N if form == "linear" else D // N
+    learners = Learners(
+        D,
+        D,
+        N,
+        width,
+        form=form,
+        act="gelu" if kind == "mlp" else "identity",
+        bias_in=kind == "mlp",
+        heads=HEADS if form in ("rows", "cols") else 1,
+    )
+    learners.start_random()
+    gate = Gate(D, GATE[kind], N - k_min + 1)
+    gate.outer.weight.mul_(30)
+    return ACM(gate, learners, name=kind, k_min=k_min, layout=None, cost=1.0, dropout=0.0).eval()
+
+
+def at_k(eager: ACM, compiled: nn.Module, x: Tensor, k_lo: int, k_hi: int) -> Callable[[], object]:
+    """A call of the compiled ACM with k between these bounds; setting them is a few microseconds of the time."""
+
+    def call() -> object:
+        eager.k_lo.fill_(k_lo)
+        eager.k_hi.fill_(k_hi)
+        return compiled(x)
+
+    return call
+
+
+def bounds_of(site: ACM) -> dict[str, tuple[int, int]]:
+    """The bounds on k of every row."""
+    return {f"{k / N:.2f}": (k, k) for k in range(site.k_min, N + 1)} | {"mixed": (site.k_min, N)}
+
+
+def site_error(site: ACM, x: Tensor, k_lo: int, k_hi: int) -> float:
+    """Relative norm of the error against the float64 reference with the same k."""
+    from acm_compiler.acm.ops import cast_weights
+    from acm_compiler.acm.reference import run_learners
+
+    site.k_lo.fill_(k_lo)
+    site.k_hi.fill_(k_hi)
+    k = site.choose(x, x.shape[:-1])
+    return relative_error(site(x), run_learners(x.double(), k, cast_weights(site.learners.weights(), torch.float64)))
+
+
+def mean_k(site: ACM, x: Tensor) -> float:
+    """The mean k that the gate chooses by itself."""
+    site.k_lo.fill_(site.k_min)
+    site.k_hi.fill_(N)
+    return float(site.choose(x, x.shape[:-1]).float().mean())
+
+
+def vit(batch: int, rounds: int) -> None:
+    """All of ViT-B/16 with drawn weights; every token at one k, and mixed."""
+    from torchvision.models import vit_b_16
+
+    dense, x = vit_b_16().eval(), torch.randn(batch, 3, 224, 224)
+    plan = acm.plan(dense, x[:1], learners=N, init="random")
+    converted = acm.rewrite(dense, plan).eval()
+    for site in acm.sites(converted).values():
+        site.gate.outer.weight.mul_(30)
+    compiled = torch.compile(converted, backend="acm")
+    base = torch.compile(dense)
+    rows = []
+    for k in (1, 2, 3, 4, None):
+        acm.set_k(converted, k)
+        with acm.record(converted) as usage:
+            expected = converted(x)
+        share = float(usage.macs.mean()) / plan.model.dense_macs
+        error = relative_error(compiled(x), expected)
+        calls = {"dense": lambda: base(x), "acm compiled": lambda: compiled(x)}
+        if k == 2:
+            calls |= {"dense eager": lambda: dense(x), "acm eager": lambda: converted(x)}
+        for name, timing in interleave(calls, base="dense", rounds=rounds, warmup=1).items():
+            if name != "dense" or k == 1:
+                rows.append([name, "mixed" if k is None else k, *cells(timing), f"{share:.3f}", f"{error:.1e}"])
+                print("\t".join(map(str, rows[-1])), flush=True)
+    headings = ("contender", "k", "ms", "ratio", "q1", "q3", "MAC ratio", "compiled to eager")
+    print("\n" + tabulate(rows, headers=headings, tablefmt="github", disable_numparse=True))
+
+
+def cells(timing: Timing) -> list[str]:
+    """A timing as table cells."""
+    return [f"{timing.time_ms:.1f}", *(f"{value:.3f}" for value in (timing.ratio, timing.ratio_q1, timing.ratio_q3))]
+
+
+if __name__ == "__main__":
+    main()

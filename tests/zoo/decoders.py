@@ -112,9 +112,7 @@ MODELS = [
     ),
     Model(
         name="hf Falcon, new architecture",
-        build=text(
-            "FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=2
-        ),
+        build=text("FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=2),
         truth="""
             in transformer.h.#
             qkv self_attention.query_key_value : 32 64

@@ -37,9 +37,7 @@ MODELS = [
     ),
     Model(
         name="hf DeBERTa",
-        build=text(
-            "DebertaModel", pos_att_type=["c2p", "p2c"], relative_attention=True, max_relative_positions=16
-        ),
+        build=text("DebertaModel", pos_att_type=["c2p", "p2c"], relative_attention=True, max_relative_positions=16),
         # pos_proj and pos_q_proj read a table of positions, not the text
         truth="""
             in encoder.layer.#
@@ -175,9 +173,7 @@ MODELS = [
     ),
     Model(
         name="hf MobileBERT",
-        build=text(
-            "MobileBertModel", embedding_size=16, intra_bottleneck_size=16, hidden_size=32, true_hidden_size=16
-        ),
+        build=text("MobileBertModel", embedding_size=16, intra_bottleneck_size=16, hidden_size=32, true_hidden_size=16),
         # what the output projection is added to is another projection of the block's input
         truth="""
             in encoder.layer.#

@@ -59,11 +59,13 @@ def look(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] 
 def torch_macs(model: nn.Module, example_inputs: Inputs) -> int | None:
     """MACs of one forward by torch's FlopCounterMode (FLOPs / 2), None where it cannot run this model."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
+    products = sdpa_kernel(SDPBackend.MATH)  # attention's fused kernel for CPUs is unknown to the counter
     try:
-        with untouched(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), counter:
+        with untouched(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), products, counter:
             call_model(model, example_inputs)
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AssertionError, NotImplementedError) as error:
         _LOG.debug("FlopCounterMode does not run this model: %s", error)

@@ -20,6 +20,21 @@ def cached_ramp(size: int) -> Tensor:
     return torch.arange(size, dtype=torch.float32)
 
 
+def behind_a_cache(function):
+    """A function that asks a cache which only it can reach."""
+    cached = functools.lru_cache(function)
+
+    def ask(size: int) -> Tensor:
+        return cached(size)
+
+    return ask
+
+
+@behind_a_cache
+def hidden_ramp(size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.float32)
+
+
 class Config:
     """Holds settings, as transformers' configs do."""
 
@@ -63,7 +78,7 @@ class Leaving(nn.Module):
             x.sum().item()
         if self.raises:
             raise ValueError("the model's own")
-        return self.block(x + noise + cached_ramp(D)) * mask
+        return self.block(x + noise + cached_ramp(D) + hidden_ramp(D)) * mask
 
 
 def everything(model: nn.Module) -> dict:
@@ -103,7 +118,8 @@ def test_a_model_is_as_it_was_after_its_capture_also_after_an_error(training, re
     states = [torch.get_rng_state(), random.getstate(), list(numpy.random.get_state()[1])]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     _masks.clear()
-    cached_ramp.cache_clear()
+    for cache in (cached_ramp, hidden_ramp.__closure__[0].cell_contents):
+        cache.cache_clear()
     if raises:
         with pytest.raises(CaptureFailed, match="the model's own"):
             capture(model, x)
@@ -114,7 +130,7 @@ def test_a_model_is_as_it_was_after_its_capture_also_after_an_error(training, re
     assert list(before) == list(after)
     assert same(states, [torch.get_rng_state(), random.getstate(), list(numpy.random.get_state()[1])])
     assert torch.equal(x, given) and torch.backends.mha.get_fastpath_enabled() == fast_path
-    assert not any(type(t).__name__ == "FakeTensor" for t in (*_masks.values(), cached_ramp(D)))
+    assert not any(type(t).__name__ == "FakeTensor" for t in (*_masks.values(), cached_ramp(D), hidden_ramp(D)))
     assert list(model.block._forward_hooks) == [handle.id] and not model.block._forward_pre_hooks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import CellType
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from acm_compiler.passes.nested import tensors
 
 _OWN_CACHES = ("torch", "builtins", "typing", "collections", "abc")
 _MISSING = object()
+_EMPTY = CellType()
 
 
 class GlobalCaches:
@@ -25,7 +27,8 @@ class GlobalCaches:
         classes = {cls for cls in classes if cls.__module__.partition(".")[0] not in _OWN_CACHES}
         files = {name: vars(sys.modules[name]) for cls in classes if (name := cls.__module__) in sys.modules}
         kept = [value for space in (*files.values(), *map(vars, classes)) for value in space.values()]
-        self._caches = [(value, value.cache_info()) for value in kept if is_lru_cache(value)]
+        known = [inner for value in kept for inner in (value, *_enclosed(value))]
+        self._caches = [(value, value.cache_info()) for value in known if is_lru_cache(value)]
         dicts = [*files.values(), *(value for value in kept if type(value) is dict)]
         self._dicts = [(value, dict(value)) for value in dicts]
         self._lists = [(value, list(value)) for value in kept if type(value) is list]
@@ -48,6 +51,12 @@ class GlobalCaches:
 def is_lru_cache(value: Any) -> bool:
     """Whether `value` is a function wrapped by `functools.lru_cache` or `cache`."""
     return isinstance(value, functools._lru_cache_wrapper)
+
+
+def _enclosed(function: Any) -> list[Any]:
+    """What a function carries along from where it was defined, as wrappers do."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != _EMPTY]
 
 
 def _holds_fake(value: Any) -> bool:

@@ -80,7 +80,8 @@ def test_a_linear_is_one_however_it_is_written(name):
 
 PROBLEMS = {
     "computed weight": (lambda m, x: F.linear(x, 2 * m.w), "its weight is computed from parameters"),
-    "computed bias": (lambda m, x: F.linear(x, m.w, m.b * 2), "its bias is computed from parameters"),
+    "computed bias of a sum": (lambda m, x: torch.addmm(m.b * 2, x.flatten(0, 1), m.wt), "its bias is computed"),
+    "bias from the input": (lambda m, x: F.linear(x, m.w, x.mean() + m.b), "its bias is computed"),
     "columns": (lambda m, x: F.linear(x[..., :2], m.w[:, :2]), "only some input columns of w are used"),
     "scaled": (lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.wt, beta=0.5), "addmm scales"),
     "one bias for some rows": (lambda m, x: F.linear(x, m.packed[:OUT], m.b), "rows of packed and of b do not match"),
@@ -99,6 +100,11 @@ def test_a_linear_that_no_acm_can_replace_says_why(name):
     function, problem = PROBLEMS[name]
     (linear,) = flow_of(function).linears.values()
     assert linear.ref is None and linear.problem.startswith(problem)
+
+
+def test_a_bias_put_together_from_parameters_stays_the_models_own():
+    (linear,) = flow_of(lambda m, x: F.linear(x, m.w, m.b * 2)).linears.values()
+    assert (linear.ref, linear.problem, linear.own_bias) == (W, None, True)
 
 
 NO_LINEARS = {

@@ -70,6 +70,7 @@ PUBLISHED = {
         wav2vec2.encoder.layers.#.attention.out_proj o identity 32>32 1x78 bypass W
         wav2vec2.encoder.layers.#.feed_forward mlp gelu 32>64>32 1x78 bypass W"""),
     "hf_gpt2": in_blocks("""
+        transformer.h.#.attn.c_attn qkv identity 32>96 1x14 none W
         transformer.h.#.attn.c_proj o identity 32>32 1x14 bypass W
         transformer.h.#.mlp mlp gelu_tanh 32>128>32 1x14 bypass W"""),
     "hf_llama": in_blocks("""
@@ -106,11 +107,7 @@ SKIPPED = {
         "wav2vec2.encoder.pos_conv_embed.conv": "convolution",
         "lm_head": CLASSIFIER,
     },
-    "hf_gpt2": {
-        "transformer.h.0.attn.c_attn": "packed projection (qkv)",
-        "transformer.h.1.attn.c_attn": "packed projection (qkv)",
-        "lm_head": CLASSIFIER,
-    },
+    "hf_gpt2": {"lm_head": CLASSIFIER},
     "hf_llama": {"lm_head": CLASSIFIER},
 }
 
@@ -129,7 +126,11 @@ ATTENTION = """
         blocks.{0}.v v identity 16>16 1x10 none W
         blocks.{0}.o o identity 16>16 1x10 {1} W"""
 USERS = {
-    "fused qkv": (lambda: Stack(models.FusedQkv()), "blocks.0.o o identity 16>16 1x10 bypass W"),
+    "fused qkv": (
+        lambda: Stack(models.FusedQkv()),
+        """blocks.0.qkv qkv identity 16>48 1x10 none W
+        blocks.0.o o identity 16>16 1x10 bypass W""",
+    ),
     "einsum over bare weights": (
         lambda: Stack(models.Einsum()),
         """blocks.0.wq_q q identity 16>16 1x10 none R

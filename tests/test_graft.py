@@ -284,6 +284,43 @@ def test_rows_that_are_no_sites_stay_dense_and_trainable():
     assert torch.equal(acm.revert(copied).blocks[0].weight, model.blocks[0].weight)
 
 
+class OwnBias(nn.Module):
+    """qkv as a function of its weight and of a bias made of three; the other projection is called by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.o = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        bias = torch.cat([self.q_bias + self.qkv.bias[:WIDTH], torch.zeros(WIDTH), self.v_bias])
+        qkv = F.linear(self.norm(x), self.qkv.weight, bias)
+        q, k, v = (models.heads(qkv[..., i : i + WIDTH]) for i in (0, WIDTH, 2 * WIDTH))
+        return x + self.o(input=models.merged(F.scaled_dot_product_attention(q, k, v)))
+
+
+def test_a_bias_that_the_model_computes_is_added_to_what_the_acm_gives_and_learns():
+    model, x, copied = rewritten(stacked(OwnBias()))
+    sites = conversion(copied).plan.sites
+    assert [(site.name, site.graft.kind) for site in sites] == [
+        ("blocks.0.qkv.weight_qkv", "R"),
+        ("blocks.0.o.weight_o", "R"),
+    ]
+    assert sites[0].first[0].bias is None
+    assert_close(answer(copied, x), answer(model, x))
+    answer(copied, x).square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in (copied.blocks[0].q_bias, copied.blocks[0].qkv.bias))
+    assert_close(torch.compile(copied, backend="eager", fullgraph=True)(x), answer(model, x))
+    assert torch.equal(answer(acm.revert(copied), x), answer(model, x))
+
+
+def test_a_bias_that_a_graph_of_the_users_computes_keeps_its_linear_dense():
+    model, x = stacked(OwnBias())()
+    plan = acm.plan(torch.fx.symbolic_trace(model.eval()), x)
+    assert [site.role for site in plan.sites] == ["o"]
+    assert "its bias is computed from parameters" in {s.name: s.reason for s in plan.skipped}["blocks.0.qkv.weight"]
+
+
 class ReadByFunction(nn.Module):
     """Linears that are never called: a function reads their weights."""
 

@@ -95,6 +95,11 @@ PATTERNS = {
     "lerp from the branch": (lambda s, x: torch.lerp(s.f(x), x, 0.3), NONE),
     "factor of an addcmul": (lambda s, x: torch.addcmul(s.other(x), s.f(x), x), NONE),
     "written into a slice": (into_a_slice, NONE),
+    "for one token, the others beside": (
+        lambda s, x: x + s.scale * torch.cat([s.f(x[:, :1]), s.norm(x)[:, 1:]], 1),
+        BYPASS,
+    ),
+    "stacked with another branch and summed": (lambda s, x: x + torch.stack([s.f(x), s.other(x)]).sum(0), BYPASS),
     "concatenated": (lambda s, x: torch.cat([x, s.f(x)], 1), NONE),
     "also used without the bypass": (lambda s, x: (lambda y: x + y + s.other(y))(s.f(x)), NONE),
     "used by a later linear first": (lambda s, x: x + s.other(s.f(x)), NONE),

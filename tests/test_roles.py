@@ -9,7 +9,7 @@ from torch import nn
 
 from acm_compiler.passes.capture import capture
 from acm_compiler.passes.find_sites import find_sites
-from tests.models import HEADS, WIDTH, Stack, example, heads, merged
+from tests.models import HEADS, TOKENS, WIDTH, Stack, example, heads, merged
 
 HEAD = WIDTH // HEADS
 
@@ -21,6 +21,7 @@ class Projected(nn.Module):
         super().__init__()
         self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, kv_width), nn.Linear(WIDTH, kv_width)
         self.o, self.norm, self.attention = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(HEAD), attention
+        self.before, self.after = nn.Linear(HEADS, HEADS), nn.Linear(HEADS, HEADS)
 
     def forward(self, x):
         return x + self.o(self.attention(self, self.q(x), self.k(x), self.v(x)))
@@ -91,8 +92,57 @@ def local_enhanced(_, q, k, v):
     return sdpa(_, q, k, v) + v.roll(1, 1)
 
 
+def heads_mixed(s, q, k, v):
+    """A linear over the heads of the scores, another over those of the weights."""
+    scores = s.before((heads(q) @ heads(k).mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    weights = s.after(scores.softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return merged(weights @ heads(v))
+
+
+def two_softmaxes(_, q, k, v):
+    scores = heads(q) @ heads(k).mT
+    weights = 0.7 * scores.softmax(-1) + 0.3 * scores.abs().softmax(-1)
+    return merged((weights / weights.sum(-1, keepdim=True)) @ heads(v))
+
+
+def without_scores(_, q, k, v):
+    """softmax(k) times v first: a context that the queries read."""
+    return merged(heads(q) @ (heads(k).softmax(-2).mT @ heads(v)))
+
+
+def capped_below(_, q, k, v):
+    scores = torch.max(heads(q) @ heads(k).mT, torch.tensor(-3.0))
+    return merged(scores.softmax(-1) @ heads(v))
+
+
+def keys_written_into_place(_, q, k, v):
+    keys = torch.empty_like(heads(k))
+    keys[..., :2] = heads(k)[..., :2]
+    keys[..., 2:] = heads(k)[..., 2:]
+    return merged(F.scaled_dot_product_attention(heads(q), keys, heads(v)))
+
+
+def heads_in_the_batch(_, q, k, v):
+    q, k, v = (heads(part).contiguous().view(-1, TOKENS, HEAD) for part in (q, k, v))
+    mixed = torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
+    return merged(mixed.view(-1, HEADS, TOKENS, HEAD))
+
+
+def activated(s, q, k, v):
+    return F.hardswish(sdpa(s, q, k, v))
+
+
 WAYS = [sdpa, by_keyword, written_out, keys_first, by_einsum, keys_first_by_einsum, by_baddbmm, rotary]
 WAYS += [gated_output, local_enhanced]
+WAYS += [
+    heads_mixed,
+    two_softmaxes,
+    without_scores,
+    capped_below,
+    keys_written_into_place,
+    heads_in_the_batch,
+    activated,
+]
 
 
 def roles_of(model):
@@ -125,12 +175,63 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("parts", ["qkv", "kv", "qk"])
-def test_packed_projections_are_skipped_with_their_macs_and_the_others_found(parts):
-    roles, skips = roles_of(Stack(Packed(parts)))
-    assert roles == {"o": "o"} | {f"own.{part}": part for part in "qkv" if part not in parts}
-    (packed,) = [skip for skip in skips if skip.name == "blocks.0.packed"]
-    assert packed.reason.startswith(f"packed projection ({parts})")
-    assert packed.macs == 10 * WIDTH * WIDTH * len(parts)
+def test_packed_projections_are_one_site_of_the_packed_width(parts):
+    model = Stack(Packed(parts)).eval()
+    sites, _ = find_sites(model, capture(model, example()))
+    roles = {site.name.removeprefix("blocks.0."): site.role for site in sites}
+    assert roles == {"packed": parts, "o": "o"} | {f"own.{part}": part for part in "qkv" if part not in parts}
+    assert {site.d_out for site in sites if site.role == parts} == {len(parts) * WIDTH}
+
+
+def test_queries_packed_with_values_alone_are_skipped():
+    roles, skips = roles_of(Stack(Packed("qv")))
+    assert roles == {"own.k": "k", "o": "o"}
+    assert {skip.name: skip.reason for skip in skips}["blocks.0.packed"].startswith("packed projection (qv)")
+
+
+def test_projections_packed_with_an_mlp_are_skipped_with_the_linear_that_reads_the_rest():
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.o, self.down = (
+                nn.Linear(WIDTH, 5 * WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+                nn.Linear(2 * WIDTH, WIDTH),
+            )
+
+        def forward(self, x):
+            q, k, v, hidden = self.into(x).split([WIDTH, WIDTH, WIDTH, 2 * WIDTH], -1)
+            return x + self.o(sdpa(self, q, k, v)) + self.down(F.gelu(hidden))
+
+    roles, skips = roles_of(Stack(Fused()))
+    assert roles == {"o": "o"}
+    reasons = {skip.name: skip.reason for skip in skips}
+    assert reasons["blocks.0.into"].startswith("packed with another layer (qkv): blocks.0.down reads a part of it")
+
+
+def test_a_linear_behind_attention_and_something_else_is_no_output_projection():
+    class Behind(Projected):
+        def __init__(self):
+            super().__init__(sdpa)
+            self.beside, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x):
+            return x + self.o(torch.cat([sdpa(self, self.q(x), self.k(x), self.v(x)), self.beside(x)], -1))
+
+    assert roles_of(Stack(Behind()))[0] == {"q": "q", "k": "k", "v": "v"}
+
+
+def test_a_softmax_over_a_window_makes_no_key_of_the_linear_that_chooses_it():
+    class Window(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.choice, self.v = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            around = torch.stack([self.v(x).roll(shift, 1) for shift in (-1, 0, 1)], -1)
+            return x + (around @ self.choice(x).softmax(-1)[..., None]).squeeze(-1)
+
+    assert roles_of(Stack(Window()))[0] == {"v": "v"}
 
 
 def test_rows_of_one_parameter_used_apart_are_projections_of_their_own():

@@ -33,6 +33,11 @@ class Channels:
             return None
         return self.offset, self.offset + self.tail[0][0]
 
+    @property
+    def size(self) -> int:
+        """How many channels it shows."""
+        return math.prod(entries for entries, _ in self.tail)
+
     def narrowed(self, axis: int, start: int, stop: int, step: int = 1) -> Channels:
         """Entries start:stop:step of trailing axis `axis`."""
         size, stride = self.tail[axis]

@@ -74,6 +74,8 @@ def choose_graft(capture: Capture, flow: Dataflow, runs: Sequence[Region], *, tr
         )
         for run, own in zip(runs, nodes, strict=True)
     ]
+    if traced and any(run.own_bias for run in runs):
+        return "its bias is computed from parameters, which a graph of the user's own cannot keep beside an ACM"
     if traced:
         graft: Graft | str = Graft(kind="R", modules=("",))
     else:
@@ -81,7 +83,7 @@ def choose_graft(capture: Capture, flow: Dataflow, runs: Sequence[Region], *, tr
     if isinstance(graft, str):
         return graft
     if graft.kind == "R":
-        return Placement(name=_path_of(places[0]), graft=graft, inputs=tuple(run.x for run in runs))
+        return Placement(name=_path_of(places[0], traced=traced), graft=graft, inputs=tuple(run.x for run in runs))
     name = graft.modules[0 if graft.kind == "W" else -1]
     return Placement(name=name, graft=graft, inputs=tuple(_entry(place, graft) for place in places))
 
@@ -119,6 +121,8 @@ def _closed(flow: Dataflow, region: Region) -> frozenset[str]:
 
 
 def _graft(place: _Place) -> Graft:
+    if place.region.own_bias:  # no module may be replaced that adds it
+        return _retrace(place)
     return _whole(place) or _tiles(place) or _stash(place) or _retrace(place)
 
 
@@ -238,13 +242,16 @@ def _joint_probability(dropouts: Sequence[Value]) -> float:
     return 1.0 - kept
 
 
-def _path_of(place: _Place) -> str:
-    """Where the ACM of a rewritten graph lives: at the last linear's own module, else beside its parameter."""
+def _path_of(place: _Place, *, traced: bool) -> str:
+    """Where the ACM of graft R lives: in the place of the last linear's module, else beside its parameter.
+
+    In a live model a module that is called, or keeps a bias, stays: its forward uses the weight.
+    """
     region = place.region
-    weight = (region.last or region.first[0]).weight
-    owner, _, leaf = weight.rpartition(".")
+    ref = region.last or region.first[0]
+    owner, _, leaf = ref.weight.rpartition(".")
     around = {call.fqn: call for call in place.stack(region.output)}
-    alone = owner not in around or place.inside(around[owner]) <= place.nodes
-    if owner and leaf == "weight" and alone and (region.last or region.first[0]).rows is None:
+    stays = region.own_bias if owner not in around else not traced or not place.inside(around[owner]) <= place.nodes
+    if owner and leaf == "weight" and ref.rows is None and not stays:
         return owner
-    return f"{weight}_{region.role or 'acm'}"
+    return f"{ref.weight}_{region.role or 'acm'}"

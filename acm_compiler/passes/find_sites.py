@@ -137,7 +137,7 @@ def _differing(runs: Sequence[Region]) -> str | None:
 
 def _joint_role(runs: Sequence[Region]) -> Role | None:
     """What a projection is in all its runs together: `qk` where queries and keys share it; None where that is odd."""
-    roles = "".join(role for role in "qkvo" if any(run.role == role for run in runs))
+    roles = "".join(role for role in "qkvo" if any(run.role is not None and role in run.role for run in runs))
     return next((known for known in get_args(Role) if known == roles), None)
 
 

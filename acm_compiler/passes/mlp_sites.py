@@ -27,6 +27,7 @@ from acm_compiler.passes.op_names import (
     op_set,
 )
 from acm_compiler.passes.regions import LookAlike, Region
+from acm_compiler.passes.resolve_linears import OWN_BIAS
 from acm_compiler.passes.values import Value, tokens_of
 from acm_compiler.site import LinearRef
 
@@ -108,6 +109,8 @@ def _refusal(flow: Dataflow, hidden: _Hidden, last: str) -> str | None:
     problem = next((linear.problem for linear in linears if linear.problem), None)
     if problem:
         return problem
+    if any(linear.own_bias for linear in linears):
+        return OWN_BIAS
     if hidden.norms:
         return f"norm over the hidden axis: {_where(hidden.norms[0])}; learners cannot share it"
     choice = next((v for v in map(flow.values.__getitem__, hidden.values) if v.op in _CHOICES), None)

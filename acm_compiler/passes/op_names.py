@@ -76,7 +76,7 @@ RESHAPES = op_set("view reshape flatten unflatten squeeze unsqueeze view_as resh
 MOVES = op_set(
     "permute transpose t T mT H movedim slice select index narrow pad constant_pad_nd split "
     "split_with_sizes chunk tensor_split getitem index_select unbind roll flip repeat repeat_interleave "
-    "expand expand_as broadcast_to unfold tile gather take_along_dim adjoint mH swap"
+    "expand expand_as broadcast_to unfold as_strided tile gather take_along_dim adjoint mH swap"
 )
 # those that tell parts of the last axis apart
 PACKING = op_set("split split_with_sizes chunk tensor_split getitem unbind slice narrow select glu")

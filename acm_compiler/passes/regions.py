@@ -13,7 +13,7 @@ class Region:
 
     `x` is what its first linears read and `output` what its last linear gives; `nodes` are the captured nodes that
     compute the output from x, without x itself. `linears`: the value names of its linears, in the order of
-    `first` + (`last`,).
+    `first` + (`last`,). `own_bias`: a bias that the model computes is added to the output, and stays the model's.
     """
 
     kind: SiteKind
@@ -29,6 +29,7 @@ class Region:
     d_out: int
     dense_width: int | None
     tokens: int
+    own_bias: bool = False
 
     @property
     def refs(self) -> tuple[LinearRef, ...]:

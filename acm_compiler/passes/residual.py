@@ -13,8 +13,8 @@ from acm_compiler.passes.dataflow import Dataflow
 from acm_compiler.passes.op_names import COPIES, MOVES, NORMS, RESHAPES, SCALES, SUMS, op_set
 from acm_compiler.passes.values import Value
 
-_REORDERS = op_set("roll flip gather take_along_dim index index_select unfold")
-_KEEPS_ZERO = COPIES | RESHAPES | MOVES | {"mul", "neg", "masked_fill", "result"}
+_REORDERS = op_set("roll flip gather take_along_dim index index_select unfold as_strided")
+_KEEPS_ZERO = COPIES | RESHAPES | MOVES | op_set("mul neg masked_fill result cat stack sum mean")
 _BYPASSES = COPIES | RESHAPES | (MOVES - _REORDERS) | SCALES | NORMS
 _SEARCH_LIMIT = 64  # values looked at on the other side of one sum
 

@@ -12,6 +12,7 @@ from acm_compiler.passes.op_names import argument, data_operands, op_set
 from acm_compiler.passes.values import Linear, Value, tokens_of
 from acm_compiler.passes.weight_views import Views, WeightView, linear_ref
 
+OWN_BIAS = "its bias is computed (merge or remove what computes it)"
 _FUSED_BIAS = op_set("matmul rmatmul mm einsum")
 
 
@@ -34,13 +35,14 @@ def resolve_linear(value: Value, values: Mapping[str, Value], views: Mapping[str
     x, weight = values[product.x.name], values[product.weight.name]
     view, bias = views.get(weight.name), product.bias
     bias_view = views.get(bias.name) if bias is not None else None
+    own_bias = bias is not None and not isinstance(bias_view, WeightView)
     ref: object = product.problem
     behind = _parameter_behind(weight, values)
     if product.problem is None:
         if not isinstance(view, WeightView):
             ref = _opaque_weight(behind)
-        elif bias is not None and not isinstance(bias_view, WeightView):
-            ref = "its bias is computed from parameters (merge or remove what computes it)"
+        elif bias is not None and own_bias and (value.op != "linear" or values[bias.name].live):
+            ref = OWN_BIAS
         else:
             ref = linear_ref(view, product.out_axis, bias_view if isinstance(bias_view, WeightView) else None)
     if not x.live:
@@ -57,6 +59,7 @@ def resolve_linear(value: Value, values: Mapping[str, Value], views: Mapping[str
         weight=str(behind.node.meta.get("param") or behind.name),
         ref=ref if resolved else None,  # type: ignore[arg-type]
         problem=None if resolved else str(ref),
+        own_bias=own_bias,
     )
 
 

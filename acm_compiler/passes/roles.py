@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+from acm_compiler.passes.channels import channels_of
 from acm_compiler.passes.dataflow import Dataflow
 from acm_compiler.passes.op_names import (
     ACTIVATIONS,
@@ -11,6 +13,7 @@ from acm_compiler.passes.op_names import (
     COPIES,
     MOVES,
     NORMS,
+    PACKING,
     PRODUCTS,
     RESHAPES,
     SCALES,
@@ -20,11 +23,14 @@ from acm_compiler.passes.op_names import (
 )
 from acm_compiler.passes.values import Value
 
-_JOINS = op_set("cat stack view_as_complex view_as_real index_put where result complex")
+_WRITES = op_set("setitem copy overwritten index_put")
+_JOINS = op_set("cat stack view_as_complex view_as_real where result complex") | _WRITES
 _KEEPS_ROLE = COPIES | RESHAPES | MOVES | SCALES | NORMS | ACTIVATIONS | SUMS | _JOINS
-_TO_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | SUMS | {"tanh", "clamp", "maximum", "where", "cat", "baddbmm"}
-_FROM_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | {"where", "cat"}
-_BACK_TO_ATTENTION = COPIES | RESHAPES | MOVES | SCALES | NORMS | SUMS | {"cat", "stack", "result"}
+_CAPS = op_set("tanh clamp maximum max where")
+_TO_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | SUMS | _CAPS | _WRITES | {"cat", "baddbmm"}
+_FROM_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | NORMS | _WRITES | {"where", "cat"}
+_BACK_TO_ATTENTION = COPIES | RESHAPES | MOVES | SCALES | NORMS | SUMS | ACTIVATIONS | {"stack", "result"}
+_TO_ANOTHER_LAYER = COPIES | RESHAPES | MOVES | NORMS | ACTIVATIONS | {"result", "cat"}
 
 
 def attention_role(flow: Dataflow, linear: str, *, stop: Iterable[str]) -> str | None:
@@ -32,7 +38,40 @@ def attention_role(flow: Dataflow, linear: str, *, stop: Iterable[str]) -> str |
     roles = _forward_roles(flow, linear, set(stop))
     if roles:
         return "".join(role for role in "qkv" if role in roles)
-    return "o" if _reads_attention(flow, linear) else None
+    return "o" if _reads_attention(flow, flow.linears[linear].x) else None
+
+
+def other_layer(flow: Dataflow, linear: str, *, stop: Iterable[str]) -> str | None:
+    """The linear that reads a part of what the projection `linear` gives, where that part goes to no attention."""
+    todo, seen = [linear], {linear}
+    while todo:
+        for user in flow.consumers(todo.pop()):
+            if user in seen or flow.values[user].op not in COPIES | RESHAPES | PACKING | {"result"}:
+                continue
+            seen.add(user)
+            todo.append(user)
+            shown = channels_of(flow, user)
+            if shown is None or shown.size == flow.linears[linear].d_out or _forward_roles(flow, user, set(stop)):
+                continue
+            reader = _next_linear(flow, user)
+            if reader is not None:
+                return reader
+    return None
+
+
+def _next_linear(flow: Dataflow, name: str) -> str | None:
+    """A linear that the value flows into through operations on it alone."""
+    todo, seen = [name], {name}
+    while todo:
+        for user in flow.consumers(todo.pop()):
+            value = flow.values[user]
+            if value.op == "linear":
+                return user
+            alone = value.op == "cat" or len(flow.live_args(user)) == 1
+            if alone and value.op in _TO_ANOTHER_LAYER | SUMS | SCALES and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return None
 
 
 def _forward_roles(flow: Dataflow, linear: str, stop: set[str]) -> set[str]:
@@ -46,6 +85,8 @@ def _forward_roles(flow: Dataflow, linear: str, stop: set[str]) -> set[str]:
                 roles |= _attention_operands(value, name)
             elif _is_data_product(flow, value):
                 roles |= _product_roles(flow, value, name)
+            elif value.op == "softmax" and not _joined(flow, user, linear):
+                roles |= _roles_without_scores(flow, user)
             elif value.op in _KEEPS_ROLE and user not in seen:
                 seen.add(user)
                 todo.append(user)
@@ -71,8 +112,59 @@ def _product_roles(flow: Dataflow, value: Value, name: str) -> set[str]:
     if softmax is not None:
         keys = _key_operand(value, softmax, operands)
         return {"k" if operand == keys else "q" for operand in operands if operand == name}
-    weights = [o for o in operands if _softmax_above(flow, o)]
-    return {"v"} if weights and name not in weights and name in operands else set()
+    others = [o for o in operands if o != name] if name in operands else []
+    if any(_is_attended(flow, o) for o in others):
+        return {"q"}
+    weighed = not _softmax_above(flow, name) and any(_softmax_above(flow, o) for o in others)
+    return {"v"} if weighed else set()
+
+
+def _roles_without_scores(flow: Dataflow, softmax: str) -> set[str]:
+    """Roles of a value that is softmaxed itself: softmax(k) times v is the context that q is multiplied by."""
+    roles: set[str] = set()
+    todo, seen = [softmax], {softmax}
+    while todo:
+        name = todo.pop()
+        for user in flow.consumers(name):
+            value = flow.values[user]
+            if _is_data_product(flow, value):
+                if any(_is_attended(flow, o) for o in value.args[-2:] if o != name):
+                    roles.add("q")
+                elif _meets_product(flow, user):
+                    roles.add("k")
+            elif value.op in _FROM_SOFTMAX and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return roles
+
+
+def _joined(flow: Dataflow, softmax: str, linear: str) -> bool:
+    """Whether something else was added on the way to `softmax`, as a bias is to scores."""
+    name = softmax
+    while name != linear:
+        live = flow.live_args(name)
+        if len(live) != 1:
+            return True
+        name = live[0]
+    return False
+
+
+def _meets_product(flow: Dataflow, name: str) -> bool:
+    """Whether `name`, perhaps moved or scaled, is multiplied by another value: as a context is, by q."""
+    users = [flow.values[user] for user in flow.consumers(name)]
+    return any(
+        _is_data_product(flow, user)
+        or (user.op in COPIES | RESHAPES | MOVES | SCALES and _meets_product(flow, user.name))
+        for user in users
+    )
+
+
+def _is_attended(flow: Dataflow, name: str) -> bool:
+    """Whether `name` is, perhaps moved or scaled, a product of values with weights from a softmax."""
+    while flow.values[name].op in COPIES | RESHAPES | MOVES | SCALES and len(flow.live_args(name)) == 1:
+        name = flow.live_args(name)[0]
+    value = flow.values[name]
+    return _is_data_product(flow, value) and any(_softmax_above(flow, operand) for operand in value.args[-2:])
 
 
 def _key_operand(scores: Value, softmax: Value, operands: list[str]) -> str:
@@ -95,29 +187,32 @@ def _softmax_below(flow: Dataflow, name: str) -> Value | None:
             value = flow.values[user]
             if value.op == "softmax":
                 return value
-            if value.op in _TO_SOFTMAX and user not in seen:
+            if (value.op in _TO_SOFTMAX or _mixes_heads(flow, value)) and user not in seen:
                 seen.add(user)
                 todo.append(user)
     return None
 
 
 def _softmax_above(flow: Dataflow, name: str) -> bool:
-    """Whether `name` is attention weights: a softmax, perhaps masked or moved."""
-    todo, seen = [name], {name}
-    while todo:
-        value = flow.values[todo.pop()]
-        if value.op == "softmax":
-            return True
-        if value.op in _FROM_SOFTMAX:
-            fresh = [a for a in flow.live_args(value.name) if a not in seen]
-            seen.update(fresh)
-            todo += fresh
-    return False
+    """Whether `name` is attention weights: a softmax, perhaps masked or moved, or a sum of such."""
+    value = flow.values[name]
+    if value.op == "softmax":
+        return True
+    live = flow.live_args(name)
+    if value.op in SUMS:
+        return bool(live) and all(_softmax_above(flow, arg) for arg in live)
+    passes = value.op in _FROM_SOFTMAX or _mixes_heads(flow, value)
+    return passes and any(_softmax_above(flow, arg) for arg in live)
 
 
-def _reads_attention(flow: Dataflow, linear: str) -> bool:
-    """Whether the linear's input is attention's result, not yet added to the value that went around it."""
-    x = flow.linears[linear].x
+def _mixes_heads(flow: Dataflow, value: Value) -> bool:
+    """Whether the linear `value` mixes the heads of scores: [batch, queries, keys, heads] to the same."""
+    linear = flow.linears.get(value.name)
+    return linear is not None and len(value.shape or ()) >= 4 and linear.d_in == linear.d_out
+
+
+def _reads_attention(flow: Dataflow, x: str) -> bool:
+    """Whether `x` is attention's result, not yet added to the value that went around it."""
     todo, seen = [x], {x}
     attended: list[str] = []
     beside: list[str] = []
@@ -126,10 +221,13 @@ def _reads_attention(flow: Dataflow, linear: str) -> bool:
         live = flow.live_args(value.name)
         if value.op in ATTENTION:
             attended.append(value.name)
-        elif _is_data_product(flow, value):
-            if any(_softmax_above(flow, operand) for operand in value.args[-2:]):
+        elif value.op == "cat":
+            if all(_reads_attention(flow, arg) for arg in live):
                 attended.append(value.name)
-        elif value.op in _BACK_TO_ATTENTION:
+        elif _is_data_product(flow, value):
+            if any(_softmax_above(flow, o) or _is_attended(flow, o) for o in value.args[-2:]):
+                attended.append(value.name)
+        elif value.op in _BACK_TO_ATTENTION or _averages_one(flow, value):
             if value.op in SUMS and len(live) >= 2:
                 beside += live
             fresh = [a for a in live if a not in seen]
@@ -137,3 +235,9 @@ def _reads_attention(flow: Dataflow, linear: str) -> bool:
             todo += fresh
     # in a residual sum one operand feeds the attention whose result is the other
     return any(not any(o != name and flow.feeds(o, name) for o in beside) for name in attended)
+
+
+def _averages_one(flow: Dataflow, value: Value) -> bool:
+    """Whether `value` is a mean over axes of length one."""
+    source = flow.values[value.args[0]].shape if value.op == "mean" else None
+    return source is not None and math.prod(source) == math.prod(value.shape or ())

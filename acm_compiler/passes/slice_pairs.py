@@ -69,7 +69,7 @@ def _follow(flow: Dataflow, name: str, channels: Tensor) -> _End | str:
 def _moved(flow: Dataflow, value: Value, name: str, channels: Tensor) -> Tensor | None:
     """The channels of `value`, made from `name` by a move or a multiplication with a number; else None."""
     if value.op in COPIES - DROPOUTS:
-        return channels
+        return channels.contiguous()
     others = [arg for arg in value.args if arg != name]
     if value.op == "neg" or (value.op in ("mul", "div") and value.args[:1] == (name,)):
         return channels if all(_is_number(flow.values[other]) for other in others) else None
@@ -84,7 +84,10 @@ def _moved(flow: Dataflow, value: Value, name: str, channels: Tensor) -> Tensor 
     fx.map_arg((args, kwargs), rest.append)
     if rest or not callable(value.node.target):
         return None
-    moved = value.node.target(*args, **kwargs)
+    try:
+        moved = value.node.target(*args, **kwargs)
+    except RuntimeError:  # a view that holds only for the strides of the model's own tensor
+        return None
     return moved if isinstance(moved, Tensor) and moved.shape == value.shape else None
 
 

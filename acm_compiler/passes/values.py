@@ -38,6 +38,7 @@ class Linear:
 
     `nodes`: the captured nodes that compute it, the last one under `name`. `ref` is None, and `problem` says why,
     where the matrix is not simply rows of one parameter. `weight` names a parameter behind it either way.
+    `own_bias`: its bias is put together from parameters in every forward, and is none of `ref`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Linear:
     weight: str
     ref: LinearRef | None
     problem: str | None = None
+    own_bias: bool = False
 
     @property
     def params(self) -> tuple[str, ...]:

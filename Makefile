@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint format
+.PHONY: demo test test-slow zoo zoo-proofs lint format
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -21,7 +21,13 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m 'slow and not gpu'
+	$(BIN)/python -m pytest -m 'slow and not gpu and not zoo and not zoo_proofs'
+
+zoo: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zoo.py
+
+zoo-proofs: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zoo_proofs.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

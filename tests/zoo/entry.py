@@ -24,7 +24,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from acm_compiler.passes.residual import Bypass
 from acm_compiler.site import LinearRef, Site
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
@@ -136,6 +135,3 @@ def _expanded(paths: list[str]) -> Iterator[list[str]]:
         for group, text in zip(groups, choice, strict=True):
             chosen = [path.replace(group, text) for path in chosen]
         yield chosen
-
-
-__all__ = ["Build", "Bypass", "Inputs", "Model", "TrueSite", "found_site"]

@@ -104,9 +104,17 @@ MODELS = [
     Model(
         name="timm CaiT",
         build=_vit("cait_xxs24_224"),
-        # proj_l and proj_w mix the heads of the scores and stay dense
-        truth=_blocks() + _CLASS_ATTENTION.format("blocks_token_only"),
-        uncounted="FlopCounterMode cannot count its products",
+        # proj_l and proj_w mix the heads of the scores and stay dense; what goes around the first block's class
+        # attention is the class token as it was learned
+        truth=_blocks()
+        + """
+            in blocks_token_only.#
+            q,k,v attn.{q,k,v}        : 32 32
+            mlp   mlp.fc1 > mlp.fc2   : 32 128 32
+            in ~
+            o blocks_token_only.0.attn.proj : 32 32 none
+            o blocks_token_only.1.attn.proj : 32 32""",
+        uncounted="FlopCounterMode raises in a jit function",
     ),
     Model(
         name="timm XCiT",
@@ -132,7 +140,7 @@ MODELS = [
     ),
     Model(
         name="timm gMLP",
-        build=_mixer("MlpMixer", block_layer="SpatialGatingBlock", mlp_layer="GatedMlp"),
+        build=_mixer("MlpMixer", mlp_ratio=4, block_layer="SpatialGatingBlock", mlp_layer="GatedMlp"),
         # tokens are mixed between the linears
         truth="",
     ),
@@ -148,7 +156,7 @@ MODELS = [
         build=timm("convnextv2_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
         # a response norm over all positions lies between the linears
         truth="",
-        skips={"stages.0.blocks.0.mlp.fc1": "op between the linears is not element-wise"},
+        skips={"stages.0.blocks.0.mlp.fc1": "norm over the hidden axis"},
     ),
     Model(
         name="timm Swin",
@@ -342,9 +350,8 @@ MODELS = [
             mlp mlp.fc1 > mlp.fc2 : 32 128 32""",
     ),
     Model(
-        name="timm PoolFormer",
-        build=timm("poolformer_s12", layers=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32)),
-        # its MLPs are convolutions of one pixel
+        name="timm ConvNeXt, convolutions for MLPs",
+        build=timm("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
         truth="",
         skips={"stages.0.blocks.0.mlp.fc1": "convolution"},
     ),

@@ -1,0 +1,75 @@
+"""The models of the zoo, built, planned and rewritten once for all tests of a model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import acm_compiler as acm
+from acm_compiler.inputs import call_model
+from acm_compiler.passes.nested import tensors
+from acm_compiler.plans import Plan
+from tests.zoo.catalogue import MODELS
+from tests.zoo.entry import Inputs, Model
+
+# one model for each way an ACM gets into a model; the default suite runs these
+QUICK = {"W": "hf Llama", "T": "hf BERT", "S": "hf Whisper", "R": "torchvision Swin"}
+
+_PLANS: dict[str, Plan] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model in eval mode with no parameter at its usual start (zero biases hide faults), and its plan."""
+
+    entry: Model
+    model: nn.Module
+    inputs: Inputs
+    plan: Plan
+
+
+def built(name: str) -> tuple[nn.Module, Inputs]:
+    """A new copy of the model, the same at every call."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[name].build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval(), inputs
+
+
+@functools.lru_cache(maxsize=2)
+def case(name: str) -> Case:
+    """The model called `name`; tests leave it as it is."""
+    model, inputs = built(name)
+    plan = _PLANS[name] = acm.plan(model, inputs)
+    return Case(entry=MODELS[name], model=model, inputs=inputs, plan=plan)
+
+
+def plan_of(name: str) -> Plan:
+    """The plan of the model called `name`, made once per session."""
+    return _PLANS.get(name) or case(name).plan
+
+
+def answers(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Every tensor of floating point that the model gives; what it draws at random is the same at every call."""
+    torch.manual_seed(1)
+    return [tensor for tensor in tensors(call_model(model, inputs)) if tensor.is_floating_point()]
+
+
+def assert_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Equal to 1e-5 of the largest value, output by output."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def every(marker: str, names: Sequence[str]) -> list[Any]:
+    """`names` as parameters of a test; all but the quick ones under `marker`."""
+    marks = (getattr(pytest.mark, marker), pytest.mark.slow)
+    return [pytest.param(name, marks=() if name in QUICK.values() else marks) for name in names]

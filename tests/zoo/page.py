@@ -1,0 +1,47 @@
+"""The page that says what is found in each model of the zoo: docs/models.md."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+from tabulate import tabulate
+
+from acm_compiler.plans import Plan
+from tests.zoo.catalogue import FAMILIES
+
+_HEAD = """# Models
+
+Generated from `tests/zoo` by `ACM_ACCEPT=1 make zoo`; do not edit. Every model here is built small from its
+configuration, without weights. What is stated of its sites was written from the model's source, and every run of
+`make zoo` compares the two: each site once, nothing else, with the right matrices, widths and bypass; the plan's MACs
+equal to torch's own count; the rewritten model's answers equal to the original's.
+
+*MLP* and *gated MLP* sites are counted by block, *attention* by projection; *packed* are matrices that hold several
+projections (qkv, kv, qk), each one ACM of that width. *Share* is the part of the small model's MACs that lies in sites;
+of a published model `acmc plan` tells it. *Stays dense* gives the reasons why linears and convolutions are not
+converted, and how many they concern.
+"""
+
+
+def page(plan_of: Callable[[str], Plan]) -> str:
+    """The page as text; `plan_of` gives the plan of the model with a name."""
+    parts = [_HEAD]
+    for family, models in FAMILIES.items():
+        rows = [[model.name, *_sites(plan_of(model.name)), _skips(plan_of(model.name))] for model in models]
+        headers = ["model", "MLP", "gated MLP", "attention", "packed", "share", "stays dense"]
+        parts += [f"## {family[0].upper()}{family[1:]}\n", tabulate(rows, headers, tablefmt="github"), ""]
+    return "\n".join(parts)
+
+
+def _sites(plan: Plan) -> list[object]:
+    kinds = Counter("packed" if len(site.role or "") > 1 else site.kind for site in plan.sites)
+    counts = [kinds[kind] or "" for kind in ("mlp", "gated_mlp", "linear", "packed")]
+    share = sum(cost.dense_macs for cost in plan.cost.sites) / plan.model.dense_macs
+    return [*counts, f"{share:.0%}"]
+
+
+def _skips(plan: Plan) -> str:
+    reasons = Counter(re.split(r"[:;(]| by ", skip.reason)[0].strip() for skip in plan.skipped)
+    return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())

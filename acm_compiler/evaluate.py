@@ -23,10 +23,10 @@ from acm_compiler.data import Batch
 from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
-from acm_compiler.report.bootstrap import standard_error
+from acm_compiler.report.bootstrap import Sample
 from acm_compiler.report.evaluation import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.report.tally import Tally
-from acm_compiler.tasks import Task
+from acm_compiler.tasks import Metric, Task
 from acm_compiler.usage import record
 
 Setting = float | str | FixedK
@@ -125,6 +125,8 @@ class _Runs:
             self.dense_from = "regions"
         self._dense_scores: list[Tensor] = []
         self._groups: list[Tensor] = []
+        self._units: list[Tensor] = []
+        self.metric = Metric.of(task)
         self.masked = False
 
     def take(self, batch: Batch) -> Batch:
@@ -132,6 +134,7 @@ class _Runs:
         batch = {name: value.to(self.device) for name, value in batch.items()}
         first = sum(len(group) for group in self._groups)
         self._groups.append(batch["source"].cpu() if "source" in batch else torch.arange(first, first + _size(batch)))
+        self._units.append(self.metric.units(batch).cpu())
         if self.dense_from is not None:
             with _dense_regions(self.model) if self.dense is None else ExitStack():
                 output = call_model(self.dense or self.model, self.task.inputs(batch))
@@ -148,11 +151,11 @@ class _Runs:
         self.masked |= usage.masked
 
     @property
-    def groups(self) -> Tensor:
-        """The source of each example, [E]; DataError without examples."""
+    def sample(self) -> Sample:
+        """What every example counts for, and its source; DataError without examples."""
         if not self._groups:
             raise DataError("no examples to evaluate on")
-        return torch.cat(self._groups)
+        return Sample(metric=self.metric, units_E=torch.cat(self._units), groups_E=torch.cat(self._groups))
 
     @property
     def dense_scores(self) -> Tensor | None:
@@ -170,10 +173,10 @@ def _apply(model: nn.Module, setting: Setting) -> float | int:
 
 
 def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float | int, Tally]]) -> Evaluation:
-    groups_E, dense_E = runs.groups, runs.dense_scores
+    sample, dense_E = runs.sample, runs.dense_scores
     budgets, fixed = [], []
     for setting, asked, tally in tallies:
-        found = tally.result(groups_E, dense_E)
+        found = tally.result(sample, dense_E)
         if isinstance(setting, FixedK):
             fixed.append(FixedResult(k=int(asked), **found))
         else:
@@ -181,15 +184,16 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float | int, Tally
     facts = conversion(runs.model).plan.model
     return Evaluation(
         metric=MetricResult(
-            name=runs.task.metric,
-            dense=None if dense_E is None else float(dense_E.double().mean()),
-            dense_error=None if dense_E is None else standard_error(dense_E, groups_E),
+            name=runs.metric.name,
+            lower_is_better=runs.metric.lower_is_better,
+            dense=None if dense_E is None else sample.value(dense_E),
+            dense_error=None if dense_E is None else sample.error(dense_E),
             dense_from=runs.dense_from,
         ),
         budgets=tuple(budgets),
         fixed=tuple(fixed),
-        n=len(groups_E),
-        groups=len(groups_E.unique()),
+        n=len(sample.groups_E),
+        groups=len(sample.groups_E.unique()),
         masked=runs.masked,
         model=facts.cls,
         dense_macs=facts.dense_macs / facts.batch,

@@ -30,7 +30,7 @@ from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.report.evaluation import Evaluation, save_evaluation
 from acm_compiler.sources import build
 from acm_compiler.survey import look
-from acm_compiler.tasks import Task, open_task
+from acm_compiler.tasks import Metric, Task, open_task
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import discard_state, run_schedule
@@ -179,13 +179,18 @@ class Workshop:
 
     def watch(self, model: nn.Module) -> Mapping[str, Any]:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""
-        scores, shares = [], []
+        metric = Metric.of(self.task)
+        scores, units, shares = [], [], []
         with undisturbed(model):
             for batch in self._first(self.data.eval, _WATCHED_EXAMPLES):
                 with batch_context(model, mask=self.task.mask(batch)), record(model) as usage:
                     scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))
+                units.append(metric.units(batch).to(self.machine.device))
                 shares.append(usage.shares)
-        return {self.task.metric: float(torch.cat(scores).mean()), "budget": float(torch.cat(shares).mean())}
+        return {
+            metric.name: metric.value(torch.cat(scores), torch.cat(units)),
+            "budget": float(torch.cat(shares).mean()),
+        }
 
     def judge(self, model: nn.Module, dense: nn.Module) -> Evaluation:
         """The finished model at every budget of the recipe, beside the dense one and beside every fixed k."""

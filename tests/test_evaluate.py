@@ -9,9 +9,10 @@ from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.cost import gate_macs_per_token, macs_per_learner
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError
 from acm_compiler.evaluate import evaluate, every_k, first_examples, versions
-from acm_compiler.report.bootstrap import paired_difference, resampled_means, standard_error
+from acm_compiler.report.bootstrap import Sample, resampled_means
 from acm_compiler.report.evaluation import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.report.patches import Grid, grid_of
+from acm_compiler.tasks import Metric
 from tests.build import planned_site, stack_of
 from tests.pictures import OPEN, TASK, TOKENS, picture_batch, picture_model
 
@@ -175,11 +176,38 @@ def test_pictures_that_are_all_foreground_count_in_no_ratio(model):
     assert evaluate(model, [batch], TASK, budgets=[OPEN]).budgets[0].foreground.examples == 3
 
 
+def sample_of(groups: torch.Tensor, units: torch.Tensor | None = None, task=TASK) -> Sample:
+    return Sample(metric=Metric.of(task), units_E=torch.ones(len(groups)) if units is None else units, groups_E=groups)
+
+
+class Perplexity:
+    """Total loss over total tokens, and e to the power of that."""
+
+    metric, lower_is_better = "perplexity", True
+
+    def units(self, batch):
+        return batch["tokens"]
+
+    def scale(self, mean):
+        return mean.exp()
+
+
+def test_a_metric_may_be_a_ratio_of_totals_and_its_power():
+    score, tokens = torch.tensor([3.0, 1.0, 0.0, 4.0]), torch.tensor([2.0, 1.0, 0.0, 5.0])
+    sample = sample_of(torch.arange(4), tokens, Perplexity())
+    assert sample.value(score) == pytest.approx(2.718281828)
+    assert sample.value(2 * score) == pytest.approx(2.718281828**2)
+    found = sample.difference(2 * score, score)
+    assert found.mean == pytest.approx(2.718281828**2 - 2.718281828)
+    assert found.low < found.mean < found.high
+    assert sample.error(torch.full((4,), 2.0) * tokens) == pytest.approx(0.0, abs=1e-9)
+
+
 def test_examples_of_one_source_count_as_one_draw():
     values = torch.tensor([0.0, 1.0]).repeat(50)
-    alone = standard_error(values, torch.arange(100))
-    repeated = standard_error(values.repeat_interleave(4), torch.arange(100).repeat_interleave(4))
-    independent = standard_error(values.repeat_interleave(4), torch.arange(400))
+    alone = sample_of(torch.arange(100)).error(values)
+    repeated = sample_of(torch.arange(100).repeat_interleave(4)).error(values.repeat_interleave(4))
+    independent = sample_of(torch.arange(400)).error(values.repeat_interleave(4))
     assert repeated == pytest.approx(alone, rel=0.1)
     assert independent == pytest.approx(alone / 2, rel=0.1)
     assert alone == pytest.approx(0.05, rel=0.1)
@@ -190,7 +218,7 @@ def test_an_interval_holds_the_truth_about_as_often_as_it_says():
     for seed in range(200):
         a = (torch.rand(300, generator=torch.Generator().manual_seed(seed)) < 0.7).float()
         b = (torch.rand(300, generator=torch.Generator().manual_seed(seed + 1000)) < 0.6).float()
-        found = paired_difference(a, b, torch.arange(300), draws=200)
+        found = sample_of(torch.arange(300)).difference(a, b, draws=200)
         hits += found.low <= 0.1 <= found.high
     assert 0.89 <= hits / 200 <= 0.99
 

@@ -6,24 +6,31 @@ Shapes: E examples, M quantities, G groups, R draws.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from acm_compiler.report.evaluation import Interval
+from acm_compiler.tasks.metric import Metric
 
 DRAWS = 2000
 _SEED = 1
 _CELLS = 4_000_000  # of the table draws x groups that is held at a time
 
 
-def resampled_means(values_EM: Tensor, groups_E: Tensor, *, draws: int = DRAWS) -> Tensor:
+def resampled_means(
+    values_EM: Tensor, groups_E: Tensor, *, units_E: Tensor | None = None, draws: int = DRAWS
+) -> Tensor:
     """Means [R, M] over examples of `values_EM`, each for one draw of the groups with replacement; float64.
 
-    groups_E: an integer per example that names its source. The same draws are made every time.
+    groups_E: an integer per example that names its source. units_E: what an example counts for where the sums of the
+    values are to be divided by more than the number of examples. The same draws are made every time.
     """
     names, group_E = torch.unique(groups_E, return_inverse=True)
     count = len(names)
-    columns = torch.cat([values_EM.double(), torch.ones(len(values_EM), 1, dtype=torch.float64)], dim=1)
+    units_E = torch.ones(len(values_EM)) if units_E is None else units_E
+    columns = torch.cat([values_EM.double(), units_E.double()[:, None]], dim=1)
     sums_GM = torch.zeros(count, columns.shape[1], dtype=torch.float64).index_add_(0, group_E, columns)
     generator = torch.Generator().manual_seed(_SEED)
     parts = []
@@ -43,12 +50,28 @@ def interval(mean: float, resampled_R: Tensor) -> Interval:
     return Interval(mean=mean, low=float(low), high=float(high))
 
 
-def paired_difference(a_E: Tensor, b_E: Tensor, groups_E: Tensor, *, draws: int = DRAWS) -> Interval:
-    """Mean of a - b over the same examples, with its 95 % interval."""
-    difference = a_E.double() - b_E.double()
-    return interval(float(difference.mean()), resampled_means(difference[:, None], groups_E, draws=draws)[:, 0])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The examples that a metric was measured on: what each counts for, and which source it is from, both [E]."""
 
+    metric: Metric
+    units_E: Tensor
+    groups_E: Tensor
 
-def standard_error(values_E: Tensor, groups_E: Tensor, *, draws: int = DRAWS) -> float:
-    """The standard error of the mean; 0 for a single group."""
-    return float(resampled_means(values_E.double()[:, None], groups_E, draws=draws)[:, 0].std(correction=0))
+    def value(self, score_E: Tensor) -> float:
+        """The metric of these scores."""
+        return self.metric.value(score_E, self.units_E)
+
+    def error(self, score_E: Tensor, *, draws: int = DRAWS) -> float:
+        """The metric's standard error; 0 for a single source."""
+        return float(self._drawn(score_E[:, None], draws)[:, 0].std(correction=0))
+
+    def difference(self, a_E: Tensor, b_E: Tensor, *, draws: int = DRAWS) -> Interval:
+        """The metric of a minus that of b over the same examples, with its 95 % interval."""
+        drawn_R2 = self._drawn(torch.stack([a_E, b_E], dim=1), draws)
+        return interval(self.value(a_E) - self.value(b_E), drawn_R2[:, 0] - drawn_R2[:, 1])
+
+    def _drawn(self, score_EM: Tensor, draws: int) -> Tensor:
+        means_RM = resampled_means(score_EM, self.groups_E, units_E=self.units_E, draws=draws)
+        # a draw of sources without a single unit says nothing
+        return self.metric.scale(means_RM[means_RM.isfinite().all(1)])

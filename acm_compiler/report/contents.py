@@ -29,12 +29,14 @@ def headline_budget(found: Evaluation) -> BudgetResult | None:
     close = [b for b in found.budgets if is_close(b, found)]
     if close:
         return min(close, key=lambda b: b.model_share)
-    return max(found.budgets, key=lambda b: b.metric, default=None)
+    sign = -1 if found.metric.lower_is_better else 1
+    return max(found.budgets, key=lambda b: sign * b.metric, default=None)
 
 
 def is_close(budget: BudgetResult, found: Evaluation) -> bool:
-    """Whether the metric is at most three points below the dense model's (3 % of it for what is no share)."""
+    """Whether the metric is at most three points worse than the dense model's (3 % of it for what is no share)."""
     dense = found.metric.dense
     if dense is None:
         return False
-    return budget.metric >= dense - CLOSE * (1 if wording.is_share(found.metric.name) else abs(dense))
+    worse = budget.metric - dense if found.metric.lower_is_better else dense - budget.metric
+    return worse <= CLOSE * (1 if wording.is_share(found.metric.name) else abs(dense))

@@ -25,12 +25,12 @@ def cost_chart(found: Evaluation, theme: Theme, *, narrow: bool = False) -> Figu
     axes = figure.add_subplot()
     dress(axes, theme)
     axes.grid(axis="y", color=theme.line, linewidth=0.8)
-    low, high = _bounds(found)
+    bounds = low, high = _bounds(found)
     _draw_gates(axes, found, theme)
-    _draw_fixed(axes, found.fixed, theme, low=low)
+    _draw_fixed(axes, found.fixed, theme, bounds=bounds)
     _draw_dense(axes, found, theme)
     axes.set_ylim(low, high)
-    axes.set_xlim(*_reach(found, low))
+    axes.set_xlim(*_reach(found, bounds))
     axes.set_xlabel("MACs, share of the dense model (modelled)")
     axes.set_ylabel(f"{found.metric.name} (measured)")
     axes.xaxis.set_major_formatter(lambda x, _: wording.percent(x, 0))
@@ -62,19 +62,22 @@ def _results(found: Evaluation) -> tuple[Result, ...]:
 
 
 def _bounds(found: Evaluation) -> tuple[float, float]:
-    """The part of the metric worth looking at: what the gates reach, and as much again below."""
-    gates = [whisker for result in found.budgets for whisker in (*_whiskers(found, result), result.metric)]
-    best = max([*(r.metric for r in _results(found)), *gates, found.metric.dense or -float("inf")])
-    lowest = min(gates or [r.metric for r in found.fixed])
-    span = max(best - lowest, 0.02 * abs(best), 1e-6)
-    shown = min([lowest, *(r.metric for r in found.fixed if r.metric > lowest - span)])
+    """The part of the metric worth looking at: what the gates reach, and as much again on the worse side."""
+    sign = -1 if found.metric.lower_is_better else 1
+    gates = [sign * w for result in found.budgets for w in (*_whiskers(found, result), result.metric)]
+    fixed = [sign * result.metric for result in found.fixed]
+    best = max([*fixed, *gates, *([] if found.metric.dense is None else [sign * found.metric.dense])])
+    worst = min(gates or fixed)
+    span = max(best - worst, 0.02 * abs(best), 1e-6)
+    shown = min([worst, *(value for value in fixed if value > worst - span)])
     pad = max(0.12 * (best - shown), 0.02 * abs(best), 1e-6)
-    return shown - 1.2 * pad, best + pad
+    low, high = sorted((sign * (shown - 1.2 * pad), sign * (best + pad)))
+    return low, high
 
 
-def _reach(found: Evaluation, low: float) -> tuple[float, float]:
+def _reach(found: Evaluation, bounds: tuple[float, float]) -> tuple[float, float]:
     """The part of the cost axis that holds what is shown, to the nearest tenth outwards."""
-    shares = [r.model_share for r in _results(found) if r.metric >= low]
+    shares = [r.model_share for r in _results(found) if bounds[0] <= r.metric <= bounds[1]]
     return max(0.0, math.floor(10 * min(shares) - 0.3) / 10), max(1.05, 1.05 * max(shares))
 
 
@@ -102,7 +105,7 @@ def _draw_gates(axes: Axes, found: Evaluation, theme: Theme) -> None:
     axes.plot(x, y, "-o", color=theme.gates, linewidth=2, markersize=6, label="gates choose k, at a budget", zorder=5)
 
 
-def _draw_fixed(axes: Axes, results: Sequence[FixedResult], theme: Theme, *, low: float) -> None:
+def _draw_fixed(axes: Axes, results: Sequence[FixedResult], theme: Theme, *, bounds: tuple[float, float]) -> None:
     if not results:
         return
     results = sorted(results, key=lambda f: f.model_share)
@@ -110,7 +113,7 @@ def _draw_fixed(axes: Axes, results: Sequence[FixedResult], theme: Theme, *, low
     style: dict[str, Any] = {"color": theme.fixed, "linewidth": 1.5, "markersize": 5, "markerfacecolor": "none"}
     axes.plot(x, y, "--s", label="every token runs k learners", zorder=3, **style)
     for result in results:
-        if result.metric > low:
+        if bounds[0] < result.metric < bounds[1]:
             axes.annotate(
                 f"k = {result.k}",
                 (result.model_share, result.metric),

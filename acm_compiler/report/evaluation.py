@@ -32,7 +32,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricResult:
-    """The metric (larger is better) and what the dense model reaches, None where it could not be run.
+    """The metric and what the dense model reaches, None where it could not be run.
 
     `dense_from`: "original" the model before conversion, "regions" the dense regions inside today's trunk,
     "recorded" a number measured earlier, on the same examples or not.
@@ -42,6 +42,7 @@ class MetricResult:
     dense: float | None
     dense_error: float | None = None
     dense_from: DenseFrom | None = None
+    lower_is_better: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

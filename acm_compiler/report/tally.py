@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acm_compiler.cost import macs_per_learner
 from acm_compiler.plans import Plan
-from acm_compiler.report.bootstrap import paired_difference, standard_error
+from acm_compiler.report.bootstrap import Sample
 from acm_compiler.report.evaluation import SiteUse
 from acm_compiler.report.foreground import ForegroundTally, foreground_of
 from acm_compiler.usage import Usage
@@ -46,23 +46,23 @@ class Tally:
             self._foreground = self._foreground or ForegroundTally(self._plan, self._seed)
             self._foreground.add(used, mask)
 
-    def result(self, groups_E: Tensor, dense_E: Tensor | None) -> dict[str, Any]:
-        """The fields of a `Result`; groups_E names each example's source, dense_E is the dense model's scores."""
+    def result(self, sample: Sample, dense_E: Tensor | None) -> dict[str, Any]:
+        """The fields of a `Result`; dense_E is the dense model's scores."""
         scores, macs = torch.cat(self._scores), torch.cat(self._macs)
         percentiles = torch.quantile(macs, torch.tensor([0.05, 0.95], dtype=macs.dtype))
         facts = self._plan.model
         return {
             "reached": float(torch.cat(self._shares).mean()),
             "pooled": self._pooled(),
-            "metric": float(scores.double().mean()),
-            "metric_error": standard_error(scores, groups_E),
-            "difference": None if dense_E is None else paired_difference(scores, dense_E, groups_E),
+            "metric": sample.value(scores),
+            "metric_error": sample.error(scores),
+            "difference": None if dense_E is None else sample.difference(scores, dense_E),
             "model_share": float(macs.mean()) * facts.batch / facts.dense_macs,
             "macs_mean": float(macs.mean()),
             "macs_p5": float(percentiles[0]),
             "macs_p95": float(percentiles[1]),
             "per_site": tuple(self._site(name) for name in self._tokens_by_k),
-            "foreground": self._foreground.result(groups_E) if self._foreground else None,
+            "foreground": self._foreground.result(sample.groups_E) if self._foreground else None,
         }
 
     def _site(self, name: str) -> SiteUse:

@@ -12,8 +12,8 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric counts right answers, so that it reads best in percent."""
-    return metric.endswith("accuracy")
+    """Whether a metric counts right or wrong answers, so that it reads best in percent."""
+    return metric.endswith(("accuracy", "error rate"))
 
 
 def score(value: float | None, metric: str) -> str:

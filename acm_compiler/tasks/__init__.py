@@ -1,6 +1,7 @@
 """What a model is for: its inputs from a batch, its loss, its metric."""
 
 from acm_compiler.tasks.base import Task
+from acm_compiler.tasks.metric import Metric
 from acm_compiler.tasks.open_task import open_task
 
-__all__ = ["Task", "open_task"]
+__all__ = ["Metric", "Task", "open_task"]

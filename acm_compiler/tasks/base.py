@@ -15,8 +15,11 @@ class Task(Protocol):
     """What turns a batch of B examples into a model's inputs, and the model's output into a loss and a metric.
 
     A task that judges by the dense model's answers also has `remember(output, batch) -> Batch`: the batch with what
-    `loss` and `score` need to know of the dense model's output.
-    Nothing here keeps state: every method is a function of its arguments.
+    `loss` and `score` need to know of the dense model's output. Three more attributes are optional, read by
+    `Metric.of`: `lower_is_better: bool`; `units(batch) -> Tensor [B]`, what each example's score counts for (words,
+    tokens), so that the metric is total score over total units; `scale(mean: Tensor) -> Tensor`, which turns that
+    ratio into the metric (exp, for a perplexity). Nothing here keeps state: every method is a function of its
+    arguments.
     """
 
     @property
@@ -33,7 +36,7 @@ class Task(Protocol):
         """The loss of the model's output, a scalar: the mean over the batch."""
 
     def score(self, output: Any, batch: Batch) -> Tensor:
-        """fp32 [B]: one value per example; their mean over a data set is the metric. Larger is better."""
+        """fp32 [B]: one value per example; their mean over a data set is the metric."""
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """[B, …]: what matters of the model's output, to compare two models by: its squared difference is the damage.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from acm_compiler.control import set_budget
 from acm_compiler.conversion import conversion
 from acm_compiler.data import Batch, BatchStream, open_dataset
 from acm_compiler.dump import dump
-from acm_compiler.errors import BudgetMissed, DataError, UsageError
+from acm_compiler.errors import BudgetMissed, DataError, SelectionError, UsageError, did_you_mean
 from acm_compiler.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
@@ -79,6 +80,7 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     if recipe.data and recipe.task:
         workshop.open()
     dense, model = convert(recipe, say)
+    workshop.model = dense
     if recipe.schedule:
         run_schedule(model, recipe.schedule, workshop.job(options), resume=options.resume, until=options.until)
     if not workshop.machine.is_main:
@@ -98,6 +100,7 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     """load -> plan -> rewrite: the dense model and its rewritten copy; `say` is given the cost report."""
     torch.manual_seed(recipe.run.seed)
     built = build(recipe.model, device="cpu", example=recipe.input)
+    _freeze(built.model, recipe)
     plan = decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
     say(str(plan))
     refuse(plan, named_budgets(recipe))
@@ -107,11 +110,31 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     return built.model, model
 
 
+def _freeze(model: nn.Module, recipe: Recipe) -> None:
+    """Take the parameters that the recipe keeps as they are out of every training."""
+    names = [name for name, _ in model.named_parameters()]
+    for i, pattern in enumerate(recipe.model.freeze):
+        found = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        if not found:
+            raise SelectionError(
+                f"no parameter matches {pattern!r}{did_you_mean(pattern, _modules(names))}",
+                where=str(recipe.origin.document.place_of_value(("model", "freeze", i))),
+            )
+        for name in found:
+            model.get_parameter(name).requires_grad_(False)
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    """All prefixes of dotted names."""
+    return {name.rsplit(".", i)[0] for name in names for i in range(name.count(".") + 1)}
+
+
 class Workshop:
     """What a recipe's phases and its evaluation need: task, data, and the calls between them."""
 
     def __init__(self, recipe: Recipe, machine: Machine, say: Say) -> None:
         self.recipe, self.machine, self.say = recipe, machine, say
+        self.model: nn.Module | None = None
         self._opened: dict[str, Any] = {}
 
     @property
@@ -123,13 +146,13 @@ class Workshop:
 
     @functools.cached_property
     def task(self) -> Task:
-        """The recipe's task. UsageError when it has none."""
+        """The recipe's task, for the dense model once there is one. UsageError when it has none."""
         if self.recipe.task is None:
             raise UsageError("phases and evaluation need a task", where=self.recipe.name, fix="write a `task:` section")
-        return open_task(self.recipe.task, self._dataset(self.data.train))
+        return open_task(self.recipe.task, self._dataset(self.data.train), self.model)
 
     def open(self) -> None:
-        """Open task and data, so that what is wrong with them is said before the training and not after it."""
+        """Open the data, so that what is wrong with it is said before the training and not after it."""
         train, held_out = self._dataset(self.data.train), self._dataset(self.data.eval)
         ours, theirs = getattr(train, "classes", None), getattr(held_out, "classes", None)
         if ours is not None and theirs is not None and list(ours) != list(theirs):
@@ -139,7 +162,6 @@ class Workshop:
                 found=_difference(theirs, ours) or "another order",
                 fix="give both the same class folders",
             )
-        _ = self.task
 
     def job(self, options: RunOptions) -> Job:
         """What the schedule is run with."""

@@ -65,7 +65,8 @@ def measure(
     from acm_compiler.data import BatchStream
     from acm_compiler.evaluate import evaluate, every_k, first_examples, reachable, with_progress
 
-    task, data = run.task(), run.data()
+    data = run.data()
+    task = run.task(data)
     if budgets is None:
         budgets = reachable(run.model, run.recipe.budgets.report if run.recipe else (), say=output.note)
     settings = [*budgets, *every_k(run.model)]

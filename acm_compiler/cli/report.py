@@ -72,7 +72,8 @@ def _load_maps(run: SavedRun, found: Evaluation) -> tuple[LoadMaps | None, str]:
     if not budgets:
         return None, "no budget below 1 was measured"
     try:
-        task, data = run.task(), run.data()
+        data = run.data()
+        task = run.task(data)
         batch = next(BatchStream(dataset=data, batch=_LOOKED_AT, shuffle=True).epoch())
         maps = find_load_maps(run.model, batch, task, budgets)
     except AcmError as error:  # the numbers are there already: a page without pictures is better than none

@@ -36,13 +36,13 @@ class SavedRun:
         """What to call it: the recipe's name, else the folder's."""
         return self.recipe.name if self.recipe else self.directory.absolute().name
 
-    def task(self) -> Task:
-        """The recipe's task. UsageError when there is none."""
+    def task(self, data: Dataset[Any]) -> Task:
+        """The recipe's task on its data. UsageError when there is none."""
         from acm_compiler.tasks import open_task
 
         if self.recipe is None or self.recipe.task is None:
             raise UsageError(*_misses("task"), where=str(self.directory), fix=_FIX)
-        return open_task(self.recipe.task)
+        return open_task(self.recipe.task, data, self.model)
 
     def data(self) -> Dataset[Any]:
         """The examples to evaluate on. UsageError when the recipe names none, DataError when they are not here."""

@@ -11,6 +11,7 @@ A data set is any map-style `torch.utils.data.Dataset` whose items are such dict
 - `prepare()`: called before the first batch of an epoch, in the process that asks, not in those that load ahead;
 - `batch(indices) -> Batch`: many examples at once, where that is faster than one by one;
 - `collate(examples) -> Batch`: how examples are put together, where stacking is not right (texts, audio);
+- `group(order, batch) -> order`: the same examples in another order, where batches of like lengths are cheaper;
 - `mix(batch) -> Batch`: what is done to a whole batch (mixup, cutmix). Example j may be mixed with example j - 1 of
   the batch only (j = 0: with the last), all random numbers drawn from torch's CPU generator and as many for any
   number of examples: so several processes together see what one would.

@@ -98,6 +98,8 @@ class BatchStream:
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive(self.seed, epoch, _ORDER))
             order = torch.randperm(self.examples, generator=generator).tolist()
+        if hasattr(self.dataset, "group"):
+            order = self.dataset.group(order, self.batch)
         shares = []
         for number in range(len(self)):
             whole = order[number * self.batch : (number + 1) * self.batch]

@@ -7,7 +7,13 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from acm_compiler.errors import DataError
-from acm_compiler.recipe.datasets import ClutteredDigitsData, DataConfig, ImageFolderData, TextData
+from acm_compiler.recipe.datasets import (
+    ClutteredDigitsData,
+    CommonVoiceData,
+    DataConfig,
+    ImageFolderData,
+    TextData,
+)
 
 Size = tuple[int, int]
 
@@ -27,6 +33,10 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
         from acm_compiler.data.texts import TextSet
 
         return TextSet(config)
+    if isinstance(config, CommonVoiceData):
+        from acm_compiler.data.common_voice import CommonVoice
+
+        return CommonVoice(config)
     return _users(config.kind, config.args)
 
 

@@ -71,6 +71,28 @@ class TextData(Section):
     seed: Whole = 0
 
 
+class CommonVoiceData(Section):
+    """A release of Common Voice on disk: one table per split beside `clips/`."""
+
+    kind: Literal["common_voice"]
+    root: PathText
+    """The release's folder of one language, such as cv-corpus-17.0/es."""
+    split: str = "train"
+    """Which table: train, dev, test, validated, …"""
+    vocabulary: PathText
+    """The vocab.json that the model was trained with."""
+    case: Literal["lower", "upper", "as_is"] = "lower"
+    """How letters are written in the vocabulary."""
+    remove: str = r"[^\w\s']|[\d_]"
+    """A regular expression; what it finds in a transcript is no letter."""
+    max_seconds: Positive = 15.0
+    """Longer clips are left out."""
+    max_broken: Whole = 100
+    """How many clips may be missing, unreadable, empty or too long before the run is refused."""
+    max_unknown: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Which share of the letters may be missing from the vocabulary."""
+
+
 class PythonData(Section):
     """A data set that a function of the user's builds."""
 
@@ -91,6 +113,7 @@ DataConfig = Annotated[
     Annotated[ImageFolderData, Tag("imagefolder")]
     | Annotated[ClutteredDigitsData, Tag("cluttered_digits")]
     | Annotated[TextData, Tag("texts")]
+    | Annotated[CommonVoiceData, Tag("common_voice")]
     | Annotated[PythonData, Tag("python")],
     Discriminator(kind_tag),
 ]

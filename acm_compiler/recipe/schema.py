@@ -96,6 +96,8 @@ class ModelConfig(Section):
     """For hf: the transformers class that builds it; unset: the one the model's config names."""
     args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
     """Keyword arguments of the model's builder (hf: changes to its config)."""
+    freeze: Texts = ()
+    """Modules, or globs over parameter names, that no phase trains."""
 
     @model_validator(mode="after")
     def _keys_fit_source(self) -> ModelConfig:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.utils.data import Dataset
 
 from acm_compiler.data.python_function import call_function
 from acm_compiler.errors import UsageError
-from acm_compiler.recipe.tasks import ClassifyTask, EmbedTask, PythonTask, TaskConfig
+from acm_compiler.recipe.tasks import ClassifyTask, CtcTask, EmbedTask, PythonTask, TaskConfig
 from acm_compiler.tasks.base import Task
 from acm_compiler.tasks.classify import Classify
+from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
 
 _PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
 
 
-def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None) -> Task:
-    """The task that `config` describes; `dataset` tells it the number of classes, if the data has any.
+def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn.Module | None = None) -> Task:
+    """The task that `config` describes; `dataset` tells it the classes or letters, `model` how it makes frames.
 
     UsageError for a kind that this version cannot run, or a function that returns no task.
     """
@@ -26,12 +28,14 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None) -> Task:
         return Classify(label_smoothing=config.label_smoothing, classes=len(classes) if classes else None)
     if isinstance(config, EmbedTask):
         return Embed()
+    if isinstance(config, CtcTask):
+        return open_ctc(dataset, model)
     if isinstance(config, PythonTask):
         return _users(config.kind, config.args)
     raise UsageError(
         f"this version cannot run the task {config.kind!r}",
         where="task.kind",
-        expected="classify, embed, or python:module:function",
+        expected="classify, ctc, embed, or python:module:function",
     )
 
 

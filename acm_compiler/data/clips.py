@@ -1,0 +1,56 @@
+"""Audio files as waveforms at one rate, and batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acm_compiler.errors import DataError, PackageMissing
+
+_QUIET = 1e-7  # the variance that silence is divided by
+
+
+def load_clip(path: Path, *, rate: int) -> np.ndarray:
+    """The clip as float32 [samples], one channel, at `rate` per second. DataError for one that cannot be read.
+
+    Any format of libsndfile, mp3 included; other rates are resampled.
+    """
+    soundfile, soxr = _libraries()
+    try:
+        samples, found = soundfile.read(str(path), dtype="float32", always_2d=True)
+    except (OSError, RuntimeError) as error:  # soundfile's own error is a RuntimeError
+        raise DataError("the clip cannot be read", where=str(path), found=str(error).strip()) from error
+    if not len(samples):
+        raise DataError("the clip is empty", where=str(path), found="0 samples")
+    mono = samples.mean(axis=1)
+    return mono if found == rate else soxr.resample(mono, found, rate).astype(np.float32)
+
+
+def standardise(samples: np.ndarray) -> np.ndarray:
+    """The clip with mean 0 and variance 1, as the feature extractors of wav2vec2 make it; silence stays silent."""
+    return (samples - samples.mean()) / np.sqrt(samples.var() + _QUIET)
+
+
+def collate_clips(examples: Sequence[dict[str, Any]], *, label_padding: int) -> dict[str, Tensor]:
+    """`input_values` [B, R] and `labels` [B, L], filled up on the right; `attention_mask` [B, R], 1 at real samples."""
+    audio = [torch.as_tensor(example["input_values"]) for example in examples]
+    labels = [torch.as_tensor(example["labels"], dtype=torch.long) for example in examples]
+    return {
+        "input_values": torch.nn.utils.rnn.pad_sequence(audio, batch_first=True),
+        "attention_mask": torch.nn.utils.rnn.pad_sequence([torch.ones(len(a)).long() for a in audio], batch_first=True),
+        "labels": torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=label_padding),
+    }
+
+
+def _libraries() -> tuple[Any, Any]:
+    try:
+        import soundfile
+        import soxr
+    except ImportError as error:
+        raise PackageMissing("audio needs soundfile and soxr", fix="pip install 'acm_compiler[audio]'") from error
+    return soundfile, soxr

@@ -15,6 +15,7 @@ from acm_compiler.inputs import Inputs
 from acm_compiler.passes.kept_dense import kept_dense
 from acm_compiler.planner import plan_sites
 from acm_compiler.plans import Plan
+from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.document import Path
 from acm_compiler.recipe.schema import GateConfig, ModelConfig, Recipe, SiteRule
 from acm_compiler.site import Skip
@@ -73,7 +74,8 @@ def plan_model(
 
 
 def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[BuiltModel, Plan]:
-    """The model of a recipe, without weights, and the plan that the recipe's rules make for it."""
+    """The model of a recipe, without weights, and the plan that the recipe's rules make for it; needs no data."""
+    recipe = expand_paths(recipe.model_copy(update={"data": None}))
     built = build(recipe.model, device="meta", example=example or recipe.input)
     return built, decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
 

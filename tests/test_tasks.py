@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.recipe.tasks import ClassifyTask, CtcTask, PythonTask
+from acm_compiler.recipe.tasks import ClassifyTask, MaskedLMTask, PythonTask
 from acm_compiler.tasks import Task, open_task
 from acm_compiler.tasks.classify import Classify
 
@@ -120,5 +120,5 @@ def test_a_users_function_gives_the_task() -> None:
 
 
 def test_a_kind_that_cannot_run_yet_is_refused() -> None:
-    with pytest.raises(UsageError, match="'ctc'"):
-        open_task(CtcTask(kind="ctc"))
+    with pytest.raises(UsageError, match="'masked_lm'"):
+        open_task(MaskedLMTask(kind="masked_lm"))

@@ -64,7 +64,7 @@ def _contest(run: SavedRun) -> Contest:
 
     if run.dense is None:
         raise UsageError("there is no dense model to compare with", where=str(run.directory), found=run.no_dense)
-    return Contest.of(run.dense, run.model, run.task().answer)
+    return Contest.of(run.dense, run.model, run.task(run.data()).answer)
 
 
 def _cells(row: Row) -> list[str]:

@@ -67,7 +67,7 @@ class SavedRun:
         if len(data) < count:  # type: ignore[arg-type]
             raise UsageError("more examples than the data has", found=count, expected=f"at most {len(data)}")  # type: ignore[arg-type]
         batch = next(BatchStream(dataset=data, batch=count).epoch())
-        return fit_to(self.model, self.task().inputs(batch))
+        return fit_to(self.model, self.task(data).inputs(batch))
 
 
 _FIX = "evaluate from Python: acm_compiler.evaluate.evaluate(model, batches, task, budgets=[0.25, 0.5])"

@@ -70,7 +70,7 @@ class Row:
         return f"sm_{self.arch} {self.dtype} {self.kind}{most}"
 
 
-def _tile(text: str) -> Tile:
+def tile_of(text: str) -> Tile:
     """A tile written as m x n x k, w warps, s stages, r resident: "128x128x64 w4 s3 r2"."""
     shape, warps, stages, resident = text.split()
     m, n, k = (int(part) for part in shape.split("x"))
@@ -85,7 +85,7 @@ def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Ro
         dtype=words[1],
         kind=words[2],
         tokens=int(words[-1]) if "<=" in words else None,
-        tiles=Tiles(layer1=_tile(layer1), layer2=_tile(layer2), provenance=provenance, sorts=words[2] != "few"),
+        tiles=Tiles(layer1=tile_of(layer1), layer2=tile_of(layer2), provenance=provenance, sorts=words[2] != "few"),
     )
 
 

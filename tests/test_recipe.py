@@ -184,7 +184,7 @@ def test_a_newer_format_is_refused_as_such(recipe_file):
         ("gate: 5", "r.yaml:4:7: wrong value for gate (found 5, expected a mapping)"),
         (
             "task: {kind: masked_lm}",
-            "r.yaml:4:14: task 'masked_lm' is not available in this version (available: classify, ctc, embed, ",
+            "r.yaml:4:14: task 'masked_lm' is not available in this version (available: classify, ctc, embed, caus",
         ),
         ("task: {kind: python:x}", "r.yaml:4:14: wrong value for task.kind (found 'python:x', expected python:module:"),
         ("task: 3", "r.yaml:4:7: wrong value for task (found 3, expected a mapping with the key 'kind')"),

@@ -8,7 +8,7 @@ from acm_compiler.recipe.datasets import kind_tag
 from acm_compiler.recipe.document import Document, Path, Problem
 from acm_compiler.recipe.schema import Recipe
 
-TASKS = ("classify", "ctc", "embed", "python")
+TASKS = ("classify", "ctc", "embed", "causal_lm", "python")
 
 
 def unavailable(recipe: Recipe, document: Document) -> Iterator[Problem]:

@@ -9,8 +9,9 @@ from torch.utils.data import Dataset
 
 from acm_compiler.data.python_function import call_function
 from acm_compiler.errors import UsageError
-from acm_compiler.recipe.tasks import ClassifyTask, CtcTask, EmbedTask, PythonTask, TaskConfig
+from acm_compiler.recipe.tasks import CausalLMTask, ClassifyTask, CtcTask, EmbedTask, PythonTask, TaskConfig
 from acm_compiler.tasks.base import Task
+from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
@@ -26,6 +27,8 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn
     if isinstance(config, ClassifyTask):
         classes = getattr(dataset, "classes", None)
         return Classify(label_smoothing=config.label_smoothing, classes=len(classes) if classes else None)
+    if isinstance(config, CausalLMTask):
+        return CausalLM()
     if isinstance(config, EmbedTask):
         return Embed()
     if isinstance(config, CtcTask):
@@ -35,7 +38,7 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn
     raise UsageError(
         f"this version cannot run the task {config.kind!r}",
         where="task.kind",
-        expected="classify, ctc, embed, or python:module:function",
+        expected="classify, ctc, embed, causal_lm, or python:module:function",
     )
 
 

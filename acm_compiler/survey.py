@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.dump import dump
-from acm_compiler.errors import AlreadyRewritten
+from acm_compiler.errors import AlreadyRewritten, UsageError
 from acm_compiler.inputs import Inputs, call_model, split_inputs
 from acm_compiler.passes.capture import Capture, capture
 from acm_compiler.passes.dense_macs import count_macs, not_counted
@@ -24,6 +24,7 @@ from acm_compiler.passes.untouched import untouched
 from acm_compiler.plans import ModelFacts, fingerprint
 from acm_compiler.site import Layout, Site, Skip
 
+_SHARDED = ("FullyShardedDataParallel", "DTensor")
 _LOG = logging.getLogger(__name__)
 
 
@@ -43,6 +44,8 @@ def look(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] 
         raise AlreadyRewritten(
             "this model holds ACMs already", fix="plan the original model, or acm.revert(model) first"
         )
+    if any(type(part).__name__ in _SHARDED for part in (*model.modules(), *model.parameters())):
+        raise UsageError("the model is sharded (FSDP)", fix="plan and rewrite it first, then shard it")
     with normalized(model) as seen:
         graph = capture(seen, example_inputs)
         dump("00_captured.py", lambda: graph.graph.python_code("self").src)

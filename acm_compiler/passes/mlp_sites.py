@@ -207,6 +207,8 @@ def _refs(flow: Dataflow, shown: list[Leaf]) -> tuple[LinearRef, ...] | str:
 def _build(flow: Dataflow, hidden: _Hidden, last: str, refs: tuple[LinearRef, ...], act: str) -> Region | str:
     first, end = flow.linears[hidden.frontier[0]], flow.linears[last]
     width = end.d_in
+    if end.weight in {flow.linears[name].weight for name in hidden.frontier}:
+        return f"its layers share {end.weight}; learners would need one each"
     hidden_sizes = sum(flow.linears[name].d_out for name in hidden.frontier)
     if hidden_sizes != width * len(refs) or first.tokens != end.tokens:
         return "the hidden value changes its width or its tokens between the linears"

@@ -94,6 +94,8 @@ ATTENTION = frozenset(["scaled_dot_product_attention"])
 CONVOLUTIONS = op_set("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
 # calls with linears inside that nothing can reach
 OPAQUE = frozenset(["multi_head_attention_forward"])
+# linears of torch's quantised modules
+QUANTISED = op_set("linear_dynamic linear_dynamic_fp16 linear_relu_dynamic")
 REDUCTIONS = op_set("mean var std sum norm var_mean amax logsumexp")
 
 # read only the shape, type or device of a tensor: nothing flows from it

@@ -73,9 +73,10 @@ class Recorder(TorchFunctionMode):
         return Capture(graph=self._graph, method="recorder", signatures=self._signatures, inputs=tuple(placeholders))
 
     def _enter(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
+        self._opened.append(((), 0, ()))  # `_leave` follows even where an argument is refused
         given = [leaf for leaf in leaves((args, kwargs)) if leaf is not None]
         inputs = tuple(self._node(leaf).name for leaf in given if isinstance(leaf, Tensor))
-        self._opened.append((inputs, len(given) - len(inputs), tuple(kwargs)))
+        self._opened[-1] = (inputs, len(given) - len(inputs), tuple(kwargs))
         if call.fqn:
             self._stack = (*self._stack, call)
 

@@ -7,6 +7,8 @@ after:  x + self.mlp(self.norm(x))           mlp: ACM(gate, learners, dense: Seq
 from __future__ import annotations
 
 import copy
+import pickle
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,7 @@ from acm_compiler.conversion import Conversion
 from acm_compiler.cost import learner_unit
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
 from acm_compiler.passes.build_acm import build_acm, start
-from acm_compiler.passes.dense_region import check_tensors, named_tensors, weights_digest
+from acm_compiler.passes.dense_region import check_tensors, named_tensors, tensor_names, weights_digest
 from acm_compiler.passes.graft import freeze_dense_regions, graft_modules, paths_of
 from acm_compiler.passes.graft_graph import graft_graph
 from acm_compiler.passes.graft_weights import graft_weights
@@ -58,6 +60,10 @@ def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module
     Raises PlanMismatch for another model, AlreadyRewritten, and NothingToConvert for a plan without sites.
     """
     check_convertible(model, plan)
+    if any(named_tensors(model)[name].is_meta for site in plan.sites for name in tensor_names(site)):
+        raise UsageError(
+            f"this {type(model).__name__} has no weights: it is on meta", fix="load its weights, then rewrite it"
+        )
     model = model if inplace else copied(model)
     convert(model, plan)
     return model
@@ -86,9 +92,18 @@ def check_convertible(model: nn.Module, plan: Plan) -> None:
 
 def copied(model: nn.Module) -> nn.Module:
     """A deep copy of `model`; UsageError when it cannot be copied."""
+    for path, module in model.named_modules():
+        rebuilt = type(module).__setstate__ is not nn.Module.__setstate__  # as compiled modules are
+        if isinstance(vars(module).get("forward"), types.FunctionType) and not rebuilt:
+            raise UsageError(
+                f"this {type(model).__name__} cannot be copied: the copy would run this one's modules",
+                where=path or type(model).__name__,
+                found="a function in the place of its forward",
+                fix="pass inplace=True to change the model itself",
+            )
     try:
         return copy.deepcopy(model)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, pickle.PickleError) as error:
         raise UsageError(
             f"this {type(model).__name__} cannot be copied",
             found=str(error).splitlines()[0],

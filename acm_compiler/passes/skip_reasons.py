@@ -8,7 +8,17 @@ from acm_compiler.passes.captured import Capture
 from acm_compiler.passes.dataflow import Dataflow
 from acm_compiler.passes.dense_macs import count_macs
 from acm_compiler.passes.kept_dense import operation_name
-from acm_compiler.passes.op_names import CONVOLUTIONS, COPIES, OPAQUE, PRODUCTS, RESHAPES, SCALES, SUMS, op_set
+from acm_compiler.passes.op_names import (
+    CONVOLUTIONS,
+    COPIES,
+    OPAQUE,
+    PRODUCTS,
+    QUANTISED,
+    RESHAPES,
+    SCALES,
+    SUMS,
+    op_set,
+)
 from acm_compiler.passes.regions import LookAlike, Region
 from acm_compiler.passes.residual import find_bypass
 from acm_compiler.passes.values import Linear
@@ -61,6 +71,9 @@ def skips_of(capture: Capture, flow: Dataflow, lookalikes: Sequence[LookAlike], 
             number = macs.get(value.name, 0)
         elif value.op in OPAQUE:
             name, reason = operation_name(flow, value.node), f"opaque call: {value.op} hides its linears"
+            number = macs.get(value.name, 0)
+        elif value.op in QUANTISED:
+            name, reason = flow.label(value.name, ""), "quantised linear: convert the model first, then quantise it"
             number = macs.get(value.name, 0)
         else:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from tests.zoo.entry import Inputs, Model
 # one model for each way an ACM gets into a model; the default suite runs these
 QUICK = {"W": "hf Llama", "T": "hf BERT", "S": "hf Whisper", "R": "torchvision Swin"}
 
-_PLANS: dict[str, Plan] = {}
+_PLANS: dict[tuple[str, str], Plan] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,16 @@ def built(name: str) -> tuple[nn.Module, Inputs]:
 def case(name: str) -> Case:
     """The model called `name`; tests leave it as it is."""
     model, inputs = built(name)
-    plan = _PLANS[name] = acm.plan(model, inputs)
+    plan = _PLANS[name, "auto"] = _PLANS.get((name, "auto")) or acm.plan(model, inputs)
     return Case(entry=MODELS[name], model=model, inputs=inputs, plan=plan)
 
 
-def plan_of(name: str) -> Plan:
+def plan_of(name: str, *, init: Literal["auto", "random"] = "auto") -> Plan:
     """The plan of the model called `name`, made once per session."""
-    return _PLANS.get(name) or case(name).plan
+    if (name, init) not in _PLANS:
+        one = case(name)
+        _PLANS[name, init] = one.plan if init == "auto" else acm.plan(one.model, one.inputs, init=init)
+    return _PLANS[name, init]
 
 
 def answers(model: nn.Module, inputs: Inputs) -> list[Tensor]:

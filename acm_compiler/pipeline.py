@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from torch import nn
 
+from acm_compiler.advice import Advice, advise
 from acm_compiler.budgets import TOLERANCE, unreachable
 from acm_compiler.dump import dump
 from acm_compiler.errors import NothingToConvert, UsageError
@@ -67,17 +68,23 @@ def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> Plan
 
 def plan_model(
     model: ModelConfig, *, sites: Sequence[str], learners: int, example: InputSpec | None = None
-) -> tuple[BuiltModel, Plan]:
-    """The model that a reference names, without weights, and its plan."""
+) -> tuple[BuiltModel, Plan, list[Advice]]:
+    """The model that a reference names, without weights, its plan, and what converting more would buy."""
     built = build(model, device="meta", example=example)
-    return built, plan(built.model, example_of(built), sites=sites, learners=learners, source=built.record)
+    rules = _rules(sites, learners=learners, lossless=False, init="auto")
+    return built, *_decide_and_advise(built, rules, GateConfig())
 
 
-def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[BuiltModel, Plan]:
-    """The model of a recipe, without weights, and the plan that the recipe's rules make for it; needs no data."""
+def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[BuiltModel, Plan, list[Advice]]:
+    """The model of a recipe, without weights, the plan that its rules make, and advice; needs no data."""
     recipe = expand_paths(recipe.model_copy(update={"data": None}))
     built = build(recipe.model, device="meta", example=example or recipe.input)
-    return built, decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
+    return built, *_decide_and_advise(built, recipe.sites, recipe.gate)
+
+
+def _decide_and_advise(built: BuiltModel, rules: Sequence[SiteRule], gate: GateConfig) -> tuple[Plan, list[Advice]]:
+    found = look(built.model, example_of(built), source=built.record)
+    return decide(found, rules, gate), advise(found, rules, gate)
 
 
 def refuse(made: Plan, budgets: Iterable[tuple[str | None, float]]) -> None:

@@ -48,7 +48,8 @@ def select(found: Sequence[Site], match: str) -> list[str]:
     names = [site.name for site in found if _matches(site, match)]
     if not names and found and match not in _CLASSES:
         known = [site.name for site in found]
-        alike = nearest(match, [*_CLASSES, *known])
+        roles = [f"attn.{role}" for role in dict.fromkeys(site.role for site in found) if role]
+        alike = nearest(match, [*_CLASSES, *roles, *known])
         raise SelectionError(
             f"no site matches {match!r}",
             found=f"{len(known)} sites: {_kinds(found)}",

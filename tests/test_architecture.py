@@ -16,7 +16,7 @@ ROWS = [
     {"planner", "control", "batch_context", "usage", "measure", "site_status", "codegen"},
     {"passes"},
     {"data", "tasks", "sources", "checkpoint", "training", "calibration", "report", "evaluate", "survey"},
-    {"pipeline", "run_recipe", "backend", "bench", "explanation"},
+    {"advice", "pipeline", "run_recipe", "backend", "bench", "explanation"},
     {"cli", "__init__", "__main__"},
 ]
 ROW_OF = {room: row for row, rooms in enumerate(ROWS) for room in rooms}

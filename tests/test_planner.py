@@ -87,6 +87,12 @@ def test_the_nearest_names_are_offered():
         select(FOUND, "layers.0.mpl")
 
 
+def test_a_role_that_the_model_has_packed_is_offered():
+    packed = dataclasses.replace(FOUND[-1], role="qkv", name="layers.0.attn.qkv")
+    with pytest.raises(SelectionError, match=r"nearest: attn\.qkv"):
+        select([packed], "attn.q")
+
+
 def test_later_rules_win_and_can_exclude():
     rules = [
         SiteRule(match="mlp"),

@@ -10,6 +10,7 @@ import typer
 from acm_compiler.cli.output import JsonOption, Output, SetOption
 
 if TYPE_CHECKING:
+    from acm_compiler.advice import Advice
     from acm_compiler.plans import Plan
     from acm_compiler.sources import BuiltModel
 
@@ -42,21 +43,23 @@ def plan(
     from acm_compiler.survey import torch_macs
 
     output = Output(json=json)
-    built, made, asked = _make(what, sites, learners, example, overrides or [])
+    built, made, advice, asked = _make(what, sites, learners, example, overrides or [])
     if out is not None:
         _write(out, made)
     if json:
-        output.document(made.as_json())
+        output.document(made.as_json() | {"advice": [entry.as_json() for entry in advice]})
     else:
         counted = torch_macs(built.model, example_of(built))
         output.say(cost_table(made.cost, budgets=budget or BUDGETS, per_site=per_site, torch_macs=counted))
+        for entry in advice:
+            output.say(f"advice: {entry}")
     refuse(made, [*asked, *((None, value) for value in budget or ())])
 
 
 def _make(
     what: str, sites: str | None, learners: int | None, example: str | None, overrides: list[str]
-) -> tuple[BuiltModel, Plan, list[tuple[str | None, float]]]:
-    """The model without weights, its plan, and the budgets that a recipe asks for."""
+) -> tuple[BuiltModel, Plan, list[Advice], list[tuple[str | None, float]]]:
+    """The model without weights, its plan, advice, and the budgets that a recipe asks for."""
     from acm_compiler.cli.what import read_what
     from acm_compiler.errors import UsageError
     from acm_compiler.pipeline import named_budgets, plan_model, plan_recipe

@@ -37,7 +37,7 @@ def rewrite(
     if dry_run:
         from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
 
-        _, made = plan_recipe(loaded)
+        _, made, _ = plan_recipe(loaded)
         output.say(str(made))
         refuse(made, named_budgets(loaded))
         output.document({"plan": made.as_json()})

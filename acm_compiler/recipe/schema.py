@@ -138,7 +138,7 @@ class SiteRule(Section):
     """How the sites that match become ACMs. A site follows the last rule that matches it, else it stays dense."""
 
     match: Texts
-    """mlp, attn, attn.q, attn.k, attn.v, attn.o; a site's name; a glob over names; `re:` and a regular expression."""
+    """mlp, attn, attn.q (.k, .v, .o; packed: .qkv, .kv, .qk); a site's name; a glob; `re:` and a regular expression."""
     include: Texts = ()
     """Only sites whose name also matches one of these names, globs or re: patterns."""
     exclude: Texts = ()

@@ -1,0 +1,67 @@
+"""What a plan leaves unconverted although it could be: what each class of sites would add, and what it would buy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from acm_compiler.planner import plan_sites, select
+from acm_compiler.plans import Plan
+from acm_compiler.recipe.schema import GateConfig, SiteRule
+from acm_compiler.survey import Findings
+
+_CLASSES = ("mlp", "attn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What also converting the `sites` further sites of class `match` would do.
+
+    `macs_share`: their part of the dense model's MACs. `model_share`: the smallest share of the dense model's MACs
+    that the converted model could run at, `model_share_now` as planned (1 for a plan without sites).
+    """
+
+    match: str
+    sites: int
+    macs_share: float
+    model_share: float
+    model_share_now: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"also converting {self.match} ({self.sites} more sites, {self.macs_share:.1%} of the model's MACs) would "
+            f"let the model run at {self.model_share:.0%} of its MACs, {self.model_share_now:.0%} as planned"
+        )
+
+
+def advise(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> list[Advice]:
+    """One advice for each class of which `rules` leave sites dense, where converting them too makes less possible."""
+    chosen = plan_sites(found.sites, rules, gate)
+    now = _least(Plan(model=found.model, sites=chosen))
+    planned, learners = {site.name for site in chosen}, rules[-1].learners if rules else 4
+    advice = []
+    for match in _CLASSES:
+        left = [name for name in select(found.sites, match) if name not in planned]
+        if not left:
+            continue
+        more = Plan(
+            model=found.model,
+            sites=plan_sites(found.sites, [SiteRule(match=tuple(left), learners=learners), *rules], gate),
+        )
+        added = sum(c.dense_macs for s, c in zip(more.sites, more.cost.sites, strict=True) if s.name in left)
+        share = added / found.model.dense_macs
+        if _least(more) < now:
+            advice.append(
+                Advice(match=match, sites=len(left), macs_share=share, model_share=_least(more), model_share_now=now)
+            )
+    return advice
+
+
+def _least(plan: Plan) -> float:
+    """The smallest share of the dense model's MACs that the plan's model can run at."""
+    return plan.cost.model_share(plan.cost.budget_min) if plan.sites else 1.0

@@ -16,7 +16,7 @@ from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.gate import run_gate
 from acm_compiler.codegen.launch import Call, run_call
 from acm_compiler.codegen.spec import spec_of
-from acm_compiler.codegen.stages import Machine
+from acm_compiler.codegen.stages import Machine, puts_fences
 from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
 from tests.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 
@@ -38,7 +38,7 @@ def poisoned(monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def loops_in_old_versions():
     """Triton before 3.7 cannot turn its loop bounds into integers with a recent NumPy."""
-    if not launch.puts_fences():
+    if not puts_fences():
         patch = interpreter._patch_lang_tensor
 
         def patched(tensor, scope):
@@ -95,7 +95,8 @@ def test_large_tiles_that_mix_many_k_equal_the_reference(second):
 
 @pytest.mark.parametrize("tokens", [1, 100, 1024, 1025, 3000])
 @pytest.mark.parametrize("learners", [1, 4, 16])
-def test_the_order_is_stable_and_descending(tokens, learners):
+def test_the_order_is_stable_and_descending(tokens, learners, monkeypatch):
+    monkeypatch.setattr(dispatch, "_MANY", 2000)
     k = torch.randint(0, learners + 1, (tokens,), dtype=torch.int32)
     order = dispatch.sort_by_k(k, learners)
     assert torch.equal(order.perm.long(), k.sort(descending=True, stable=True).indices)
@@ -144,7 +145,23 @@ def test_rows_may_lie_apart_and_weights_in_any_order():
     wide = torch.randn(130, 100)
     wide[:, :72] = inputs.x
     turned = inputs.residual.t().contiguous().t()
-    y = launch.run(wide[:, :72], inputs.k, inputs.weights, residual=turned, machine=HOPPER)
+    apart = torch.stack([inputs.k, inputs.k + 1], 1)[:, 0]
+    for k in (apart, inputs.k.long()):
+        require_answer(launch.run(wide[:, :72], k, inputs.weights, residual=turned, machine=HOPPER), inputs)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_addresses_need_no_alignment(machine):
+    inputs = inputs_of(Case(dtype=torch.bfloat16))
+    shifted = {}
+    for name in ("w_in", "w_out", "b_in", "b_out"):
+        tensor = getattr(inputs.weights, name)
+        room = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
+        shifted[name] = room[1:].view_as(tensor).copy_(tensor)
+        assert shifted[name].data_ptr() % 16
+    x = torch.zeros(130 * 72 + 1, dtype=torch.bfloat16)[1:].view(130, 72).copy_(inputs.x)
+    weights = dataclasses.replace(inputs.weights, **shifted)
+    y = launch.run(x, inputs.k, weights, residual=inputs.residual, machine=MACHINES[machine])
     require_answer(y, inputs)
 
 

@@ -18,7 +18,7 @@ from acm_compiler.codegen.ahead import build, gate_kernel_of, kernels_of
 from acm_compiler.codegen.cuda import gate_not_covered, not_covered, take_over
 from acm_compiler.codegen.gate import WIDEST, GateSpec
 from acm_compiler.codegen.spec import KernelSpec, spec_of_site
-from acm_compiler.codegen.stages import Machine, build_options, loads_of, permutes_rows, products_of
+from acm_compiler.codegen.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
 from acm_compiler.codegen.tiles import SOME_TOKENS, TABLE, choose_tiles
 from tests.build import plan_of, planned_site, sliced_site
 
@@ -71,7 +71,9 @@ def require_good(spec: KernelSpec, arch: int, tokens: int) -> None:
         assert built.resident >= kernel.tile.resident, built
         found = {name for name, count in built.instructions.items() if count}
         exact = spec.dtype == "fp32" and not spec.tf32
-        assert found & ({"HGMMA", "HMMA"} if arch == 90 else {"HMMA"}) or exact, built
+        newest = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[arch]
+        few = kernel.name.startswith("few")  # of which 16 or 32 rows are too few for the newest
+        assert newest in found or (few and "HMMA" in found) or exact, built
         assert found & {"UTMALDG", "LDGSTS"}, built
 
 
@@ -82,7 +84,7 @@ def test_the_kernels_of_a_vit_are_built_as_designed(arch):
     if arch == 90:
         assert layer1.tile.resident == layer2.tile.resident == 2
         gathered, bulk = build(layer1, "bf16", 90).instructions, build(layer2, "bf16", 90).instructions
-        assert gathered["LDGSTS"] and gathered["UTMALDG"]  # x through the permutation, weights in bulk
+        assert gathered["UTMALDG"] and bool(gathered["LDGSTS"]) == puts_fences()  # x through the permutation
         assert bulk["UTMALDG"] and not bulk["LDGSTS"]
 
 

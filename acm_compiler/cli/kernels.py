@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,8 @@ import typer
 from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
+    from acm_compiler.codegen.ahead import Kernel
+    from acm_compiler.codegen.gate import GateSpec
     from acm_compiler.codegen.spec import KernelSpec
     from acm_compiler.plans import Plan
 
@@ -36,7 +39,8 @@ def kernels(
     json: JsonOption = False,
 ) -> None:
     """Print the tile table, or the kernels of a model's sites."""
-    from acm_compiler.errors import UsageError, did_you_mean
+    from acm_compiler.codegen.tiles import choose_tiles
+    from acm_compiler.errors import PackageMissing, UsageError, did_you_mean
 
     out = Output(json=json)
     if dtype not in _DTYPES:
@@ -45,10 +49,15 @@ def kernels(
     if what is None:
         _show_table(out, build)
         return
+    if importlib.util.find_spec("triton") is None:
+        raise PackageMissing("Triton is not installed, which the kernels are written in", fix="pip install triton")
     rows = []
-    for spec, count in _specs(what, dtype).items():
+    for (spec, gate), count in _specs(what, dtype).items():
         for one in arch or _ARCHITECTURES:
-            rows += _rows(spec, count, one, tokens, build)
+            provenance = choose_tiles(spec, one, tokens).provenance
+            for kernel, operands in _kernels(spec, gate, one, tokens):
+                row = _row(kernel, operands, one, provenance=provenance, build=build)
+                rows.append({"sites": f"{count} x {spec}", **row})
     out.table([list(row.values()) for row in rows], headers=list(rows[0]) if rows else [])
     out.document({"kernels": rows, "tokens": tokens})
 
@@ -72,11 +81,12 @@ def _show_table(out: Output, build: bool) -> None:
     out.document({"table": rows})
 
 
-def _specs(what: Path, dtype: str) -> Counter[KernelSpec]:
-    """The specs of a model's sites, and how many sites have each."""
+def _specs(what: Path, dtype: str) -> Counter[tuple[KernelSpec, GateSpec]]:
+    """The specs of a model's sites and their gates, and how many sites have each."""
+    from acm_compiler.codegen.gate import gate_spec_of_site
     from acm_compiler.codegen.spec import spec_of_site
 
-    return Counter(spec_of_site(site, dtype) for site in _plan(what).sites)
+    return Counter((spec_of_site(site, dtype), gate_spec_of_site(site, dtype)) for site in _plan(what).sites)
 
 
 def _plan(what: Path) -> Plan:
@@ -93,23 +103,25 @@ def _plan(what: Path) -> Plan:
         ) from error
 
 
-def _rows(spec: KernelSpec, count: int, arch: int, tokens: int, build: bool) -> list[dict[str, Any]]:
-    from acm_compiler.codegen.ahead import build as compile_kernel
-    from acm_compiler.codegen.ahead import kernels_of
-    from acm_compiler.codegen.tiles import choose_tiles
+def _kernels(spec: KernelSpec, gate: GateSpec, arch: int, tokens: int) -> list[tuple[Kernel, str]]:
+    """The kernels of a site, in order, with the dtype of their operands."""
+    from acm_compiler.codegen.ahead import gate_kernel_of, kernels_of
+    from acm_compiler.codegen.gate import WIDEST
 
-    provenance = choose_tiles(spec, arch, tokens).provenance
-    rows = []
-    for kernel in kernels_of(spec, arch, tokens):
-        built = asdict(compile_kernel(kernel, spec.dtype, arch)) if build else None
-        row: dict[str, Any] = {
-            "sites": f"{count} x {spec}",
-            "arch": f"sm_{arch}",
-            "kernel": kernel.name,
-            "tile": str(kernel.tile or ""),
-            "provenance": provenance if kernel.tile else "",
-        }
-        for fact in ("registers", "spills", "shared_bytes", "resident"):
-            row[fact] = _NOT_BUILT if built is None else built[fact]
-        rows.append(row)
-    return rows
+    gates = [gate_kernel_of(gate, arch, tokens)] if gate.width <= WIDEST else []
+    return [(kernel, spec.dtype) for kernel in (*gates, *kernels_of(spec, arch, tokens))]
+
+
+def _row(kernel: Kernel, dtype: str, arch: int, *, provenance: str, build: bool) -> dict[str, Any]:
+    from acm_compiler.codegen.ahead import build as compile_kernel
+
+    built = asdict(compile_kernel(kernel, dtype, arch)) if build else None
+    row: dict[str, Any] = {
+        "arch": f"sm_{arch}",
+        "kernel": kernel.name,
+        "tile": str(kernel.tile or ""),
+        "provenance": provenance if kernel.tile else "",
+    }
+    for fact in ("registers", "spills", "shared_bytes", "resident"):
+        row[fact] = _NOT_BUILT if built is None else built[fact]
+    return row

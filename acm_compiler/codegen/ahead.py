@@ -19,6 +19,7 @@ from acm_compiler.codegen.few import few1_kernel, few2_kernel
 from acm_compiler.codegen.gate import GateSpec, gate_constants, gate_kernel, gate_options
 from acm_compiler.codegen.layer1 import layer1_kernel
 from acm_compiler.codegen.layer2 import layer2_kernel
+from acm_compiler.codegen.permute import permute_constants, permute_kernel
 from acm_compiler.codegen.spec import KernelSpec
 from acm_compiler.codegen.stages import (
     POINTERS,
@@ -30,7 +31,9 @@ from acm_compiler.codegen.stages import (
     layer1_constants,
     layer2_constants,
     loads_of,
+    permutes_rows,
     products_of,
+    puts_fences,
 )
 from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
 from acm_compiler.errors import PackageMissing
@@ -38,9 +41,9 @@ from acm_compiler.errors import PackageMissing
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")
 _NUMBERS = ("T", "D_IN", "BLOCKS", "stride_x", "stride_a", "stride_w", "stride_r")
 _UNALIGNED = ("T", "BLOCKS", "cost", "knob", "k_lo", "k_hi")
-_SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10}
+_SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 _REGISTERS = 65536
-_INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
+_INSTRUCTIONS = ("UTCHMMA", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +75,11 @@ class Built:
 
 def kernels_of(spec: KernelSpec, arch: int, tokens: int, tiles: Tiles | None = None) -> list[Kernel]:
     """The kernels that a call of that many tokens starts on that architecture, in order."""
-    machine = Machine(arch=arch, processors=1)
+    machine = _machine(arch)
     tiles = tiles or choose_tiles(spec, arch, tokens)
     if not tiles.sorts:
         return _few_kernels(spec, machine, tiles)
-    kernels = _dispatch_kernels(spec)
+    kernels = _dispatch_kernels(spec) + ([_permute_kernel(spec)] if permutes_rows(spec, machine) else [])
     if layer1_bands(spec):
         loads = loads_of(spec, machine, None)
         kernels.append(
@@ -147,6 +150,20 @@ def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
     ]
 
 
+def _permute_kernel(spec: KernelSpec) -> Kernel:
+    return Kernel(
+        name="permute",
+        function=permute_kernel,
+        constants=permute_constants(spec.d_in),
+        options={"num_warps": 4},
+    )
+
+
+def _machine(arch: int) -> Machine:
+    """Any machine of that architecture, with the Triton that is installed."""
+    return Machine(arch=arch, processors=1, fenced=puts_fences())
+
+
 def _absent(spec: KernelSpec) -> dict[str, None]:
     """Operands of layer 1 that a spec does not have."""
     gated = spec.form == "gated"
@@ -166,7 +183,7 @@ def gate_kernel_of(spec: GateSpec, arch: int, tokens: int) -> Kernel:
         name="gate",
         function=gate_kernel,
         constants=constants,
-        options=gate_options(Machine(arch=arch, processors=1), constants),
+        options=gate_options(_machine(arch), constants),
         operands={name: gate for name in ("w_inner", "b_inner", "w_outer", "b_outer")}
         | {"knob": "*fp32", "k_lo": "*i32", "k_hi": "*i32", "k_out": "*i32", "cost": "fp32"},
     )

@@ -15,7 +15,7 @@ from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
 from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.spec import DTYPES
-from acm_compiler.codegen.stages import Machine
+from acm_compiler.codegen.stages import Machine, puts_fences
 from acm_compiler.errors import KernelUnavailable
 
 OLDEST = 80
@@ -26,20 +26,28 @@ _LOG = logging.getLogger("acm_compiler.backend")
 def take_over() -> bool:
     """Make the Triton kernels the implementation on CUDA devices; False when the reference stays (one INFO line).
 
-    KernelUnavailable when ACM_KERNEL=triton asks for the kernels and Triton is not installed.
+    KernelUnavailable when ACM_KERNEL=triton asks for the kernels and they cannot be had.
     """
     chosen = env.kernel()
     if chosen not in (None, "triton"):
         _LOG.info("ACM_KERNEL=%s: ACMs run without the Triton kernels", chosen)
         return False
-    if importlib.util.find_spec("triton") is None:
+    lacking = _lacking()
+    if lacking is not None:
         if chosen == "triton":
-            raise KernelUnavailable("Triton is not installed", fix="pip install triton, or unset ACM_KERNEL")
-        _LOG.info("ACMs run on plain torch operations, not on the Triton kernels: Triton is not installed")
+            raise KernelUnavailable(lacking, fix=f"unset {env.KERNEL}")
+        _LOG.info("ACMs run on plain torch operations, not on the Triton kernels: %s", lacking)
         return False
     torch.library.impl("acm::learners", "CUDA", _checked if env.check() else learners, lib=LIBRARY)
     torch.library.impl("acm::gate", "CUDA", gate, lib=LIBRARY)
     return True
+
+
+def _lacking() -> str | None:
+    """What keeps the kernels from this installation, None when nothing does."""
+    if torch.version.hip is not None:
+        return "the kernels hold instructions of NVIDIA GPUs, and this torch is built for AMD"
+    return "Triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
 def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
@@ -48,6 +56,8 @@ def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
     assert w_in is not None and b_out is not None
     machine = machine_of(x.device)
     reason = not_covered(act=act, dtype=x.dtype, arch=machine.arch)
+    if reason is None and w_in.dtype != x.dtype:
+        reason = f"tokens are {x.dtype}, weights {w_in.dtype}"
     if reason is not None:
         _say_once(reason)
         return REFERENCE(x, k, *tensors, form=form, act=act)
@@ -56,7 +66,8 @@ def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
     )
     from acm_compiler.codegen.launch import run  # imports triton
 
-    return run(x, k, weights, residual=residual[0] if residual else None, machine=machine)
+    with torch.cuda.device(x.device):  # kernels start on the current device
+        return run(x, k, weights, residual=residual[0] if residual else None, machine=machine)
 
 
 def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
@@ -68,7 +79,8 @@ def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Ten
         return GATE_REFERENCE(x, *tensors, cost=cost, k_min=k_min, rule=rule)
     from acm_compiler.codegen.gate import run_gate  # imports triton
 
-    return run_gate(x, tensors[:4], tensors[4:], cost=cost, k_min=k_min, rule=rule, machine=machine)
+    with torch.cuda.device(x.device):
+        return run_gate(x, tensors[:4], tensors[4:], cost=cost, k_min=k_min, rule=rule, machine=machine)
 
 
 def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
@@ -110,8 +122,6 @@ def _say_once(reason: str) -> None:
 @lru_cache
 def machine_of(device: torch.device) -> Machine:
     """What the kernels need to know of a device."""
-    from acm_compiler.codegen.launch import puts_fences  # imports triton
-
     major, minor = torch.cuda.get_device_capability(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Machine(arch=10 * major + minor, processors=processors, fenced=puts_fences())

@@ -15,6 +15,7 @@ from torch import Tensor
 _ONE_PROGRAM = 1024
 _COUNTED = 64  # tokens per row of the histogram
 _PLACED = 256  # tokens per program of the sort
+_MANY = 1 << 18  # from here on four times as many: each program reads the whole histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +95,10 @@ def sort_by_k(k_T: Tensor, learners: int, histogram: Tensor | None = None) -> Or
     if histogram is None:
         histogram = torch.empty(blocks, slots, dtype=torch.int32, device=k_T.device)
         count_kernel[(blocks,)](histogram, k_T, tokens, N=learners, SLOTS=slots, BLOCK=_COUNTED, num_warps=2)
-    place_kernel[(triton.cdiv(tokens, _PLACED),)](
+    placed = _PLACED if tokens < _MANY else 4 * _PLACED
+    place_kernel[(triton.cdiv(tokens, placed),)](
         perm, counts, k_T, histogram, tokens, blocks,
-        PER=_PLACED // _COUNTED, SLOTS=slots, BLOCK=_PLACED, CHUNK=64, num_warps=4,
+        PER=placed // _COUNTED, SLOTS=slots, BLOCK=placed, CHUNK=64, num_warps=4,
     )  # fmt: skip
     return Order(perm=perm, counts=counts)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from acm_compiler.codegen.activation import INTERPRETED, gelu
 from acm_compiler.codegen.spec import DTYPES
 from acm_compiler.codegen.stages import Machine
+from acm_compiler.plans import PlannedSite
 
 WIDEST = 256
 """Columns of the gate's first product that one program holds; wider gates are not for this kernel."""
@@ -95,6 +96,20 @@ def gate_spec_of(x_TD: Tensor, w_inner: Tensor, w_outer: Tensor, *, k_min: int, 
         rule=rule,
         dtype=DTYPES[x_TD.dtype],
         gate_dtype=DTYPES[w_inner.dtype],
+    )
+
+
+def gate_spec_of_site(site: PlannedSite, dtype: str) -> GateSpec:
+    """The spec of a planned site's gate, in the type of its tokens, by the rule of a calibrated one."""
+    kind = "fp32" if dtype == "tf32" else dtype
+    return GateSpec(
+        d_in=site.d_in,
+        width=site.gate_width,
+        columns=site.columns,
+        k_min=site.k_min,
+        rule="damage",
+        dtype=kind,
+        gate_dtype=kind,
     )
 
 

@@ -15,9 +15,10 @@ from acm_compiler.codegen.dispatch import Order, sort_by_k
 from acm_compiler.codegen.few import few1_kernel, few2_kernel
 from acm_compiler.codegen.layer1 import layer1_kernel
 from acm_compiler.codegen.layer2 import layer2_kernel
-from acm_compiler.codegen.permute import permute_kernel
+from acm_compiler.codegen.permute import PERMUTED_ROWS, permute_constants, permute_kernel
 from acm_compiler.codegen.spec import KernelSpec, spec_of
 from acm_compiler.codegen.stages import (
+    BULK_COPY_BYTES,
     POINTERS,
     Machine,
     Product,
@@ -32,14 +33,6 @@ from acm_compiler.codegen.stages import (
     products_of,
 )
 from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
-
-_FENCED = (3, 7)
-_PERMUTED_ROWS = 4
-
-
-def puts_fences() -> bool:
-    """Whether this Triton orders cp.async before wgmma (from 3.7 on)."""
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= _FENCED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +74,7 @@ def run(x_TD: Tensor, k_T: Tensor, weights: Weights, *, residual: Tensor | None 
     """
     if not x_TD.shape[0]:
         return x_TD.new_empty(0, weights.b_out.shape[1])
-    x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
+    x_TD, k_T = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous(), k_T.contiguous()
     spec = spec_of(x_TD, weights, residual)
     tiles = choose_tiles(spec, machine.arch, x_TD.shape[0])
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
@@ -143,9 +136,9 @@ def run_call(call: Call, weights: Weights, residual: Tensor | None) -> Tensor:
 def _sorted_rows(x_TD: Tensor, order: Order) -> Tensor:
     tokens, d_in = x_TD.shape
     rows = x_TD.new_empty(tokens, d_in)
-    permute_kernel[(triton.cdiv(tokens, _PERMUTED_ROWS),)](
+    permute_kernel[(triton.cdiv(tokens, PERMUTED_ROWS),)](
         rows, x_TD, order.perm, order.counts, tokens, x_TD.stride(0),
-        D_IN=d_in, PADDED=triton.next_power_of_2(d_in), BM=_PERMUTED_ROWS, num_warps=4,
+        **permute_constants(d_in), num_warps=4,
     )  # fmt: skip
     return rows
 
@@ -213,7 +206,10 @@ def _matrix(spec: KernelSpec, product: Product, weights: Weights) -> Tensor:
 def _operand(matrix: Tensor, rows: int, columns: int, descriptor: bool) -> Any:
     """A matrix as a kernel takes it: its pointer, or a descriptor of blocks."""
     matrix = matrix if matrix.stride(-1) == 1 else matrix.contiguous()
-    return TensorDescriptor.from_tensor(matrix, [rows, columns]) if descriptor else matrix
+    if not descriptor:
+        return matrix
+    whole = matrix.clone() if matrix.data_ptr() % BULK_COPY_BYTES else matrix
+    return TensorDescriptor.from_tensor(whole, [rows, columns])
 
 
 def _flat(bias: Tensor | None) -> Tensor | None:

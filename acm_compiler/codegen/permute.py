@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+PERMUTED_ROWS = 4
+"""Rows per program."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -18,3 +23,8 @@ def permute_kernel(
     real = mine[:, None] & (columns < D_IN)[None, :]
     value = tl.load(x + token[:, None] * stride_x + columns[None, :], mask=real, other=0.0)
     tl.store(sorted_x + rows.to(tl.int64)[:, None] * D_IN + columns[None, :], value, mask=real)
+
+
+def permute_constants(d_in: int) -> dict[str, Any]:
+    """Constants of `permute_kernel`."""
+    return {"D_IN": d_in, "PADDED": triton.next_power_of_2(d_in), "BM": PERMUTED_ROWS}

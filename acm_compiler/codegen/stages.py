@@ -7,15 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 from acm_compiler.codegen.spec import KernelSpec
 from acm_compiler.codegen.tiles import Tile
 
 _GROUP = 8
-_BULK_COPY_BYTES = 16
+BULK_COPY_BYTES = 16
+"""What addresses and rows must be a multiple of to be read through a tensor descriptor."""
 _WGMMA_ROWS = 64
+_FENCED = (3, 7)
 _SORTED_ONLY = ("Q_HI", "GATHER", "X_DESC", "W_DESC", "GROUP")
+
+
+def puts_fences() -> bool:
+    """Whether the installed Triton orders cp.async before wgmma (from 3.7 on)."""
+    return tuple(int(part) for part in version("triton").split(".")[:2]) >= _FENCED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +97,7 @@ def layer1_bands(spec: KernelSpec) -> int:
     return spec.learners - 1 if spec.form == "linear" and spec.second == "top" else spec.learners
 
 
+@lru_cache
 def loads_of(spec: KernelSpec, machine: Machine, product: Product | None) -> Loads:
     """How to read the operands of a product of layer 2, or of layer 1 (None)."""
     from_x = product is None or product.from_x
@@ -115,9 +124,10 @@ def on_tensor_cores(spec: KernelSpec) -> bool:
 
 
 def _aligned(columns: int, spec: KernelSpec) -> bool:
-    return columns * spec.itemsize % _BULK_COPY_BYTES == 0
+    return columns * spec.itemsize % BULK_COPY_BYTES == 0
 
 
+@lru_cache
 def layer1_constants(spec: KernelSpec, tile: Tile, loads: Loads, *, interpret: bool) -> dict[str, Any]:
     """Constants of `layer1_kernel`."""
     return {
@@ -137,6 +147,7 @@ def layer1_constants(spec: KernelSpec, tile: Tile, loads: Loads, *, interpret: b
     }
 
 
+@lru_cache
 def layer2_constants(
     spec: KernelSpec, tile: Tile, loads: Loads, product: Product, *, interpret: bool
 ) -> dict[str, Any]:
@@ -160,12 +171,14 @@ def layer2_constants(
     }
 
 
+@lru_cache
 def few1_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str, Any]:
     """Constants of `few1_kernel`."""
     constants = layer1_constants(spec, tile, POINTERS, interpret=interpret)
     return {name: value for name, value in constants.items() if name not in _SORTED_ONLY}
 
 
+@lru_cache
 def few2_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str, Any]:
     """Constants of `few2_kernel`."""
     return {
@@ -191,6 +204,7 @@ def _tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, 
     }
 
 
+@lru_cache
 def build_options(spec: KernelSpec, tile: Tile, loads: Loads, machine: Machine) -> dict[str, int]:
     """Warps and pipeline stages; without the proxy fence, pointer operands must not be pipelined (see Machine)."""
     by_pointer = loads.gather or not (loads.a_desc and loads.w_desc)

@@ -6,13 +6,14 @@ Every row says where it comes from. A row that was timed on a device names the c
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from acm_compiler.codegen.spec import KernelSpec
 
 SOME_TOKENS = 2048
 """Up to this many tokens tiles are small, so that more of them exist than the device has processors."""
 
-_COMPILED = "compiled ahead of time, triton 3.8: no spills, as many CTAs per SM as stated; not timed on a device"
+_COMPILED = "compiled ahead of time for sm_{} by triton 3.8: no spills, r CTAs per SM; not timed on a device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +81,15 @@ def tile_of(text: str) -> Tile:
 def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Row:
     """A row for what is written as "sm_90 16 gated <= 2048"."""
     words = what.split()
+    arch = int(words[0].removeprefix("sm_"))
     return Row(
-        arch=int(words[0].removeprefix("sm_")),
+        arch=arch,
         dtype=words[1],
         kind=words[2],
         tokens=int(words[-1]) if "<=" in words else None,
-        tiles=Tiles(layer1=tile_of(layer1), layer2=tile_of(layer2), provenance=provenance, sorts=words[2] != "few"),
+        tiles=Tiles(
+            layer1=tile_of(layer1), layer2=tile_of(layer2), provenance=provenance.format(arch), sorts=words[2] != "few"
+        ),
     )
 
 
@@ -96,6 +100,9 @@ TABLE = (
     _row("sm_80 fp32 few <= 64", "64x32x32 w4 s3 r1", "64x16x32 w4 s4 r1"),
     _row("sm_90 16 plain <= 2048", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
     _row("sm_90 16 gated <= 2048", "64x64x64 w4 s3 r3", "64x64x64 w4 s3 r4"),
+    _row("sm_100 16 narrow", "128x64x64 w4 s3 r1", "128x128x64 w8 s3 r1"),
+    _row("sm_100 16 plain", "128x128x64 w8 s3 r1", "128x128x64 w8 s3 r1"),
+    _row("sm_100 16 gated", "128x128x64 w8 s3 r1", "128x128x64 w8 s3 r1"),
     _row("sm_90 16 narrow", "128x64x64 w4 s3 r3", "128x128x64 w4 s3 r2"),
     _row("sm_90 16 plain", "128x128x64 w4 s3 r2", "128x128x64 w4 s3 r2"),
     _row("sm_90 16 gated", "128x128x64 w8 s3 r1", "128x128x64 w4 s3 r2"),
@@ -123,6 +130,7 @@ TABLE = (
 _NARROW = 256
 
 
+@lru_cache(maxsize=4096)
 def choose_tiles(spec: KernelSpec, arch: int, tokens: int) -> Tiles:
     """The table's tiles for a call of that many tokens on compute capability arch (80, 90, ...)."""
     dtype = ("tf32" if spec.tf32 else "fp32") if spec.dtype == "fp32" else "16"

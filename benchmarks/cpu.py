@@ -130,6 +130,7 @@ def vit(batch: int, rounds: int) -> None:
     from torchvision.models import vit_b_16
 
     dense, x = vit_b_16().eval(), torch.randn(batch, 3, 224, 224)
+    dense.heads.head.weight.normal_(std=0.02)  # torchvision starts it at zero, and zeros are always right
     plan = acm.plan(dense, x[:1], learners=N, init="random")
     converted = acm.rewrite(dense, plan).eval()
     for site in acm.sites(converted).values():

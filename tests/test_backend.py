@@ -2,17 +2,19 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 import acm_compiler as acm
-from acm_compiler.backend import split_options
+from acm_compiler.backend import choose_implementation, split_options
 from acm_compiler.codegen import compare, cpu
 from acm_compiler.control import set_k
 from acm_compiler.conversion import sites
 from acm_compiler.errors import UsageError, VerificationFailed
+from acm_compiler.passes.verify import Call
 from tests.build import planned_site, stack_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,6 +90,15 @@ def test_an_acm_without_a_kernel_is_named_with_its_line(caplog):
         torch.testing.assert_close(torch.compile(model, backend="acm")(x), model(x))
     (message,) = [record.message for record in caplog.records]
     assert message.startswith("acms.0 (build.py:") and "mul(x, sigmoid(mul(x, 1.5)))" in message
+
+
+def test_what_runs_follows_device_type_and_the_switch(monkeypatch):
+    call = Call(form="mlp", act="gelu", dtype=torch.float32, device="cpu")
+    assert choose_implementation(call) == ("cpu", None)
+    assert "float64" in choose_implementation(replace(call, dtype=torch.float64))[1]
+    assert choose_implementation(replace(call, device="meta")) == ("reference", "no kernels for device meta are loaded")
+    monkeypatch.setenv("ACM_KERNEL", "reference")
+    assert choose_implementation(call) == ("reference", "ACM_KERNEL=reference")
 
 
 def test_fallback_error_refuses_it_and_names_the_remedy():

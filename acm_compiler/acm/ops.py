@@ -123,7 +123,7 @@ def load_kernels(device: str) -> bool:
 
 def has_kernels(device: str) -> bool:
     """Whether kernels are in charge on that type of device."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", device.upper())
+    return device in _KERNELS and torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", device.upper())
 
 
 def _forward(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:

@@ -20,7 +20,7 @@ from acm_compiler.conversion import Conversion
 from acm_compiler.cost import learner_unit
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
 from acm_compiler.passes.build_acm import build_acm, start
-from acm_compiler.passes.dense_region import check_tensors, named_tensors, tensor_names, weights_digest
+from acm_compiler.passes.dense_region import check_tensors, named_tensors, weights_digest
 from acm_compiler.passes.graft import freeze_dense_regions, graft_modules, paths_of
 from acm_compiler.passes.graft_graph import graft_graph
 from acm_compiler.passes.graft_weights import graft_weights
@@ -60,7 +60,7 @@ def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module
     Raises PlanMismatch for another model, AlreadyRewritten, and NothingToConvert for a plan without sites.
     """
     check_convertible(model, plan)
-    if any(named_tensors(model)[name].is_meta for site in plan.sites for name in tensor_names(site)):
+    if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
             f"this {type(model).__name__} has no weights: it is on meta", fix="load its weights, then rewrite it"
         )

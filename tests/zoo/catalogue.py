@@ -8,6 +8,7 @@ from tests.zoo import (
     encoder_decoders,
     experts,
     hybrids,
+    multimodal,
     text_encoders,
     timm_models,
     torchvision_models,
@@ -26,6 +27,7 @@ FAMILIES: dict[str, list[Model]] = {
     "transformers: encoder-decoders": encoder_decoders.MODELS,
     "transformers: mixtures of experts": experts.MODELS,
     "transformers: recurrences and hybrids": hybrids.MODELS,
+    "transformers: pictures and text": multimodal.MODELS,
     "hand-written": written.MODELS,
 }
 MODELS: dict[str, Model] = {model.name: model for family in FAMILIES.values() for model in family}

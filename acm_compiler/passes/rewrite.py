@@ -94,7 +94,7 @@ def copied(model: nn.Module) -> nn.Module:
     """A deep copy of `model`; UsageError when it cannot be copied."""
     for path, module in model.named_modules():
         rebuilt = type(module).__setstate__ is not nn.Module.__setstate__  # as compiled modules are
-        if isinstance(vars(module).get("forward"), types.FunctionType) and not rebuilt:
+        if _encloses_module(vars(module).get("forward")) and not rebuilt:
             raise UsageError(
                 f"this {type(model).__name__} cannot be copied: the copy would run this one's modules",
                 where=path or type(model).__name__,
@@ -109,6 +109,16 @@ def copied(model: nn.Module) -> nn.Module:
             found=str(error).splitlines()[0],
             fix="pass inplace=True to change the model itself",
         ) from error
+
+
+def _encloses_module(forward: Any) -> bool:
+    """Whether `forward` is a function, which is not copied, that knows a module or a method of one."""
+    if not isinstance(forward, types.FunctionType):
+        return False
+    known = [cell.cell_contents for cell in forward.__closure__ or () if cell != types.CellType()]
+    return any(
+        isinstance(value, nn.Module) or isinstance(getattr(value, "__self__", None), nn.Module) for value in known
+    )
 
 
 def convert(model: nn.Module, plan: Plan, *, empty: bool = False) -> Conversion:

@@ -1,0 +1,270 @@
+"""How near converted models stay to the originals, measured: the tables of docs/quality.md.
+
+    python benchmarks/quality.py minilm --sites all --lossless --out runs/quality   one row: calibrate, judge, keep
+    python benchmarks/quality.py controls --sites mlp --out runs/quality            what the method has to beat
+    python benchmarks/quality.py digits --sites mlp --out runs/quality
+    python benchmarks/quality.py table --out runs/quality                           all rows kept so far, as Markdown
+
+MiniLM: real weights (extra `demo-text`); it is calibrated on documentation of some installed packages and judged on
+that of others, so figures move a little with what is installed. Digits: the shipped ViT and its 10,800 canvases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.control import FixedK, set_budget
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.data import BatchStream
+from acm_compiler.evaluate import evaluate, every_k
+from acm_compiler.inputs import call_model
+from acm_compiler.recipe import load_recipe, shipped_recipe
+from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
+from acm_compiler.recipe.schema import Recipe, SiteRule
+from acm_compiler.run_recipe import RunOptions, Workshop, convert
+from acm_compiler.training.machine import open_machine
+from acm_compiler.training.schedule import run_schedule
+
+TEXT_BUDGETS, DIGIT_BUDGETS = (0.4, 0.6, 0.75, 1.0), (0.10, 0.25, 0.40, 0.60, 0.75, 1.0)
+STEPS, BATCH = 300, 16
+
+
+def main() -> None:
+    """Run one measurement and keep its row, or print all rows."""
+    options = arguments().parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.what == "table":
+        sys.stdout.write(table(options.out))
+        return
+    torch.manual_seed(0)
+    measure = {"minilm": measure_texts, "controls": measure_controls, "digits": measure_digits}[options.what]
+    for row in measure(options):
+        row |= {"command": " ".join(sys.argv[1:]), "threads": torch.get_num_threads()}
+        name = "_".join(part.lstrip("-") for part in [*sys.argv[1:2], row["method"]]).replace(" ", "_").replace(",", "")
+        (options.out / f"{name}.json").write_text(json.dumps(row, indent=1))
+        sys.stdout.write(table_row(row) + "\n")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("minilm", "controls", "digits", "table"))
+    parser.add_argument("--sites", choices=("mlp", "all"), default="all")
+    parser.add_argument("--lossless", action="store_true")
+    parser.add_argument("--form", choices=("auto", "svd", "slices"), default="auto")
+    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"))
+    return parser
+
+
+def recipe_for(name: str, options: argparse.Namespace, **rule: Any) -> Recipe:
+    """The shipped recipe `name` with the sites that were asked for."""
+    recipe = load_recipe(shipped_recipe(name))
+    kinds = ("mlp",) if options.sites == "mlp" else ("mlp", "attn")
+    rules = tuple(
+        SiteRule(match=(kind,), lossless=options.lossless, form=options.form if kind == "attn" else "auto", **rule)
+        for kind in kinds
+    )
+    phases = tuple(
+        phase.model_copy(update={"tokens": options.tokens}) if isinstance(phase, CalibratePhase) else phase
+        for phase in recipe.schedule
+    )
+    return recipe.model_copy(update={"sites": rules, "schedule": phases})
+
+
+def measure_texts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """MiniLM calibrated, at every budget."""
+    recipe = recipe_for("minilm_embed", options)
+    dense, model, workshop, seconds = calibrated(recipe, options)
+    row = facts(model, options) | {"seconds": round(seconds), "method": label(options)}
+    return [row | {"results": judge_texts(model, dense, workshop, budgets=TEXT_BUDGETS, static=True)}]
+
+
+def calibrated(recipe: Recipe, options: argparse.Namespace) -> tuple[nn.Module, nn.Module, Workshop, float]:
+    """The dense model, the converted one, what judges them, and how long the calibration took."""
+    dense, model = convert(recipe, quiet)
+    workshop = Workshop(recipe, open_machine("fp32", "cpu"), quiet)
+    start = time.perf_counter()
+    run_schedule(model, recipe.schedule, workshop.job(RunOptions(directory=options.out / "run")))
+    return dense, model, workshop, time.perf_counter() - start
+
+
+def quiet(text: str) -> None:
+    """No progress."""
+
+
+def judge_texts(
+    model: nn.Module, dense: nn.Module, workshop: Workshop, *, budgets: Sequence[float], static: bool
+) -> list[dict[str, Any]]:
+    """Cosine and Spearman at every budget and, with `static`, every k."""
+    from acm_compiler.data import open_dataset
+
+    dataset = open_dataset(workshop.data.eval)
+    settings: list[float | FixedK] = [*budgets, *(every_k(model) if static else ())]
+    stream = BatchStream(dataset=dataset, batch=32)
+    found = evaluate(model, stream.epoch(), workshop.task, budgets=settings, dense=dense)
+    results = [dataclasses.asdict(result) for result in (*found.budgets, *found.fixed)]
+    wanted = vectors(dense.eval(), stream, workshop)
+    for result in results:
+        set_choice(model, result)
+        result["spearman"] = pairwise_spearman(vectors(model.eval(), stream, workshop), wanted)
+        result.pop("per_site")
+    return results
+
+
+def set_choice(model: nn.Module, result: dict[str, Any]) -> None:
+    """The budget or the k of a result."""
+    from acm_compiler.control import set_k
+
+    if "k" in result:
+        set_k(model, result["k"])
+    else:
+        set_budget(model, result["asked"])
+
+
+@torch.no_grad()
+def vectors(model: nn.Module, stream: BatchStream, workshop: Workshop) -> Tensor:
+    """The vector of every text."""
+    task = workshop.task
+    return torch.cat([task.answer(call_model(model, task.inputs(b)), task.mask(b)) for b in stream.epoch()])
+
+
+def pairwise_spearman(found_ED: Tensor, wanted_ED: Tensor) -> float:
+    """Rank correlation of the similarities of all pairs of texts."""
+    rows, columns = torch.triu_indices(len(found_ED), len(found_ED), 1)
+    a, b = ((v @ v.T)[rows, columns].numpy() for v in (found_ED, wanted_ED))
+    return float(spearmanr(a, b).statistic)
+
+
+def measure_controls(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """MiniLM at static k: learners that no closed form made."""
+    controls: dict[str, Callable[[nn.Module, Workshop], None]] = {"in the given order": given_order}
+    if options.sites == "mlp":
+        controls["by magnitude"] = by_magnitude
+    rows = []
+    for method, prepare in controls.items():
+        recipe = recipe_for("minilm_embed", options)
+        dense, model = convert(recipe, quiet)
+        workshop = Workshop(recipe, open_machine("fp32", "cpu"), quiet)
+        prepare(model, workshop)
+        results = judge_texts(model, dense, workshop, budgets=(), static=True)
+        rows.append(facts(model, options) | {"method": f"{options.sites}, {method}", "results": results, "seconds": 0})
+    rows.append(distilled(options))
+    return rows
+
+
+def distilled(options: argparse.Namespace) -> dict[str, Any]:
+    """Random learners after some steps of distillation at every site."""
+    recipe = recipe_for("minilm_embed", options, init="random")
+    phase = DistillPhase(phase="distill", steps=STEPS, batch=BATCH)
+    dense, model, workshop, seconds = calibrated(recipe.model_copy(update={"schedule": (phase,)}), options)
+    results = judge_texts(model, dense, workshop, budgets=(), static=True)
+    method = f"{options.sites}, random start, {STEPS} distillation steps"
+    return facts(model, options) | {"method": method, "results": results, "seconds": round(seconds)}
+
+
+@torch.no_grad()
+def given_order(model: nn.Module, workshop: Workshop) -> None:
+    """MLPs cut as they are; projections by the plain SVD of their weight."""
+    for acm in sites(model).values():
+        if acm.learners.form == "linear":
+            plain_svd(acm)
+
+
+def plain_svd(acm: ACM) -> None:
+    """Learners from the largest singular values of the dense weight."""
+    linear: Any = acm.dense
+    u, s, vh = torch.linalg.svd(linear.weight)
+    rank = acm.learners.w_in.shape[0] * acm.learners.w_in.shape[1]
+    acm.learners.w_in.copy_(vh[:rank].view_as(acm.learners.w_in))
+    assert acm.learners.w_out is not None
+    acm.learners.w_out.copy_((u * s)[:, :rank].reshape(acm.learners.w_out.shape))
+    acm.learners.b_out.copy_(linear.bias.expand_as(acm.learners.b_out))
+    acm.state = "learners"
+
+
+@torch.no_grad()
+def by_magnitude(model: nn.Module, workshop: Workshop) -> None:
+    """MLPs cut in the order of |w_in| |w_out| of their neurons."""
+    for acm in sites(model).values():
+        learners = acm.learners
+        assert learners.b_in is not None and learners.w_out is not None
+        size = learners.w_in.flatten(0, 1).norm(dim=1) * learners.w_out.flatten(1).norm(dim=0)
+        order = size.argsort(descending=True)
+        learners.w_in.copy_(learners.w_in.flatten(0, 1)[order].view_as(learners.w_in))
+        learners.b_in.copy_(learners.b_in.flatten()[order].view_as(learners.b_in))
+        learners.w_out.copy_(learners.w_out.flatten(1)[:, order].view_as(learners.w_out))
+
+
+def measure_digits(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The demo's ViT on all of its held-out canvases."""
+    recipe = recipe_for("digits_vit", options)
+    dense, model, workshop, seconds = calibrated(recipe, options)
+    row = facts(model, options) | {"seconds": round(seconds), "method": label(options)}
+    stream = BatchStream(dataset=workshop._dataset(workshop.data.eval), batch=300)
+    lowest = conversion(model).table_min
+    budgets = [budget for budget in DIGIT_BUDGETS if budget >= lowest]
+    found = evaluate(model, stream.epoch(), workshop.task, budgets=[*budgets, *every_k(model)], dense=dense)
+    results = [dataclasses.asdict(result) for result in (*found.budgets, *found.fixed)]
+    return [row | {"results": results, "dense": found.metric.dense}]
+
+
+def label(options: argparse.Namespace) -> str:
+    """What a row is called."""
+    form = "" if options.form == "auto" else f", {options.form}"
+    return f"{options.sites}, {'lossless' if options.lossless else 'default'}{form}"
+
+
+def facts(model: nn.Module, options: argparse.Namespace) -> dict[str, Any]:
+    """What every figure has to be quoted with."""
+    owner = conversion(model)
+    planned, cost = owner.plan.sites, owner.plan.cost
+    forms = [site.form if site.kind == "linear" else site.second_layer for site in planned]
+    return {
+        "forms": {form: forms.count(form) for form in sorted(set(forms))},
+        "gate_width": sorted({site.gate_width for site in planned}),
+        "added_params": cost.acm_params / owner.plan.model.dense_params - 1,
+        "tokens": options.tokens,
+        "k_lo": owner.table.points[0].k_lo if owner.table else None,
+        "sites": len(planned),
+    }
+
+
+def table_row(row: dict[str, Any]) -> str:
+    """One row as Markdown."""
+    cells = []
+    for result in row["results"]:
+        at = f"k = {result['k']}" if "k" in result else f"{result['asked']:g}"
+        text = f"{at}: {result['metric']:.4f} ({result['reached']:.3f})"
+        if "spearman" in result:
+            text += f" ρ {result['spearman']:.3f}"
+        if result.get("foreground"):
+            text += f" digit/background {result['foreground']['ratio']:.2f}"
+        if row.get("dense") is not None and result.get("difference"):
+            text += f" loss {-result['difference']['mean']:.4f} (≤ {-result['difference']['low']:.4f})"
+        cells.append(text)
+    head = f"{row['method']} | {row['forms']} | {row['gate_width']} | {row['added_params']:+.1%} | {row['tokens']}"
+    return f"| {head} | {row['k_lo']} | {row['seconds']} s | " + " · ".join(cells) + " |"
+
+
+def table(folder: Path) -> str:
+    """All rows kept in `folder`."""
+    head = "| sites, method | forms | gate width | added parameters | tokens | lowest k | calibration | results |"
+    rows = [table_row(json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    return "\n".join([head, "|" + " --- |" * 8, *rows, ""])
+
+
+if __name__ == "__main__":
+    main()

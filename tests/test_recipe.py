@@ -178,6 +178,10 @@ def test_a_newer_format_is_refused_as_such(recipe_file):
             "sites: [{match: mlp, lossless: true, init: random}]",
             "r.yaml:4:22: sites[0]: a random start is not lossless",
         ),
+        (
+            "schedule: [{phase: finetune, steps: 1, budget_range: [0.8, 0.4]}]",
+            "r.yaml:4:40: schedule[0]: budget_range must rise: [low, high]",
+        ),
         ("sites: []", "r.yaml:4:8: wrong value for sites (found a list of 0, expected at least 1)"),
         ("budgets: {train: 0}", "r.yaml:4:18: wrong value for budgets.train (found 0, expected above 0)"),
         ("budgets: {train: true}", "r.yaml:4:18: wrong value for budgets.train (found true, expected a number)"),

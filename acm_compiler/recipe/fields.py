@@ -44,6 +44,7 @@ def _text_to_tuple(value: Any) -> Any:
 
 Auto = Literal["auto"]
 Many = Annotated[tuple[T, ...], BeforeValidator(_list_to_tuple)]
+Two = Annotated[tuple[T, T], BeforeValidator(_list_to_tuple)]
 Three = Annotated[tuple[T, T, T], BeforeValidator(_list_to_three)]
 Texts = Annotated[
     tuple[str, ...],

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from acm_compiler.recipe.fields import Count, NotNegative, Positive, Section
+from acm_compiler.recipe.fields import Budget, Count, NotNegative, Positive, Section, Two
 
 
 class TrainedPhase(Section):
@@ -81,11 +81,20 @@ class FinetunePhase(TrainedPhase):
     temperature: Positive = 0.8
     """Of the Gumbel-softmax."""
     budget: NotNegative = 0.1
-    """Weight of the distance to `budgets.train`."""
+    """Weight of the distance to the budget."""
+    budget_range: Two[Budget] | None = None
+    """Each step draws its budget from this range, so that one model keeps serving all of them; unset: every step aims
+    at `budgets.train`. Needs gates whose budgets were measured (calibrate or gate before)."""
     entropy: NotNegative = 0.05
     """Weight of the term that spreads each gate's choices."""
     diversity: NotNegative = 0.05
     """Weight of the term that lets examples differ in what they cost."""
+
+    @model_validator(mode="after")
+    def _rising(self) -> FinetunePhase:
+        if self.budget_range is not None and self.budget_range[0] >= self.budget_range[1]:
+            raise PydanticCustomError("acm", "budget_range must rise: [low, high]", {"key": "budget_range"})
+        return self
 
 
 class CalibratePhase(Section):

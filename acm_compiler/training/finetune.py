@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.control import relax, set_budget
-from acm_compiler.conversion import sites
+from acm_compiler.conversion import conversion, sites
 from acm_compiler.data.batch import Batch
 from acm_compiler.inputs import call_model
 from acm_compiler.loss_terms import take_choices
@@ -40,7 +40,8 @@ class Finetune:
         self.model, self.config, self.task, self.machine, self.budget = model, config, task, machine, budget
         self.acms = sites(model)
         self.groups = _groups(model, config.gate_lr)
-        self.step_module: nn.Module = _Step(model, config, task, budget=budget)
+        self.step = _Step(model, config, task, budget=budget)
+        self.step_module: nn.Module = self.step
         self.seen: list[_Seen] = []
 
     @contextmanager
@@ -59,15 +60,28 @@ class Finetune:
             relax(self.model, before)
 
     def _set_gates(self) -> None:
-        if all(acm.gate.rule == "logits" for acm in self.acms.values()):
+        if self.config.budget_range is not None:
+            self._draw_budget()
+        elif all(acm.gate.rule == "logits" for acm in self.acms.values()):
             for acm in self.acms.values():
                 free_gate(acm)
         else:
             # damage gates have no choice of their own: they need the knob of this budget
             set_budget(self.model, self.budget)
 
+    def _draw_budget(self) -> None:
+        """Aim at another budget of the range, the same on all processes. NoBudgetTable where none were measured."""
+        assert self.config.budget_range is not None
+        low, high = self.config.budget_range
+        (drawn, *_) = self.machine.gather(float(torch.rand(())))
+        budget = low + (high - low) * drawn
+        set_budget(self.model, max(budget, conversion(self.model).table_min))
+        self.step.budget = budget
+
     def run(self, batch: Batch, *, backward: Backward, last: bool) -> None:
         """Forward and backward of one batch; accumulated batches count alike."""
+        if self.config.budget_range is not None and not self.seen:
+            self._draw_budget()
         with batch_context(self.model, mask=self.task.mask(batch)), self._sync(last):
             with self.machine.autocast():
                 loss, seen = self.step_module(batch)

@@ -85,10 +85,13 @@ def _train(run: Run, config: TrainedPhase, index: int, snapshot: Snapshot | None
     loop = PhaseLoop(run, phase, config, batches=parts, index=index)
     loop.train(snapshot)
     phase.complete()
+    # learners that moved under measured gates reach other budgets than before
+    if isinstance(config, DistillPhase) and conversion(run.model).table is not None and job.measure is not None:
+        job.measure(run.model)
     if isinstance(config, (GatePhase, FinetunePhase)):
         if machine.is_main:
             warn_of_collapse(loop.watch, phase.name, {name: acm.k_min for name, acm in sites(run.model).items()})
-            if isinstance(config, FinetunePhase):
+            if isinstance(config, FinetunePhase) and config.budget_range is None:
                 warn_of_missed_budget(loop.watch, job.budget)
         if job.measure is not None:
             job.measure(run.model)

@@ -99,7 +99,8 @@ GATE = GateSpec(d_in=768, width=64, columns=5, k_min=0, rule="damage", dtype="bf
 @pytest.mark.parametrize("arch", [80, 90])
 def test_a_gate_is_built_as_designed(arch):
     built = build(gate_kernel_of(GATE, arch, TOKENS), "bf16", arch)
-    assert built.spills == 0 and built.resident >= 4 and built.instructions["LDGSTS"]
+    assert built.spills == 0 and built.resident >= 4
+    assert bool(built.instructions["LDGSTS"]) == (arch == 80 or puts_fences())
     assert built.instructions["HGMMA" if arch == 90 else "HMMA"]
 
 

@@ -94,3 +94,12 @@ def test_an_eager_model_is_charged_what_it_runs(kind):
             acm(x)
         expected = 9 * (k * macs_per_learner(site) + gate_macs_per_token(site))
         assert counter.get_total_flops() == 2 * expected
+
+
+def test_a_gate_by_the_reference_keeps_its_own_precision_under_autocast():
+    x, weights = torch.randn(5000, 64), [torch.randn(16, 64), torch.randn(16), torch.randn(5, 16), torch.randn(5)]
+    bounds = [torch.tensor(k, dtype=torch.int32) for k in (0, 4)]
+    call = lambda: ops.GATE_REFERENCE(x, *weights, torch.tensor(0.1), *bounds, cost=1.0, k_min=0, rule="logits")  # noqa: E731
+    expected = call()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch._C._AutoDispatchBelowAutograd():
+        assert torch.equal(call(), expected)

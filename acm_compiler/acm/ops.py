@@ -179,7 +179,8 @@ def _gate(*args: Tensor, **kwargs) -> Tensor:
 
 def _gate_reference(x: Tensor, *args: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi = args
-    score_TC = F.linear(F.gelu(F.linear(x.to(w_inner.dtype), w_inner, b_inner)), w_outer, b_outer)
+    with torch.autocast(x.device.type, enabled=False):
+        score_TC = F.linear(F.gelu(F.linear(x.to(w_inner.dtype), w_inner, b_inner)), w_outer, b_outer)
     score_TC = score_TC.double() if x.dtype == torch.float64 else score_TC.float()
     cost_C = choice_costs(cost, k_min=k_min, n_learners=k_min + score_TC.shape[1] - 1, device=x.device)
     u_TC = utilities(score_TC, knob, cost_C, rule)

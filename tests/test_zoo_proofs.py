@@ -83,6 +83,10 @@ def test_generation_stays(name):
 @each_model
 def test_gradients_reach_every_parameter_of_every_acm(name):
     one = case(name)
+    unknown = [site.name for site in one.plan.sites if site.layout is None]
+    if unknown:
+        pytest.skip(f"gates are not relaxed where the batch cannot be told from tokens: {unknown[0]}")
+    tried(lambda: loss_of(copy.deepcopy(one.model), one).backward())
     model = rewritten(one, init="random").eval()
     acm.relax(model, 0.8)
     for module in acm.sites(model).values():
@@ -130,9 +134,8 @@ def _halved(inputs: Any) -> Any:
 def test_gradient_checkpointing_changes_no_gradient(name):
     one = case(name)
     model = rewritten(one, init="random").train()
-    torch.manual_seed(1)
     loss_of(model, one).backward()
-    expected = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+    expected = {path: p.grad for path, p in model.named_parameters() if p.grad is not None and p.numel()}
     model.zero_grad()
     if hasattr(model, "gradient_checkpointing_enable"):
         tried(lambda: copy.deepcopy(one.model).gradient_checkpointing_enable())
@@ -142,9 +145,8 @@ def test_gradient_checkpointing_changes_no_gradient(name):
         model.set_grad_checkpointing()
     else:
         pytest.skip("it has no gradient checkpointing of its own")
-    torch.manual_seed(1)
     loss_of(model, one).backward()
-    found = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+    found = {path: p.grad for path, p in model.named_parameters() if p.grad is not None and p.numel()}
     assert list(found) == list(expected)
     # the largest gradient is the measure: keys' biases have none but rounding
     size = max(grad.abs().max() for grad in expected.values())

@@ -187,7 +187,8 @@ def test_sites_are_grouped_by_the_memory_they_need():
 
 def test_every_site_is_reported():
     said = []
-    calibrate(make_tiny(), DATA, tokens=100, progress=said.append)
+    calibrate(make_tiny(), DATA, tokens=100_000, progress=said.append)
+    assert any(line.startswith("read 10 batches, ") for line in said)
     for name in sites(make_tiny()):
         assert any(line.startswith(f"{name}: ") for line in said)
 

@@ -17,7 +17,7 @@ from acm_compiler.calibration.fit_gate import fit_gate
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
 from acm_compiler.calibration.install import FittedSite
 from acm_compiler.calibration.learn_sites import Learned, learn, units
-from acm_compiler.calibration.observe_model import Seen, observe
+from acm_compiler.calibration.observe_model import Seen, observe, reading
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
@@ -28,6 +28,8 @@ Say = Callable[[str], None]
 Records = dict[str, SiteRecord]
 # sites that see few tokens per example end the reading no later than at this many times the tokens asked for
 _PATIENCE = 4
+# batches between two lines of progress
+_TOLD = 10
 # tokens of each site whose scores guess the first knobs
 _SCORED = 2048
 
@@ -41,7 +43,7 @@ def fit_all(model: nn.Module, examples: Examples, options: Options, say: Say) ->
     for number, group in enumerate(groups, start=1):
         say(f"reading, pass {number} of {len(groups)}: {len(group)} sites")
         records = {site.name: _record(site, dense, options, seed=len(fitted) + i) for i, site in enumerate(group)}
-        seen = _read(model, examples, records, options)
+        seen = _read(model, examples, records, options, say)
         for record in records.values():
             record.require_tokens()
         least, most = min(r.tokens for r in records.values()), max(r.tokens for r in records.values())
@@ -77,16 +79,23 @@ def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options,
     return SiteRecord(site, dense[site.name], sample=options.sample, seed=options.seed + seed)
 
 
-def _read(model: nn.Module, examples: Examples, records: Records, options: Options) -> Seen:
+def _read(model: nn.Module, examples: Examples, records: Records, options: Options, say: Say) -> Seen:
     """One pass; the first one decides how many batches all of them use."""
 
     def enough() -> bool:
         counts = [record.tokens * ranks.world() for record in records.values()]
         return min(counts) >= options.tokens or max(counts) >= _PATIENCE * options.tokens
 
+    def report(number: int) -> None:
+        if number % _TOLD == 0:
+            least = min(record.tokens for record in records.values())
+            say(f"read {number} batches, {least} of {options.tokens} tokens at every site")
+
     batches: Iterator[Example] = iter(examples.fitted) if examples.fitted else examples.read(enough)
     with undisturbed(model):
-        seen = observe(model, batches, records, answer=options.answer, seed=options.seed + ranks.rank())
+        seen = observe(
+            model, reading(batches, report), records, answer=options.answer, seed=options.seed + ranks.rank()
+        )
     for record in records.values():
         record.join()
     joined = ranks.gathered((seen.examples, seen.energy))

@@ -94,7 +94,8 @@ def refuse(made: Plan, budgets: Iterable[tuple[str | None, float]]) -> None:
     """
     if not made.sites:
         raise NothingToConvert(
-            "this model has no site that can become an ACM", found=f"{len(made.skipped)} look-alikes, see above"
+            "this model has no site that can become an ACM",
+            found=f"{len(made.skipped)} look-alikes, see `kept dense` above",
         )
     low, high = made.budget_range
     for where, budget in budgets:

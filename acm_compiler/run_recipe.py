@@ -183,6 +183,7 @@ class Workshop:
             measure=self.measure,
             calibrate=self.calibrate,
             evaluate=self.watch,
+            on_phase_end=lambda model, phase: self.say(f"phase {phase.phase} done"),
         )
 
     def measure(self, model: nn.Module) -> None:

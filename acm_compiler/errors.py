@@ -97,6 +97,12 @@ class VerificationFailed(AcmError):
     exit_code = 5
 
 
+class UnexpectedMetric(AcmError):
+    """The model to convert is not as good, or as bad, as the recipe says it is."""
+
+    exit_code = 5
+
+
 class RunInterrupted(AcmError):
     """The run was stopped by a signal after its state had been saved."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from acm_compiler.base_metric import base_metric, refuse_unexpected
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.checkpoint import check_own_folder, save
@@ -81,6 +82,8 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
         workshop.open()
     dense, model = convert(recipe, say)
     workshop.model = dense
+    if not (options.resume and has_state(options.directory)):
+        workshop.expect(dense)
     if recipe.schedule:
         run_schedule(model, recipe.schedule, workshop.job(options), resume=options.resume, until=options.until)
     if not workshop.machine.is_main:
@@ -162,6 +165,17 @@ class Workshop:
                 found=_difference(theirs, ours) or "another order",
                 fix="give both the same class folders",
             )
+
+    def expect(self, dense: nn.Module) -> None:
+        """Refuse a dense model that is not what the recipe expects, if it does. UnexpectedMetric."""
+        wanted = self.recipe.expect
+        if wanted is None:
+            return
+        batches = with_progress(self._first(self.data.eval, wanted.examples), "dense model")
+        found = base_metric(dense.to(self.machine.device), batches, self.task)
+        where = str(self.recipe.origin.document.place_of_value(("expect",)))
+        refuse_unexpected(found, wanted, metric=self.task.metric, where=where)
+        self.say(f"the dense model's {self.task.metric} is {found:.4g}, expected {wanted}")
 
     def job(self, options: RunOptions) -> Job:
         """What the schedule is run with."""

@@ -12,10 +12,12 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from acm_compiler.base_metric import base_metric
 from acm_compiler.cli import app
 from acm_compiler.conversion import sites
 from acm_compiler.data import BatchStream, open_dataset
-from acm_compiler.recipe import expand_paths, load_recipe
+from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
+from acm_compiler.recipe.expectation import ExpectConfig
 from acm_compiler.run_recipe import RunOptions, Workshop, convert
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
@@ -199,3 +201,45 @@ def test_a_budget_out_of_reach_is_refused_at_its_line_before_the_training(comman
     assert result.exit_code == 4
     assert "folder.yaml:11:25: no setting of this model reaches this budget" in result.stderr.replace("\n", " ")
     assert "expected 0.250 to 1" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("expect", "message"),
+    [
+        ("{metric: 0.95, within: 0.02}", "expected 0.95 within 0.02"),
+        ("{at_least: 0.9}", "expected at least 0.9"),
+        ("{at_least: -2, at_most: -1}", "expected at least -2, at most -1"),
+    ],
+)
+def test_a_base_model_that_is_not_what_was_expected_stops_the_run_before_it_begins(expect, message, folder):
+    (folder / "folder.yaml").write_text(f"{FOLDER}expect: {expect}\n")
+    result = rewrite(folder)
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 5 and "Traceback" not in said
+    assert (
+        "folder.yaml:13:9: the model to convert does not reach the accuracy that the recipe expects (found 0." in said
+    )
+    assert message in said and "--set expect=null" in said
+    assert not (folder / "out").exists()
+    # who disagrees says so, and is not asked again when the run goes on
+    assert rewrite(folder, "--set", "expect=null", "--until", "distill").exit_code == 0
+    assert rewrite(folder, "--resume").exit_code == 0
+
+
+def test_a_base_model_that_is_as_expected_is_converted(folder):
+    (folder / "folder.yaml").write_text(f"{FOLDER}expect: {{at_most: 1.0, examples: 5}}\n")
+    result = rewrite(folder)
+    assert result.exit_code == 0 and "the dense model's accuracy is 0." in result.stderr
+
+
+def test_the_expected_metric_is_the_dense_models_own(folder):
+    recipe = expand_paths(load_recipe(folder / "folder.yaml"))
+    workshop = Workshop(recipe, open_machine("fp32", "cpu"), lambda text: None)
+    dense, model = convert(recipe, lambda text: None)
+    workshop.model = dense
+    batches = list(BatchStream(dataset=open_dataset(recipe.data.eval, image_size=(16, 16)), batch=5).epoch())
+    evaluation = workshop.judge(model, dense)
+    assert base_metric(dense.train(), batches, workshop.task) == pytest.approx(evaluation.metric.dense)
+    assert dense.training and dense.conv_proj.training
+    text = recipe_hash(recipe), recipe_hash(recipe.model_copy(update={"expect": ExpectConfig(at_least=0.5)}))
+    assert text[0] == text[1]  # it changes nothing in what is made

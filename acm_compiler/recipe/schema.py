@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from acm_compiler.errors import did_you_mean
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.document import Document
+from acm_compiler.recipe.expectation import ExpectConfig
 from acm_compiler.recipe.fields import (
     FUNCTION,
     Auto,
@@ -258,6 +259,7 @@ class Recipe(Section):
     """What one example is; unset: what the model's source says."""
     task: TaskConfig | None = None
     data: DataSection | None = None
+    expect: ExpectConfig | None = None
     sites: Annotated[Many[SiteRule], Field(min_length=1)] = (SiteRule(match=("mlp",)), SiteRule(match=("attn",)))
     gate: GateConfig = GateConfig()
     budgets: BudgetsConfig = BudgetsConfig()
@@ -270,10 +272,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _complete(self) -> Recipe:
         missing = [key for key in ("task", "data") if getattr(self, key) is None]
-        if self.schedule and missing:
-            raise PydanticCustomError(
-                "acm", "a schedule needs {missing}", {"missing": " and ".join(missing), "key": "schedule"}
-            )
+        for key, what, section in (("schedule", "a schedule", self.schedule), ("expect", "expect", self.expect)):
+            if section and missing:
+                context = {"what": what, "missing": " and ".join(missing), "key": key}
+                raise PydanticCustomError("acm", "{what} needs {missing}", context)
         return self
 
     @property

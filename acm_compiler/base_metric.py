@@ -1,0 +1,47 @@
+"""The metric of a model before conversion, and what a recipe expects of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from acm_compiler.data import Batch
+from acm_compiler.errors import UnexpectedMetric
+from acm_compiler.inputs import call_model
+from acm_compiler.recipe.expectation import ExpectConfig
+from acm_compiler.tasks import Metric, Task
+
+
+def base_metric(model: nn.Module, batches: Iterable[Batch], task: Task) -> float:
+    """The task's metric of a model without ACMs, over examples on its device; in eval mode, without gradients."""
+    metric, remember = Metric.of(task), getattr(task, "remember", None)
+    training = {module: module.training for module in model.modules()}
+    scores, units = [], []
+    try:
+        with torch.no_grad():
+            model.eval()
+            for batch in batches:
+                output = call_model(model, task.inputs(batch))
+                known = batch if remember is None else remember(output, batch)
+                scores.append(task.score(output, known).cpu())
+                units.append(metric.units(batch).cpu())
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+    return metric.value(torch.cat(scores), torch.cat(units))
+
+
+def refuse_unexpected(found: float, expect: ExpectConfig, *, metric: str, where: str) -> None:
+    """Refuse a model that does not reach what the recipe expects at `where`. UnexpectedMetric."""
+    low, high = expect.range
+    if not low <= found <= high:  # nan is none of them
+        raise UnexpectedMetric(
+            f"the model to convert does not reach the {metric} that the recipe expects",
+            where=where,
+            found=f"{found:.4g}",
+            expected=expect,
+            fix="check weights, data and task (vocabulary, letters, rates, classes); if this is as it should be, "
+            "correct `expect:`, or leave it out with --set expect=null",
+        )

@@ -26,7 +26,7 @@ from acm_compiler.measure import undisturbed
 from acm_compiler.report.bootstrap import Sample
 from acm_compiler.report.evaluation import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.report.tally import Tally
-from acm_compiler.tasks import Metric, Task
+from acm_compiler.tasks import Likeness, Metric, Task
 from acm_compiler.usage import record
 
 Setting = float | str | FixedK
@@ -124,6 +124,8 @@ class _Runs:
         if dense is None and all(acm.dense is not None for acm in sites(model).values()):
             self.dense_from = "regions"
         self._dense_scores: list[Tensor] = []
+        self._dense_kept: list[Tensor] = []
+        self.likeness: Likeness | None = getattr(task, "likeness", None) if self.dense_from is not None else None
         self._groups: list[Tensor] = []
         self._units: list[Tensor] = []
         self.metric = Metric.of(task)
@@ -141,6 +143,8 @@ class _Runs:
             remember = getattr(self.task, "remember", None)
             batch = batch if remember is None else remember(output, batch)
             self._dense_scores.append(self.task.score(output, batch).cpu())
+            if self.likeness is not None:
+                self._dense_kept.append(self.likeness.keep(output, batch).cpu())
         return batch
 
     def measure(self, batch: Batch, tally: Tally) -> None:
@@ -148,6 +152,8 @@ class _Runs:
         with batch_context(self.model, mask=self.task.mask(batch)), record(self.model) as usage:
             output = call_model(self.model, self.task.inputs(batch))
         tally.add(usage, self.task.score(output, batch).cpu(), batch)
+        if self.likeness is not None:
+            tally.keep(self.likeness.keep(output, batch).cpu())
         self.masked |= usage.masked
 
     @property
@@ -161,6 +167,10 @@ class _Runs:
     def dense_scores(self) -> Tensor | None:
         """The dense model's score of each example, [E]."""
         return torch.cat(self._dense_scores) if self._dense_scores else None
+
+    def likeness_of(self, tally: Tally) -> float | None:
+        """How alike the dense model answered; None where that is not known."""
+        return None if self.likeness is None else self.likeness.compare(tally.kept, torch.cat(self._dense_kept))
 
 
 def _apply(model: nn.Module, setting: Setting) -> float | int:
@@ -176,7 +186,7 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float | int, Tally
     sample, dense_E = runs.sample, runs.dense_scores
     budgets, fixed = [], []
     for setting, asked, tally in tallies:
-        found = tally.result(sample, dense_E)
+        found = tally.result(sample, dense_E) | {"likeness": runs.likeness_of(tally)}
         if isinstance(setting, FixedK):
             fixed.append(FixedResult(k=int(asked), **found))
         else:
@@ -189,6 +199,7 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float | int, Tally
             dense=None if dense_E is None else sample.value(dense_E),
             dense_error=None if dense_E is None else sample.error(dense_E),
             dense_from=runs.dense_from,
+            likeness=None if runs.likeness is None else runs.likeness.name,
         ),
         budgets=tuple(budgets),
         fixed=tuple(fixed),

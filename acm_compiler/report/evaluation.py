@@ -35,7 +35,7 @@ class MetricResult:
     """The metric and what the dense model reaches, None where it could not be run.
 
     `dense_from`: "original" the model before conversion, "regions" the dense regions inside today's trunk,
-    "recorded" a number measured earlier, on the same examples or not.
+    "recorded" a number measured earlier, on the same examples or not. `likeness` names what `Result.likeness` is.
     """
 
     name: str
@@ -43,6 +43,7 @@ class MetricResult:
     dense_error: float | None = None
     dense_from: DenseFrom | None = None
     lower_is_better: bool = False
+    likeness: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class Result:
 
     reached: mean over examples of their MAC-weighted shares; pooled: share over all tokens together. MACs are of the
     whole model, per example: modelled by counting executed learners, gates included. `difference` is metric minus
-    dense metric, paired over examples.
+    dense metric, paired over examples. `likeness`: how alike the dense model answers, 1 where it is the same.
     """
 
     reached: float
@@ -88,6 +89,7 @@ class Result:
     metric: float
     metric_error: float
     difference: Interval | None = None
+    likeness: float | None = None
     model_share: float
     macs_mean: float
     macs_p5: float

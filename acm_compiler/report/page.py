@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from acm_compiler.report import wording
 from acm_compiler.report.contents import Report, headline_budget, is_close
-from acm_compiler.report.evaluation import BudgetResult, Evaluation, Result
+from acm_compiler.report.evaluation import BudgetResult, Evaluation, MetricResult, Result
 from acm_compiler.report.markup import Child, Markup, table, tag
 from acm_compiler.report.section_maps import maps_section
 from acm_compiler.report.section_method import method_section
@@ -110,18 +110,20 @@ def _cost_caption(found: Evaluation) -> str:
 def _budget_table(found: Evaluation) -> Markup:
     name = found.metric.name
     to_dense = f"to dense, {wording.unit_of_difference(name)}"
-    headers = ["budget", "reached", name, to_dense, "share of dense MACs", "MACs per example [p5, p95]"]
-    gates: list[list[Child]] = [[f"{b.asked:.2f}", *_cells(b, name)] for b in found.budgets]
-    fixed: list[list[Child]] = [[f"every k = {f.k}", *_cells(f, name)] for f in found.fixed]
-    dense = ["dense", "", wording.score(found.metric.dense, name), "", wording.percent(1.0)]
+    alike = [] if found.metric.likeness is None else [found.metric.likeness]
+    headers = ["budget", "reached", name, to_dense, *alike, "share of dense MACs", "MACs per example [p5, p95]"]
+    gates: list[list[Child]] = [[f"{b.asked:.2f}", *_cells(b, found.metric)] for b in found.budgets]
+    fixed: list[list[Child]] = [[f"every k = {f.k}", *_cells(f, found.metric)] for f in found.fixed]
+    dense = ["dense", "", wording.score(found.metric.dense, name), "", *[""] * len(alike), wording.percent(1.0)]
     return table(headers, gates, fixed, [[*dense, wording.macs(found.dense_macs)]], label=f"{name} and cost")
 
 
-def _cells(result: Result, metric: str) -> list[Child]:
+def _cells(result: Result, metric: MetricResult) -> list[Child]:
     return [
         f"{result.reached:.3f}",
-        wording.score(result.metric, metric),
-        wording.difference(result.difference, metric),
+        wording.score(result.metric, metric.name),
+        wording.difference(result.difference, metric.name),
+        *([] if metric.likeness is None else [wording.likeness(result.likeness)]),
         wording.percent(result.model_share),
         wording.macs_spread(result.macs_mean, result.macs_p5, result.macs_p95),
     ]

@@ -15,9 +15,8 @@ def evaluation_table(found: Evaluation) -> str:
     name = found.metric.name
     rows = [[f"{b.asked:.2f}", f"{b.reached:.3f}", *_row(b, name)] for b in found.budgets]
     rows += [[f"k = {f.k}", f"{f.reached:.3f}", *_row(f, name)] for f in found.fixed]
-    rows.append(
-        ["dense", "", wording.percent(1.0), wording.macs(found.dense_macs), wording.score(found.metric.dense, name), ""]
-    )
+    dense = [wording.percent(1.0), wording.macs(found.dense_macs), wording.score(found.metric.dense, name)]
+    rows.append(["dense", "", *dense, ""])
     headers = [
         "budget",
         "reached",
@@ -26,7 +25,11 @@ def evaluation_table(found: Evaluation) -> str:
         name,
         f"to dense, {wording.unit_of_difference(name)}",
     ]
-    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",) * 6)
+    if found.metric.likeness is not None:
+        headers.append(found.metric.likeness)
+        shown = [wording.likeness(result.likeness) for result in (*found.budgets, *found.fixed)]
+        rows = [[*row, cell] for row, cell in zip(rows, [*shown, ""], strict=True)]
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",) * len(headers))
     return "\n".join([table, _basis(found), *_foreground(found), *_missed(found.budgets)])
 
 

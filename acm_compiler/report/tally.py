@@ -27,6 +27,7 @@ class Tally:
     def __init__(self, plan: Plan, *, seed: int = 0) -> None:
         self._plan, self._seed = plan, seed
         self._scores: list[Tensor] = []
+        self._kept: list[Tensor] = []
         self._shares: list[Tensor] = []
         self._macs: list[Tensor] = []
         self._tokens_by_k = {site.name: torch.zeros(site.learners + 1, dtype=torch.long) for site in plan.sites}
@@ -45,6 +46,15 @@ class Tally:
         if mask is not None:
             self._foreground = self._foreground or ForegroundTally(self._plan, self._seed)
             self._foreground.add(used, mask)
+
+    def keep(self, kept_B: Tensor) -> None:
+        """Keep what the answers of one batch are to be compared by, [B, ...]."""
+        self._kept.append(kept_B)
+
+    @property
+    def kept(self) -> Tensor:
+        """What was kept of all examples, [E, ...]."""
+        return torch.cat(self._kept)
 
     def result(self, sample: Sample, dense_E: Tensor | None) -> dict[str, Any]:
         """The fields of a `Result`; dense_E is the dense model's scores."""

@@ -37,6 +37,11 @@ def signed(value: float, metric: str) -> str:
     return text.replace("-", "−")
 
 
+def likeness(value: float | None) -> str:
+    """How alike two models answer, 1 being the same."""
+    return "-" if value is None else f"{value:.3f}"
+
+
 def unit_of_difference(metric: str) -> str:
     """What a difference is counted in."""
     return "points" if is_share(metric) else metric

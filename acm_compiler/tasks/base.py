@@ -18,7 +18,8 @@ class Task(Protocol):
     `loss` and `score` need to know of the dense model's output. Three more attributes are optional, read by
     `Metric.of`: `lower_is_better: bool`; `units(batch) -> Tensor [B]`, what each example's score counts for (words,
     tokens), so that the metric is total score over total units; `scale(mean: Tensor) -> Tensor`, which turns that
-    ratio into the metric (exp, for a perplexity). Nothing here keeps state: every method is a function of its
+    ratio into the metric (exp, for a perplexity). `likeness: Likeness`, if there is one, compares the answers of two
+    models over a whole data set, beside the metric. Nothing here keeps state: every method is a function of its
     arguments.
     """
 

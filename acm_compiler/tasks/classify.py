@@ -13,6 +13,7 @@ from torch import Tensor
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
+from acm_compiler.tasks.likeness import Likeness, agreement
 
 _NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "foreground"})
 
@@ -56,6 +57,11 @@ class Classify:
         label = self._label(batch)
         best = label if label.ndim == 1 else label.argmax(1)
         return (self.logits(output).argmax(1) == best).float()
+
+    @property
+    def likeness(self) -> Likeness:
+        """How often two models name the same class."""
+        return Likeness(name="agreement", keep=lambda output, batch: self.logits(output).argmax(1), compare=agreement)
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The logits [B, C] around their mean: what shifts all classes alike changes no probability."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
+from acm_compiler.tasks.likeness import Likeness, pairwise_spearman
 
 _NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "teacher"})
 
@@ -45,6 +46,15 @@ class Embed:
     def score(self, output: Any, batch: Batch) -> Tensor:
         """Cosine to the dense model's vector, fp32 [B]. DataError where that is not known."""
         return self._cosine(output, batch)
+
+    @property
+    def likeness(self) -> Likeness:
+        """Whether both models find the same texts similar: the rank correlation of all pairs' similarities."""
+        return Likeness(
+            name="Spearman",
+            keep=lambda output, batch: self.answer(output, self.mask(batch)),
+            compare=pairwise_spearman,
+        )
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The vectors [B, D]; padding is left out by `mask` [B, S]."""

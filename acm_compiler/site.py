@@ -11,6 +11,24 @@ from typing import Literal
 SiteKind = Literal["mlp", "gated_mlp", "linear"]
 Role = Literal["q", "k", "v", "o", "qkv", "kv", "qk"]
 GraftKind = Literal["W", "T", "S", "R"]
+# an `act` is one of these names, or an expression
+ACTIVATIONS = (
+    "identity",
+    "relu",
+    "relu6",
+    "relu2",
+    "gelu",
+    "gelu_tanh",
+    "quick_gelu",
+    "silu",
+    "tanh",
+    "sigmoid",
+    "elu",
+    "leaky_relu",
+    "hardswish",
+    "mish",
+    "softplus",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.site import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -35,23 +36,8 @@ def _relu2(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
-NAMES: dict[str, Activation] = {
-    "identity": _identity,
-    "relu": torch.relu,
-    "relu6": F.relu6,
-    "relu2": _relu2,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "elu": F.elu,
-    "leaky_relu": F.leaky_relu,
-    "hardswish": F.hardswish,
-    "mish": F.mish,
-    "softplus": F.softplus,
-}
+_NOT_IN_TORCH = {"identity": _identity, "relu2": _relu2, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}
+NAMES: dict[str, Activation] = {name: _NOT_IN_TORCH.get(name) or getattr(F, name) for name in ACTIVATIONS}
 
 _BINARY: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,

@@ -92,7 +92,7 @@ def _tanh_family(x, ACT: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.conste
 
 @triton.jit
 def activate(x, ACT: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr):
-    """ACT of an fp32 block; ACT is one of spec.ACTIVATIONS."""
+    """ACT of an fp32 block; ACT is one of site.ACTIVATIONS."""
     if ACT == "identity":
         return x
     elif ACT == "relu":

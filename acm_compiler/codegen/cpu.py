@@ -13,26 +13,8 @@ from acm_compiler.acm.ops import LIBRARY, REFERENCE
 from acm_compiler.codegen.build_cpu import library_file
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.errors import KernelUnavailable
+from acm_compiler.site import ACTIVATIONS
 
-ACTIVATIONS = frozenset(
-    [
-        "identity",
-        "relu",
-        "relu6",
-        "relu2",
-        "gelu",
-        "gelu_tanh",
-        "quick_gelu",
-        "silu",
-        "tanh",
-        "sigmoid",
-        "elu",
-        "leaky_relu",
-        "hardswish",
-        "mish",
-        "softplus",
-    ]
-)
 DTYPES = (torch.float32, torch.bfloat16)
 FORMS = ("mlp", "gated", "linear", "rows", "cols")
 _LOG = logging.getLogger("acm_compiler.backend")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from acm_compiler import env
-from acm_compiler.acm.activations import NAMES
 from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
 from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.spec import DTYPES
 from acm_compiler.codegen.stages import Machine, puts_fences
 from acm_compiler.errors import KernelUnavailable
+from acm_compiler.site import ACTIVATIONS
 
 OLDEST = 80
 """The compute capability that the kernels need."""
@@ -92,7 +92,7 @@ def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
 
 def not_covered(*, act: str, dtype: torch.dtype, arch: int) -> str | None:
     """Why such an ACM is handed to the reference, None when the kernels run it."""
-    if act not in NAMES:
+    if act not in ACTIVATIONS:
         return f"activation {act} is none of the Triton kernels'"
     return _machine_lacks(dtype, arch)
 

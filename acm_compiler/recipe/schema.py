@@ -34,6 +34,7 @@ from acm_compiler.recipe.fields import (
 )
 from acm_compiler.recipe.phases import Phase
 from acm_compiler.recipe.tasks import TaskConfig
+from acm_compiler.site import ACTIVATIONS
 
 VERSION = 1
 SOURCES = ("torchvision", "timm", "hf", "python", "shipped", "directory")
@@ -62,24 +63,6 @@ AUTO_CLASSES = tuple(
         "ForPreTraining",
         "",
     )
-)
-# the names in acm.activations, written again because that file needs torch and checking a recipe must not
-ACTIVATIONS = (
-    "identity",
-    "relu",
-    "relu6",
-    "relu2",
-    "gelu",
-    "gelu_tanh",
-    "quick_gelu",
-    "silu",
-    "tanh",
-    "sigmoid",
-    "elu",
-    "leaky_relu",
-    "hardswish",
-    "mish",
-    "softplus",
 )
 
 

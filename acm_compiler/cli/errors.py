@@ -8,17 +8,25 @@ import typer
 from typer.core import TyperGroup
 
 from acm_compiler.cli.output import Output, wants_json
-from acm_compiler.errors import AcmError, RecipeError
+from acm_compiler.errors import AcmError, RecipeError, UsageError
 
 _INTERRUPTED = 130
+# typer's own error for a command line that cannot be meant; only this subclass of it has a public name
+_Misuse: Any = typer.BadParameter.__base__
 
 
 class ErrorBoundary(TyperGroup):
     """The command group around all verbs: a user's mistake ends in one message, never in a traceback."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        json = "--json" in ctx.args
         try:
             return super().invoke(ctx)
+        except _Misuse as error:
+            _reword(error)
+            if json:
+                Output(json=True).document({"error": error_facts(UsageError(error.format_message()))})
+            raise
         except AcmError as error:
             _report(error, ctx)
             raise typer.Exit(error.exit_code) from error
@@ -37,5 +45,19 @@ def sentence(error: AcmError) -> str:
 def _report(error: AcmError, ctx: typer.Context) -> None:
     Output().error(sentence(error))
     if wants_json(ctx):
-        facts = {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
-        Output(json=True).document({"error": facts})
+        Output(json=True).document({"error": error_facts(error)})
+
+
+def _reword(misuse: Any) -> None:
+    """Put a value that an option cannot have into our words; typer words it as pydantic does."""
+    cause = misuse.__cause__
+    if cause is None or type(cause).__module__.partition(".")[0] != "pydantic_core":
+        return
+    from acm_compiler.recipe.expectations import wrong_values
+
+    misuse.message = "; ".join(wrong_values(cause))
+
+
+def error_facts(error: AcmError) -> dict[str, Any]:
+    """What a JSON document says of an error, under `error`."""
+    return {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code}

@@ -10,26 +10,7 @@ from pydantic_core import ErrorDetails
 
 from acm_compiler.errors import did_you_mean, nearest
 from acm_compiler.recipe.document import Document, Path, Problem, show_path, show_value
-
-_TYPES = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "string_too_short": "some text",
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
-}
-_BOUNDS = {
-    "greater_than": ("gt", "above"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "below"),
-    "less_than_equal": ("le", "at most"),
-}
+from acm_compiler.recipe.expectations import expectation
 
 
 def find_problems(error: ValidationError, document: Document, schema: type[BaseModel]) -> list[Problem]:
@@ -38,7 +19,7 @@ def find_problems(error: ValidationError, document: Document, schema: type[BaseM
     problems: list[Problem] = []
     for detail in error.errors(include_url=False):
         path = _path_in(document.data, detail)
-        wish = _expectation(detail)
+        wish = expectation(detail)
         if wish is not None:
             expected.setdefault(path, []).append(wish)
         else:
@@ -72,29 +53,6 @@ def _value_at(data: Any, path: Path) -> Any:
     for part in path:
         data = data[part]
     return data
-
-
-def _expectation(detail: ErrorDetails) -> str | None:
-    """What the value should have been; None when the fault is one of keys or kinds."""
-    kind, context = detail["type"], detail.get("ctx", {})
-    if kind in _BOUNDS:
-        bound, word = _BOUNDS[kind]
-        return f"{word} {context[bound]:g}"
-    if kind == "literal_error":
-        return f"{context['expected']}{_hint(detail['input'], context['expected'])}"
-    if kind == "too_short":
-        return f"at least {context['min_length']}"
-    if kind == "string_pattern_mismatch":
-        return "python:module:function"
-    if kind == "expected":
-        return str(context["what"])
-    return _TYPES.get(kind)
-
-
-def _hint(found: Any, expected: str) -> str:
-    known = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
-    alike = nearest(found, known, count=1) if isinstance(found, str) else []
-    return f"; did you mean {alike[0]!r}?" if alike else ""
 
 
 def _either(wishes: list[str]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from acm_compiler.errors import StorageError
+from acm_compiler.recipe.expectations import wrong_values
 
 SCHEMA = 1
 FILE = "eval.json"
@@ -155,11 +156,9 @@ class Evaluation:
         try:
             return TypeAdapter(Evaluation).validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
             raise StorageError(
                 "an evaluation that misses or misnames an entry",
-                found=f"{place}: {first['msg']}",
+                found=wrong_values(error)[0],
                 fix="measure again: acmc eval DIR",
             ) from None
 
@@ -187,7 +186,8 @@ def load_evaluation(directory: Path) -> Evaluation | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise StorageError("an evaluation that cannot be read", where=str(path), found=str(error)) from None
+        fix = "check its permissions, or measure again: acmc eval DIR"
+        raise StorageError("an evaluation that cannot be read", where=str(path), found=str(error), fix=fix) from None
     return Evaluation.from_json(text)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from acm_compiler.errors import ModelSourceError, StorageError
 from acm_compiler.inputs import Inputs
+from acm_compiler.recipe.expectations import wrong_values
 from acm_compiler.recipe.resolved import installed_version
 from acm_compiler.recipe.schema import InputConfig, ModelConfig
 from acm_compiler.sources import from_function, from_hf, from_package, from_timm, from_torchvision
@@ -102,7 +103,7 @@ def _config_of(record: Mapping[str, Any]) -> ModelConfig:
     try:
         config = ModelConfig.model_validate(known)
     except ValidationError as error:
-        raise StorageError("the saved record of the model is damaged", found=str(error).splitlines()[-1]) from error
+        raise StorageError("the saved record of the model is damaged", found=wrong_values(error)[0]) from error
     if config.source not in _BUILDERS:
         raise StorageError("the saved record of the model is damaged", found=f"source {config.source}")
     return config

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from acm_compiler.conversion import BudgetTable, Conversion
 from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, UsageError
+from acm_compiler.plans import Plan
 
 TOLERANCE = 1e-6
+_WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(?:(%)|([kMGT])?MACs?)\s*")
 _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -22,7 +24,7 @@ class Setting:
     share: float
 
 
-def parse_budget(budget: float | str, owner: Conversion) -> float:
+def parse_budget(budget: float | str, plan: Plan) -> float:
     """The share of learner MACs that `budget` asks for.
 
     A number is that share. "60%" is a share of the whole dense model's MACs, "11 GMACs" an absolute cost, both
@@ -30,30 +32,34 @@ def parse_budget(budget: float | str, owner: Conversion) -> float:
     """
     if isinstance(budget, (int, float)) and not isinstance(budget, bool):
         return float(budget)
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(?:(%)|([kMGT])?MACs?)\s*", str(budget))
+    found = _WITH_UNIT.fullmatch(str(budget))
     if not found:
         raise UsageError(
-            "a budget that cannot be read", found=repr(budget), expected="a share such as 0.4, '60%', or '11 GMACs'"
+            "a budget that cannot be read",
+            found=repr(budget),
+            expected="a share such as 0.4, '60%', or '11 GMACs'",
+            fix="1 MAC is 2 FLOPs; what papers call GFLOPs of a model are GMACs" if "FLOP" in str(budget) else None,
         )
-    number, facts = float(found[1]), owner.plan.model
+    number, facts = float(found[1]), plan.model
     macs = number / 100 * facts.dense_macs if found[2] else number * _PREFIX[found[3] or ""] * facts.batch
-    return owner.plan.cost.budget_of_macs(macs)
+    return plan.cost.budget_of_macs(macs)
 
 
-def setting_of(owner: Conversion, budget: float) -> Setting:
-    """The choices that reach `budget`, by interpolation in the table; budget 1 runs every learner.
+def setting_of(owner: Conversion, asked: float | str) -> Setting:
+    """The choices that reach the budget `asked` for, by interpolation in the table; budget 1 runs every learner.
 
     Raises NoBudgetTable where nothing was measured and BudgetUnreachable, with the range, outside what it covers.
     """
+    budget = parse_budget(asked, owner.plan)
     if not owner.table_min - TOLERANCE <= budget <= 1 + TOLERANCE:
-        raise unreachable(budget, owner.table_min)
+        raise unreachable(asked, owner.plan, low=owner.table_min)
     if budget >= 1 - TOLERANCE:
         return Setting(knob=0.0, k_lo=max(site.learners for site in owner.plan.sites), share=1.0)
     table = owner.table
     if table is None:
         raise NoBudgetTable(
             "this model's gates have not been measured, so no setting belongs to this budget",
-            found=budget,
+            found=asked,
             fix="run a recipe's gate phase, or acm.calibrate(model, batches); acm.set_k(model, k) works without gates",
         )
     return _interpolate(table, budget)
@@ -73,12 +79,25 @@ def _interpolate(table: BudgetTable, budget: float) -> Setting:
     return Setting(knob=knob, k_lo=low.k_lo, share=budget)
 
 
-def unreachable(budget: float, low: float, *, where: str | None = None) -> BudgetUnreachable:
-    """The refusal of a budget that is not between `low` and 1; `where` it was asked for."""
+def unreachable(asked: float | str, plan: Plan, *, low: float, where: str | None = None) -> BudgetUnreachable:
+    """The refusal of a budget that is not between the shares `low` and 1, in its own unit; `where` it was asked for."""
+    expected = f"{low:.3f} to 1 (share of learner MACs)"
+    unit = _WITH_UNIT.fullmatch(asked) if isinstance(asked, str) else None
+    if unit:
+        least, most = (_in_unit(plan, share, unit) for share in (low, 1.0))
+        expected = f"{least} to {most}, gates included; as a share of learner MACs {low:.3f} to 1"
     return BudgetUnreachable(
         "no setting of this model reaches this budget",
         where=where,
-        found=f"{budget:.4g}",
-        expected=f"{low:.3f} to 1 (share of learner MACs)",
+        found=asked if isinstance(asked, str) else f"{asked:.4g}",
+        expected=expected,
         fix="ask for a budget in that range; convert more sites, or allow k = 0 where a residual bypasses, to lower it",
     )
+
+
+def _in_unit(plan: Plan, share: float, unit: re.Match[str]) -> str:
+    """A share of learner MACs as what the whole model costs then, in the unit of a budget."""
+    if unit[2]:
+        return f"{plan.cost.model_share(share):.1%}"
+    prefix = unit[3] or ""
+    return f"{plan.cost.macs(share) / plan.model.batch / _PREFIX[prefix]:.4g} {prefix}MACs"

@@ -11,7 +11,7 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.budgets import TOLERANCE, parse_budget, setting_of
-from acm_compiler.conversion import conversion, sites
+from acm_compiler.conversion import Conversion, conversion, sites
 from acm_compiler.errors import NoBudgetTable, SitesNotFitted, UsageError
 
 
@@ -85,11 +85,11 @@ def set_budget(model: nn.Module, budget: float | str | None, *, cap: float | Non
     owner = conversion(model)
     wanted = owner.default_budget if budget is None else budget
     if wanted is None:
-        raise NoBudgetTable("this model has no budget of its own", fix="name one: acm.set_budget(model, 0.6)")
-    share = parse_budget(wanted, owner)
-    setting = setting_of(owner, share)
-    if setting.share < 1 - TOLERANCE or cap is not None:
+        raise _no_own_budget(owner)
+    share = parse_budget(wanted, owner.plan)
+    if share < 1 - TOLERANCE or cap is not None:
         refuse_unfitted(model, f"set_budget({wanted!r})")
+    setting = setting_of(owner, wanted)
     if cap is not None and not 0 < cap <= 1:
         raise UsageError("a cap outside its range", found=cap, expected="a share of N in (0, 1]")
     for acm in sites(model).values():
@@ -97,6 +97,17 @@ def set_budget(model: nn.Module, budget: float | str | None, *, cap: float | Non
         acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=k_hi)
     owner.budget = share
     return setting.share
+
+
+def _no_own_budget(owner: Conversion) -> NoBudgetTable:
+    example = "acm.set_budget(model, 0.6)"
+    return NoBudgetTable(
+        "None means the budget of the recipe that made this model, and no recipe gave it one",
+        expected=f"a budget from {owner.table_min:.3f} to 1" if owner.table else None,
+        fix=f"name a budget: {example}"
+        if owner.table
+        else f"first acm.calibrate(model, batches), or a recipe's gate phase; then name a budget: {example}",
+    )
 
 
 def relax(model: nn.Module, temperature: float | None) -> None:

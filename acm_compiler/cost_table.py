@@ -97,7 +97,7 @@ def _params_change(pairs: Sequence[tuple[PlannedSite, SiteCost]]) -> str:
 def _budget_table(report: CostReport, budgets: Iterable[float]) -> str:
     dense, batch = report.plan.model.dense_macs, report.plan.model.batch
     least = report.budget_min
-    shown = [least, *(b for b in budgets if b > least)]
+    shown = [least, *(b for b in budgets if least < b <= 1)]
     unit, scale = unit_of(dense / batch)
     head = ["budget (share of learner MACs)", f"{least:.3f} (min)", *(f"{b:.2f}" for b in shown[1:])]
     macs = [f"model {unit} per example", *(f"{report.macs(b) / batch / scale:.2f}" for b in shown)]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from acm_compiler.advice import Advice, advise
-from acm_compiler.budgets import TOLERANCE, unreachable
+from acm_compiler.budgets import TOLERANCE, parse_budget, unreachable
 from acm_compiler.dump import dump
 from acm_compiler.errors import NothingToConvert, UsageError
 from acm_compiler.inputs import Inputs
@@ -18,6 +18,7 @@ from acm_compiler.planner import plan_sites
 from acm_compiler.plans import Plan
 from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.document import Path
+from acm_compiler.recipe.expectations import wrong_values
 from acm_compiler.recipe.schema import GateConfig, ModelConfig, Recipe, SiteRule
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
@@ -87,10 +88,11 @@ def _decide_and_advise(built: BuiltModel, rules: Sequence[SiteRule], gate: GateC
     return decide(found, rules, gate), advise(found, rules, gate)
 
 
-def refuse(made: Plan, budgets: Iterable[tuple[str | None, float]]) -> None:
+def refuse(made: Plan, budgets: Iterable[tuple[str | None, float | str]]) -> None:
     """Refuse, before anything is trained, a plan that cannot become what is asked for.
 
-    budgets: where each was asked for, and its value. NothingToConvert without sites, BudgetUnreachable.
+    budgets: where each was asked for, and its value as `acm.set_budget` takes it.
+    NothingToConvert without sites, BudgetUnreachable.
     """
     if not made.sites:
         raise NothingToConvert(
@@ -99,11 +101,11 @@ def refuse(made: Plan, budgets: Iterable[tuple[str | None, float]]) -> None:
         )
     low, high = made.budget_range
     for where, budget in budgets:
-        if not low - TOLERANCE <= budget <= high + TOLERANCE:
-            raise unreachable(budget, low, where=where)
+        if not low - TOLERANCE <= parse_budget(budget, made) <= high + TOLERANCE:
+            raise unreachable(budget, made, low=low, where=where)
 
 
-def named_budgets(recipe: Recipe) -> list[tuple[str | None, float]]:
+def named_budgets(recipe: Recipe) -> list[tuple[str | None, float | str]]:
     """The budgets that a recipe asks for, with their places, but for defaults that are only reported."""
     named, document = recipe.budgets.model_fields_set, recipe.origin.document
     found: list[tuple[Path, float]] = []
@@ -126,9 +128,9 @@ def example_of(built: BuiltModel) -> Inputs:
 
 
 def _rules(sites: str | SiteRule | Iterable[str | SiteRule], **options: Any) -> list[SiteRule]:
-    given = [sites] if isinstance(sites, (str, SiteRule)) else list(sites)
+    several = isinstance(sites, Iterable) and not isinstance(sites, (str, SiteRule))
+    given: list[Any] = list(sites) if several else [sites]  # type: ignore[arg-type]
     try:
-        return [SiteRule(match=(rule,), **options) if isinstance(rule, str) else rule for rule in given]
+        return [rule if isinstance(rule, SiteRule) else SiteRule(match=(rule,), **options) for rule in given]
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UsageError(f"no such rule for sites: {problems}") from None
+        raise UsageError(f"no such rule for sites: {'; '.join(wrong_values(error))}") from None

@@ -40,6 +40,8 @@ class Findings:
 
 def look(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] | None = None) -> Findings:
     """normalize -> capture -> find sites -> layouts; the model is as it was afterwards."""
+    if not isinstance(model, nn.Module):
+        raise UsageError("this is no model", found=type(model).__name__, expected="a torch.nn.Module")
     if any(isinstance(module, ACM) for module in model.modules()):
         raise AlreadyRewritten(
             "this model holds ACMs already", fix="plan the original model, or acm.revert(model) first"

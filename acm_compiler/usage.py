@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tabulate import tabulate
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import gate_macs_per_token, macs_per_learner
+from acm_compiler.cost_table import unit_of
 from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
 from acm_compiler.plans import Plan
 
@@ -94,6 +96,27 @@ class Usage:
         for name, k_BS in self.k.items():
             gates += (k_BS != PADDING).sum(1).cpu() * gate_macs_per_token(self._plan.site(name))
         return self._plan.cost.fixed_macs / self._plan.model.batch + gates + run
+
+    def __str__(self) -> str:
+        """What was reached, and a row for every site."""
+        if not self._calls:
+            return "usage: no forward recorded yet"
+        rows = []
+        for name, k_BS in self.k.items():
+            real = k_BS[k_BS != PADDING].float()
+            mean = f"{float(real.mean()):.2f}" if real.numel() else "-"
+            rows.append([name, mean, self._plan.site(name).learners, real.numel()])
+        macs, examples = self.macs, len(self.macs)
+        of_dense = float(macs.mean()) * self._plan.model.batch / self._plan.model.dense_macs
+        unit, scale = unit_of(float(macs.mean()))
+        head = (
+            f"budget {self.budget:.3f} reached over {examples} examples: {float(macs.mean()) / scale:.2f} {unit} per "
+            f"example, {of_dense:.0%} of the dense model"
+        )
+        return f"{head}\n{tabulate(rows, headers=['site', 'mean k', 'N', 'tokens'], disable_numparse=True)}"
+
+    def __repr__(self) -> str:
+        return f"<Usage of {len(self._plan.sites)} sites: {str(self).partition(chr(10))[0]}>"
 
     def _learner_macs(self) -> tuple[Tensor, Tensor]:
         """Learner MACs run and learner MACs at k = N, each float64 [batch]."""

@@ -59,6 +59,42 @@ def test_an_unknown_option_is_a_usage_error():
     assert "--json" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["eval", "x", "--examples", "0"], "'--examples': found '0', expected at least 1"),
+        (["plan", "x", "--learners", "many"], "'--learners': found 'many', expected a whole number"),
+        (["plan", "x", "--bduget", "3"], "--budget"),
+        (["plan", "shipped:digits_vit", "--learners", "0"], "learners: found 0, expected at least 1"),
+    ],
+)
+def test_values_that_an_option_cannot_have_are_refused_in_our_words_and_as_json(words, told):
+    result = run(*words, "--json")
+    assert result.exit_code == 2
+    assert told in result.stderr
+    error = json.loads(result.stdout)["error"]
+    assert told in error["message"] and error["exit_code"] == 2
+
+
+def test_a_plan_that_is_refused_is_one_json_document_with_the_reason():
+    for words, code in ((["--budget", "1%"], 4), (["--budget", "0.01"], 4), (["--sites", "mlp", "--budget", "2"], 4)):
+        result = run("plan", "shipped:digits_vit", "--json", *words)
+        assert result.exit_code == code, result.stderr
+        document = json.loads(result.stdout)
+        assert document["sites"] and document["error"]["kind"] == "BudgetUnreachable"
+    result = run("plan", "torchvision:squeezenet1_1", "--json")
+    assert result.exit_code == 3
+    document = json.loads(result.stdout)
+    assert document["sites"] == [] and document["skipped"] and document["error"]["kind"] == "NothingToConvert"
+
+
+def test_a_plan_shows_the_budgets_asked_for_in_any_unit():
+    result = run("plan", "shipped:digits_vit", "--budget", "50%", "--budget", "0.9,5 MMACs")
+    assert result.exit_code == 0, result.stderr
+    shares = next(line for line in result.stdout.splitlines() if line.startswith("share of the dense model"))
+    assert shares.split()[6:] == ["50%", "96%", "60%"], shares
+
+
 def test_validate_accepts_a_recipe_and_notes_what_is_not_set(monkeypatch):
     monkeypatch.delenv("IMAGENET", raising=False)
     result = run("validate", "vit_b16_imagenet")

@@ -103,23 +103,49 @@ def test_a_model_whose_gates_were_not_measured_names_the_remedy(model):
         set_budget(model, None)
 
 
+def test_a_model_without_a_budget_of_its_own_says_what_none_means(model):
+    with pytest.raises(NoBudgetTable, match=r"recipe .*from 0\.100 to 1\)\n  name a budget"):
+        set_budget(model, None)
+    conversion(model).table = None
+    with pytest.raises(NoBudgetTable, match=r"first acm\.calibrate"):
+        set_budget(model, None)
+
+
+def test_an_unreachable_budget_is_refused_in_the_unit_it_was_asked_in(model):
+    plan = conversion(model).plan
+    least, most = (plan.cost.model_share(share) for share in (0.1, 1.0))
+    with pytest.raises(BudgetUnreachable) as error:
+        set_budget(model, "900%")
+    assert f"found 900%, expected {least:.1%} to {most:.1%}, gates included" in str(error.value)
+    least, most = (plan.cost.macs(share) / 1e3 for share in (0.1, 1.0))
+    with pytest.raises(BudgetUnreachable) as error:
+        set_budget(model, "7 GMACs")
+    assert "found 7 GMACs" in str(error.value)
+    with pytest.raises(BudgetUnreachable) as error:
+        set_budget(model, "0.001 kMACs")
+    assert f"expected {least:.4g} kMACs to {most:.4g} kMACs" in str(error.value)
+    with pytest.raises(UsageError, match="papers call GFLOPs"):
+        set_budget(model, "11 GFLOPs")
+
+
 def test_budgets_in_other_units_mean_the_whole_model(model):
     owner = conversion(model)
     cost = owner.plan.cost
-    assert parse_budget("50%", owner) == pytest.approx(
+    assert parse_budget("50%", owner.plan) == pytest.approx(
         (0.5 * owner.plan.model.dense_macs - cost.gate_macs) / cost.learner_macs
     )
     macs = cost.macs(0.4)
-    assert parse_budget(f"{macs / 1e3} kMACs", owner) == pytest.approx(0.4)
-    assert parse_budget(f"{macs} MACs", owner) == pytest.approx(0.4)
+    assert parse_budget(f"{macs / 1e3} kMACs", owner.plan) == pytest.approx(0.4)
+    assert parse_budget(f"{macs} MACs", owner.plan) == pytest.approx(0.4)
     for text in ("half", "50 percent", "", "1 GB", None, True):
         with pytest.raises(UsageError, match="cannot be read"):
-            parse_budget(text, owner)
+            parse_budget(text, owner.plan)
 
 
 def test_sites_without_fitted_learners_refuse_anything_below_all(model):
     acm = sites(model)["a"]
     acm.state, acm.dense = "dense", torch.nn.Linear(8, 8)
+    conversion(model).table = None
     for request in (lambda: set_k(model, 2), lambda: set_budget(model, 0.5), lambda: relax(model, 0.8)):
         with pytest.raises(SitesNotFitted, match=r"a\b.*\n.*calibrate"):
             request()
@@ -156,6 +182,17 @@ def test_record_counts_what_ran(model):
     torch.testing.assert_close(usage.macs, used + gates)
     assert not any(acm.observers for acm in sites(model).values())
     assert not model._forward_pre_hooks
+
+
+def test_a_record_prints_what_was_reached_and_each_site(model):
+    with record(model) as usage:
+        assert str(usage) == "usage: no forward recorded yet"
+        set_k(model, 2)
+        model(torch.randn(3, 5, 8))
+    lines = str(usage).splitlines()
+    assert lines[0].startswith(f"budget {usage.budget:.3f} reached over 3 examples: ")
+    assert [line.split() for line in lines[3:]] == [["a", "2.00", "4", "15"], ["b", "2.00", "2", "15"]]
+    assert repr(usage) == f"<Usage of 2 sites: {lines[0]}>"
 
 
 def test_a_record_of_all_learners_costs_what_the_plan_says(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +27,8 @@ def plan(
     ] = None,
     learners: Annotated[int | None, typer.Option(help="Learners per site.")] = None,
     budget: Annotated[
-        list[float] | None, typer.Option(metavar="B", help="A budget to show; exit 4 if out of reach; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="B", help="A budget to show, such as .4, 60% or 11GMACs; exit 4 if out of reach."),
     ] = None,
     example: Annotated[
         str | None, typer.Option("--input", metavar="SHAPE", help="One example, such as 1x3x224x224 or 1x128:int.")
@@ -38,27 +39,45 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Print the cost report of a recipe or a model."""
+    from acm_compiler.budgets import parse_budget
+    from acm_compiler.cli.eval import parse_budgets
     from acm_compiler.cost_table import BUDGETS, cost_table
-    from acm_compiler.pipeline import example_of, refuse
+    from acm_compiler.pipeline import example_of
     from acm_compiler.survey import torch_macs
 
     output = Output(json=json)
+    named = parse_budgets(",".join(budget)) if budget else []
     built, made, advice, asked = _make(what, sites, learners, example, overrides or [])
     if out is not None:
         _write(out, made)
-    if json:
-        output.document(made.as_json() | {"advice": [entry.as_json() for entry in advice]})
-    else:
+    if not json:
+        shown = [parse_budget(value, made) for value in named] if made.sites else []
         counted = torch_macs(built.model, example_of(built))
-        output.say(cost_table(made.cost, budgets=budget or BUDGETS, per_site=per_site, torch_macs=counted))
+        output.say(cost_table(made.cost, budgets=shown or BUDGETS, per_site=per_site, torch_macs=counted))
         for entry in advice:
             output.say(f"advice: {entry}")
-    refuse(made, [*asked, *((None, value) for value in budget or ())])
+    facts = made.as_json() | {"advice": [entry.as_json() for entry in advice]}
+    _conclude(made, [*asked, *((None, value) for value in named)], facts, output)
+
+
+def _conclude(made: Plan, budgets: list[tuple[str | None, float | str]], facts: dict[str, Any], output: Output) -> None:
+    """One document in any case: what was found and, where the plan cannot do what is asked, why that is refused."""
+    from acm_compiler.cli.errors import error_facts
+    from acm_compiler.errors import AcmError
+    from acm_compiler.pipeline import refuse
+
+    try:
+        refuse(made, budgets)
+    except AcmError as error:
+        output.error(str(error))
+        output.document(facts | {"error": error_facts(error)})
+        raise typer.Exit(error.exit_code) from error
+    output.document(facts)
 
 
 def _make(
     what: str, sites: str | None, learners: int | None, example: str | None, overrides: list[str]
-) -> tuple[BuiltModel, Plan, list[Advice], list[tuple[str | None, float]]]:
+) -> tuple[BuiltModel, Plan, list[Advice], list[tuple[str | None, float | str]]]:
     """The model without weights, its plan, advice, and the budgets that a recipe asks for."""
     from acm_compiler.cli.what import read_what
     from acm_compiler.errors import UsageError
@@ -82,4 +101,5 @@ def _write(path: Path, made: Plan) -> None:
     try:
         path.write_text(made.to_json() + "\n", encoding="utf-8")
     except OSError as error:
-        raise StorageError("the plan cannot be written", where=str(path), found=error.strerror) from error
+        fix = "name a file in a folder that exists and can be written to"
+        raise StorageError("the plan cannot be written", where=str(path), found=error.strerror, fix=fix) from error

@@ -130,7 +130,7 @@ class Plan:
         cost = self.cost
         return {
             "schema": SCHEMA,
-            "model": dataclasses.asdict(self.model),
+            "model": _facts_json(self.model),
             "totals": cost.totals(),
             "budget_range": list(self.budget_range),
             "sites": [dataclasses.asdict(s) | c.as_json() for s, c in zip(self.sites, cost.sites, strict=True)],
@@ -155,13 +155,22 @@ class Plan:
             )
         try:
             return Plan(
-                model=ModelFacts(**document["model"]),
+                model=_facts_from(document["model"]),
                 sites=tuple(_site_from(entry) for entry in document["sites"]),
                 skipped=tuple(Skip(**entry) for entry in document["skipped"]),
                 kept=tuple(Skip(**entry) for entry in document["kept"]),
             )
         except (KeyError, TypeError) as error:
             raise StorageError("a plan that misses or misnames an entry", found=str(error)) from None
+
+
+def _facts_json(facts: ModelFacts) -> dict[str, Any]:
+    """`cls` is `class` in JSON, which Python does not take for a name."""
+    return {"class" if name == "cls" else name: value for name, value in dataclasses.asdict(facts).items()}
+
+
+def _facts_from(entry: dict[str, Any]) -> ModelFacts:
+    return ModelFacts(**{"cls" if name == "class" else name: value for name, value in entry.items()})
 
 
 def _site_from(entry: dict[str, Any]) -> PlannedSite:

@@ -65,6 +65,7 @@ def test_a_plan_survives_json():
     wanted = {"name", "kind", "role", "d_in", "d_out", "dense_width", "learners", "width", "k_min", "residual", "calls"}
     wanted |= {"tokens", "gate_width", "dense_macs", "learner_macs", "gate_macs", "dense_params", "acm_params"}
     assert wanted <= set(document["sites"][0])
+    assert {"fingerprint", "class", "source"} <= set(document["model"])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1, "model": {}}'])

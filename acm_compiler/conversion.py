@@ -22,12 +22,26 @@ class BudgetPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedBudget:
+    """What the model did at one budget on held-out data: the share it reached, and the task's metric."""
+
+    asked: float
+    knob: float
+    reached: float
+    metric: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetTable:
-    """Measured budget -> knob, in order of rising share (DECISIONS 6, 14). `rule` is the gates' rule."""
+    """Measured budget -> knob, in order of rising share (DECISIONS 6, 14). `rule` is the gates' rule.
+
+    `evaluated`: the budgets at which a run has evaluated the model with this table.
+    """
 
     rule: str
     points: tuple[BudgetPoint, ...]
     examples: int
+    evaluated: tuple[EvaluatedBudget, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 import acm_compiler as acm
 from acm_compiler.checkpoint import check_own_folder
-from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion
+from acm_compiler.conversion import BudgetPoint, BudgetTable, EvaluatedBudget, conversion
 from acm_compiler.errors import ModelSourceError, NoDenseRegion, NotRewritten, PlanMismatch, StorageError, UsageError
 from tests import models
 from tests.rewrite_cases import ALL, answer, planned, rewritten, state_of, trained
@@ -172,6 +172,33 @@ def test_states_budgets_and_rules_come_back(saved):
         assert module.knob_value == acm.sites(copied)[name].knob_value
     assert {site.state for site in again.plan.sites} == {"learners"}
     assert torch.equal(answer(loaded, x), answer(copied, x))
+
+
+def test_what_a_run_reached_is_kept_beside_its_knobs(saved):
+    model, _, copied, folder = saved
+    owner = conversion(copied)
+    points = tuple(BudgetPoint(share=s, knob=knob, k_lo=0) for s, knob in ((0.2, 1.5), (1.0, -9.0)))
+    reached = (EvaluatedBudget(asked=0.5, knob=0.7, reached=0.51, metric=0.93),)
+    owner.table = BudgetTable(rule="damage", points=points, examples=64, evaluated=reached)
+    acm.save(copied, folder)
+    document = json.loads((folder / "budgets.json").read_text())
+    assert document["budgets"] == [{"asked": 0.5, "knob": 0.7, "reached": 0.51, "metric": 0.93}]
+    assert conversion(acm.load(folder, base_model=model)).table == owner.table
+
+
+def test_saved_files_can_be_read_by_whom_other_files_can(saved):
+    *_, copied, folder = saved
+    acm.save(copied, folder)
+    (folder.parent / "other").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(folder.parent / "other").stat().st_mode}
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="this is a file, not a folder"):
+        acm.load(tmp_path / "file")
+    with pytest.raises(StorageError, match=r"no saved model here .*\n  name a folder that acm.save"):
+        acm.load(tmp_path / "nowhere")
 
 
 def test_without_a_table_a_loaded_model_runs_all_learners(saved):

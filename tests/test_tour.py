@@ -84,6 +84,10 @@ def test_the_whole_way_by_recipe(tmp_path):
     }  # fmt: skip
     phases = [json.loads(line)["phase"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert list(dict.fromkeys(phases)) == ["distill", "gate", "finetune"]
+    kept = json.loads((directory / "budgets.json").read_text())["budgets"]
+    assert [(b["asked"], b["reached"], b["metric"]) for b in kept] == [
+        (b.asked, b.reached, b.metric) for b in found.budgets
+    ]
     loaded = acm.load(directory, allow_code=True)
     assert acm.set_budget(loaded, None) == pytest.approx(0.6)
 

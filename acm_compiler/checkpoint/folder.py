@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
     """
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
-        raise StorageError("this is a file, not a folder", where=str(folder))
+        raise StorageError("this is a file, not a folder", where=str(folder), fix="choose an empty or new folder")
     foreign = (
         sorted(path.name for path in folder.iterdir() if path.name not in _known(folder)) if folder.exists() else []
     )
@@ -79,8 +80,7 @@ def write_folder(directory: str | os.PathLike[str], writers: Mapping[str, Writer
         aside.mkdir()
         try:
             for name, write in writers.items():
-                write(aside / name)
-                _to_disk(aside / name)
+                _write(aside / name, write)
             _move(aside, folder, [*(set(writers) - set(_ORDER)), *(name for name in _ORDER if name in writers)])
         finally:
             _clear(aside)
@@ -99,7 +99,13 @@ def _clear(aside: Path) -> None:
         shutil.rmtree(aside)
 
 
-def _to_disk(path: Path) -> None:
+def _write(path: Path, write: Writer) -> None:
+    """Write a file through to the disk, with the permissions that the user's new files have."""
+    path.touch()
+    mode = path.stat().st_mode
+    write(path)
+    # safetensors makes files that nobody but their owner can read
+    path.chmod(mode)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -112,6 +118,7 @@ def _check_room(folder: Path, size_bytes: int) -> None:
             where=str(folder),
             found=f"{free / 1e6:.0f} MB free",
             expected=f"{size_bytes / 1e6:.0f} MB",
+            fix="make room, or choose a folder on another disk",
         )
 
 
@@ -123,10 +130,12 @@ def storing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        forbidden = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
         raise StorageError(
             "the folder cannot be written",
             where=str(folder),
-            found=reason,
-            fix="free some room or choose another folder",
+            found=getattr(error, "strerror", None) or str(error),
+            fix="choose a folder that you may write to"
+            if forbidden
+            else "make room, or choose a folder on another disk",
         ) from error

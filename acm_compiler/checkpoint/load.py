@@ -14,7 +14,7 @@ from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
 from acm_compiler.checkpoint.save import FORMAT, digest, graph_digest
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, sites
+from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, EvaluatedBudget, sites
 from acm_compiler.errors import PlanMismatch, StorageError
 from acm_compiler.passes.build_acm import mark_initialized
 from acm_compiler.passes.rewrite import check_convertible, convert, copied
@@ -22,6 +22,7 @@ from acm_compiler.plans import Plan
 from acm_compiler.sources import build_from_record
 
 _LOG = logging.getLogger(__name__)
+_OUR_FOLDER = "a folder that acm.save or acmc rewrite wrote"
 
 
 def load(
@@ -61,9 +62,18 @@ def _text(folder: Path, name: str) -> str:
     try:
         return (folder / name).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise StorageError("no saved model here", where=str(folder), expected=f"{name} in it") from None
+        raise StorageError(
+            "no saved model here", where=str(folder), expected=f"{name} in it", fix=f"name {_OUR_FOLDER}"
+        ) from None
+    except NotADirectoryError:
+        raise StorageError("this is a file, not a folder", where=str(folder), fix=f"name {_OUR_FOLDER}") from None
     except (OSError, ValueError) as error:
-        raise StorageError("the file cannot be read", where=str(folder / name), found=str(error)) from error
+        raise StorageError(
+            "the file cannot be read",
+            where=str(folder / name),
+            found=getattr(error, "strerror", None) or error,
+            fix="check its permissions, or save the model again",
+        ) from error
 
 
 def _document(text: str, path: Path) -> dict[str, Any]:
@@ -171,7 +181,8 @@ def _restore_budgets(model: nn.Module, budgets: dict[str, Any]) -> None:
     table = budgets["table"]
     if table is not None:
         points = tuple(BudgetPoint(**point) for point in table["points"])
-        owner.table = BudgetTable(**table | {"points": points})
+        evaluated = tuple(EvaluatedBudget(**budget) for budget in budgets.get("budgets", ()))
+        owner.table = BudgetTable(**table | {"points": points, "evaluated": evaluated})
     owner.damage = {name: tuple(values) for name, values in budgets["damage"].items()}
     owner.teacher, owner.default_budget = budgets["teacher"], budgets["default_budget"]
     if owner.table is not None and owner.default_budget is not None:

@@ -71,7 +71,8 @@ def _budgets(root: nn.Module, owner: Conversion) -> dict[str, Any]:
         "default_budget": owner.default_budget,
         "damage": owner.damage,
         "rules": {name: acm.gate.rule for name, acm in sites(root).items()},
-        "table": None if owner.table is None else asdict(owner.table),
+        "table": None if owner.table is None else asdict(replace(owner.table, evaluated=())),
+        "budgets": [] if owner.table is None else [asdict(budget) for budget in owner.table.evaluated],
     }
 
 

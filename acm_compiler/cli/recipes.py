@@ -68,6 +68,7 @@ def copy(
     try:
         shutil.copyfile(source, path)
     except OSError as error:
-        raise StorageError(f"cannot write: {error.strerror}", where=str(path)) from error
+        fix = "name a file in a folder that exists and can be written to"
+        raise StorageError("the recipe cannot be written", where=str(path), found=error.strerror, fix=fix) from error
     out.say(f"wrote {path}")
     out.document({"name": name, "path": str(path)})

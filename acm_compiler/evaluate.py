@@ -23,6 +23,7 @@ from acm_compiler.data import Batch
 from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
+from acm_compiler.progress import Progress, Say
 from acm_compiler.report.bootstrap import Sample
 from acm_compiler.report.evaluation import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.report.tally import Tally
@@ -85,11 +86,14 @@ def every_k(model: nn.Module) -> tuple[FixedK, ...]:
     return tuple(FixedK(k) for k in range(min(acm.k_min for acm in acms), max(acm.count for acm in acms) + 1))
 
 
-def with_progress(batches: Iterable[Batch], what: str, *, total: int | None = None) -> Iterator[Batch]:
-    """The same batches, with a progress bar on stderr if that is a terminal; `total`: how many there will be."""
-    from tqdm import tqdm
-
-    yield from tqdm(batches, desc=what, total=total, unit="batch", disable=None, leave=False)
+def with_progress(
+    batches: Iterable[Batch], what: str, *, total: int | None = None, say: Say | None = None
+) -> Iterator[Batch]:
+    """The same batches, with a bar on a terminal and lines to `say` (the log when unset) elsewhere."""
+    with Progress(what, total, unit="batch", say=say) as progress:
+        for batch in batches:
+            yield batch
+            progress.advance()
 
 
 def first_examples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
@@ -179,7 +183,7 @@ def _apply(model: nn.Module, setting: Setting) -> float | int:
         set_k(model, setting.k)
         return setting.k
     set_budget(model, setting)
-    return parse_budget(setting, conversion(model))
+    return parse_budget(setting, conversion(model).plan)
 
 
 def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float | int, Tally]]) -> Evaluation:

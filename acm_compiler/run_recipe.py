@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from torch import nn
 
 from acm_compiler.base_metric import base_metric, refuse_unexpected
 from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.budgets import setting_of
 from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.checkpoint import check_own_folder, save
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import conversion
+from acm_compiler.conversion import EvaluatedBudget, conversion
 from acm_compiler.data import Batch, BatchStream, open_dataset
 from acm_compiler.dump import dump
 from acm_compiler.errors import BudgetMissed, DataError, SelectionError, UsageError, did_you_mean
@@ -26,7 +27,8 @@ from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite import rewrite
 from acm_compiler.pipeline import decide, example_of, named_budgets, refuse
-from acm_compiler.recipe import Recipe, expand_paths, recipe_hash, resolved_yaml
+from acm_compiler.progress import Progress, Say
+from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.report.evaluation import Evaluation, save_evaluation
@@ -43,7 +45,6 @@ MISSED = 0.01
 _MEASURED_EXAMPLES = 512
 _WATCHED_EXAMPLES = 1024
 _BATCH = 128
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,8 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     if not workshop.machine.is_main:
         return None
     evaluation = workshop.judge(model, dense) if recipe.data and recipe.task else None
+    if evaluation is not None:
+        _note_budgets(model, evaluation)
     save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe)})
     if evaluation is not None:
         save_evaluation(options.directory, evaluation)
@@ -192,11 +195,12 @@ class Workshop:
             run=self.recipe.run,
             directory=options.directory,
             budget=self.recipe.budgets.train,
-            recipe_hash=recipe_hash(self.recipe),
+            decisions=decisions(self.recipe),
             resume_command=options.resume_command,
             measure=self.measure,
             calibrate=self.calibrate,
             evaluate=self.watch,
+            say=self.say,
             on_phase_end=lambda model, phase: self.say(f"phase {phase.phase} done"),
         )
 
@@ -204,7 +208,8 @@ class Workshop:
         """Find the knob of every budget on plain training examples, and set the recipe's own budget."""
         batches = list(self._first(_plain(self.data.train), _MEASURED_EXAMPLES))
         examples = [(self.task.inputs(batch), self.task.mask(batch)) for batch in batches]
-        table = measure_budgets(model, examples, budgets=self.recipe.budgets.report)
+        with Progress("measure budgets", None, say=self.say, shown=self.machine.is_main) as progress:
+            table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, progress=progress.advance)
         set_budget(model, None)
         shares = [point.share for point in table.points]
         self.say(f"budgets {shares[0]:.3f} to {shares[-1]:.3f} measured on {table.examples} examples")
@@ -234,7 +239,7 @@ class Workshop:
         stream = BatchStream(dataset=self._dataset(self.data.eval), batch=_BATCH, workers=self.recipe.run.workers)
         budgets = reachable(model, self.recipe.budgets.report, say=self.say)
         settings: list[Setting] = [*budgets, *every_k(model)]
-        batches = with_progress(stream.epoch(), "evaluate", total=len(stream))
+        batches = with_progress(stream.epoch(), "evaluate", total=len(stream), say=self.say)
         return evaluate(model, batches, self.task, budgets=settings, dense=dense.to(self.machine.device))
 
     def _first(self, config: DataConfig, count: int) -> Iterator[Batch]:
@@ -263,6 +268,17 @@ def _plain(config: DataConfig) -> DataConfig:
     if isinstance(config, ImageFolderData):
         return config.model_copy(update={"augment": "none", "mixup": 0.0, "cutmix": 0.0})
     return config
+
+
+def _note_budgets(model: nn.Module, evaluation: Evaluation) -> None:
+    """Keep what the model reached at each budget beside its table, so that it is saved with it."""
+    owner = conversion(model)
+    if owner.table is not None:
+        evaluated = tuple(
+            EvaluatedBudget(asked=b.asked, knob=setting_of(owner, b.asked).knob, reached=b.reached, metric=b.metric)
+            for b in evaluation.budgets
+        )
+        owner.table = replace(owner.table, evaluated=evaluated)
 
 
 def _refuse_missed(evaluation: Evaluation) -> None:

@@ -7,6 +7,7 @@ from acm_compiler.calibration.dense_weights import read_dense
 from acm_compiler.calibration.examples import Examples, masked
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe_model import observe
+from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.outputs import answers, default_answer, energy, random_projection
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
@@ -247,6 +248,18 @@ def test_logits_matter_up_to_what_all_classes_share():
 def test_an_output_without_numbers_is_refused():
     with pytest.raises(UsageError, match="no floating tensor"):
         answers({"ids": torch.ones(2, dtype=torch.long)}, default_answer)
+
+
+@pytest.mark.parametrize("batches", [torch.ones(2, 3), {"x": torch.ones(2)}, None, 3])
+def test_one_batch_is_no_iterable_of_batches(batches):
+    with pytest.raises(UsageError, match=r"\[batch\]"):
+        masked(batches)
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"budgets": (3.0,)}])
+def test_options_without_meaning_are_refused(wrong):
+    with pytest.raises(UsageError, match=r"found (0|3\.0), expected"):
+        Options(**wrong)
 
 
 def test_energy_leaves_padding_out():

@@ -1,12 +1,15 @@
 """The three phases: what each trains, by which loss, and what it leaves behind."""
 
+import itertools
 import logging
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from acm_compiler import progress
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.control import relax
 from acm_compiler.conversion import sites
@@ -107,6 +110,14 @@ def test_the_three_phases_follow_each_other(tmp_path):
         last["task"] + 0.1 * last["budget"] + 0.05 * last["entropy"] + 0.05 * last["diversity"], rel=1e-5
     )
     assert last["budget"] == pytest.approx(abs(last["budget_reached"] - 0.6), abs=1e-6)
+
+
+def test_a_long_phase_says_how_far_it_has_come(tmp_path, monkeypatch):
+    ticks = itertools.count(0, 40)
+    monkeypatch.setattr(progress, "monotonic", lambda: float(next(ticks)))
+    said: list[str] = []
+    run_schedule(make_model(), [distill()], job_in(tmp_path, say=said.append))
+    assert len(said) == 6 and all(re.fullmatch(r"distill: step \d of 6, loss \S+, \d+ \w+ left", line) for line in said)
 
 
 def test_until_names_the_last_phase(tmp_path):

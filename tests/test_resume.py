@@ -170,17 +170,21 @@ def stopped(directory, **changes):
 
 
 def test_another_recipe_teacher_or_number_of_processes_is_refused(tmp_path):
-    stopped(tmp_path, recipe_hash="one")
-    with pytest.raises(UsageError, match=r"another recipe .*found one, expected two"):
-        run_schedule(make_model(), SCHEDULE, job_in(tmp_path, recipe_hash="two"), resume=True)
+    first = {"gate": {"share": 0.01}, "schedule": [{"phase": "distill", "lr": 0.1}]}
+    second = {"gate": {"share": 0.01}, "schedule": [{"phase": "distill", "lr": 0.2}]}
+    stopped(tmp_path, decisions=first)
+    with pytest.raises(
+        UsageError, match=r"another recipe \(saved -> now\):\n  schedule\[0\].lr: 0.1 -> 0.2\n  continue"
+    ):
+        run_schedule(make_model(), SCHEDULE, job_in(tmp_path, decisions=second), resume=True)
     other = make_model()
     conversion(other).teacher = "another-teacher"
-    with pytest.raises(UsageError, match="another teacher"):
-        run_schedule(other, SCHEDULE, job_in(tmp_path, recipe_hash="one"), resume=True)
+    with pytest.raises(UsageError, match="other dense weights"):
+        run_schedule(other, SCHEDULE, job_in(tmp_path, decisions=first), resume=True)
     path = next((tmp_path / "state").iterdir()) / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"processes": 2}))
-    with pytest.raises(UsageError, match=r"another processes .*found 2, expected 1"):
-        run_schedule(make_model(), SCHEDULE, job_in(tmp_path, recipe_hash="one"), resume=True)
+    with pytest.raises(UsageError, match=r"another number of processes .*found 2, expected 1"):
+        run_schedule(make_model(), SCHEDULE, job_in(tmp_path, decisions=first), resume=True)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimization.pt", "generators.pt", "state.json"])

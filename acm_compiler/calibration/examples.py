@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from acm_compiler.calibration.padding import call_mask
-from acm_compiler.errors import DataError
+from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs, split_inputs
 from acm_compiler.measure import Example
 
@@ -47,7 +47,21 @@ class Examples:
 
 
 def masked(batches: Iterable[Inputs]) -> Iterator[Example]:
-    """Batches of what the model takes, without masks of their own: ACMs find `attention_mask` in the call."""
+    """Batches of what the model takes, without masks of their own: ACMs find `attention_mask` in the call.
+
+    UsageError for a single batch, and for what is none.
+    """
+    if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
+        raise UsageError(
+            "batches must be an iterable of what the model takes",
+            found=type(batches).__name__,
+            expected="a list, a loader or a generator of batches",
+            fix="one batch alone: [batch]",
+        )
+    return _pairs(batches)
+
+
+def _pairs(batches: Iterable[Inputs]) -> Iterator[Example]:
     for inputs in batches:
         split_inputs(inputs)
         yield inputs, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -23,8 +23,8 @@ from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.measure import Example, undisturbed
 from acm_compiler.plans import PlannedSite
+from acm_compiler.progress import Say
 
-Say = Callable[[str], None]
 Records = dict[str, SiteRecord]
 # sites that see few tokens per example end the reading no later than at this many times the tokens asked for
 _PATIENCE = 4

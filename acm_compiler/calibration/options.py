@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from acm_compiler.calibration.outputs import Answer, default_answer
+from acm_compiler.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,3 +25,12 @@ class Options:
     gate_steps: int = 300
     memory_bytes: int = 4 * 2**30
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise UsageError("a calibration needs tokens", found=self.tokens, expected="at least 1")
+        for budget in self.budgets:
+            if not 0 < budget <= 1:
+                raise UsageError(
+                    "a budget outside its range", found=budget, expected="a share of learner MACs in (0, 1]"
+                )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -19,8 +19,7 @@ from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets
 from acm_compiler.plans import Plan, PlannedSite
-
-Say = Callable[[str], None]
+from acm_compiler.progress import Say, telling
 
 
 def calibrate(
@@ -36,7 +35,8 @@ def calibrate(
     batches: an iterable of what the model takes (tensor, tuple, or dict whose `attention_mask`, if any, marks padding);
     no labels. Read until every site has seen `tokens` real tokens; every sixth batch is kept for measuring.
     budgets: shares of learner MACs you will ask for: they stay reachable (the lowest k may be raised else).
-    progress: called with a line of text after each step.
+    progress: called with a line of text after each step; when unset, a terminal shows the latest, else the log does
+    every half minute.
 
     The model is judged by its `logits`, else `last_hidden_state`, else all floating outputs, every element alike; what
     comes after, such as mean pooling over tokens, is not known here (`calibrate_on` takes an `answer`).
@@ -52,13 +52,13 @@ def calibrate_on(
     model: nn.Module, batches: Iterable[Example], *, options: Options | None = None, progress: Say | None = None
 ) -> Plan:
     """`calibrate` with (inputs, padding mask or None) pairs and all its options."""
-    options, say = options or Options(), progress or (lambda text: None)
+    options = options or Options()
     owner = conversion(model)
     for site in owner.plan.sites:
         _check(site)
     wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))
     examples = Examples(batches)
-    with torch.inference_mode(False), ExitStack() as undo:
+    with torch.inference_mode(False), telling("calibrate", progress) as say, ExitStack() as undo:
         fitted = fit_all(model, examples, options, say)
         install(model, fitted, undo)
         scores = {fit.site.name: fit.scores for fit in fitted}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from acm_compiler.control import set_budget
 from acm_compiler.conversion import BudgetTable, conversion
 from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
+from acm_compiler.progress import Say, telling
 from acm_compiler.usage import PADDING, record
 
 
@@ -21,7 +22,7 @@ def recalibrate(
     *,
     tokens: int = 4_000,
     budgets: Sequence[float] = (),
-    progress: Callable[[str], None] | None = None,
+    progress: Say | None = None,
 ) -> BudgetTable:
     """Measure anew which knob reaches which budget, on `batches`; learners, gates and the lowest k stay as they are.
 
@@ -33,7 +34,8 @@ def recalibrate(
     with torch.inference_mode(False):
         examples = _enough_of(model, masked(batches), tokens)
         wanted = (*budgets, *(b for b in (owner.default_budget, owner.budget) if b is not None))
-        table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=progress)
+        with telling("recalibrate", progress) as say:
+            table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=say)
     if owner.budget is not None:
         set_budget(model, max(owner.budget, owner.table_min))
     return table

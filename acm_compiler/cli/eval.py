@@ -72,7 +72,9 @@ def measure(
     settings = [*budgets, *every_k(run.model)]
     count = len(data) if examples is None else min(examples, len(data))  # type: ignore[arg-type]
     stream = BatchStream(dataset=data, batch=batch, shuffle=examples is not None)
-    batches = with_progress(first_examples(stream.epoch(), count), "evaluate", total=-(-count // batch))
+    batches = with_progress(
+        first_examples(stream.epoch(), count), "evaluate", total=-(-count // batch), say=output.progress
+    )
     found = evaluate(run.model, batches, task, budgets=settings, dense=run.dense)
     return found if run.dense is not None else _with_recorded(found, run, output)
 

@@ -3,8 +3,9 @@
 `schema` holds every key and every default; `load_recipe` is the way in.
 """
 
+from acm_compiler.recipe.differences import differences
 from acm_compiler.recipe.load import expand_paths, load_recipe, unset_variables
-from acm_compiler.recipe.resolved import recipe_hash, resolved_yaml
+from acm_compiler.recipe.resolved import decisions, recipe_hash, resolved_yaml
 from acm_compiler.recipe.schema import InputConfig, ModelConfig, Recipe
 from acm_compiler.recipe.shipped import shipped_recipe, shipped_recipes
 
@@ -12,6 +13,8 @@ __all__ = [
     "InputConfig",
     "ModelConfig",
     "Recipe",
+    "decisions",
+    "differences",
     "expand_paths",
     "load_recipe",
     "recipe_hash",

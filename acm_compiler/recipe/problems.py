@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from acm_compiler.errors import did_you_mean, nearest
 from acm_compiler.recipe.document import Document, Path, Problem, show_path, show_value
-from acm_compiler.recipe.expectations import expectation
+from acm_compiler.recipe.wrong_values import expectation
 
 
 def find_problems(error: ValidationError, document: Document, schema: type[BaseModel]) -> list[Problem]:

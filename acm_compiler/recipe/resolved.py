@@ -20,10 +20,14 @@ _HOW = {"workers", "save_every", "eval_every"}
 _VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm", "accelerate")
 
 
+def decisions(recipe: Recipe) -> dict[str, Any]:
+    """What makes the model, as plain data: equal whatever is written out, in which order, and how it is run."""
+    return recipe.model_dump(mode="json", exclude={"resolved": True, "description": True, "expect": True, "run": _HOW})
+
+
 def recipe_hash(recipe: Recipe) -> str:
-    """Equal for recipes that lead to the same model, whatever is written out, in which order, and how it is run."""
-    data = recipe.model_dump(mode="json", exclude={"resolved": True, "description": True, "expect": True, "run": _HOW})
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    """Equal for recipes that lead to the same model."""
+    return hashlib.sha256(json.dumps(decisions(recipe), sort_keys=True).encode()).hexdigest()
 
 
 def resolve(recipe: Recipe) -> Recipe:

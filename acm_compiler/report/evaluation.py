@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from acm_compiler.errors import StorageError
-from acm_compiler.recipe.expectations import wrong_values
+from acm_compiler.recipe.wrong_values import wrong_values
 
 SCHEMA = 1
 FILE = "eval.json"

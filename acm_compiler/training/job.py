@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,12 +38,14 @@ class Job:
     """Everything a schedule needs beside the model.
 
     budget: the share of learner MACs that finetune aims at. directory: where `metrics.jsonl` and `state/` go.
-    recipe_hash: a state is continued only by the recipe it belongs to. resume_command: shown when interrupted.
+    decisions: of the recipe, as plain data; a state is continued only by a recipe with the same ones.
+    resume_command: shown when interrupted.
     measure: called with the model after each gate and finetune phase; keeps the model's new budget table.
     calibrate: called with the model, a calibrate phase's section, and (inputs, mask) pairs on the run's device.
     evaluate: called every `run.eval_every` of a finetune phase; its figures go into `metrics.jsonl`.
     on_phase_end: called after each phase with the model and the phase's section of the recipe.
     All processes make these calls.
+    say: takes a line on how far a phase has come, now and then, where no terminal shows a bar; the log when unset.
     """
 
     task: Task
@@ -51,9 +53,10 @@ class Job:
     run: RunConfig
     directory: Path
     budget: float
-    recipe_hash: str = ""
+    decisions: Mapping[str, Any] = field(default_factory=dict)
     resume_command: str = "acmc rewrite --resume"
     measure: Callable[[nn.Module], object] | None = None
     calibrate: Callable[[nn.Module, CalibratePhase, Iterator[Example]], object] | None = None
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
     on_phase_end: Callable[[nn.Module, Phase], object] | None = None
+    say: Callable[[str], None] | None = None

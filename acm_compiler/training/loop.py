@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import RunInterrupted
+from acm_compiler.progress import Progress
 from acm_compiler.recipe.fields import Every
 from acm_compiler.recipe.phases import TrainedPhase
 from acm_compiler.training.faults import failure
@@ -27,9 +27,6 @@ from acm_compiler.training.optimization import Optimization
 from acm_compiler.training.phase import Figures, Phase, parameters_of
 from acm_compiler.training.state import Position, Snapshot, StateStore
 from acm_compiler.training.watch import Watch
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +68,10 @@ class PhaseLoop:
         with only_training(self.run.model, parameters_of(self.phase.groups)), self.phase.opened():
             start = self._begin(snapshot)
             feed = _feed(self.batches, start * self.config.accumulate)
-            with closing(feed), self._progress(start) as bar:
+            with closing(feed), self._progress(start) as progress:
                 for step in range(start, self.steps):
                     figures = self._step(step, feed)
-                    bar.set_postfix_str(f"loss {figures.terms['loss']:.4g}", refresh=False)
-                    bar.update()
+                    progress.advance(f"loss {figures.terms['loss']:.4g}")
                     self._after(step + 1)
 
     def _begin(self, snapshot: Snapshot | None) -> int:
@@ -135,11 +131,9 @@ class PhaseLoop:
             period *= len(self.batches) / self.config.accumulate
         return math.floor(done / period) > math.floor((done - 1) / period)
 
-    def _progress(self, start: int) -> tqdm:
-        from tqdm import tqdm
-
-        shown = self.run.machine.is_main and sys.stderr.isatty()
-        return tqdm(total=self.steps, initial=start, desc=self.phase.name, unit="step", disable=not shown)
+    def _progress(self, start: int) -> Progress:
+        shown, say = self.run.machine.is_main, self.run.job.say
+        return Progress(self.phase.name, self.steps, done=start, say=say, shown=shown)
 
 
 def steps_of(config: TrainedPhase, batches: int) -> int:

@@ -43,7 +43,7 @@ def run_schedule(
     _check(schedule, job, until)
     machine = open_machine(job.run.precision, job.run.device)
     model.to(machine.device)
-    store = StateStore(job.directory, machine, recipe_hash=job.recipe_hash)
+    store = StateStore(job.directory, machine, decisions=job.decisions)
     snapshot = None
     if resume:
         snapshot = store.load(model)

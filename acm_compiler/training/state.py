@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,15 @@ from torch import nn
 
 from acm_compiler.conversion import conversion
 from acm_compiler.errors import StorageError, UsageError
+from acm_compiler.recipe import differences
 from acm_compiler.training.generators import generator_states
 from acm_compiler.training.live_state import live_facts, live_tensors, restore_facts, restore_structure, restore_tensors
 from acm_compiler.training.machine import Machine
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
+_SHOWN = 8
 _NAME = re.compile(r"(\d+)-(\d+)")
 _UNFINISHED = ".unfinished"
 
@@ -59,8 +62,8 @@ class Snapshot:
 class StateStore:
     """Saves and loads the states of one run in one directory."""
 
-    def __init__(self, directory: Path, machine: Machine, *, recipe_hash: str) -> None:
-        self.directory, self.machine, self.recipe_hash = directory / "state", machine, recipe_hash
+    def __init__(self, directory: Path, machine: Machine, *, decisions: Mapping[str, Any]) -> None:
+        self.directory, self.machine, self.decisions = directory / "state", machine, dict(decisions)
 
     def save(
         self, model: nn.Module, position: Position, *, metrics_bytes: int, optimization: dict[str, Any] | None
@@ -92,7 +95,7 @@ class StateStore:
             "schema": SCHEMA,
             "phase": position.phase,
             "step": position.step,
-            "recipe": self.recipe_hash,
+            "recipe": self.decisions,
             "teacher": conversion(model).teacher,
             "processes": self.machine.world,
             "torch": torch.__version__,
@@ -163,26 +166,33 @@ class StateStore:
 
     def _check(self, facts: dict[str, Any], model: nn.Module) -> None:
         expected = {
-            "schema": SCHEMA,
-            "recipe": self.recipe_hash,
-            "teacher": conversion(model).teacher,
-            "processes": self.machine.world,
+            "schema": ("was written in another format", SCHEMA),
+            "teacher": ("belongs to a model with other dense weights", conversion(model).teacher),
+            "processes": ("belongs to another number of processes", self.machine.world),
         }
-        for name, value in expected.items():
+        for name, (what, value) in expected.items():
             if facts[name] != value:
-                raise UsageError(
-                    f"the saved state belongs to another {name}",
-                    where=str(self.directory),
-                    found=facts[name],
-                    expected=value,
-                    fix="continue with what the run was started with, or remove that folder to start over",
-                )
+                raise self._foreign(what, found=facts[name], expected=value)
+        changed = differences(facts["recipe"], self.decisions)
+        if changed:
+            more = [f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
+            shown = "\n  ".join([*changed[:_SHOWN], *more])
+            raise self._foreign(f"belongs to another recipe (saved -> now):\n  {shown}")
         if facts["torch"] != torch.__version__:
             log.warning(
                 "the run was started with torch %s and continues with %s: not bit for bit the same run",
                 facts["torch"],
                 torch.__version__,
             )
+
+    def _foreign(self, what: str, *, found: object = None, expected: object = None) -> UsageError:
+        return UsageError(
+            f"the saved state {what}",
+            where=str(self.directory),
+            found=found,
+            expected=expected,
+            fix="continue with what the run was started with, or remove that folder to start over",
+        )
 
     def discard(self) -> None:
         """Remove all states, once they are not needed any more."""

@@ -1,0 +1,75 @@
+"""How far long work has come, on a terminal and off it. No test waits: the clock is the test's own."""
+
+import pytest
+
+from acm_compiler import progress
+from acm_compiler.progress import Progress, telling
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(progress, "monotonic", made)
+    return made
+
+
+def test_off_a_terminal_a_line_is_said_every_half_minute(clock):
+    said: list[str] = []
+    with Progress("distill", 100, say=said.append) as work:
+        for step in range(1, 41):
+            clock.now += 2
+            work.advance(f"loss {step / 2}")
+    assert said == ["distill: step 15 of 100, loss 7.5, 3 min left", "distill: step 30 of 100, loss 15.0, 2 min left"]
+
+
+def test_the_time_left_of_a_continued_run_follows_the_steps_it_made_itself(clock):
+    said: list[str] = []
+    with Progress("gate", 100, done=90, say=said.append) as work:
+        clock.now += 30
+        work.advance()
+    assert said == ["gate: step 91 of 100, 4 min left"]
+
+
+def test_short_work_and_hidden_work_say_nothing(clock):
+    said: list[str] = []
+    for shown, seconds in ((True, 29), (False, 300)):
+        with Progress("x", 2, say=said.append, shown=shown) as work:
+            clock.now += seconds
+            work.advance()
+    assert said == []
+
+
+def test_a_terminal_gets_a_bar_and_no_lines(clock, monkeypatch, capsys):
+    said: list[str] = []
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Progress("distill", 4, say=said.append) as work:
+        for _ in range(4):
+            clock.now += 60
+            work.advance("loss 1")
+    assert said == []
+    assert "distill" in capsys.readouterr().err
+
+
+def test_what_is_asked_to_tell_is_told_everything(clock):
+    said: list[str] = []
+    with telling("calibrate", said.append) as say:
+        say("one")
+        say("two")
+    assert said == ["one", "two"]
+
+
+def test_where_nobody_asked_the_log_hears_the_latest_now_and_then(clock, caplog):
+    with caplog.at_level("INFO", logger="acm_compiler.progress"), telling("calibrate", None) as say:
+        for number in range(40):
+            clock.now += 1
+            say(f"read {number} batches")
+    assert caplog.messages == ["calibrate, read 29 batches"]

@@ -33,6 +33,7 @@ from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderDat
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.report.evaluation import Evaluation, save_evaluation
 from acm_compiler.sources import build
+from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.survey import look
 from acm_compiler.tasks import Metric, Task, open_task
 from acm_compiler.training.job import Job
@@ -92,7 +93,7 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     evaluation = workshop.judge(model, dense) if recipe.data and recipe.task else None
     if evaluation is not None:
         _note_budgets(model, evaluation)
-    save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe)})
+    save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe), **processor_files(recipe.model)})
     if evaluation is not None:
         save_evaluation(options.directory, evaluation)
     if options.until is None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from acm_compiler.errors import StorageError, UsageError
+from acm_compiler.sources.processor_files import PROCESSOR_FILES
 
 PLAN, WEIGHTS, MODEL, BUDGETS = "plan.json", "model.safetensors", "model.json", "budgets.json"
 # written last: it names the other files of the same save
@@ -51,7 +52,7 @@ def _known(folder: Path) -> frozenset[str]:
         listed = json.loads((folder / MODEL).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return _OURS
-    return _OURS.union(name for name in listed if isinstance(name, str))
+    return _OURS.union(PROCESSOR_FILES, (name for name in listed if isinstance(name, str)))
 
 
 def check_extra(extra: Mapping[str, bytes | str]) -> None:
@@ -63,13 +64,17 @@ def check_extra(extra: Mapping[str, bytes | str]) -> None:
             )
 
 
-def write_folder(directory: str | os.PathLike[str], writers: Mapping[str, Writer], *, size_bytes: int) -> None:
+def write_folder(
+    directory: str | os.PathLike[str], writers: Mapping[str, Writer], *, size_bytes: int, among_others: bool = False
+) -> None:
     """Write files into `directory`, all or none: each first into a sibling folder, then renamed.
 
     `writers` writes each file at the path it is given; `size_bytes` is about what they need together. Other files of
-    ours in the folder stay. StorageError when it cannot be written; what was there before is then untouched.
+    ours in the folder stay; those of others are refused but for `among_others`. StorageError when it cannot be
+    written; what was there before is then untouched.
     """
-    check_own_folder(directory)
+    if not among_others:
+        check_own_folder(directory)
     folder = Path(directory).resolve()
     # a mounted folder cannot be renamed, nor files into it from outside
     aside = folder / _ASIDE if folder.is_mount() else folder.with_name(f".{folder.name}{_ASIDE}")

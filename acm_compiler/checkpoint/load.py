@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
+from acm_compiler.checkpoint.hf_files import restore_generation
 from acm_compiler.checkpoint.save import FORMAT, digest, graph_digest
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
 from acm_compiler.control import set_budget
@@ -45,6 +46,7 @@ def load(
     else:
         model = _from_source(plan, description, stored, folder, allow_code=allow_code)
     _restore_budgets(model, budgets)
+    restore_generation(model, folder)
     return model.eval()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, check_extra, write_folder
+from acm_compiler.checkpoint.hf_files import hf_files
 from acm_compiler.checkpoint.infer_source import infer_source
 from acm_compiler.checkpoint.tensors import collect, write_tensors
 from acm_compiler.conversion import Conversion, conversion, sites
@@ -26,12 +27,17 @@ _VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
 
 
 def save(
-    model: nn.Module, directory: str | os.PathLike[str], *, extra: Mapping[str, bytes | str] | None = None
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    extra: Mapping[str, bytes | str] | None = None,
+    among_others: bool = False,
 ) -> None:
     """Write a rewritten model to `directory`: its plan, weights, source and budgets, and the `extra` files by name.
 
     Dense regions are left out but at sites whose learners were never fitted. Wrappers (DDP, compiled) are looked
-    through. Files of ours already in the folder are replaced, once all new ones are complete.
+    through. Files of ours already in the folder are replaced, once all new ones are complete; those of others are
+    refused, or left there with `among_others`. Models of transformers get a config.json: see `acm_compiler.hf`.
     Raises NotRewritten, and StorageError for a folder that holds files of others or cannot be written.
     """
     extra = dict(extra or {})
@@ -40,13 +46,16 @@ def save(
     tensors, aliases = collect(root)
     save_id = uuid.uuid4().hex
     texts = {PLAN: _plan_now(root, owner).to_json(), BUDGETS: _json(_budgets(root, owner))}
-    texts[MODEL] = _json(_description(root, owner, texts, save_id, files=[*extra, *texts, MODEL, WEIGHTS]))
+    source = owner.plan.model.source or infer_source(root, owner.plan)
+    extra = hf_files(root, source) | extra
+    files = [*extra, *texts, MODEL, WEIGHTS]
+    texts[MODEL] = _json(_description(owner, texts, save_id, source=source, files=files))
     writers: dict[str, Writer] = {
         WEIGHTS: lambda path: write_tensors(path, tensors, aliases, save_id=save_id),
         **{name: _writes(content) for name, content in (texts | extra).items()},
     }
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    write_folder(directory, writers, size_bytes=size_bytes)
+    write_folder(directory, writers, size_bytes=size_bytes, among_others=among_others)
 
 
 def _writes(content: bytes | str) -> Writer:
@@ -77,12 +86,12 @@ def _budgets(root: nn.Module, owner: Conversion) -> dict[str, Any]:
 
 
 def _description(
-    root: nn.Module, owner: Conversion, texts: Mapping[str, str], save_id: str, *, files: list[str]
+    owner: Conversion, texts: Mapping[str, str], save_id: str, *, source: dict[str, Any] | None, files: list[str]
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "class": owner.plan.model.cls,
-        "source": owner.plan.model.source or infer_source(root, owner.plan),
+        "source": source,
         "graph": graph_digest(owner.undo.graph),
         "versions": {name: found for name in _VERSIONED if (found := _installed(name))},
         "save": save_id,

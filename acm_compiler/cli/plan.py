@@ -12,6 +12,7 @@ from acm_compiler.cli.output import JsonOption, Output, SetOption
 if TYPE_CHECKING:
     from acm_compiler.advice import Advice
     from acm_compiler.plans import Plan
+    from acm_compiler.recipe import ModelConfig, Recipe
     from acm_compiler.sources import BuiltModel
 
 
@@ -33,6 +34,12 @@ def plan(
     example: Annotated[
         str | None, typer.Option("--input", metavar="SHAPE", help="One example, such as 1x3x224x224 or 1x128:int.")
     ] = None,
+    auto_class: Annotated[
+        str | None, typer.Option(metavar="CLASS", help="For hf: the transformers class, such as AutoModelForCausalLM.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="For hf: run the Python files that come with the model.")
+    ] = False,
     per_site: Annotated[bool, typer.Option("--per-site", help="Add a row for every site.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
     overrides: SetOption = None,
@@ -41,13 +48,16 @@ def plan(
     """Print the cost report of a recipe or a model."""
     from acm_compiler.budgets import parse_budget
     from acm_compiler.cli.eval import parse_budgets
+    from acm_compiler.cli.what import read_what
     from acm_compiler.cost_table import BUDGETS, cost_table
     from acm_compiler.pipeline import example_of
     from acm_compiler.survey import torch_macs
 
     output = Output(json=json)
     named = parse_budgets(",".join(budget)) if budget else []
-    built, made, advice, asked = _make(what, sites, learners, example, overrides or [])
+    settings = {"auto_class": auto_class, "trust_remote_code": trust_remote_code or None}
+    source = read_what(what, overrides or [], **{key: value for key, value in settings.items() if value is not None})
+    built, made, advice, asked = _make(source, what, sites, learners, example)
     if out is not None:
         _write(out, made)
     if not json:
@@ -76,16 +86,14 @@ def _conclude(made: Plan, budgets: list[tuple[str | None, float | str]], facts: 
 
 
 def _make(
-    what: str, sites: str | None, learners: int | None, example: str | None, overrides: list[str]
+    named: Recipe | ModelConfig, what: str, sites: str | None, learners: int | None, example: str | None
 ) -> tuple[BuiltModel, Plan, list[Advice], list[tuple[str | None, float | str]]]:
     """The model without weights, its plan, advice, and the budgets that a recipe asks for."""
-    from acm_compiler.cli.what import read_what
     from acm_compiler.errors import UsageError
     from acm_compiler.pipeline import named_budgets, plan_model, plan_recipe
     from acm_compiler.recipe import Recipe
     from acm_compiler.sources import parse_input
 
-    named = read_what(what, overrides)
     spec = None if example is None else parse_input(example)
     if isinstance(named, Recipe):
         if sites is not None or learners is not None:

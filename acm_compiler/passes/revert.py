@@ -14,6 +14,7 @@ from acm_compiler.passes.dense_region import DenseRegion
 from acm_compiler.passes.graft import put_module, registry_of
 from acm_compiler.passes.hooks import move_hooks
 from acm_compiler.passes.normalize import restore_fast_path
+from acm_compiler.passes.save_pretrained import unguard_saving
 from acm_compiler.passes.unpacked_attention import UnpackedAttention
 
 
@@ -41,6 +42,7 @@ def revert(model: nn.Module) -> nn.Module:
     for path, packed in undo.packed.items():
         _repack(root, path, packed)
     restore_fast_path(root, undo.fast_paths)
+    unguard_saving(root)
     return model
 
 

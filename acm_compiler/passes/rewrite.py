@@ -26,6 +26,7 @@ from acm_compiler.passes.graft_graph import graft_graph
 from acm_compiler.passes.graft_weights import graft_weights
 from acm_compiler.passes.graph_regions import find_in_graph
 from acm_compiler.passes.normalize import disable_fast_path, normalize, normalized
+from acm_compiler.passes.save_pretrained import guard_saving
 from acm_compiler.passes.stand_ins import StashedACM
 from acm_compiler.plans import Plan, PlannedSite, check_fits
 
@@ -136,6 +137,7 @@ def convert(model: nn.Module, plan: Plan, *, empty: bool = False) -> Conversion:
     freeze_dense_regions(model, acms.values())
     for acm in acms.values():
         acm.conversion = owner
+    guard_saving(model)
     return owner
 
 

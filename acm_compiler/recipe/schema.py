@@ -78,6 +78,8 @@ class ModelConfig(Section):
     (.safetensors, .pt, .pth). null: a random start."""
     auto_class: str | None = None
     """For hf: the transformers class that builds it; unset: the one the model's config names."""
+    trust_remote_code: bool = False
+    """For hf: run the Python files that come with the model. Only for repositories whose code you have read."""
     args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
     """Keyword arguments of the model's builder (hf: changes to its config)."""
     freeze: Texts = ()
@@ -87,8 +89,9 @@ class ModelConfig(Section):
     def _keys_fit_source(self) -> ModelConfig:
         if self.source == "python" and not re.fullmatch(f"(python:)?{FUNCTION}", self.name):
             raise PydanticCustomError("acm", "name is no package.module:function", {"key": "name"})
-        if self.auto_class is not None and self.source != "hf":
-            raise PydanticCustomError("acm", "auto_class belongs to source: hf", {"key": "auto_class"})
+        for key in ("auto_class", "trust_remote_code"):
+            if getattr(self, key) and self.source != "hf":
+                raise PydanticCustomError("acm", "{key} belongs to source: hf", {"key": key})
         if self.auto_class is not None and self.auto_class not in AUTO_CLASSES:
             hint = did_you_mean(self.auto_class, AUTO_CLASSES) or f"; known: {', '.join(AUTO_CLASSES)}"
             context = {"key": "auto_class", "name": self.auto_class, "hint": hint}

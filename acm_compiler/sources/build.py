@@ -76,12 +76,13 @@ def build_from_record(record: Mapping[str, Any], *, device: Device = "cpu", allo
 
 def _rebuild(record: Mapping[str, Any], *, device: Device, allow_code: bool) -> Found:
     config = _config_of(record)
-    if config.source == "python" and not allow_code:
+    if (config.source == "python" or config.trust_remote_code) and not allow_code:
+        code = f"Python files that come with {config.name}" if config.source == "hf" else f"the function {config.name}"
         raise ModelSourceError(
-            f"this model is built by the function {config.name}, which loading does not import by itself",
+            f"this model is built by {code}, which loading does not import by itself",
             fix="if you trust the directory: allow_code=True (--allow-code); or pass base_model=",
         )
-    if config.source == "hf" and "config" in record:
+    if config.source == "hf" and "config" in record and not config.trust_remote_code:
         return from_hf.rebuild(dict(record), device=device)
     return _BUILDERS[config.source](config, weights=False, device=device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ _UNSAFE = ("auto_map", "attn_implementation", "experts_implementation", "quantiz
 
 
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
-    """The model at `config.name`, built by its auto class; code from the hub is never run."""
+    """The model at `config.name`, built by its auto class; code that comes with it runs only if `config` says so."""
     _import_transformers()
     refuse_names(config)
     settings = _settings(config)
@@ -27,10 +28,11 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     if weights and config.weights == "default":
         model = _fetch(auto, settings, config)
     else:
-        model = build_on(device, lambda: auto.from_config(settings, trust_remote_code=False))
+        model = build_on(device, lambda: auto.from_config(settings, trust_remote_code=config.trust_remote_code))
         if weights:
             load_own_file(model, config)
-    facts = {"auto_class": auto.__name__, "config": settings.to_dict()}
+    is_own_code = type(model).__module__.startswith("transformers.")
+    facts = {"auto_class": auto.__name__, "config": settings.to_dict(), "trust_remote_code": not is_own_code}
     return Found(model=model, example=default_inputs, facts=facts)
 
 
@@ -61,11 +63,18 @@ def _settings(config: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     refuse_reserved(config)
+    place, trusted = installed_path(config.name), config.trust_remote_code
+    if (Path(place) / "model.json").is_file():
+        raise ModelSourceError(
+            "this folder holds a model that is converted already", where=place, fix="acm.load it, or plan its base"
+        )
     try:
         settings, unused = AutoConfig.from_pretrained(
-            installed_path(config.name), trust_remote_code=False, return_unused_kwargs=True, **config.args
+            place, trust_remote_code=trusted, return_unused_kwargs=True, **config.args
         )
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        if "trust_remote_code" in str(error) and not trusted:
+            raise _untrusted(config) from error
         raise ModelSourceError(
             f"transformers finds no model at {config.name!r}",
             found=" ".join(str(error).split())[:200],
@@ -77,19 +86,34 @@ def _settings(config: ModelConfig) -> Any:
     return settings
 
 
+def _untrusted(config: ModelConfig) -> ModelSourceError:
+    return ModelSourceError(
+        f"hf:{config.name} comes with Python files of its own, which are not run unasked",
+        fix="read them; if you trust them: trust_remote_code: true (--trust-remote-code)",
+    )
+
+
 def _named_class(settings: Any) -> str:
     """The auto class that builds the class named in the config; AutoModel when none is named."""
     import transformers
 
     wanted = (getattr(settings, "architectures", None) or [None])[0]
     for name in AUTO_CLASSES:
+        if wanted is not None and _own_class(settings, name) == wanted:
+            return name
         mapping = getattr(transformers, name)._model_mapping
         if wanted is not None and type(settings) in mapping:
             known = mapping[type(settings)]
             classes = known if isinstance(known, tuple) else (known,)
             if wanted in [cls.__name__ for cls in classes]:
                 return name
-    return "AutoModel"
+    return next((name for name in AUTO_CLASSES if _own_class(settings, name)), "AutoModel")
+
+
+def _own_class(settings: Any, auto_class: str) -> str | None:
+    """The class in the model's own Python files that stands behind `auto_class`, None where there is none."""
+    reference = (getattr(settings, "auto_map", None) or {}).get(auto_class)
+    return None if reference is None else reference.rpartition(".")[2]
 
 
 def _auto_class(name: str, settings: Any) -> Any:
@@ -100,7 +124,7 @@ def _auto_class(name: str, settings: Any) -> Any:
             f"unknown auto_class {name!r}{did_you_mean(name, AUTO_CLASSES)}", expected=", ".join(AUTO_CLASSES)
         )
     auto = getattr(transformers, name)
-    if type(settings) not in auto._model_mapping:
+    if type(settings) not in auto._model_mapping and _own_class(settings, name) is None:
         fitting = [known for known in AUTO_CLASSES if type(settings) in getattr(transformers, known)._model_mapping]
         raise ModelSourceError(
             f"{name} builds no {settings.model_type} models", expected=", ".join(fitting) or "another model"
@@ -110,8 +134,9 @@ def _auto_class(name: str, settings: Any) -> Any:
 
 def _fetch(auto: Any, settings: Any, config: ModelConfig) -> nn.Module:
     try:
-        return auto.from_pretrained(installed_path(config.name), config=settings, trust_remote_code=False)
-    except (OSError, RuntimeError, ValueError) as error:
+        place, trusted = installed_path(config.name), config.trust_remote_code
+        return auto.from_pretrained(place, config=settings, trust_remote_code=trusted)
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
         raise ModelSourceError(
             f"the weights of hf:{config.name} cannot be loaded",
             found=" ".join(str(error).split())[:200],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
 from acm_compiler.recipe.schema import SOURCES, ModelConfig
@@ -10,11 +13,17 @@ from acm_compiler.recipe.schema import SOURCES, ModelConfig
 FORMS = "torchvision:NAME, timm:NAME, hf:PATH_OR_NAME, python:package.module:function, shipped:NAME, a saved directory"
 
 
-def parse_reference(text: str, *, auto_class: str | None = None) -> ModelConfig:
-    """The model that `text` names; nothing is imported or looked up yet. ModelSourceError when it has no such form."""
+def parse_reference(text: str, **settings: Any) -> ModelConfig:
+    """The model that `text` names, with further keys of `ModelConfig`; nothing is imported or looked up yet.
+
+    ModelSourceError when it has no such form or the settings do not belong to its source.
+    """
     source, colon, name = text.partition(":")
     if colon and source in SOURCES and name:
-        return ModelConfig(source=source, name=name, auto_class=auto_class)  # type: ignore[arg-type]
+        try:
+            return ModelConfig.model_validate({"source": source, "name": name, **settings})
+        except ValidationError as error:
+            raise ModelSourceError(error.errors()[0]["msg"], where=text) from None
     folder = Path(text).expanduser()
     if text and folder.is_dir():
         return _directory(text, folder)

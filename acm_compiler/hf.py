@@ -1,0 +1,126 @@
+"""`import acm_compiler.hf`: transformers' auto classes and `pipeline` load folders written by `acm.save`.
+
+import acm_compiler.hf
+from transformers import AutoModelForSequenceClassification
+
+model = AutoModelForSequenceClassification.from_pretrained("out/")     # as acm.load("out/")
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from acm_compiler.checkpoint import load
+from acm_compiler.checkpoint.hf_files import MODEL_TYPE
+from acm_compiler.errors import ModelSourceError, UsageError
+from acm_compiler.recipe.schema import AUTO_CLASSES
+
+# what transformers passes along, or what says where to fetch from: nothing here depends on it
+_OF_NO_EFFECT = frozenset(
+    (
+        *("_from_auto", "_from_pipeline", "_commit_hash", "adapter_kwargs", "cache_dir", "code_revision"),
+        *("force_download", "local_files_only", "low_cpu_mem_usage", "proxies", "revision", "subfolder", "token"),
+        *("trust_remote_code", "use_safetensors", "weights_only"),
+    )
+)
+
+
+class AcmConfig(PreTrainedConfig):
+    """The config.json of a saved folder: which auto class gives its model."""
+
+    model_type = MODEL_TYPE
+    auto_class: str = "AutoModel"
+
+
+class AcmLoader:
+    """What the auto class named `auto_class` finds for an `AcmConfig`; gives the model as `acm.load` does."""
+
+    config_class = AcmConfig
+    auto_class: ClassVar[str]
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str], *args: Any, config: Any = None, **options: Any) -> Any:
+        """The model in `folder`, which transformers' `dtype`, `device_map` (one device) and `attn_implementation` fit.
+
+        ModelSourceError for a folder that is not on this machine or holds a model of another auto class.
+        """
+        if not Path(folder).is_dir():
+            raise ModelSourceError(
+                "no such folder on this machine", where=str(folder), fix="download the repository, then give its folder"
+            )
+        model = load(folder)
+        cls._check_class(model, folder)
+        return _fitted(model, options)
+
+    @classmethod
+    def _from_config(cls, config: Any, **options: Any) -> Any:
+        raise UsageError(
+            "an ACM model is more than its config", fix=f"{cls.auto_class}.from_pretrained(folder), or acm.load(folder)"
+        )
+
+    @classmethod
+    def _check_class(cls, model: nn.Module, folder: str | os.PathLike[str]) -> None:
+        if cls.auto_class not in (fitting := _auto_classes(model)):
+            raise ModelSourceError(
+                f"{cls.auto_class} builds no {type(model).__name__}, which was saved",
+                where=str(folder),
+                expected=", ".join(fitting),
+            )
+
+
+def _auto_classes(model: Any) -> list[str]:
+    """The auto classes that build models of this very class."""
+    names = []
+    for name in AUTO_CLASSES:
+        known = getattr(transformers, name)._model_mapping.get(type(model.config), ())
+        if type(model) in (known if isinstance(known, (tuple, list)) else (known,)):
+            names.append(name)
+    return names
+
+
+def _fitted(model: Any, options: dict[str, Any]) -> Any:
+    """`model` with what `from_pretrained` was asked for; UsageError for what cannot be done afterwards."""
+    asked = {key: value for key, value in options.items() if key not in _OF_NO_EFFECT and value is not None}
+    dtype = asked.pop("dtype", asked.pop("torch_dtype", "auto"))
+    device, attention = asked.pop("device_map", None), asked.pop("attn_implementation", None)
+    info = asked.pop("output_loading_info", False)
+    if asked:
+        raise UsageError(
+            "an ACM model is loaded as it was saved", found=", ".join(map(str, asked)), fix="set that on the model"
+        )
+    if dtype != "auto":
+        model = model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    if device is not None:
+        model = model.to(_one_device(device))
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    if not info:
+        return model
+    return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+
+
+def _one_device(device: Any) -> Any:
+    devices = set(device.values()) if isinstance(device, dict) else {device}
+    if devices & {"auto", "balanced", "balanced_low_0", "sequential"} and not torch.accelerator.is_available():
+        return "cpu"
+    if len(devices) == 1 and not devices & {"balanced", "balanced_low_0", "sequential", "disk"}:
+        (only,) = devices
+        return torch.accelerator.current_accelerator() if only == "auto" else only
+    raise UsageError("an ACM model is put on one device", found=device, fix='device_map="cuda:0", or model.to(device)')
+
+
+def _register() -> None:
+    AutoConfig.register(MODEL_TYPE, AcmConfig, exist_ok=True)
+    for name in AUTO_CLASSES:
+        loader: Any = type(f"{name}Acm", (AcmLoader,), {"auto_class": name, "__module__": __name__})
+        getattr(transformers, name).register(AcmConfig, loader, exist_ok=True)
+
+
+_register()

@@ -1,18 +1,23 @@
 """Choosing at run time how much a rewritten model computes: a fixed k, a budget, or relaxed training.
 
-Every call writes the same three tensors of each ACM in place, so a compiled model follows without recompiling.
+Every call writes the same few tensors of each ACM in place, so a compiled model follows without recompiling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import overload
 
 from torch import nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.budgets import TOLERANCE, parse_budget, setting_of
+from acm_compiler.acm.module import Phase
+from acm_compiler.budgets import TOLERANCE, Setting, parse_budget, setting_of
 from acm_compiler.conversion import Conversion, conversion, sites
-from acm_compiler.errors import NoBudgetTable, SitesNotFitted, UsageError
+from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError
+
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +80,71 @@ def _hand_to_gates(model: nn.Module) -> None:
         acm.set_choices(knob=acm.knob_value, k_lo=lowest, k_hi=acm.count)
 
 
-def set_budget(model: nn.Module, budget: float | str | None, *, cap: float | None = None) -> float:
+@overload
+def set_budget(model: nn.Module, budget: float | str | None, *, cap: float | None = None) -> float: ...
+
+
+@overload
+def set_budget(
+    model: nn.Module, budget: Mapping[str, float | str], *, cap: float | None = None
+) -> dict[str, float]: ...
+
+
+def set_budget(
+    model: nn.Module, budget: float | str | Mapping[str, float | str] | None, *, cap: float | None = None
+) -> float | dict[str, float]:
     """Let the gates spend `budget` and return the share of learner MACs that the table expects of it.
 
-    budget: a share of learner MACs (0.4), "60%" of the dense model's MACs, "11 GMACs", or None for the recipe's own.
-    cap: an upper bound on every token's k, as a share of N. The choice holds for the whole model until changed.
-    Raises BudgetUnreachable (with the range), NoBudgetTable when no phase has measured the gates, SitesNotFitted.
+    budget: a share of learner MACs (0.4), "60%" of the dense model's MACs, "11 GMACs", or None for the recipe's own;
+    or one per phase of a decoder, {"prefill": 0.8, "decode": 0.4}: decode is a call with one token per sequence, all
+    else is prefill; then the shares come back by phase. cap: an upper bound on every token's k, as a share of N.
+    The choice holds for the whole model until changed. Raises BudgetUnreachable (with the range), NoBudgetTable when
+    no phase has measured the gates, SitesNotFitted, LayoutUnknown where the phases cannot be told apart.
     """
     owner = conversion(model)
+    if cap is not None and not 0 < cap <= 1:
+        raise UsageError("a cap outside its range", found=cap, expected="a share of N in (0, 1]")
     wanted = owner.default_budget if budget is None else budget
     if wanted is None:
         raise _no_own_budget(owner)
-    share = parse_budget(wanted, owner.plan)
-    if share < 1 - TOLERANCE or cap is not None:
+    if not isinstance(wanted, Mapping):
+        setting = _setting(model, wanted, cap)
+        _write_setting(model, setting, cap)
+        owner.budget = parse_budget(wanted, owner.plan)
+        return setting.share
+    phases = _check_phases(model, wanted)
+    settings = {phase: _setting(model, wanted[phase], cap) for phase in phases}
+    for phase in phases:
+        _write_setting(model, settings[phase], cap, phase)
+    owner.budget = {phase: parse_budget(wanted[phase], owner.plan) for phase in phases}
+    return {phase: setting.share for phase, setting in settings.items()}
+
+
+def _setting(model: nn.Module, wanted: float | str, cap: float | None) -> Setting:
+    owner = conversion(model)
+    if parse_budget(wanted, owner.plan) < 1 - TOLERANCE or cap is not None:
         refuse_unfitted(model, f"set_budget({wanted!r})")
-    setting = setting_of(owner, wanted)
-    if cap is not None and not 0 < cap <= 1:
-        raise UsageError("a cap outside its range", found=cap, expected="a share of N in (0, 1]")
+    return setting_of(owner, wanted)
+
+
+def _write_setting(model: nn.Module, setting: Setting, cap: float | None, phase: Phase | None = None) -> None:
     for acm in sites(model).values():
         k_hi = acm.count if cap is None else int(cap * acm.count + TOLERANCE)
-        acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=k_hi)
-    owner.budget = share
-    return setting.share
+        acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=k_hi, phase=phase)
+
+
+def _check_phases(model: nn.Module, wanted: Mapping[str, float | str]) -> tuple[Phase, ...]:
+    """Both phases. UsageError for other names, LayoutUnknown where a site cannot tell them apart."""
+    if set(wanted) != set(PHASES):
+        raise UsageError("budgets per phase name both phases", found=", ".join(wanted), expected=", ".join(PHASES))
+    for name, acm in sites(model).items():
+        if acm.layout is None or acm.layout.folds != 1:
+            raise LayoutUnknown(
+                "how many tokens of each sequence a call holds is not known at this site",
+                where=name,
+                fix="set one budget for both phases, or exclude the site",
+            )
+    return PHASES
 
 
 def _no_own_budget(owner: Conversion) -> NoBudgetTable:

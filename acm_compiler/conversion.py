@@ -49,7 +49,8 @@ class Conversion:
     """The state of a rewritten model that is not tensors.
 
     `teacher` is the digest of the dense weights that were replaced; `default_budget` is the recipe's own, what
-    `set_budget(model, None)` means; `budget` is the budget set last, None when the gates were not asked to keep one.
+    `set_budget(model, None)` means; `budget` is the budget set last, one per phase where it was set so, None when the
+    gates were not asked to keep one.
     `damage` is what the last calibration expects of every k at every site, from k_min to N.
     """
 
@@ -57,9 +58,16 @@ class Conversion:
     teacher: str | None = None
     table: BudgetTable | None = None
     default_budget: float | None = None
-    budget: float | None = None
+    budget: float | dict[str, float] | None = None
     damage: dict[str, tuple[float, ...]] = field(default_factory=dict)
     undo: Any = None  # what `rewrite` changed around the ACMs, for `revert`
+
+    @property
+    def budgets_set(self) -> tuple[float, ...]:
+        """The budget set last, or both phases' budgets; none where none was set."""
+        if self.budget is None:
+            return ()
+        return tuple(self.budget.values()) if isinstance(self.budget, dict) else (self.budget,)
 
     @property
     def table_min(self) -> float:

@@ -132,7 +132,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     owner = conversion(model)
     budget = owner.budget
     training = {module: module.training for module in model.modules()}
-    choices = {acm: (acm.knob_value, int(acm.k_lo), int(acm.k_hi)) for acm in sites(model).values()}
+    choices = {acm: acm.run_time() for acm in sites(model).values()}
     try:
         with torch.no_grad():
             model.eval()
@@ -141,8 +141,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         owner.budget = budget
         for module, was_training in training.items():
             module.training = was_training
-        for acm, (knob, k_lo, k_hi) in choices.items():
-            acm.set_choices(knob=knob, k_lo=k_lo, k_hi=k_hi)
+        for acm, values in choices.items():
+            acm.set_run_time(values)
 
 
 def _mean_over_ranks(shares: Tensor) -> float:

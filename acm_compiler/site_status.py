@@ -28,15 +28,21 @@ class Status:
     """The state of a rewritten model; `str()` is a table."""
 
     sites: tuple[SiteStatus, ...]
-    budget: float | None
+    budget: float | dict[str, float] | None
     budget_range: tuple[float, float] | None
 
     def __str__(self) -> str:
         table = tabulate([asdict(row) for row in self.sites], headers="keys")
         if self.budget_range is None:
             return f"{table}\nbudgets: none measured yet"
-        asked = "none set" if self.budget is None else f"{self.budget:.3f}"
+        asked = "none set" if self.budget is None else _budget_text(self.budget)
         return f"{table}\nbudget: {asked} (range {self.budget_range[0]:.3f} to {self.budget_range[1]:.3f})"
+
+
+def _budget_text(budget: float | dict[str, float]) -> str:
+    if isinstance(budget, dict):
+        return ", ".join(f"{phase} {share:.3f}" for phase, share in budget.items())
+    return f"{budget:.3f}"
 
 
 def status(model: nn.Module) -> Status:

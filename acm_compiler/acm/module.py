@@ -21,7 +21,10 @@ from acm_compiler.site import Layout
 
 _MANY = 256  # far more than anyone accumulates before a step
 
+RUN_TIME = ("knob", "k_lo", "k_hi", "decode_knob", "decode_k_lo", "decode_k_hi")
+
 State = Literal["dense", "learners"]
+Phase = Literal["prefill", "decode"]
 Tap = Callable[["ACM", Tensor, Tensor], None]
 Observer = Callable[["ACM", Tensor, Tensor | None], None]
 
@@ -53,13 +56,17 @@ class ACM(nn.Module):
     `state` "dense": no phase has fitted the learners yet and the dense region answers, counted as k = N.
     `dense` is that region, frozen; it is left out of the state dict unless `state` is "dense".
     Run-time choices are the buffers `knob` (the bits of a float32), `k_lo` and `k_hi`: written in place, never
-    rebound, so that a compiled model follows them without recompiling (DECISIONS 7).
+    rebound, so that a compiled model follows them without recompiling (DECISIONS 7). Inputs of one token per example
+    follow `decode_knob`, `decode_k_lo` and `decode_k_hi`, which say the same unless budgets were set per phase.
     `cost` is what one learner of this site costs in units of the model's mean site.
     """
 
     knob: Tensor
     k_lo: Tensor
     k_hi: Tensor
+    decode_knob: Tensor
+    decode_k_lo: Tensor
+    decode_k_hi: Tensor
 
     def __init__(
         self,
@@ -86,8 +93,8 @@ class ACM(nn.Module):
         self.conversion: Any = None
         self.replaced: Any = None  # what the graft took out, for `revert`
         device = learners.w_in.device
-        for buffer, value in (("knob", 0), ("k_lo", self.count), ("k_hi", self.count)):
-            start = torch.full((), value, dtype=torch.int32, device=device)
+        for buffer in RUN_TIME:
+            start = torch.full((), 0 if buffer.endswith("knob") else self.count, dtype=torch.int32, device=device)
             self.register_buffer(buffer, start, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,15 +125,21 @@ class ACM(nn.Module):
     def choose(self, x_TD: Tensor, shape: torch.Size) -> Tensor:
         """k of every token, int32 [T], for tokens of an input [*shape, D]."""
         slot = self._checked_slot()
-        knob, k_lo = self.knob.view(torch.float32), self.k_lo
+        knob, k_lo, k_hi = self._choices_for(shape)
         if slot is not None and slot.knob is not None and slot.k_lo is not None:
             knob = tokens.of_examples(slot.knob, shape, self.layout, site=self.name)
             k_lo = tokens.of_examples(slot.k_lo.clamp(self.k_min, self.count), shape, self.layout, site=self.name)
         elif ops.gate_is_operator(x_TD):
-            choices = (knob, k_lo, self.k_hi)
+            choices = (knob, k_lo, k_hi)
             rule = self.gate.rule
             return ops.run_gate(x_TD, self.gate.weights(), choices, cost=self.cost, k_min=self.k_min, rule=rule)
-        return choose_k(self.utilities(x_TD, knob), torch.minimum(k_lo, self.k_hi), self.k_hi, self.k_min)
+        return choose_k(self.utilities(x_TD, knob), torch.minimum(k_lo, k_hi), k_hi, self.k_min)
+
+    def _choices_for(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+        """knob, k_lo and k_hi for an input [*shape, D]."""
+        if tokens.is_one_each(shape, self.layout):
+            return self.decode_knob.view(torch.float32), self.decode_k_lo, self.decode_k_hi
+        return self.knob.view(torch.float32), self.k_lo, self.k_hi
 
     def utilities(self, x_TD: Tensor, knob: Tensor) -> Tensor:
         """Utilities [T, C] of the allowed k; fp32 or float64."""
@@ -205,11 +218,24 @@ class ACM(nn.Module):
         """The knob as a number."""
         return float(self.knob.view(torch.float32))
 
-    def set_choices(self, *, knob: float, k_lo: int, k_hi: int) -> None:
-        """Write the run-time choices in place; the bounds are clamped to this ACM's own [k_min, N]."""
-        self.knob.copy_(torch.tensor(knob, dtype=torch.float32).view(torch.int32))
-        self.k_hi.fill_(max(self.k_min, min(k_hi, self.count)))
-        self.k_lo.fill_(max(self.k_min, min(k_lo, self.count, int(self.k_hi))))
+    def set_choices(self, *, knob: float, k_lo: int, k_hi: int, phase: Phase | None = None) -> None:
+        """Write the run-time choices in place, of both phases or of one; the bounds are clamped to [k_min, N]."""
+        bits = torch.tensor(knob, dtype=torch.float32).view(torch.int32)
+        high = max(self.k_min, min(k_hi, self.count))
+        low = max(self.k_min, min(k_lo, high))
+        if phase != "decode":
+            _write((self.knob, self.k_lo, self.k_hi), (bits, low, high))
+        if phase != "prefill":
+            _write((self.decode_knob, self.decode_k_lo, self.decode_k_hi), (bits, low, high))
+
+    def run_time(self) -> dict[str, Tensor]:
+        """Copies of the run-time choices by name, for `set_run_time`."""
+        return {name: getattr(self, name).clone() for name in RUN_TIME}
+
+    def set_run_time(self, values: dict[str, Tensor]) -> None:
+        """Write what `run_time` gave."""
+        for name, value in values.items():
+            getattr(self, name).copy_(value)
 
     def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
         result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -224,6 +250,11 @@ class ACM(nn.Module):
             for key, tensor in self.dense.state_dict().items():
                 state_dict.setdefault(f"{prefix}dense.{key}", tensor)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _write(buffers: tuple[Tensor, ...], values: tuple[Tensor | int, ...]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(torch.as_tensor(value, dtype=torch.int32))
 
 
 def _recomputing() -> bool:

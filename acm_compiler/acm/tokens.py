@@ -19,6 +19,13 @@ def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site
     return values.reshape(batch, tokens, *values_T.shape[1:])
 
 
+def is_one_each(shape: torch.Size, layout: Layout | None) -> bool:
+    """Whether an input [*shape, D] holds one token of every example, as when a decoder goes on from its cache."""
+    if layout is None or layout.folds != 1:
+        return False
+    return all(size == 1 for axis, size in enumerate(shape) if axis != layout.batch_axis)
+
+
 def of_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     """Per-example values [batch] spread over the tokens of an input [*shape, D], as [T]."""
     layout = _known(layout, site)

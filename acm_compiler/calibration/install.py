@@ -38,7 +38,7 @@ def install(model: nn.Module, fitted: Sequence[FittedSite], undo: ExitStack) -> 
     undo.callback(_restore_conversion, owner, dataclasses.replace(owner))
     for fit in fitted:
         acm = acms[fit.site.name]
-        undo.callback(acm.set_choices, knob=acm.knob_value, k_lo=int(acm.k_lo), k_hi=int(acm.k_hi))
+        undo.callback(acm.set_run_time, acm.run_time())
         undo.callback(_put, acm, acm.learners, acm.gate, acm.state, acm.cost)
         for part in (fit.learners, fit.gate):
             part.train(acm.training)

@@ -33,10 +33,13 @@ def recalibrate(
     k_lo = owner.table.points[0].k_lo if owner.table else 0
     with torch.inference_mode(False):
         examples = _enough_of(model, masked(batches), tokens)
-        wanted = (*budgets, *(b for b in (owner.default_budget, owner.budget) if b is not None))
+        default = () if owner.default_budget is None else (owner.default_budget,)
+        wanted = (*budgets, *default, *owner.budgets_set)
         with telling("recalibrate", progress) as say:
             table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=say)
-    if owner.budget is not None:
+    if isinstance(owner.budget, dict):
+        set_budget(model, {phase: max(budget, owner.table_min) for phase, budget in owner.budget.items()})
+    elif owner.budget is not None:
         set_budget(model, max(owner.budget, owner.table_min))
     return table
 

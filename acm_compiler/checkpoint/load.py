@@ -187,5 +187,6 @@ def _restore_budgets(model: nn.Module, budgets: dict[str, Any]) -> None:
         owner.table = BudgetTable(**table | {"points": points, "evaluated": evaluated})
     owner.damage = {name: tuple(values) for name, values in budgets["damage"].items()}
     owner.teacher, owner.default_budget = budgets["teacher"], budgets["default_budget"]
-    if owner.table is not None and owner.default_budget is not None:
-        set_budget(model, None)
+    phases = budgets.get("phase_budgets")  # not known to folders that were written before there were any
+    if owner.table is not None and (phases or owner.default_budget is not None):
+        set_budget(model, phases or None)

@@ -78,6 +78,7 @@ def _budgets(root: nn.Module, owner: Conversion) -> dict[str, Any]:
         "format": FORMAT,
         "teacher": owner.teacher,
         "default_budget": owner.default_budget,
+        "phase_budgets": owner.budget if isinstance(owner.budget, dict) else None,
         "damage": owner.damage,
         "rules": {name: acm.gate.rule for name, acm in sites(root).items()},
         "table": None if owner.table is None else asdict(replace(owner.table, evaluated=())),

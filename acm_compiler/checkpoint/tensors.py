@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.errors import StorageError
-
-_RUN_TIME = ("knob", "k_lo", "k_hi")
 
 
 class Slot(NamedTuple):
@@ -36,7 +35,7 @@ def slots(model: nn.Module) -> dict[str, Slot]:
 
 
 def _walk(module: nn.Module, prefix: str, left_out: set[int]) -> Iterator[tuple[str, Slot]]:
-    run_time = _RUN_TIME if isinstance(module, ACM) else ()
+    run_time = RUN_TIME if isinstance(module, ACM) else ()
     for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and leaf not in run_time:
             yield f"{prefix}{leaf}", Slot(module, leaf, tensor)
@@ -167,5 +166,6 @@ def left_on_meta(model: nn.Module) -> list[str]:
 
 def renew_run_time(acm: ACM) -> None:
     """Make the run-time choices of a loaded ACM anew: it runs all its learners."""
-    for leaf, value in (("knob", 0), ("k_lo", acm.count), ("k_hi", acm.count)):
+    for leaf in RUN_TIME:
+        value = 0 if leaf.endswith("knob") else acm.count
         acm._buffers[leaf] = torch.full((), value, dtype=torch.int32, device=acm.learners.w_in.device)

@@ -68,6 +68,24 @@ class Usage:
             raise NothingRecorded("no forward of the model ran inside acm.record")
         return {name: torch.cat(calls, dim=1) for name, calls in self._calls.items()}
 
+    def load(self, tokens: int | None = None) -> Tensor:
+        """Share of learners run at each place of a sequence: float [batch, tokens], nan at padding.
+
+        k / N, the mean over the sites that see `tokens` tokens per call (unset: as most sites do) and over their
+        calls. Frames of a clip and tokens of a text are such places. NothingRecorded without a site of that kind.
+        """
+        loads: dict[int, list[Tensor]] = {}
+        for name, k_BS in self.k.items():
+            site = self._plan.site(name)
+            if k_BS.shape[1] % site.calls == 0:
+                share = torch.where(k_BS == PADDING, torch.nan, k_BS.float() / site.learners)
+                loads.setdefault(k_BS.shape[1] // site.calls, []).append(share.unflatten(1, (site.calls, -1)).mean(1))
+        if tokens is None and loads:
+            tokens = max(loads, key=lambda count: len(loads[count]))
+        if tokens not in loads:
+            raise NothingRecorded("no site saw sequences of that length", found=sorted(loads), expected=tokens)
+        return torch.stack(loads[tokens]).mean(0)
+
     @property
     def shares(self) -> Tensor:
         """Share of learner MACs of each example, float64 [batch]; padding left out (b_i of SEMANTICS 2)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,6 @@ from acm_compiler.cli.output import JsonOption, Output
 if TYPE_CHECKING:
     from acm_compiler.cli.saved_run import SavedRun
     from acm_compiler.report.evaluation import Evaluation
-    from acm_compiler.report.load_maps import LoadMaps
 
 _LOOKED_AT = 64  # examples among which those for load maps are chosen
 
@@ -44,9 +43,9 @@ def report(
         output.note("this folder holds no evaluation yet, so that comes first (acmc eval)")
         found = measure(run, output)
         keep(directory, found, output)
-    maps, no_maps = _load_maps(run, found)
-    if maps is None:
-        output.note(f"no load maps: {no_maps}")
+    loads, no_loads = _loads(run, found)
+    if no_loads:
+        output.note(f"no load maps: {no_loads}")
     page = write_report(
         directory / "report",
         Report(
@@ -54,28 +53,35 @@ def report(
             description=run.recipe.description if run.recipe else "",
             evaluation=found,
             plan=conversion(run.model).plan,
-            maps=maps,
-            no_maps=no_maps,
+            no_maps=no_loads,
+            **loads,
         ),
     )
     output.say(f"wrote {page}, and its charts as PNG and SVG beside it")
     output.document({"page": str(page), "files": sorted(path.name for path in page.parent.iterdir())})
 
 
-def _load_maps(run: SavedRun, found: Evaluation) -> tuple[LoadMaps | None, str]:
-    """Load maps of a few of the run's examples; None and the reason where there are none."""
+def _loads(run: SavedRun, found: Evaluation) -> tuple[dict[str, Any], str]:
+    """Load maps of a few of the run's pictures, or loads along clips or texts; the reason where there are none."""
     from acm_compiler.data import BatchStream
     from acm_compiler.errors import AcmError
     from acm_compiler.report.load_maps import find_load_maps, spread
+    from acm_compiler.report.sequence_loads import find_clip_loads, find_text_loads
 
     budgets = spread([budget.asked for budget in found.budgets])
     if not budgets:
-        return None, "no budget below 1 was measured"
+        return {}, "no budget below 1 was measured"
     try:
         data = run.data()
         task = run.task(data)
         batch = next(BatchStream(dataset=data, batch=_LOOKED_AT, shuffle=True).epoch())
+        if "input_values" in batch:
+            return {"clips": find_clip_loads(run.model, batch, task, budgets, rate=getattr(data, "rate", None))}, ""
+        if "input_ids" in batch:
+            pieces = getattr(data, "pieces", None)
+            return {"texts": find_text_loads(run.model, batch, task, budgets, pieces=pieces)}, ""
         maps = find_load_maps(run.model, batch, task, budgets)
     except AcmError as error:  # the numbers are there already: a page without pictures is better than none
-        return None, error.what
-    return maps, "the data holds no pictures, or the model's tokens have no known place in them"
+        return {}, error.what
+    why = "the data holds no pictures, or the model's tokens have no known place in them"
+    return {"maps": maps}, "" if maps is not None else why

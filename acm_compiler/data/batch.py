@@ -8,6 +8,7 @@ A data set is any map-style `torch.utils.data.Dataset` whose items are such dict
 (image, label). Optional attributes, looked for by name:
 
 - `classes`: the names of the classes, in the order of the labels;
+- `rate`: samples per second of its `input_values`; `pieces(ids)`: the text of each token of its `input_ids`;
 - `prepare()`: called before the first batch of an epoch, in the process that asks, not in those that load ahead;
 - `batch(indices) -> Batch`: many examples at once, where that is faster than one by one;
 - `collate(examples) -> Batch`: how examples are put together, where stacking is not right (texts, audio);

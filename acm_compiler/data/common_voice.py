@@ -46,6 +46,8 @@ class CommonVoice(Dataset[dict[str, Any]]):
     than `max_unknown` of the letters.
     """
 
+    rate = RATE
+
     def __init__(self, config: CommonVoiceData) -> None:
         self.config, self.broken = config, set[str]()
         self.vocabulary = read_vocabulary(Path(config.vocabulary))

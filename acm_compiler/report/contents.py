@@ -8,19 +8,22 @@ from acm_compiler.plans import Plan
 from acm_compiler.report import wording
 from acm_compiler.report.evaluation import BudgetResult, Evaluation
 from acm_compiler.report.load_maps import LoadMaps
+from acm_compiler.report.sequence_loads import ClipLoads, TextLoads
 
 CLOSE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The facts of one report; `no_maps` says why there are no load maps, where there are none."""
+    """The facts of one report: load maps of pictures, or loads along clips or texts; `no_maps`: why there are none."""
 
     title: str
     description: str = ""
     evaluation: Evaluation
     plan: Plan
     maps: LoadMaps | None = None
+    clips: ClipLoads | None = None
+    texts: TextLoads | None = None
     no_maps: str = ""
 
 

@@ -20,6 +20,7 @@ from acm_compiler.recipe.wrong_values import wrong_values
 SCHEMA = 1
 FILE = "eval.json"
 DenseFrom = Literal["original", "regions", "recorded"]
+Places = Literal["patches", "frames"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,10 @@ class SiteUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForegroundUse:
-    """Mean k on foreground over mean k on background patches, and the same after shuffling k over the patches.
+    """Mean k on foreground over mean k on background, and the same after shuffling k over the places of an example.
 
-    Every picture counts alike, so that the shuffled ratio is 1 but for noise. `error`s are bootstrap standard errors.
+    Every example counts alike, so that the shuffled ratio is 1 but for noise. `error`s are bootstrap standard errors.
+    `of`: the places are patches of pictures, or frames of clips.
     """
 
     on: float
@@ -74,6 +76,7 @@ class ForegroundUse:
     shuffled: float
     shuffled_error: float
     examples: int
+    of: Places = "patches"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,23 +1,26 @@
-"""Do load maps follow what is in the picture? Mean k on foreground over mean k on background, and its control.
+"""Do load maps follow what is in a picture or a clip? Mean k on foreground over mean k on background, and its control.
 
-Shapes: B pictures, L sites, P patches.
+Shapes: B examples, L sites, P places (patches of a picture, frames of a clip).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from acm_compiler.plans import Plan
 from acm_compiler.report.bootstrap import resampled_means
-from acm_compiler.report.evaluation import ForegroundUse
+from acm_compiler.report.evaluation import ForegroundUse, Places
+from acm_compiler.report.frames import frame_foreground, frame_k
 from acm_compiler.report.patches import patch_foreground, patch_k
 
 _ON, _OFF, _SHUFFLED_ON, _SHUFFLED_OFF = range(4)
 
 
 class ForegroundTally:
-    """Gathers, picture by picture, mean k on and off the foreground, as recorded and shuffled over the patches.
+    """Gathers, example by example, mean k on and off the foreground, as recorded and shuffled over the places.
 
     `seed` starts the shuffling.
     """
@@ -27,34 +30,50 @@ class ForegroundTally:
         self._rows: list[Tensor] = []
         self._by_site: dict[str, Tensor] = {}
         self._generator = torch.Generator().manual_seed(seed)
+        self._of: Places = "patches"
 
-    def add(self, k: dict[str, Tensor], mask_BHW: Tensor) -> None:
-        """Add one batch; pictures without foreground or without background give nan and count nowhere."""
-        placed = patch_k(k, self._plan, *mask_BHW.shape[-2:])
+    def add(self, k: dict[str, Tensor], mask: Tensor) -> None:
+        """Add one batch with its foreground, pixels [B, H, W] or samples [B, R].
+
+        Examples without foreground or without background give nan and count nowhere.
+        """
+        self._of = "patches" if mask.dim() == 3 else "frames"
+        placed = self._placed(k, mask)
         if not placed:
-            self._rows.append(torch.full((len(mask_BHW), 4), torch.nan, dtype=torch.float64))
+            self._rows.append(torch.full((len(mask), 4), torch.nan, dtype=torch.float64))
             return
         parts = []
-        for side in {k_Bss.shape[-1] for k_Bss in placed.values()}:
-            names = [name for name, k_Bss in placed.items() if k_Bss.shape[-1] == side]
-            k_LBP = torch.stack([placed[name].flatten(1) for name in names]).cpu().double()
-            means_LB4 = self._means(k_LBP, patch_foreground(mask_BHW, side).flatten(1).cpu())
+        for size in {k_BP.shape[1] for k_BP in placed.values()}:
+            names = [name for name, k_BP in placed.items() if k_BP.shape[1] == size]
+            k_LBP = torch.stack([placed[name] for name in names]).cpu().double()
+            means_LB4 = self._means(k_LBP, _foreground_places(mask, size).cpu())
             known_B = ~means_LB4[0].isnan().any(1)
             for name, sums in zip(names, means_LB4[:, known_B, :2].sum(1), strict=True):
                 self._by_site[name] = self._by_site.get(name, 0) + sums
             parts.append(means_LB4)
         self._rows.append(torch.cat(parts).mean(0))
 
+    def _placed(self, k: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+        """k [B, P] of the sites whose tokens have places; nan at padding."""
+        if mask.dim() == 3:
+            found = patch_k(k, self._plan, mask.shape[1], mask.shape[2])
+            return {name: k_Bss.flatten(1) for name, k_Bss in found.items()}
+        return frame_k(k, self._plan)
+
     def _means(self, k_LBP: Tensor, on_BP: Tensor) -> Tensor:
-        """[L, B, 4]: mean k on and off the foreground, and both again with k shuffled."""
-        order = torch.rand(k_LBP.shape, generator=self._generator).argsort(-1)
-        shuffled = k_LBP.gather(-1, order)
-        on, off = on_BP.double(), (~on_BP).double()
+        """[L, B, 4]: mean k on and off the foreground, and both again with k shuffled over the real places."""
+        real = ~k_LBP.isnan()
+        k_LBP = k_LBP.nan_to_num()
+        # padding comes last in the drawn order and in that of the places it is dealt out to
+        drawn = torch.where(real, torch.rand(k_LBP.shape, generator=self._generator), 2.0).argsort(-1)
+        places = (~real).int().argsort(dim=-1, stable=True)
+        shuffled = k_LBP.scatter(-1, places, k_LBP.gather(-1, drawn))
+        on, off = (on_BP & real).double(), (~on_BP & real).double()
         pairs = ((k_LBP, on), (k_LBP, off), (shuffled, on), (shuffled, off))
         return torch.stack([(k * part).sum(-1) / part.sum(-1) for k, part in pairs], dim=-1)
 
     def result(self, groups_E: Tensor) -> ForegroundUse | None:
-        """The ratios over all pictures added; None when no picture had both foreground and background."""
+        """The ratios over all examples added; None when no example had both foreground and background."""
         rows_E4 = torch.cat(self._rows) if self._rows else torch.empty(0, 4)
         known = ~rows_E4.isnan().any(1)
         if not known.any() or not rows_E4[known, _OFF].any():
@@ -69,6 +88,7 @@ class ForegroundTally:
             shuffled=float(means[_SHUFFLED_ON] / means[_SHUFFLED_OFF]),
             shuffled_error=_error(drawn_R4[:, _SHUFFLED_ON] / drawn_R4[:, _SHUFFLED_OFF]),
             examples=int(known.sum()),
+            of=self._of,
         )
 
     def site_ratio(self, name: str) -> float | None:
@@ -82,6 +102,11 @@ def _error(ratios_R: Tensor) -> float:
 
 
 def foreground_of(batch: dict[str, Tensor]) -> Tensor | None:
-    """The pixel mask bool [B, H, W] that a batch carries; None when it has none."""
+    """The mask that a batch carries, bool pixels [B, H, W] or samples [B, R]; None when it has none."""
     mask = batch.get("foreground")
-    return mask if mask is not None and mask.dim() == 3 else None
+    return mask if mask is not None and mask.dim() in (2, 3) else None
+
+
+def _foreground_places(mask: Tensor, count: int) -> Tensor:
+    """bool [B, P]: which of `count` places are foreground."""
+    return patch_foreground(mask, math.isqrt(count)).flatten(1) if mask.dim() == 3 else frame_foreground(mask, count)

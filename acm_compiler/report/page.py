@@ -8,14 +8,15 @@ from acm_compiler.report.evaluation import BudgetResult, Evaluation, MetricResul
 from acm_compiler.report.markup import Child, Markup, table, tag
 from acm_compiler.report.section_maps import maps_section
 from acm_compiler.report.section_method import method_section
+from acm_compiler.report.section_sequences import clips_section, texts_section
 from acm_compiler.report.section_sites import sites_section
 from acm_compiler.report.style import style_sheet
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def page(report: Report, cost_picture: Markup) -> str:
-    """The whole page around the chart of the metric over cost; what comes from users is escaped."""
+def page(report: Report, cost_picture: Markup, *, clip_picture: Markup | None = None) -> str:
+    """The whole page around the charts of the metric over cost, and of load over time; what users wrote is escaped."""
     found = report.evaluation
     head = tag(
         "head",
@@ -29,12 +30,18 @@ def page(report: Report, cost_picture: Markup) -> str:
         "main",
         _header(report),
         _cost_section(report.evaluation, cost_picture),
-        maps_section(report),
+        _load_section(report, clip_picture),
         sites_section(report),
         method_section(report),
         tag("footer", tag("p", f"acm_compiler {found.versions.get('acm_compiler', '')}, {found.date}", class_="quiet")),
     )
     return f"<!doctype html>\n{tag('html', head, tag('body', main), lang='en')}\n"
+
+
+def _load_section(report: Report, clip_picture: Markup | None) -> Markup:
+    if report.clips is not None and clip_picture is not None:
+        return clips_section(report, clip_picture)
+    return maps_section(report) if report.texts is None else texts_section(report, report.texts)
 
 
 def _header(report: Report) -> Markup:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from acm_compiler.report import wording
 from acm_compiler.report.contents import Report
-from acm_compiler.report.evaluation import Evaluation
 from acm_compiler.report.load_maps import LoadMaps, is_small, overlay, picture_png
-from acm_compiler.report.markup import Child, Markup, image, table, tag
+from acm_compiler.report.markup import Markup, image, tag
+from acm_compiler.report.section_foreground import foreground_part
 from acm_compiler.report.theme import load_scale
 
 _STOPS = 9
@@ -16,7 +15,7 @@ def maps_section(report: Report) -> Markup:
     """Pictures beside their load maps at several budgets; a sentence instead where there are none."""
     maps = report.maps
     if maps is None:
-        return tag("section", tag("h2", "Where the learners run"), tag("p", _reason(report)), _foreground(report))
+        return tag("section", tag("h2", "Where the learners run"), tag("p", _reason(report)), foreground_part(report))
     return tag(
         "section",
         tag("h2", "Where the learners run"),
@@ -26,7 +25,7 @@ def maps_section(report: Report) -> Markup:
             f"{_which(maps)}. All maps share one scale.",
         ),
         tag("figure", tag("div", _grid(maps), _scale(maps), class_="card"), tag("figcaption", _caption(report))),
-        _foreground(report),
+        foreground_part(report),
     )
 
 
@@ -67,34 +66,3 @@ def _scale(maps: LoadMaps) -> Markup:
     low, high = maps.scale
     bar = tag("i", style=f"background:linear-gradient(90deg,{stops})")
     return tag("div", f"k / N = {low:.2f}", bar, f"{high:.2f}", class_="scale")
-
-
-def _foreground(report: Report) -> Markup | None:
-    rows = _foreground_rows(report.evaluation)
-    if not rows:
-        return None
-    text = (
-        "Mean k over patches that hold a part of the object, against the background. As a control, the same k are "
-        "shuffled over the patches of each picture: then the ratio must be 1. ± is one standard error."
-    )
-    headers = ["budget", "k on the object", "k on background", "ratio", "ratio when shuffled"]
-    return tag(
-        "div",
-        tag("h3", "Object against background"),
-        tag("p", text),
-        table(headers, rows, label="k on the object and on the background"),
-    )
-
-
-def _foreground_rows(found: Evaluation) -> list[list[Child]]:
-    return [
-        [
-            f"{b.asked:.2f}",
-            f"{b.foreground.on:.2f}",
-            f"{b.foreground.off:.2f}",
-            wording.ratio(b.foreground.ratio, b.foreground.ratio_error),
-            wording.ratio(b.foreground.shuffled, b.foreground.shuffled_error),
-        ]
-        for b in found.budgets
-        if b.foreground is not None and b.reached < 1
-    ]

@@ -16,7 +16,7 @@ def sites_section(report: Report) -> Markup:
     compared = _compared(report)
     shared = shared_start([site.name for site in sites])
     headers = ["site", *(f"budget {b.asked:.2f}" for b in budgets)]
-    headers += [f"object ratio at {compared.asked:.2f}"] if compared else []
+    headers += [f"{_ratio_name(compared)} at {compared.asked:.2f}"] if compared else []
     headers += ["kind", "learners", "k", "share of all MACs"]
     rows = [_row(report, index, site.name.removeprefix(shared), compared) for index, site in enumerate(sites)]
     start = f" All names start with “{shared}”, left out here." if shared else ""
@@ -59,6 +59,11 @@ def _compared(report: Report) -> BudgetResult | None:
     known = [b for b in report.evaluation.budgets if b.foreground is not None and b.reached < 1]
     best = headline_budget(report.evaluation)
     return best if best in known else max(known, key=lambda b: b.asked, default=None)
+
+
+def _ratio_name(budget: BudgetResult) -> str:
+    of = budget.foreground.of if budget.foreground else "patches"
+    return {"patches": "object ratio", "frames": "speech ratio"}[of]
 
 
 def _bar(site: SiteUse) -> Markup:

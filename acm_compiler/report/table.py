@@ -58,7 +58,7 @@ def _foreground(found: Evaluation) -> list[str]:
             ratio = wording.ratio(use.ratio, use.ratio_error)
             control = wording.ratio(use.shuffled, use.shuffled_error)
             what = "mean k on the foreground over mean k on the background"
-            lines.append(f"budget {budget.asked:.2f}: {what} {ratio}; k shuffled over patches {control}")
+            lines.append(f"budget {budget.asked:.2f}: {what} {ratio}; k shuffled over {use.of} {control}")
     return lines
 
 

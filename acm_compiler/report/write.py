@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from acm_compiler.report import wording
+from acm_compiler.report.clip_chart import clip_chart
 from acm_compiler.report.contents import Report
 from acm_compiler.report.cost_chart import cost_chart
 from acm_compiler.report.evaluation import Evaluation, write_whole
@@ -15,6 +16,7 @@ from acm_compiler.report.k_chart import k_chart
 from acm_compiler.report.load_maps import load_chart
 from acm_compiler.report.markup import Markup, data_uri, image, tag
 from acm_compiler.report.page import page
+from acm_compiler.report.sequence_loads import ClipLoads
 from acm_compiler.report.theme import DARK, LIGHT
 
 if TYPE_CHECKING:
@@ -29,15 +31,18 @@ def write_report(directory: Path, report: Report) -> Path:
     PackageMissing without matplotlib, StorageError where nothing can be written.
     """
     require_matplotlib()
-    found, maps = report.evaluation, report.maps
+    found, maps, clips = report.evaluation, report.maps, report.clips
     with drawing():
         files = _both("accuracy_over_cost", lambda: cost_chart(found, LIGHT))
         if found.budgets:
             files |= _both("learners_per_site", lambda: k_chart(found, LIGHT))
         if maps is not None:
             files |= _both("load_maps", lambda: load_chart(maps, LIGHT))
+        if clips is not None:
+            files |= _both("load_over_time", lambda: clip_chart(clips, LIGHT))
         picture = _cost_picture(found, files["accuracy_over_cost.svg"])
-        files["index.html"] = page(report, picture).encode()
+        over_time = None if clips is None else _clip_picture(clips, files["load_over_time.svg"])
+        files["index.html"] = page(report, picture, clip_picture=over_time).encode()
     for name, content in files.items():
         write_whole(directory / name, content)
     return directory / "index.html"
@@ -60,6 +65,11 @@ def _cost_picture(found: Evaluation, wide_light: bytes) -> Markup:
         )
     ]
     return tag("picture", *sources, image(wide_light, "svg+xml", _cost_alt(found)))
+
+
+def _clip_picture(clips: ClipLoads, light: bytes) -> Markup:
+    dark = tag("source", media=_DARK, srcset=data_uri(as_svg(clip_chart(clips, DARK)), "svg+xml"))
+    return tag("picture", dark, image(light, "svg+xml", f"load over time of {wording.count(len(clips.clips), 'clip')}"))
 
 
 def _cost_alt(found: Evaluation) -> str:

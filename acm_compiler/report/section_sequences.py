@@ -1,0 +1,78 @@
+"""The page's loads along a sequence: clips with their waveforms, and texts with shaded tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from acm_compiler.report.contents import Report
+from acm_compiler.report.markup import Markup, tag
+from acm_compiler.report.section_foreground import foreground_part
+from acm_compiler.report.sequence_loads import Text, TextLoads
+from acm_compiler.report.theme import load_scale
+
+_STOPS = 9
+_HEADING = "Where the learners run"
+
+
+def clips_section(report: Report, picture: Markup) -> Markup:
+    """The chart of load over time, and whether it follows what is said."""
+    return tag(
+        "section",
+        tag("h2", _HEADING),
+        tag(
+            "p",
+            "Each line is the share of learners (k / N) that a clip's frames ran, the mean over the sites, over its "
+            "waveform.",
+        ),
+        tag("figure", tag("div", picture, class_="card")),
+        foreground_part(report),
+    )
+
+
+def texts_section(report: Report, loads: TextLoads) -> Markup:
+    """Texts whose tokens are shaded by load, at each budget."""
+    low, high = _ends(loads)
+    budgets = list(loads.texts[0].loads) if loads.texts else []
+    parts = [
+        tag("h3", f"Budget {budget:.2f}")
+        + "".join(tag("p", *_shaded(text, budget, low, high), class_="load") for text in loads.texts)
+        for budget in budgets
+    ]
+    return tag(
+        "section",
+        tag("h2", _HEADING),
+        tag(
+            "p",
+            "Each token is shaded by the share of learners that it ran (k / N), the mean over the sites. All shades "
+            "are on one scale; point at a token for its number.",
+        ),
+        tag("div", _scale(low, high), *(Markup(part) for part in parts), class_="card"),
+        foreground_part(report),
+    )
+
+
+def _ends(loads: TextLoads) -> tuple[float, float]:
+    every: list[Tensor] = [load for text in loads.texts for load in text.loads.values() if len(load)]
+    if not every:
+        return 0.0, 1.0
+    return min(float(load.min()) for load in every), max(float(load.max()) for load in every)
+
+
+def _shaded(text: Text, budget: float, low: float, high: float) -> list[Markup]:
+    from matplotlib.colors import to_hex
+
+    spans = []
+    for piece, load in zip(text.pieces, text.loads[budget].tolist(), strict=True):
+        share = (load - low) / max(high - low, 1e-6)
+        # the scale rises from dark to bright; white can be read on all of it
+        style = f"background:{to_hex(load_scale()(share))}"
+        spans.append(tag("span", piece, style=style, title=f"{load:.2f}"))
+    return spans
+
+
+def _scale(low: float, high: float) -> Markup:
+    from matplotlib.colors import to_hex
+
+    stops = ",".join(to_hex(load_scale()(i / (_STOPS - 1))) for i in range(_STOPS))
+    bar = tag("i", style=f"background:linear-gradient(90deg,{stops})")
+    return tag("div", f"k / N = {low:.2f}", bar, f"{high:.2f}", class_="scale")

@@ -188,10 +188,7 @@ def test_a_newer_format_is_refused_as_such(recipe_file):
         ("budgets: {train: 0}", "r.yaml:4:18: wrong value for budgets.train (found 0, expected above 0)"),
         ("budgets: {train: true}", "r.yaml:4:18: wrong value for budgets.train (found true, expected a number)"),
         ("gate: 5", "r.yaml:4:7: wrong value for gate (found 5, expected a mapping)"),
-        (
-            "task: {kind: masked_lm}",
-            "r.yaml:4:14: task 'masked_lm' is not available in this version (available: classify, ctc, embed, caus",
-        ),
+        ("task: {kind: masked_lm, share: 1}", "r.yaml:4:32: wrong value for task.share (found 1, expected below 1)"),
         ("task: {kind: python:x}", "r.yaml:4:14: wrong value for task.kind (found 'python:x', expected python:module:"),
         ("task: 3", "r.yaml:4:7: wrong value for task (found 3, expected a mapping with the key 'kind')"),
         ("task: {label_smoothing: 0.1}", "r.yaml:4:7: missing key 'kind' in task"),

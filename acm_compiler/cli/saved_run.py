@@ -112,7 +112,7 @@ def _recipe(directory: Path) -> Recipe | None:
 def _refuse_code(directory: Path, recipe: Recipe) -> None:
     """A folder that someone else wrote must not make us import functions by naming them."""
     named = [recipe.task.kind] if recipe.task else []
-    named += [recipe.data.eval.kind] if recipe.data else []
+    named += [recipe.data.eval.kind, getattr(recipe.data.eval, "rows", "")] if recipe.data else []
     functions = [kind for kind in named if kind.startswith("python:")]
     if functions:
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,13 +20,18 @@ def load_clip(path: Path, *, rate: int) -> np.ndarray:
 
     Any format of libsndfile, mp3 included; other rates are resampled.
     """
+    return read_clip(str(path), rate=rate, name=str(path))
+
+
+def read_clip(file: str | BinaryIO, *, rate: int, name: str) -> np.ndarray:
+    """The same from a path or an open file that messages call `name`."""
     soundfile, soxr = _libraries()
     try:
-        samples, found = soundfile.read(str(path), dtype="float32", always_2d=True)
+        samples, found = soundfile.read(file, dtype="float32", always_2d=True)
     except (OSError, RuntimeError) as error:  # soundfile's own error is a RuntimeError
-        raise DataError("the clip cannot be read", where=str(path), found=str(error).strip()) from error
+        raise DataError("the clip cannot be read", where=name, found=str(error).strip()) from error
     if not len(samples):
-        raise DataError("the clip is empty", where=str(path), found="0 samples")
+        raise DataError("the clip is empty", where=name, found="0 samples")
     mono = samples.mean(axis=1)
     return mono if found == rate else soxr.resample(mono, found, rate).astype(np.float32)
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from acm_compiler.data.digits import CLASSES, SIDE
-from acm_compiler.errors import StorageError
+from acm_compiler.data.shipped_weights import FOLDER, load_shipped
 
 PATCH = 6
-WEIGHTS = Path(__file__).parent / "weights" / "digits_vit.safetensors"
+WEIGHTS = FOLDER / "digits_vit.safetensors"
 
 
 def build_model() -> nn.Module:
@@ -44,19 +44,7 @@ def build_model() -> nn.Module:
 
 def load_weights(model: nn.Module, path: Path = WEIGHTS) -> nn.Module:
     """`model` with the trained weights of `path`, in place. StorageError when they are missing or do not fit."""
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise StorageError(
-            "the digits model's weights are missing",
-            where=str(path),
-            fix="reinstall acm_compiler, or train them: python -m acm_compiler.data.train_digits_model --out PATH",
-        )
-    try:
-        model.load_state_dict(load_file(path))
-    except RuntimeError as error:
-        raise StorageError("these are not the digits model's weights", where=str(path), found=error) from error
-    return model
+    return load_shipped(model, path, script="train_digits_model")
 
 
 def trained() -> nn.Module:

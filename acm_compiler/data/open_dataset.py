@@ -12,7 +12,9 @@ from acm_compiler.recipe.datasets import (
     CommonVoiceData,
     DataConfig,
     ImageFolderData,
+    SpokenDigitsData,
     TextData,
+    TextRowsData,
 )
 
 Size = tuple[int, int]
@@ -33,11 +35,25 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
         from acm_compiler.data.texts import TextSet
 
         return TextSet(config)
+    if isinstance(config, TextRowsData):
+        from acm_compiler.data.texts import TextRows
+
+        return TextRows(config)
     if isinstance(config, CommonVoiceData):
         from acm_compiler.data.common_voice import CommonVoice
 
         return CommonVoice(config)
+    if isinstance(config, SpokenDigitsData):
+        return _utterances(config)
     return _users(config.kind, config.args)
+
+
+def _utterances(config: SpokenDigitsData) -> Dataset[Any]:
+    from acm_compiler.data.spoken_words import voices
+    from acm_compiler.data.utterance_set import UtteranceSet
+
+    voices(config.split)  # a missing synthesiser is told now, not at the first batch
+    return UtteranceSet(config.split, count=config.count, most_words=config.most_words, seed=config.seed)
 
 
 def _canvases(config: ClutteredDigitsData, image_size: Size) -> Dataset[Any]:

@@ -1,12 +1,8 @@
-"""Paragraphs of English from text files, or from the documentation of whatever Python packages are installed."""
+"""Texts as a model's tokens: paragraphs of documentation, or rows that a user's function gives."""
 
 from __future__ import annotations
 
-import functools
-import re
-import sysconfig
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +11,28 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from acm_compiler.data.batch import Batch
-from acm_compiler.data.draws import derive
+from acm_compiler.data.paragraphs import draw_paragraphs
+from acm_compiler.data.python_function import call_function
 from acm_compiler.errors import DataError
-from acm_compiler.recipe.datasets import TextData
+from acm_compiler.recipe.datasets import TextData, TextRowsData
 from acm_compiler.recipe.package_paths import installed_path
 
-_PROSE = (".md", ".rst", ".txt")
-# of one source no more than this is read, so that no package speaks for all
-_MOST_FILES, _MOST_PARAGRAPHS = 16, 40
-_FEWEST_WORDS, _FEWEST_LETTERS = 8, 0.88
-_EVAL_SHARE = 0.25
-_QUOTED = re.compile(r'"""(.*?)"""', re.DOTALL)  # most of a module's long texts are docstrings
-_NOT_PROSE = re.compile(r">>>|::|:param|https?:|[{}<>|=\\]")
 
+class TokenizedTexts(Dataset[Batch]):
+    """Texts as tokens of the model's own tokenizer, with numbers about each such as its `source` and `label`.
 
-class TextSet(Dataset[Batch]):
-    """At most `count` paragraphs of one split, drawn by `seed`, as tokens of the model's own tokenizer.
-
-    An example: `input_ids` and `attention_mask` int64 [tokens], `source`: the number of the file or package it is
-    from. Batches are padded to their longest. DataError without texts or tokenizer.
+    An example: `input_ids` and `attention_mask` int64 [tokens], and those numbers. Batches are padded to their longest.
+    `mask_id` is the token that hides others, None where there is none; `marks` are all tokens that stand for no text.
     """
 
-    def __init__(self, config: TextData) -> None:
-        self.texts, self.sources = _drawn(config.root, config.split, config.count, config.seed)
-        self.padding, encoded = _tokenized(config.tokenizer, self.texts, config.max_tokens)
+    def __init__(self, texts: Sequence[str], tokenizer: str, *, max_tokens: int, **facts: Sequence[int]) -> None:
+        self.texts, self.facts = texts, facts
+        self.tokenizer = _open_tokenizer(tokenizer)
+        self.mask_id = _first_id(self.tokenizer, ("[MASK]", "<mask>"))
+        self.marks = frozenset(
+            number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self.padding, encoded = _tokenized(self.tokenizer, texts, max_tokens)
         self.tokens = [torch.tensor(ids) for ids in encoded]
 
     def __len__(self) -> int:
@@ -46,7 +40,8 @@ class TextSet(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = self.tokens[index]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "source": torch.tensor(self.sources[index])}
+        facts = {name: torch.tensor(values[index]) for name, values in self.facts.items()}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **facts}
 
     def collate(self, examples: Sequence[Mapping[str, Tensor]]) -> Batch:
         """Examples padded to the longest of them."""
@@ -55,88 +50,67 @@ class TextSet(Dataset[Batch]):
             rows = [example[name] for example in examples]
             return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
+        facts = {name: torch.stack([example[name] for example in examples]) for name in self.facts}
         return {
             "input_ids": padded("input_ids", self.padding),
             "attention_mask": padded("attention_mask", 0),
-            "source": torch.stack([example["source"] for example in examples]),
+            **facts,
         }
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token, as the tokenizer has it."""
+        return [self.tokenizer.id_to_token(i) or str(i) for i in ids]
 
-@functools.lru_cache(maxsize=4)  # a run opens its data sets again and again
-def _drawn(root: str | None, split: str, count: int, seed: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    found = [(text, zlib.crc32(name.encode())) for name, text in _paragraphs(root) if _is_of(split, name)]
-    if not found:
-        raise DataError(
-            f"no English paragraphs for data.{split}",
-            where=root or "documentation of installed packages",
-            expected=f"text files with paragraphs of {_FEWEST_WORDS} words or more, of several sources",
+
+class TextSet(TokenizedTexts):
+    """At most `count` paragraphs of one split, drawn by `seed`; `label` is their class where there are `classes`.
+
+    `source` is the number of the file or package that a paragraph is from. DataError without texts or tokenizer.
+    """
+
+    def __init__(self, config: TextData) -> None:
+        drawn = draw_paragraphs(
+            config.root, config.split, config.count, seed=config.seed, classes=tuple(config.classes)
         )
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(derive(seed)))[:count].tolist()
-    return tuple(found[i][0] for i in order), tuple(found[i][1] for i in order)
+        self.sources = [paragraph.source for paragraph in drawn]
+        facts = {"source": self.sources}
+        if config.classes:
+            self.classes = tuple(config.classes)
+            facts["label"] = [paragraph.label for paragraph in drawn]
+        super().__init__([p.text for p in drawn], config.tokenizer, max_tokens=config.max_tokens, **facts)
 
 
-def _is_of(split: str, source: str) -> bool:
-    """Whole sources belong to one split, whatever else there is: by a digest of their names."""
-    held_out = zlib.crc32(b"split " + source.encode()) < _EVAL_SHARE * 2**32
-    return held_out == (split == "eval")
+class TextRows(TokenizedTexts):
+    """The rows that a user's function gives. DataError where they lack the keys that the recipe names."""
+
+    def __init__(self, config: TextRowsData) -> None:
+        rows = call_function(config.rows, config.args)
+        if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or not len(rows):
+            found = f"{type(rows).__name__} without rows"
+            raise DataError("the function gave no rows", where=config.rows, found=found, expected="mappings")
+        keys = [config.text, *([config.label] if config.label else [])]
+        missing = [key for key in keys if not isinstance(rows[0], Mapping) or key not in rows[0]]
+        if missing:
+            found = ", ".join(map(str, rows[0])) if isinstance(rows[0], Mapping) else type(rows[0]).__name__
+            raise DataError(f"the rows have no {missing[0]!r}", where=config.rows, found=found)
+        every = [rows[i] for i in range(len(rows))]
+        facts = {"label": [int(row[config.label]) for row in every]} if config.label else {}
+        super().__init__(
+            [str(row[config.text]) for row in every], config.tokenizer, max_tokens=config.max_tokens, **facts
+        )
 
 
-def _paragraphs(root: str | None) -> Iterator[tuple[str, str]]:
-    """(source, paragraph) of all sources, each paragraph once."""
-    seen: set[str] = set()
-    for name, files in _sources(root):
-        kept = 0
-        for path in files[:_MOST_FILES]:
-            for text in _paragraphs_of(path):
-                if text not in seen and kept < _MOST_PARAGRAPHS:
-                    seen.add(text)
-                    kept += 1
-                    yield name, text
-            if kept >= _MOST_PARAGRAPHS:
-                break
-
-
-def _sources(root: str | None) -> Iterator[tuple[str, list[Path]]]:
-    """Name and files of each source: each file below a folder, or each installed package."""
-    if root is not None:
-        folder = Path(installed_path(root))
-        for path in sorted(p for p in folder.rglob("*") if p.suffix in _PROSE):
-            yield str(path.relative_to(folder)), [path]
-        return
-    for place in ("stdlib", "purelib"):
-        for entry in sorted(Path(sysconfig.get_paths()[place]).iterdir()):
-            if entry.suffix == ".py":
-                yield entry.stem, [entry]
-            elif (entry / "__init__.py").exists():
-                yield entry.name, sorted(p for p in entry.iterdir() if p.suffix in (".py", *_PROSE))
-
-
-def _paragraphs_of(path: Path) -> Iterator[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return
-    for part in _QUOTED.findall(text) if path.suffix == ".py" else [text]:
-        for paragraph in re.split(r"\n\s*\n", part):
-            flat = " ".join(paragraph.split())
-            if _is_prose(flat):
-                yield flat
-
-
-def _is_prose(text: str) -> bool:
-    if not text or not text[0].isupper() or text[-1] not in ".!?" or len(text.split()) < _FEWEST_WORDS:
-        return False
-    letters = sum(c.isalpha() or c == " " for c in text) / len(text)
-    return letters >= _FEWEST_LETTERS and not _NOT_PROSE.search(text)
-
-
-def _tokenized(where: str, texts: Sequence[str], most: int) -> tuple[int, list[list[int]]]:
+def _tokenized(tokenizer: Any, texts: Sequence[str], most: int) -> tuple[int, list[list[int]]]:
     """The id of padding, and each text's ids with the tokenizer's own marks at the ends."""
-    tokenizer: Any = _open_tokenizer(where)
     tokenizer.no_padding()
     tokenizer.enable_truncation(most)
-    padding = next((i for mark in ("[PAD]", "<pad>") if (i := tokenizer.token_to_id(mark)) is not None), 0)
-    return padding, [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+    return _first_id(tokenizer, ("[PAD]", "<pad>")) or 0, [
+        encoding.ids for encoding in tokenizer.encode_batch(list(texts))
+    ]
+
+
+def _first_id(tokenizer: Any, names: Sequence[str]) -> int | None:
+    return next((i for name in names if (i := tokenizer.token_to_id(name)) is not None), None)
 
 
 def _open_tokenizer(where: str) -> Any:

@@ -15,6 +15,7 @@ from acm_compiler.recipe.fields import (
     Positive,
     PythonKind,
     Section,
+    Texts,
     Three,
     Whole,
 )
@@ -62,6 +63,9 @@ class TextData(Section):
     """A tokenizer.json or the folder that holds one; `package:NAME/FOLDER` for one in an installed package."""
     root: PathText | None = None
     """A folder of .txt, .md and .rst files; unset: docstrings and text files of the installed packages."""
+    classes: Texts = ()
+    """Packages, or folders below `root`: only they are read, in all their depth, and `label` says which; then each file
+    is in one split. Unset: no labels, and every package, or file below `root`, is in one split."""
     split: Literal["train", "eval"]
     """Which sources (files, packages) are read; none is in both."""
     count: Count = 2000
@@ -69,6 +73,24 @@ class TextData(Section):
     max_tokens: Annotated[int, Field(ge=2)] = 128
     """Longer ones are cut."""
     seed: Whole = 0
+
+
+class TextRowsData(Section):
+    """Texts in rows that a function of the user's gives, such as a data set of the package `datasets`."""
+
+    kind: Literal["text_rows"]
+    rows: PythonKind
+    """A function that returns a sequence of mappings."""
+    args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    tokenizer: PathText
+    """A tokenizer.json or the folder that holds one; `package:NAME/FOLDER` for one in an installed package."""
+    text: str = "text"
+    """The rows' key of the text."""
+    label: str | None = None
+    """The rows' key of the class, 0, 1, 2, …; unset: no labels."""
+    max_tokens: Annotated[int, Field(ge=2)] = 128
+    """Longer ones are cut."""
 
 
 class CommonVoiceData(Section):
@@ -93,6 +115,18 @@ class CommonVoiceData(Section):
     """Which share of the letters may be missing from the vocabulary."""
 
 
+class SpokenDigitsData(Section):
+    """One to a few spoken digits among pauses and noise, said by the voices of espeak-ng (a package of the system)."""
+
+    kind: Literal["spoken_digits"]
+    split: Literal["train", "eval"]
+    """Which voices speak; none is in both."""
+    count: Count = 2000
+    """Utterances in one epoch."""
+    most_words: Annotated[int, Field(ge=1, le=20)] = 3
+    seed: Whole = 0
+
+
 class PythonData(Section):
     """A data set that a function of the user's builds."""
 
@@ -113,7 +147,9 @@ DataConfig = Annotated[
     Annotated[ImageFolderData, Tag("imagefolder")]
     | Annotated[ClutteredDigitsData, Tag("cluttered_digits")]
     | Annotated[TextData, Tag("texts")]
+    | Annotated[TextRowsData, Tag("text_rows")]
     | Annotated[CommonVoiceData, Tag("common_voice")]
+    | Annotated[SpokenDigitsData, Tag("spoken_digits")]
     | Annotated[PythonData, Tag("python")],
     Discriminator(kind_tag),
 ]

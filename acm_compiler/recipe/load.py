@@ -9,7 +9,6 @@ from pathlib import Path as FilePath
 from pydantic import ValidationError
 
 from acm_compiler.errors import RecipeError
-from acm_compiler.recipe.available import unavailable
 from acm_compiler.recipe.document import Document, Problem, show_path
 from acm_compiler.recipe.overrides import apply_overrides
 from acm_compiler.recipe.problems import find_problems
@@ -73,7 +72,7 @@ def _check(document: Document) -> tuple[Recipe | None, list[Problem]]:
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
         return None, find_problems(error, document, Recipe)
-    return recipe, [*unavailable(recipe, document), *_variable_faults(recipe, document)]
+    return recipe, list(_variable_faults(recipe, document))
 
 
 def _variable_faults(recipe: Recipe, document: Document) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from acm_compiler.recipe.datasets import kind_tag
-from acm_compiler.recipe.fields import PathLike, PythonKind, Section
+from acm_compiler.recipe.fields import PathLike, PythonKind, Section, Whole
 
 
 class ClassifyTask(Section):
@@ -39,6 +39,10 @@ class MaskedLMTask(Section):
     """Hidden tokens: cross entropy, perplexity."""
 
     kind: Literal["masked_lm"]
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Of a text's tokens, how many are hidden."""
+    seed: Whole = 0
+    """Which ones; the same in every epoch and for every model."""
 
 
 class PythonTask(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.data.batch import Batch
-from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
+from acm_compiler.tasks.token_logits import centred, token_logits, tokens_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +52,7 @@ class CausalLM:
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The logits [B, S, V] without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
-        logits_BSV = self._logits(output)
-        centred_BSV = logits_BSV - logits_BSV.mean(-1, keepdim=True)
-        return centred_BSV if mask is None else centred_BSV * mask[..., None]
+        return centred(self._logits(output), mask)
 
     def _surprise(self, output: Any, batch: Batch) -> Tensor:
         """-log p of every token after the first, [B, S - 1]; 0 at padding."""
@@ -65,26 +62,11 @@ class CausalLM:
 
     def _predicted(self, batch: Batch) -> Tensor:
         """bool [B, S - 1]: tokens after the first that are real and follow a real one."""
-        if "input_ids" not in batch:
-            raise DataError(
-                "the data set gives no tokens",
-                where="task causal_lm",
-                found=", ".join(batch),
-                expected="a tensor named 'input_ids' in every example",
-            )
+        ids_BS = tokens_of(batch, task="causal_lm")
         mask_BS = self.mask(batch)
         if mask_BS is None:
-            mask_BS = torch.ones_like(batch["input_ids"], dtype=torch.bool)
+            mask_BS = torch.ones_like(ids_BS, dtype=torch.bool)
         return mask_BS[:, 1:] & mask_BS[:, :-1]
 
     def _logits(self, output: Any) -> Tensor:
-        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-        if not isinstance(logits, Tensor) or logits.ndim != 3:
-            raise UsageError(
-                "the model's output holds no logits of tokens",
-                where="task causal_lm",
-                found=type(output).__name__,
-                expected="logits [batch, tokens, vocabulary]",
-                fix="use a model with a language head (for hf: auto_class AutoModelForCausalLM)",
-            )
-        return logits
+        return token_logits(output, task="causal_lm", auto_class="AutoModelForCausalLM")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, PackageMissing, UsageError
 from acm_compiler.inputs import Inputs
+from acm_compiler.tasks.token_logits import centred
 
 PADDING = -100
 
@@ -73,9 +74,7 @@ class Ctc:
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The logits [B, S, V] without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
-        logits_BSV = self._logits(output)
-        centred_BSV = logits_BSV - logits_BSV.mean(-1, keepdim=True)
-        return centred_BSV if mask is None else centred_BSV * mask[..., None]
+        return centred(self._logits(output), mask)
 
     def _logits(self, output: Any) -> Tensor:
         """The logits [B, S, V]. UsageError when there are none, or for another vocabulary."""

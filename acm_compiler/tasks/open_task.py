@@ -9,12 +9,21 @@ from torch.utils.data import Dataset
 
 from acm_compiler.data.python_function import call_function
 from acm_compiler.errors import UsageError
-from acm_compiler.recipe.tasks import CausalLMTask, ClassifyTask, CtcTask, EmbedTask, PythonTask, TaskConfig
+from acm_compiler.recipe.tasks import (
+    CausalLMTask,
+    ClassifyTask,
+    CtcTask,
+    EmbedTask,
+    MaskedLMTask,
+    PythonTask,
+    TaskConfig,
+)
 from acm_compiler.tasks.base import Task
 from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
+from acm_compiler.tasks.masked_lm import open_masked_lm
 
 _PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
 
@@ -22,24 +31,21 @@ _PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
 def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn.Module | None = None) -> Task:
     """The task that `config` describes; `dataset` tells it the classes or letters, `model` how it makes frames.
 
-    UsageError for a kind that this version cannot run, or a function that returns no task.
+    UsageError for a function that returns no task, DataError for data that the task cannot work on.
     """
     if isinstance(config, ClassifyTask):
         classes = getattr(dataset, "classes", None)
         return Classify(label_smoothing=config.label_smoothing, classes=len(classes) if classes else None)
     if isinstance(config, CausalLMTask):
         return CausalLM()
+    if isinstance(config, MaskedLMTask):
+        return open_masked_lm(config, dataset)
     if isinstance(config, EmbedTask):
         return Embed()
     if isinstance(config, CtcTask):
         return open_ctc(dataset, model)
-    if isinstance(config, PythonTask):
-        return _users(config.kind, config.args)
-    raise UsageError(
-        f"this version cannot run the task {config.kind!r}",
-        where="task.kind",
-        expected="classify, ctc, embed, causal_lm, or python:module:function",
-    )
+    assert isinstance(config, PythonTask)
+    return _users(config.kind, config.args)
 
 
 def _users(reference: str, arguments: dict[str, Any]) -> Task:

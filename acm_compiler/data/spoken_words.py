@@ -1,0 +1,118 @@
+"""Spoken digits: words said by a synthesiser's voices, among pauses and noise.
+
+Shapes: R samples of one utterance.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from acm_compiler.data.draws import normal, uniform
+from acm_compiler.data.speech_synthesis import speak_words
+
+Split = Literal["train", "eval"]
+RATE = 8000  # as on the telephone: enough for ten words, and half the work
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+VOCABULARY = ("", "|", *sorted(set("".join(WORDS))))  # label 0 is CTC's blank, and the padding of transcripts
+_ACCENTS = ("en-us", "en-gb-scotland", "en-gb-x-rp", "en-029")
+# no variant of the voice is in both splits, in any accent
+_VARIANTS = {"train": ("m1", "m2", "m4", "m5", "m6", "m8", "f1", "f3", "f4"), "eval": ("m3", "m7", "f2", "f5")}
+_TAKES = 2
+_SPEED, _PITCH = (120, 200), (25, 75)
+_VOICE_SEED = 8000  # what a voice sounds like must never depend on a run's seed
+_EDGE, _PAUSE = (0.15, 0.7), (0.1, 0.5)  # seconds
+_LOUDNESS, _NOISE = (0.05, 0.15), (0.0005, 0.01)  # of full scale, root mean square
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Voices:
+    """`takes[voice][take][word]`, float32 [samples] each, root mean square 1; `names` of the voices."""
+
+    names: tuple[str, ...]
+    takes: tuple[tuple[tuple[np.ndarray, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Utterance:
+    """`samples` float32 [R]; `speech` bool [R], where a word is said; the `words` by number; `voice` by number."""
+
+    samples: np.ndarray
+    speech: np.ndarray
+    words: tuple[int, ...]
+    voice: int
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """The transcript's characters, "|" between words."""
+        return tuple(VOCABULARY.index(letter) for letter in "|".join(WORDS[word] for word in self.words))
+
+
+@functools.cache
+def voices(split: Split) -> Voices:
+    """What the split's voices say, the other split having none of them; about 50 ms for each of two takes per voice.
+
+    PackageMissing without espeak-ng or the libraries that read its sound, DataError where it fails.
+    """
+    names = tuple(f"{accent}+{variant}" for accent in _ACCENTS for variant in _VARIANTS[split])
+    takes = tuple(tuple(_take(split, i, name, take) for take in range(_TAKES)) for i, name in enumerate(names))
+    return Voices(names=names, takes=takes)
+
+
+def _take(split: Split, number: int, voice: str, take: int) -> tuple[np.ndarray, ...]:
+    speed, pitch = uniform(_VOICE_SEED + (split == "eval"), [number * _TAKES + take], 2)[0].tolist()
+    spoken = speak_words(
+        WORDS, voice=voice, speed=round(_between(speed, _SPEED)), pitch=round(_between(pitch, _PITCH)), rate=RATE
+    )
+    return tuple(word / np.sqrt(np.mean(word**2)) for word in spoken)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """When an utterance says what: pauses in samples before each word and after the last one."""
+
+    voice: int
+    take: int
+    words: tuple[int, ...]
+    pauses: tuple[int, ...]
+    loudness: float
+    noise: float
+
+
+def layout(split: Split, index: int, *, seed: int, most_words: int) -> Layout:
+    """How utterance `index` is put together; a function of the arguments alone. Every voice speaks equally often."""
+    draw = uniform(2 * seed, [index], 5 + 2 * most_words)[0].tolist()
+    count = 1 + int(draw[0] * most_words)
+    edges = [_between(draw[i], _EDGE) for i in (1, 2)]
+    inner = [_between(share, _PAUSE) for share in draw[5 : 4 + count]]
+    return Layout(
+        voice=index % (len(_ACCENTS) * len(_VARIANTS[split])),
+        take=int(draw[3] * _TAKES),
+        words=tuple(int(share * len(WORDS)) for share in draw[5 + most_words : 5 + most_words + count]),
+        pauses=tuple(round(seconds * RATE) for seconds in (edges[0], *inner, edges[1])),
+        loudness=_between(draw[4], _LOUDNESS),
+        noise=_NOISE[0] * (_NOISE[1] / _NOISE[0]) ** (draw[4] * 97 % 1),  # even in decibels
+    )
+
+
+def utterance(split: Split, index: int, *, seed: int = 0, most_words: int = 3) -> Utterance:
+    """Utterance `index` (any int >= 0) of a split: one voice says 1 to `most_words` digits."""
+    plan = layout(split, index, seed=seed, most_words=most_words)
+    spoken = voices(split).takes[plan.voice][plan.take]
+    parts: list[np.ndarray] = [np.zeros(plan.pauses[0], dtype=np.float32)]
+    speech = [np.zeros(plan.pauses[0], dtype=bool)]
+    for word, pause in zip(plan.words, plan.pauses[1:], strict=True):
+        parts += [spoken[word] * plan.loudness, np.zeros(pause, dtype=np.float32)]
+        speech += [np.ones(len(spoken[word]), dtype=bool), np.zeros(pause, dtype=bool)]
+    clean = np.concatenate(parts)
+    noise = normal(2 * seed + 1, [index], len(clean))[0].numpy() * plan.noise
+    return Utterance(
+        samples=(clean + noise).astype(np.float32), speech=np.concatenate(speech), words=plan.words, voice=plan.voice
+    )
+
+
+def _between(share: float, ends: tuple[float, float]) -> float:
+    return ends[0] + (ends[1] - ends[0]) * share

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from acm_compiler.sources import BuiltModel
 
 
+AutoClassOption = Annotated[
+    str | None, typer.Option(metavar="CLASS", help="For hf: the transformers class, such as AutoModelForCausalLM.")
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="For hf: run the Python files that come with the model.")
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
     app.command("plan", help="Find a model's sites and print what converting them costs.")(plan)
@@ -34,12 +42,8 @@ def plan(
     example: Annotated[
         str | None, typer.Option("--input", metavar="SHAPE", help="One example, such as 1x3x224x224 or 1x128:int.")
     ] = None,
-    auto_class: Annotated[
-        str | None, typer.Option(metavar="CLASS", help="For hf: the transformers class, such as AutoModelForCausalLM.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="For hf: run the Python files that come with the model.")
-    ] = False,
+    auto_class: AutoClassOption = None,
+    trust_remote_code: TrustOption = False,
     per_site: Annotated[bool, typer.Option("--per-site", help="Add a row for every site.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
     overrides: SetOption = None,
@@ -55,8 +59,8 @@ def plan(
 
     output = Output(json=json)
     named = parse_budgets(",".join(budget)) if budget else []
-    settings = {"auto_class": auto_class, "trust_remote_code": trust_remote_code or None}
-    source = read_what(what, overrides or [], **{key: value for key, value in settings.items() if value is not None})
+    settings = {"auto_class": auto_class} if auto_class else {}
+    source = read_what(what, overrides or [], **settings, **({"trust_remote_code": True} if trust_remote_code else {}))
     built, made, advice, asked = _make(source, what, sites, learners, example)
     if out is not None:
         _write(out, made)

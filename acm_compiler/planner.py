@@ -102,10 +102,7 @@ def _plan_site(site: Site, rule: SiteRule, gate: GateConfig) -> PlannedSite:
 
 
 def _settle_form(site: PlannedSite, known: Mapping[str, PlannedSite], *, asked: str) -> PlannedSite:
-    """`site` with its pair only where both can be slices, and with slices where nothing else is as good.
-
-    A lossless pair is sliced: exact at matched parameters. UsageError where slices are asked for and cannot be.
-    """
+    """`site` with its pair only where both can be slices. UsageError where slices are asked for and cannot be."""
     if site.kind != "linear" or site.init == "random":
         return dataclasses.replace(site, pair=None, form="svd") if site.kind == "linear" else site
     reason = _unsliceable(site, known)
@@ -115,7 +112,7 @@ def _settle_form(site: PlannedSite, known: Mapping[str, PlannedSite], *, asked: 
         )
     if reason:
         return dataclasses.replace(site, pair=None, unpaired=reason)
-    if asked == "slices" or (asked == "auto" and site.lossless):
+    if asked == "slices":
         features = site.d_in if site.role == "o" else site.d_out
         return dataclasses.replace(site, form="slices", width=features // site.learners)
     return site

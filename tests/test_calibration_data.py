@@ -10,6 +10,7 @@ from acm_compiler.calibration.observe_model import observe
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.outputs import answers, default_answer, energy, random_projection
 from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.calibration.whole_examples import WholeExamples
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import DataError, LayoutUnknown, UsageError
 from acm_compiler.site import Layout
@@ -29,6 +30,37 @@ def test_moments_of_a_stream_are_those_of_all_of_it():
     assert moments.count == 9000
     torch.testing.assert_close(moments.mean, data.double().mean(0), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(moments.covariance, torch.cov(data.double().T, correction=0), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_count_as_repetitions():
+    data, weight = torch.randn(300, 4) + 2, torch.randint(0, 4, (300,))
+    moments, repeated = Moments(), Moments()
+    moments.add(data, weight.float())
+    repeated.add(data.repeat_interleave(weight, 0))
+    assert moments.count == int(weight.sum())
+    torch.testing.assert_close(moments.mean, repeated.mean, rtol=1e-5, atol=1e-6)
+    around = torch.randn(4, dtype=torch.float64)
+    wanted = (data.repeat_interleave(weight, 0).double() - around).T @ (
+        data.repeat_interleave(weight, 0).double() - around
+    )
+    torch.testing.assert_close(moments.spread_around(around), wanted / moments.count, rtol=1e-4, atol=1e-4)
+
+
+def test_examples_are_kept_whole_until_there_is_no_room():
+    kept = WholeExamples(10)
+    g = torch.arange(40.0)[:, None]
+    for first, lengths in ((0, (3, 4)), (2, (2, 9)), (4, (1, 1))):
+        example_T = torch.repeat_interleave(torch.arange(first, first + 2), torch.tensor(lengths))
+        for _ in range(2):  # a site that is called twice
+            kept.offer(example_T[:, None].float(), example_T, 1)(g[: len(example_T)])
+    value = kept.value()
+    # 3 + 4 + 2 tokens fit; the fourth example does not, and no later one is asked
+    assert value.example_T.bincount().tolist() == [6, 8, 4]
+    assert torch.equal(value.x_TD[:, 0].long(), value.example_T)
+    assert value.g_TO[:7, 0].tolist() == list(range(7))
+    long, none = WholeExamples(2), WholeExamples(2)
+    long.offer(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long), 1)
+    assert len(long.value().x_TD) == 5 and none.value() is None
 
 
 def test_a_mean_far_from_zero_costs_the_covariance_no_digits():

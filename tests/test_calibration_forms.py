@@ -5,10 +5,14 @@ import itertools
 import pytest
 import torch
 
+from acm_compiler.acm.reference import Weights
+from acm_compiler.calibration.damage import Judged, together, token_damage
+from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.low_rank import nested_factors, prefix_biases
 from acm_compiler.calibration.neuron_order import RIDGE, greedy_order, neuron_order, variance_order
 from acm_compiler.calibration.second_layer import Hidden, fit_second_layer, weight_of_k
 from acm_compiler.calibration.symmetric import roots, solve
+from acm_compiler.calibration.whole_examples import Whole
 
 N, H, F, OUT, T = 3, 4, 12, 5, 400
 
@@ -223,7 +227,7 @@ def test_factors_are_the_best_of_every_rank_in_both_metrics():
     w_OD, c_DD, g_OO = torch.randn(6, 7, dtype=torch.float64), spd(7), spd(6)
     factors = nested_factors(w_OD, c_DD, g_OO, 6)
     ridged_c = c_DD + 1e-5 * c_DD.diagonal().mean() * torch.eye(7, dtype=torch.float64)
-    ridged_g = g_OO + 3e-2 * g_OO.diagonal().mean() * torch.eye(6, dtype=torch.float64)
+    ridged_g = g_OO + 0.3 * g_OO.diagonal().mean() * torch.eye(6, dtype=torch.float64)
     root_c, root_g = (torch.linalg.cholesky(m).T for m in (ridged_c, ridged_g))
     for rank in range(1, 6):
         ours = weighted_error(w_OD, factors, rank, ridged_c, ridged_g)
@@ -289,3 +293,31 @@ def test_picks_are_never_repeated_whatever_the_block():
         h_TF = activations(features=features)
         c, w = torch.cov(h_TF.T, correction=0), torch.randn(OUT, features, dtype=torch.float64)
         assert sorted(greedy_order(c, w, min(features, 16 * count)).tolist()) == list(range(features))
+
+
+def test_tokens_that_are_wrong_alike_do_damage_together():
+    """A learner that misses the mean of an example, under gradients that are the same, or not, for all its tokens."""
+    examples, tokens, width = 40, 12, 6
+    torch.manual_seed(0)
+    example_T = torch.arange(examples).repeat_interleave(tokens)
+    x_TD = torch.randn(examples, width)[example_T]
+    zero, eye = torch.zeros(width), torch.eye(width)
+    dense = DenseWeights(first=((eye, zero),), last=None, act="identity")
+    half = torch.diag(torch.tensor([1.0, 1, 1, 0, 0, 0]))
+    weights = Weights(
+        w_in=half[None], b_in=None, w_up=None, b_up=None, w_out=eye[:, None], b_out=torch.zeros(2, width),
+        w_top=None, act="identity", form="linear",
+    )  # fmt: skip
+    same_TO, own_TO = torch.randn(examples, width)[example_T], torch.randn(examples * tokens, width)
+    found = []
+    for g_TO in (same_TO, own_TO):
+        whole = Whole(x_TD=x_TD, g_TO=g_TO, example_T=example_T)
+        listens_T = g_TO.square().sum(1)
+        judged = Judged(dense=dense, metric=torch.eye(width) / width, x_TD=x_TD, listens_T=listens_T, whole=whole)
+        found.append(float(together(weights, judged, 1)[0]))
+        # what is expected of an example is what its tokens do together
+        d_TO = x_TD @ half - x_TD
+        moved = torch.zeros(examples).index_add_(0, example_T, (d_TO * g_TO).sum(1)).square().mean()
+        expected = tokens * float(token_damage(weights, judged, 1).mean())
+        assert expected == pytest.approx(float(moved), rel=0.15)
+    assert found[0] > 8 and found[1] < 2

@@ -45,7 +45,7 @@ def test_a_slice_of_minilm_is_converted_with_its_real_weights(tmp_path):
     assert 1 > by_budget[0.75].metric > 0.98
     assert by_budget[0.4].metric < by_budget[0.75].metric and by_budget[0.4].metric > 0.9
     plan = acm.load(tmp_path / "out").encoder.layer[0].attention.output.dense.conversion.plan
-    assert {site.form for site in plan.sites if site.role} == {"slices"}
+    assert {site.form for site in plan.sites if site.role} <= {"slices", "svd"}
     assert any("expected damage" in line for line in said)
 
 

@@ -9,8 +9,10 @@ from torch import nn
 
 import acm_compiler as acm
 from acm_compiler.calibration import Options, calibrate_on
+from acm_compiler.calibration.choose_forms import choose_forms
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.head_bases import bases_of_scores, bases_of_values, head_blocks
+from acm_compiler.calibration.learn_sites import Learned
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import site_cost
 from acm_compiler.errors import UsageError
@@ -138,7 +140,13 @@ def test_what_lies_in_between_is_named():
 def test_a_change_of_basis_changes_no_answer_and_costs_nothing(case):
     model, x = opened(case)
     wanted = answer(model, x)
-    converted = calibrated(model, x, lossless=True)
+    plan = plan_of(model, x)
+    rules = [
+        SiteRule(match=(f"attn.{role}",), learners=2, form="slices" if role in SLICED[case] else "svd", lossless=True)
+        for role in {site.role for site in plan.sites}
+    ]
+    converted = acm.rewrite(model, decide(look(model, x), rules, GateConfig()))
+    calibrate_on(converted, masked([x] * 3), options=Options(tokens=10, gate_steps=5))
     plan = conversion(converted).plan
     assert {site.role for site in plan.sites if site.is_sliced} == SLICED[case]
     acm.set_k(converted, 2)
@@ -168,13 +176,14 @@ def test_sliced_models_are_saved_and_loaded(tmp_path):
 
 
 def false_pairs(plan):
-    """The plan of rotary attention with queries and keys said to be a pair."""
+    """The plan of rotary attention, all of it slices, with queries and keys said to be a pair."""
     names = {site.role: site.name for site in plan.sites}
-    like = plan.site(names["v"])
+    v = plan.site(names["v"])
+    like = dataclasses.replace(v, width=v.d_out // v.learners)
 
     def changed(site):
         if site.role not in "qk":
-            return site
+            return dataclasses.replace(site, form="slices", width=like.width)
         pair = dataclasses.replace(like.pair, partner=names["k" if site.role == "q" else "q"], heads=4)
         return dataclasses.replace(site, pair=pair, form="slices", width=like.width)
 
@@ -208,18 +217,34 @@ def test_slices_are_refused_with_the_reason(case, learners, match, reason):
         decide(look(model, x), [SiteRule(match=match, learners=learners, form="slices")], GateConfig())
 
 
-def test_form_auto_takes_what_does_less_damage():
-    from acm_compiler.calibration.learn_sites import Learned, gated_damage
+def unit_of(site, *damage, scale=1.0):
+    """A unit of one site whose k = 1, 2, ... do this damage, times what listens to each token."""
+    listens_T = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(2).exp() * scale
+    return [
+        Learned(
+            site=site,
+            weights=None,
+            judged=None,
+            damage_TC=listens_T[:, None] * torch.tensor([damage]),
+            tokens=400,
+            seed=0,
+        )
+    ]
 
+
+def test_form_auto_takes_what_does_the_whole_less_damage():
     model, x = opened("hf_bert")
     plan = conversion(calibrated(model, x)).plan
     assert {site.form for site in plan.sites} <= {"svd", "slices"}
-    site = plan.sites[0]
-    little, much = torch.full((5, 2), 0.1), torch.full((5, 2), 0.2)
-    parts = [
-        [Learned(record=None, site=site, weights=None, judged=None, damage_TC=damage)] for damage in (little, much)
-    ]
-    assert gated_damage(parts[0]) < gated_damage(parts[1])
+    a, b, c = plan.sites[:3]
+    good, bad = unit_of(a, 0.1, 0.01), unit_of(a, 0.2, 0.02)
+    assert choose_forms([[bad, good]])[0] is good and choose_forms([[bad]])[0] is bad
+    # exact at the top is worth nothing where no budget pays for the top, and much where most tokens run it
+    exact, nested = (0.2, 0.0), (0.1, 0.08)
+    heard = [[unit_of(site, *exact, scale=1e4), unit_of(site, *nested, scale=1e4)] for site in (b, c)]
+    idle = [unit_of(a, *exact), unit_of(a, *nested)]
+    found = choose_forms([*heard, idle])
+    assert found[0] is heard[0][0] and found[1] is heard[1][0] and found[2] is idle[1]
 
 
 def spread(*shape):
@@ -249,6 +274,8 @@ def test_bases_keep_the_attention_s_result_and_order_what_they_lose():
     v, o = bases_of_values(covariance, weight, metric, heads=2)
     x = torch.randn(7, 12, dtype=torch.float64)
     torch.testing.assert_close(v.turned(x) @ o.turned_columns(weight).T, x @ weight.T)
+    gradient = torch.randn(7, 12, dtype=torch.float64)
+    torch.testing.assert_close((v.turned_columns(gradient) * v.turned(x)).sum(1), (gradient * x).sum(1))
     rows = torch.randn(12, 3, dtype=torch.float64)
     torch.testing.assert_close(v.turned_rows(rows), v.turned(rows.T).T)
     turned = o.turned_columns(weight)

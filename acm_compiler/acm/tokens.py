@@ -36,6 +36,12 @@ def of_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, *, s
     return folded.view(view).expand(shape).reshape(-1)
 
 
+def examples(shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
+    """The number, from 0, of the example to which each token of an input [*shape, D] belongs, as [T]."""
+    layout = _known(layout, site)
+    return of_examples(torch.arange(shape[layout.batch_axis] // layout.folds), shape, layout, site=site)
+
+
 def of_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     """A mask [batch, tokens], True at real tokens, in the order of the tokens of an input [*shape, D], as [T]."""
     layout = _known(layout, site)

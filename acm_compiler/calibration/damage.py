@@ -1,8 +1,10 @@
 """How much each k is expected to change the model's output, token by token (QUALITY 2).
 
 e_t(k) = |g_t|^2 d_k^T G d_k / tr G, d_k = y_k - o: what k learners do instead of the dense region, in the metric of the
-site's output, times how much the model's output listens to this token.
-Shapes: T tokens, C choices of k, O out.
+site's output, times how much the model's output listens to this token. Its scale, for each k, is set by examples kept
+whole, where E[(sum over tokens of g . d_k)^2] is known: tokens that are wrong alike do far more damage together than
+one by one (where a pooled output listens to all of them alike, up to fifty times as much).
+Shapes: T tokens, C choices of k, O out, E examples.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm.reference import Weights, all_outputs
+from acm_compiler.calibration import ranks
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.calibration.whole_examples import Whole
 
 _BLOCK = 2048
+# as many examples in which tokens do damage by themselves are imagined beside those seen
+_IMAGINED = 4
 
 
 def mean_trace(records: Iterable[SiteRecord]) -> float:
@@ -31,13 +37,14 @@ class Judged:
     """What a site's learners are held against, in the basis in which they live.
 
     dense: the weights they replace. metric: G over its trace in the original basis, [O, O]. x_TD: inputs of sampled
-    tokens, listens_T: |g|^2 of each.
+    tokens, listens_T: |g|^2 of each. whole: examples kept whole, None where no gradient reached any.
     """
 
     dense: DenseWeights
     metric: Tensor
     x_TD: Tensor
     listens_T: Tensor
+    whole: Whole | None = None
 
     @staticmethod
     def of(record: SiteRecord, *, elsewhere: float) -> Judged:
@@ -47,24 +54,61 @@ class Judged:
         sites do: `elsewhere` is their mean trace.
         """
         metric, listens_T = _metric(record), record.sample.weights
-        trace = metric.trace()
+        trace, whole = metric.trace(), record.whole.value()
         if not trace > 0:
+            whole = None
             metric, trace = torch.eye(len(metric)).to(metric), metric.new_tensor(len(metric))
             listens_T = torch.full_like(listens_T, elsewhere)
-        return Judged(dense=record.dense, metric=metric / trace, x_TD=record.sample.vectors, listens_T=listens_T)
+        return Judged(
+            dense=record.dense,
+            metric=metric / trace,
+            x_TD=record.sample.vectors,
+            listens_T=listens_T,
+            whole=whole,
+        )
 
 
 @torch.no_grad()
 def token_damage(weights: Weights, judged: Judged, k_min: int) -> Tensor:
     """e_t(k) for the sampled tokens and every k from k_min to N, fp32 [T, C]; never negative."""
-    x_TD = judged.x_TD
-    g_OO = judged.metric.to(x_TD)
     blocks = []
-    for start in range(0, len(x_TD), _BLOCK):
-        x = x_TD[start : start + _BLOCK]
+    for x in judged.x_TD.split(_BLOCK):
         d_CTO = all_outputs(x, weights, k_min) - judged.dense.output(x)
-        blocks.append(((d_CTO @ g_OO) * d_CTO).sum(-1).T)
-    return torch.cat(blocks).float().clamp_min(0) * judged.listens_T[:, None]
+        blocks.append(_size(d_CTO, judged))
+    return torch.cat(blocks).float() * judged.listens_T[:, None] * together(weights, judged, k_min).float()
+
+
+@torch.no_grad()
+def together(weights: Weights, judged: Judged, k_min: int) -> Tensor:
+    """What an example's tokens do together over the sum of what each would do, for every k from k_min to N, [C]."""
+    choices = weights.learners + 1 - k_min
+    sums = torch.zeros(2, choices, dtype=torch.float64, device=judged.metric.device)
+    examples = 0
+    if judged.whole is not None:
+        sums, examples = _on_whole(weights, judged, judged.whole, k_min), int(judged.whole.example_T.max()) + 1
+    joined, alone = ranks.total(sums)
+    examples = sum(ranks.gathered(examples))
+    # where k learners are exact, both are rounding
+    seen = torch.where(alone > 0, joined / alone.clamp_min(torch.finfo(alone.dtype).tiny), 1.0)
+    return ((seen * examples + _IMAGINED) / (examples + _IMAGINED)).to(judged.x_TD.device)
+
+
+def _on_whole(weights: Weights, judged: Judged, whole: Whole, k_min: int) -> Tensor:
+    """Sums over the whole examples of both damages, float64 [2, C]."""
+    examples = int(whole.example_T.max()) + 1
+    moved_CE = whole.x_TD.new_zeros(weights.learners + 1 - k_min, examples)
+    alone_C = moved_CE.new_zeros(len(moved_CE))
+    parts = zip(*(t.split(_BLOCK) for t in (whole.x_TD, whole.g_TO, whole.example_T)), strict=True)
+    for x_TD, g_TO, example_T in parts:
+        d_CTO = all_outputs(x_TD, weights, k_min) - judged.dense.output(x_TD)
+        moved_CE.index_add_(1, example_T, (d_CTO * g_TO).sum(-1))
+        alone_C += (_size(d_CTO, judged) * g_TO.square().sum(1, keepdim=True)).sum(0)
+    return torch.stack([moved_CE.double().square().sum(1), alone_C.double()]).to(judged.metric.device)
+
+
+def _size(d_CTO: Tensor, judged: Judged) -> Tensor:
+    """d^T G d / tr G of every choice, [T, C]; never negative."""
+    return ((d_CTO @ judged.metric.to(d_CTO)) * d_CTO).sum(-1).T.clamp_min(0)
 
 
 def _metric(record: SiteRecord) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from acm_compiler.acm import Gate
 from acm_compiler.calibration import ranks
+from acm_compiler.calibration.choose_forms import choose_forms
 from acm_compiler.calibration.damage import mean_trace
 from acm_compiler.calibration.dense_weights import DenseWeights, read_dense
 from acm_compiler.calibration.examples import Examples
@@ -107,10 +108,14 @@ def _fit_group(
 ) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
     elsewhere = mean_trace(records.values())
+    candidates = []
     for unit in list(units([record.site for record in records.values()])):
         parts = [records.pop(site.name) for site in unit]
-        for learned in learn(model, parts, examples.fitted, options, elsewhere=elsewhere):
-            yield _fitted(model, learned, seen, options)
+        candidates.append(learn(model, parts, examples.fitted, options, elsewhere=elsewhere))
+    chosen = choose_forms(candidates)
+    candidates.clear()
+    for learned in [part for unit in chosen for part in unit]:
+        yield _fitted(model, learned, seen, options)
 
 
 def _fitted(model: nn.Module, learned: Learned, seen: Seen, options: Options) -> FittedSite:
@@ -118,13 +123,13 @@ def _fitted(model: nn.Module, learned: Learned, seen: Seen, options: Options) ->
     damage_TC = learned.damage_TC * (seen.examples / max(seen.energy, 1e-300))
     like = sites(model)[site.name].learners.w_in
     gate = Gate(site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
-    fit_gate(gate, x_TD, damage_TC, steps=options.gate_steps, seed=learned.record.seed)
+    fit_gate(gate, x_TD, damage_TC, steps=options.gate_steps, seed=learned.seed)
     learners = as_module(learned.weights, site, like)
     ranks.from_first([learners, gate])
     with torch.no_grad():
         scores = gate(x_TD[:_SCORED]).float()
     # one example's damage is the sum over its tokens
-    per_example = learned.record.tokens / seen.examples
+    per_example = learned.tokens / seen.examples
     damage = tuple(float(value) * per_example for value in damage_TC.double().mean(0))
     return FittedSite(site=site, learners=learners, gate=gate, damage=damage, scores=scores)
 

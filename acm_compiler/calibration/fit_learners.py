@@ -90,7 +90,7 @@ def _split(w_FD: Tensor, b_F: Tensor | None, order: Tensor, site: PlannedSite) -
 def _fit_linear(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weights:
     w_OD, b_O = dense.first[0][0].to(record.home, torch.float64), _bias(dense.first[0], record.home)
     metric = record.metric.value(site.d_out, record.home)
-    factors = nested_factors(w_OD, record.moments.covariance, metric, site.learners * site.width)
+    factors = nested_factors(w_OD, record.inputs, metric, site.learners * site.width)
     b_out = prefix_biases(w_OD, b_O, record.moments.mean, factors, site.learners)
     if site.has_top:
         b_out[site.learners] = b_O

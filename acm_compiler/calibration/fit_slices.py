@@ -77,7 +77,10 @@ def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Sliced:
     b_KO = torch.where(fits_KN1, b_O.unflatten(0, parts), mean_O.unflatten(0, parts)).flatten(1)
     w_NGhD = w_OD.unflatten(0, parts).movedim(1, 0)
     dense = _dense(record.dense, w_OD, b_O)
-    turned = dataclasses.replace(judged, dense=dense, metric=bases.turned_metric(judged.metric))
+    whole = judged.whole
+    if whole is not None:
+        whole = dataclasses.replace(whole, g_TO=bases.turned_columns(whole.g_TO.to(w_OD)).to(whole.g_TO))
+    turned = dataclasses.replace(judged, dense=dense, metric=bases.turned_metric(judged.metric), whole=whole)
     return Sliced(site=site, weights=_weights(w_NGhD, b_KO, "rows", like=judged.x_TD), judged=turned)
 
 
@@ -92,7 +95,10 @@ def _columns(record: SiteRecord, bases: HeadBases, judged: Judged) -> Sliced:
     left_out_NO = torch.einsum("ognh,gnh->no", w_OGNh, mean_D.unflatten(0, parts))
     missing_KO = torch.cat([left_out_NO.flip(0).cumsum(0).flip(0), torch.zeros_like(b_O)[None]])
     dense = _dense(record.dense, w_OD, b_O)
-    turned = dataclasses.replace(judged, dense=dense, x_TD=bases.turned(judged.x_TD))
+    whole = judged.whole
+    if whole is not None:
+        whole = dataclasses.replace(whole, x_TD=bases.turned(whole.x_TD))
+    turned = dataclasses.replace(judged, dense=dense, x_TD=bases.turned(judged.x_TD), whole=whole)
     weights = _weights(w_OGNh.movedim(2, 0), b_O + missing_KO, "cols", like=judged.x_TD)
     return Sliced(site=site, weights=weights, judged=turned)
 

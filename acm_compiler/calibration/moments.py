@@ -25,12 +25,12 @@ class Moments:
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0.0
         self._shift: Tensor | None = None
         self._sum = self._products = torch.zeros(())
 
-    def add(self, v_TF: Tensor) -> None:
-        """Take in `v_TF`."""
+    def add(self, v_TF: Tensor, weight_T: Tensor | None = None) -> None:
+        """Take in `v_TF`, every vector once or as often as `weight_T` says."""
         if not v_TF.shape[0]:
             return
         home = accumulator_device(v_TF.device)
@@ -39,11 +39,13 @@ class Moments:
             features = v_TF.shape[1]
             self._sum = torch.zeros(features, dtype=torch.float64, device=home)
             self._products = torch.zeros(features, features, dtype=torch.float64, device=home)
-        for block in v_TF.split(_BLOCK):
+        weight_T = v_TF.new_ones(len(v_TF)) if weight_T is None else weight_T.to(v_TF)
+        for block, weight in zip(v_TF.split(_BLOCK), weight_T.split(_BLOCK), strict=True):
             shifted = block - self._shift
-            self._sum += shifted.sum(0).to(home, torch.float64)
-            self._products += (shifted.T @ shifted).to(home)
-        self.count += v_TF.shape[0]
+            weighed = shifted * weight[:, None]
+            self._sum += weighed.sum(0).to(home, torch.float64)
+            self._products += (shifted.T @ weighed).to(home)
+        self.count += float(weight_T.double().sum())
 
     @property
     def mean(self) -> Tensor:
@@ -57,6 +59,11 @@ class Moments:
         offset = self._sum / self.count
         return self._products / self.count - torch.outer(offset, offset)
 
+    def spread_around(self, mean_F: Tensor) -> Tensor:
+        """Second moment [F, F] around another mean."""
+        offset = self.mean - mean_F
+        return self.covariance + torch.outer(offset, offset)
+
     @property
     def is_finite(self) -> bool:
         """Whether everything seen so far was finite."""
@@ -66,13 +73,12 @@ class Moments:
         """Become the moments of what all processes saw."""
         own_mean = self.mean if self.count else torch.zeros(features, dtype=torch.float64, device=home)
         products = torch.zeros(features, features, dtype=torch.float64, device=home)
-        count = ranks.total(torch.tensor(self.count, device=home))
-        mean = ranks.total(own_mean * self.count) / count.clamp_min(1)
+        count = ranks.total(torch.tensor(self.count, dtype=torch.float64, device=home))
+        mean = ranks.total(own_mean * self.count) / count.clamp_min(torch.finfo(count.dtype).tiny)
         if self.count:
-            offset = own_mean - mean
-            products = self.count * (self.covariance + torch.outer(offset, offset))
+            products = self.count * self.spread_around(mean)
         self._products = ranks.total(products)
-        self.count, self._shift, self._sum = int(count), mean, torch.zeros_like(mean)
+        self.count, self._shift, self._sum = float(count), mean, torch.zeros_like(mean)
 
 
 class SecondMoment:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.acm import ACM
+from acm_compiler.acm import ACM, tokens
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.calibration.examples import mask_in
 from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
@@ -39,7 +39,7 @@ def observe(
     seen = Seen()
     with tapped(model, records) as taps, _differentiable(model) as carriers:
         for example in examples:
-            taps.mask_BS = mask_in(example)
+            taps.mask_BS, taps.first = mask_in(example), seen.examples
             with batch_context(model, mask=example[1]):
                 outputs = answers(call_model(model, example[0]), answer, taps.mask_BS)
                 loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed)
@@ -59,6 +59,7 @@ class _Taps:
     def __init__(self, records: Mapping[str, SiteRecord]) -> None:
         self.records = records
         self.mask_BS: Tensor | None = None
+        self.first = 0
         self.leaves: list[Tensor] = []
 
     def __call__(self, acm: ACM, x: Tensor, output: Tensor) -> None:
@@ -68,7 +69,9 @@ class _Taps:
             self.leaves.append(output.requires_grad_())
         record = self.records.get(acm.name)
         if record is not None:
-            record.take(x.detach().reshape(-1, x.shape[-1]), output, real_tokens(acm, x, self.mask_BS))
+            x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), real_tokens(acm, x, self.mask_BS)
+            example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name).to(x.device) + self.first
+            record.take(x_TD, output, real_T, example_T)
 
 
 @contextmanager

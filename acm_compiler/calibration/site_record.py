@@ -8,37 +8,49 @@ from torch import Tensor
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment, accumulator_device
+from acm_compiler.calibration.whole_examples import WholeExamples
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.plans import PlannedSite
+
+# tokens of the examples that are kept whole, as a part of the sample
+_WHOLE = 0.5
 
 
 class SiteRecord:
     """Fed by the site's tap and by gradients; x [T, D] its input, o [T, O] the dense region's output.
 
     `moments` are of the hidden activation of an MLP and of the input of a linear site. `metric` is G = E[g g^T] of the
-    gradient g at the output. `sample` holds inputs, weighted by |g|^2.
+    gradient g at the output. `sample` holds inputs, weighted by |g|^2, `whole` the first examples with their
+    gradients. `heard` is, for a linear site, `moments` with |g|^2 for weights.
     """
 
     def __init__(self, site: PlannedSite, dense: DenseWeights, *, sample: int, seed: int) -> None:
         self.site, self.dense, self.seed = site, dense, seed
-        self.moments, self.metric = Moments(), SecondMoment()
-        self.sample = Reservoir(sample, seed)
+        self.moments, self.heard, self.metric = Moments(), Moments(), SecondMoment()
+        self.sample, self.whole = Reservoir(sample, seed), WholeExamples(int(sample * _WHOLE))
         self.home = accumulator_device(dense.device)
 
     @property
     def tokens(self) -> int:
         """Real tokens seen."""
-        return self.moments.count
+        return int(self.moments.count)
+
+    @property
+    def inputs(self) -> Tensor:
+        """Spread [D, D] of a linear site's inputs, every token counting half as one, half as what listens to it."""
+        plain = self.moments.covariance
+        return (plain + self.heard.spread_around(self.moments.mean)) / 2 if self.heard.count else plain
 
     @torch.no_grad()
-    def take(self, x_TD: Tensor, o_TO: Tensor, real_T: Tensor | None) -> None:
-        """One call of the site. Its gradient, if one arrives at `o_TO`, is taken too."""
+    def take(self, x_TD: Tensor, o_TO: Tensor, real_T: Tensor | None, example_T: Tensor) -> None:
+        """One call of the site; `example_T` numbers the examples. Its gradient, if one arrives, is taken too."""
         if real_T is not None:
-            x_TD = x_TD[real_T]
+            x_TD, example_T = x_TD[real_T], example_T[real_T]
         x_TD = x_TD.to(self.dense.first[0][0].dtype)
         self.moments.add(x_TD if self.dense.last is None else self.dense.hidden(x_TD))
         self.metric.count_tokens(len(x_TD))
         call = self.sample.offer(x_TD)
+        take_whole = self.whole.offer(x_TD, example_T, o_TO.shape[-1])
 
         def take_gradient(g_TO: Tensor) -> None:
             with torch.no_grad():
@@ -46,7 +58,11 @@ class SiteRecord:
                 if real_T is not None:
                     g_TO = g_TO[real_T]
                 self.metric.add(g_TO)
-                call.weigh(g_TO.square().sum(1))
+                listens_T = g_TO.square().sum(1)
+                call.weigh(listens_T)
+                take_whole(g_TO)
+                if self.dense.last is None:
+                    self.heard.add(x_TD, listens_T)
 
         if o_TO.requires_grad:
             o_TO.register_hook(take_gradient)
@@ -72,6 +88,8 @@ class SiteRecord:
         if ranks.world() > 1:
             self.moments.join(self.site.dense_width or self.site.d_in, self.home)
             self.metric.join(self.site.d_out, self.home)
+            if self.dense.last is None:
+                self.heard.join(self.site.d_in, self.home)
             self.sample.join(self.dense.device)
 
     def require_tokens(self) -> None:
@@ -87,4 +105,6 @@ class SiteRecord:
     def size_bytes(site: PlannedSite, sample: int) -> int:
         """Memory that a record of `site` takes, and what fitting it adds."""
         features = site.dense_width or site.d_in
-        return 8 * (features**2 + site.d_out**2) + 4 * sample * (site.d_in + 1)
+        heard = site.d_in**2 if site.last is None else 0
+        whole = int(_WHOLE * sample) * (site.d_in + site.d_out)
+        return 8 * (features**2 + site.d_out**2 + heard) + 4 * (sample * (site.d_in + 1) + whole)

@@ -220,16 +220,9 @@ def test_slices_are_refused_with_the_reason(case, learners, match, reason):
 def unit_of(site, *damage, scale=1.0):
     """A unit of one site whose k = 1, 2, ... do this damage, times what listens to each token."""
     listens_T = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(2).exp() * scale
-    return [
-        Learned(
-            site=site,
-            weights=None,
-            judged=None,
-            damage_TC=listens_T[:, None] * torch.tensor([damage]),
-            tokens=400,
-            seed=0,
-        )
-    ]
+    damage_TC = listens_T[:, None] * torch.tensor([damage])
+    known = {"weights": None, "judged": None, "gate": None, "damage_TC": damage_TC, "expected_TC": damage_TC}
+    return [Learned(site=site, tokens=400, **known)]
 
 
 def test_form_auto_takes_what_does_the_whole_less_damage():

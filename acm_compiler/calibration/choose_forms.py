@@ -17,15 +17,14 @@ from acm_compiler.cost import macs_per_learner
 Unit = list[Learned]
 
 _BUDGETS, _HALVINGS, _ROUNDS = (0.35, 0.45, 0.6, 0.75), 24, 2
-# tokens of each site by which forms are compared
-_TOKENS = 2048
 
 
 def choose_forms(candidates: Sequence[Sequence[Unit]]) -> list[Unit]:
     """One of the `candidates` of each unit of sites.
 
-    It lowers log damage, averaged over budgets, most: damage plus price times MACs of the best k for every token, over
-    the damage of the whole at that price. What a gate can make of learners is so compared, not any single k.
+    It lowers log damage, averaged over budgets, most: damage plus price times MACs of what the gates choose, over the
+    damage of the whole at that price. (The best k of every token, which no gate knows, would favour forms that harm a
+    few tokens much.)
     """
     chosen = [options[0] for options in candidates]
     if all(len(options) == 1 for options in candidates):
@@ -66,12 +65,12 @@ def _share(units: Sequence[Unit], price: float) -> float:
 
 
 def _run(unit: Unit, price: float) -> tuple[float, float]:
-    """Damage and MACs of a unit where every token runs the k that is best at this price of a MAC."""
+    """Damage and MACs of a unit where every token runs the k that its gate chooses at this price of a MAC."""
     damage = macs = 0.0
     for part in unit:
-        damage_TC, learner = part.damage_TC[:_TOKENS].double(), macs_per_learner(part.site)
-        k_C = torch.arange(part.site.k_min, part.site.learners + 1, device=damage_TC.device)
-        c_T = (damage_TC + k_C * (price * learner)).argmin(1)
-        damage += part.tokens * float(damage_TC.gather(1, c_T[:, None]).mean())
+        expected_TC, learner = part.expected_TC, macs_per_learner(part.site)
+        k_C = torch.arange(part.site.k_min, part.site.learners + 1, device=expected_TC.device)
+        c_T = (expected_TC + k_C * (price * learner)).argmin(1)
+        damage += part.tokens * float(part.damage_TC[: len(c_T)].gather(1, c_T[:, None]).double().mean())
         macs += part.tokens * learner * float(k_C[c_T].double().mean())
     return damage, macs

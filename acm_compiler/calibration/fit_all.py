@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from acm_compiler.acm import Gate
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.choose_forms import choose_forms
 from acm_compiler.calibration.damage import mean_trace
 from acm_compiler.calibration.dense_weights import DenseWeights, read_dense
 from acm_compiler.calibration.examples import Examples
-from acm_compiler.calibration.fit_gate import fit_gate
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
 from acm_compiler.calibration.install import FittedSite
 from acm_compiler.calibration.learn_sites import Learned, learn, units
@@ -115,22 +114,21 @@ def _fit_group(
     chosen = choose_forms(candidates)
     candidates.clear()
     for learned in [part for unit in chosen for part in unit]:
-        yield _fitted(model, learned, seen, options)
+        yield _fitted(model, learned, seen)
 
 
-def _fitted(model: nn.Module, learned: Learned, seen: Seen, options: Options) -> FittedSite:
-    site, x_TD = learned.site, learned.judged.x_TD
-    damage_TC = learned.damage_TC * (seen.examples / max(seen.energy, 1e-300))
-    like = sites(model)[site.name].learners.w_in
-    gate = Gate(site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
-    fit_gate(gate, x_TD, damage_TC, steps=options.gate_steps, seed=learned.seed)
-    learners = as_module(learned.weights, site, like)
-    ranks.from_first([learners, gate])
+def _fitted(model: nn.Module, learned: Learned, seen: Seen) -> FittedSite:
+    site, gate = learned.site, learned.gate
+    # in units of the squared norm of one example's answer
+    unit = seen.examples / max(seen.energy, 1e-300)
+    learners = as_module(learned.weights, site, sites(model)[site.name].learners.w_in)
+    ranks.from_first([learners])
     with torch.no_grad():
-        scores = gate(x_TD[:_SCORED]).float()
+        gate.outer.bias.add_(math.log(unit))
+        scores = gate(learned.judged.x_TD[:_SCORED]).float()
     # one example's damage is the sum over its tokens
-    per_example = learned.tokens / seen.examples
-    damage = tuple(float(value) * per_example for value in damage_TC.double().mean(0))
+    per_example = unit * learned.tokens / seen.examples
+    damage = tuple(float(value) * per_example for value in learned.damage_TC.double().mean(0))
     return FittedSite(site=site, learners=learners, gate=gate, damage=damage, scores=scores)
 
 

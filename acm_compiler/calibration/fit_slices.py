@@ -21,8 +21,8 @@ from acm_compiler.plans import PlannedSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sliced:
-    """A site's slices and what they are judged by."""
+class Fit:
+    """A site's learners and what they are judged by."""
 
     site: PlannedSite
     weights: Weights
@@ -36,7 +36,7 @@ def sliced_site(site: PlannedSite) -> PlannedSite:
 
 
 @torch.no_grad()
-def fit_slices(first: SiteRecord, second: SiteRecord, judged: dict[str, Judged]) -> list[Sliced]:
+def fit_slices(first: SiteRecord, second: SiteRecord, judged: dict[str, Judged]) -> list[Fit]:
     """Both sites of a pair; `judged` says, by name, how they were seen in the original basis."""
     records = {record.site.role: record for record in (first, second)}
     if "o" in records:
@@ -65,7 +65,7 @@ def _double(record: SiteRecord) -> tuple[Tensor, Tensor]:
     return w, w.new_zeros(len(w)) if bias is None else bias.to(w)
 
 
-def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Sliced:
+def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     """Slices of the output of q, k or v."""
     site = sliced_site(record.site)
     weight, bias = _double(record)
@@ -81,10 +81,10 @@ def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Sliced:
     if whole is not None:
         whole = dataclasses.replace(whole, g_TO=bases.turned_columns(whole.g_TO.to(w_OD)).to(whole.g_TO))
     turned = dataclasses.replace(judged, dense=dense, metric=bases.turned_metric(judged.metric), whole=whole)
-    return Sliced(site=site, weights=_weights(w_NGhD, b_KO, "rows", like=judged.x_TD), judged=turned)
+    return Fit(site=site, weights=_weights(w_NGhD, b_KO, "rows", like=judged.x_TD), judged=turned)
 
 
-def _columns(record: SiteRecord, bases: HeadBases, judged: Judged) -> Sliced:
+def _columns(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     """Slices of what o reads."""
     site = sliced_site(record.site)
     weight, b_O = _double(record)
@@ -100,7 +100,7 @@ def _columns(record: SiteRecord, bases: HeadBases, judged: Judged) -> Sliced:
         whole = dataclasses.replace(whole, x_TD=bases.turned(whole.x_TD))
     turned = dataclasses.replace(judged, dense=dense, x_TD=bases.turned(judged.x_TD), whole=whole)
     weights = _weights(w_OGNh.movedim(2, 0), b_O + missing_KO, "cols", like=judged.x_TD)
-    return Sliced(site=site, weights=weights, judged=turned)
+    return Fit(site=site, weights=weights, judged=turned)
 
 
 def _dense(before: DenseWeights, weight: Tensor, bias: Tensor) -> DenseWeights:

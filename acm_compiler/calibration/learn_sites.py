@@ -6,12 +6,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm import Gate
 from acm_compiler.acm.reference import Weights
+from acm_compiler.calibration import ranks
 from acm_compiler.calibration.damage import Judged, token_damage
+from acm_compiler.calibration.fit_gate import fit_gate
 from acm_compiler.calibration.fit_learners import as_module, fit_learners, resolve_site
-from acm_compiler.calibration.fit_slices import fit_slices
+from acm_compiler.calibration.fit_slices import Fit, fit_slices
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.prove_slices import TOLERANCE, slices_error
 from acm_compiler.calibration.site_record import SiteRecord
@@ -20,21 +24,25 @@ from acm_compiler.measure import Example
 from acm_compiler.plans import PlannedSite
 
 _LOG = logging.getLogger(__name__)
+# tokens of each site by which forms are compared
+_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
     """A resolved site's learners, what they were judged by, and the damage of every k for the sampled tokens.
 
-    tokens: how many the site saw. seed: of what is drawn for it.
+    gate: predicts the log of that damage. expected_TC: the damage that it predicts for the first of those tokens.
+    tokens: how many the site saw.
     """
 
     site: PlannedSite
     weights: Weights
     judged: Judged
     damage_TC: Tensor
+    gate: Gate
+    expected_TC: Tensor
     tokens: int
-    seed: int
 
 
 def units(planned: Sequence[PlannedSite]) -> Iterator[list[PlannedSite]]:
@@ -61,14 +69,28 @@ def learn(
     own = []
     for record in records:
         site = resolve_site(record.site, record.tokens)
-        own.append(_learned(record, site, fit_learners(site, record.dense, record), judged[record.site.name]))
+        weights = fit_learners(site, record.dense, record)
+        own.append(_learned(model, record, Fit(site=site, weights=weights, judged=judged[site.name]), options))
     return [own] if sliced is None else [own, sliced]
 
 
-def _learned(record: SiteRecord, site: PlannedSite, weights: Weights, judged: Judged) -> Learned:
-    damage_TC = token_damage(weights, judged, site.k_min)
+def _learned(model: nn.Module, record: SiteRecord, fit: Fit, options: Options) -> Learned:
+    site, x_TD = fit.site, fit.judged.x_TD
+    damage_TC = token_damage(fit.weights, fit.judged, site.k_min)
+    like = sites(model)[site.name].learners.w_in
+    gate = Gate(site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
+    fit_gate(gate, x_TD, damage_TC, steps=options.gate_steps, seed=record.seed)
+    ranks.from_first([gate])
+    with torch.no_grad():
+        expected_TC = gate(x_TD[:_TOKENS]).double().exp()
     return Learned(
-        site=site, weights=weights, judged=judged, damage_TC=damage_TC, tokens=record.tokens, seed=record.seed
+        site=site,
+        weights=fit.weights,
+        judged=fit.judged,
+        damage_TC=damage_TC,
+        gate=gate,
+        expected_TC=expected_TC,
+        tokens=record.tokens,
     )
 
 
@@ -89,4 +111,4 @@ def _sliced(
         _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", names, error)
         return None
     known = {record.site.name: record for record in records}
-    return [_learned(known[part.site.name], part.site, part.weights, part.judged) for part in found]
+    return [_learned(model, known[part.site.name], part, options) for part in found]

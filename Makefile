@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# threads that wait for each other in a loop take the cores from whatever else runs there; those that sleep do not
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test test-slow zoo zoo-proofs lint format
 .DEFAULT_GOAL := test

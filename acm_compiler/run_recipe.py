@@ -38,7 +38,7 @@ from acm_compiler.survey import look
 from acm_compiler.tasks import Metric, Task, open_task
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
-from acm_compiler.training.schedule import discard_state, run_schedule
+from acm_compiler.training.schedule import check_phase, discard_state, run_schedule
 from acm_compiler.training.state import has_state
 from acm_compiler.usage import record
 
@@ -70,6 +70,7 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     `metrics.jsonl`. Raises every AcmError that its steps raise, and BudgetMissed under `strict_budget`.
     """
     recipe = expand_paths(recipe)
+    check_phase(options.until, recipe.schedule)
     check_own_folder(options.directory)
     if not options.resume and has_state(options.directory):
         raise UsageError(

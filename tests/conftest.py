@@ -1,8 +1,10 @@
-"""Settings shared by all tests: no network, the same random numbers every time."""
+"""Settings shared by all tests: no network, one thread, the same random numbers every time."""
 
 import os
 import signal
 
+# before torch is loaded: on busy cores two threads wait for each other at every tiny operation
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

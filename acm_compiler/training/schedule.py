@@ -139,6 +139,12 @@ def _check(schedule: Sequence[PhaseConfig], job: Job, until: str | None) -> None
     names = [config.phase for config in schedule]
     if "calibrate" in names and job.calibrate is None:
         raise UsageError("this run cannot carry out the phase 'calibrate'", expected="distill, gate, finetune")
+    check_phase(until, schedule)
+
+
+def check_phase(until: str | None, schedule: Sequence[PhaseConfig]) -> None:
+    """Refuse an `until` that names no phase of the schedule. UsageError."""
+    names = [config.phase for config in schedule]
     if until is not None and until not in names:
         raise UsageError(
             f"the schedule has no phase {until!r}{did_you_mean(until, names)}", found=until, expected=", ".join(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
@@ -27,6 +28,7 @@ def cost_table(
         parts.append(_site_table(report))
     if torch_macs is not None:
         parts.append(_check(report.plan.model.dense_macs, torch_macs))
+    parts += _forms(report.plan)
     parts += [_not_counted(report.plan), *_kept(report.plan), *_skipped(report.plan)]
     return "\n".join(parts)
 
@@ -92,6 +94,15 @@ def _params_change(pairs: Sequence[tuple[PlannedSite, SiteCost]]) -> str:
     dense = sum(cost.dense_params for _, cost in pairs)
     acm = sum(cost.acm_params for _, cost in pairs)
     return f"{millions(dense)} -> {millions(acm)}"
+
+
+def _forms(plan: Plan) -> list[str]:
+    """How sites were cut into learners, once calibration has decided it."""
+    fitted = [site for site in plan.sites if site.init == "auto"]
+    if not any(site.kind == "linear" and site.form != "auto" for site in fitted):
+        return []
+    counts = Counter(f"{site.kind} {site.form if site.kind == 'linear' else site.second_layer}" for site in fitted)
+    return ["forms: " + " · ".join(f"{form} x{count}" for form, count in counts.items())]
 
 
 def _budget_table(report: CostReport, budgets: Iterable[float]) -> str:

@@ -83,6 +83,9 @@ def test_the_plan_comes_back_resolved(shared):
         assert site.state == "learners" and sites(shared)[site.name].state == "learners"
         assert site.form == ("svd" if site.kind == "linear" else "auto")
         assert sites(shared)[site.name].gate.rule == "damage"
+    undecided = dataclasses.replace(plan, sites=tuple(dataclasses.replace(s, form="auto") for s in plan.sites))
+    (told,) = set(str(plan).splitlines()) - set(str(undecided).splitlines())
+    assert told.startswith("forms: ") and f"linear svd x{sum(s.kind == 'linear' for s in plan.sites)}" in told
 
 
 def test_more_learners_come_nearer_to_the_original(shared):

@@ -16,9 +16,10 @@ from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.gate import run_gate
 from acm_compiler.codegen.launch import Call, run_call
 from acm_compiler.codegen.spec import spec_of
-from acm_compiler.codegen.stages import Machine, puts_fences
+from acm_compiler.codegen.stages import Machine
 from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
 from tests.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
+from tests.old_triton import mend_loops
 
 HOPPER = Machine(arch=90, processors=3)
 AMPERE = Machine(arch=80, processors=3)
@@ -36,16 +37,8 @@ def poisoned(monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def loops_in_old_versions():
-    """Triton before 3.7 cannot turn its loop bounds into integers with a recent NumPy."""
-    if not puts_fences():
-        patch = interpreter._patch_lang_tensor
-
-        def patched(tensor, scope):
-            patch(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
-
-        interpreter._patch_lang_tensor = patched
+def loops_run():
+    mend_loops()
 
 
 def run(inputs, machine=HOPPER):

@@ -263,7 +263,8 @@ def test_autograd_functions_and_checkpointed_parts_are_seen_through():
         def forward(self, x: Tensor) -> Tensor:
             return Double.apply(torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False))
 
-    assert calls(capture(Wrapped(), torch.randn(2, D))) == ["linear", "mul"]
+    found = calls(capture(Wrapped(), torch.randn(2, D)))
+    assert [call for call in found if call != "empty"] == ["linear", "mul"]  # torch 2.11 checkpoints by an empty tensor
 
 
 def test_a_part_that_was_compiled_is_recorded_as_the_eager_code():

@@ -23,7 +23,7 @@ _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
     "AVX512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw"],
 }
-_TIMEOUT_S = 300
+_TIMEOUT_S = 900
 _LOG = logging.getLogger("acm_compiler.backend")
 
 

@@ -153,9 +153,9 @@ def gate_width(site: PlannedSite, share: float) -> int:
 def _k_min(site: Site, rule: SiteRule) -> int:
     bypassed = site.residual and not site.residual_norm
     if rule.k_min == "auto":
-        return 0 if site.kind != "linear" and bypassed else 1
-    # a rule speaks for many sites; those without a bypass keep their one learner
-    return rule.k_min if rule.k_min > 0 or bypassed else 1
+        return 0 if rule.zero == "mean" or (site.kind != "linear" and bypassed) else 1
+    # a rule speaks for many sites; those without a bypass keep their one learner, unless told otherwise
+    return rule.k_min if rule.k_min > 0 or bypassed or rule.zero == "mean" else 1
 
 
 def _learner_act(site: Site, rule: SiteRule, random: bool) -> str:

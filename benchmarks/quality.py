@@ -37,7 +37,7 @@ from acm_compiler.run_recipe import RunOptions, Workshop, convert
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 
-TEXT_BUDGETS, DIGIT_BUDGETS = (0.4, 0.6, 0.75, 1.0), (0.10, 0.25, 0.40, 0.60, 0.75, 1.0)
+TEXT_BUDGETS = (0.4, 0.6, 0.75, 1.0)
 STEPS, BATCH = 300, 16
 
 
@@ -64,7 +64,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--sites", choices=("mlp", "all"), default="all")
     parser.add_argument("--lossless", action="store_true")
     parser.add_argument("--form", choices=("auto", "svd", "slices"), default="auto")
-    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--tokens", type=int, default=None)
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
     return parser
 
@@ -77,6 +77,7 @@ def recipe_for(name: str, options: argparse.Namespace, **rule: Any) -> Recipe:
         SiteRule(match=(kind,), lossless=options.lossless, form=options.form if kind == "attn" else "auto", **rule)
         for kind in kinds
     )
+    options.tokens = options.tokens or 20_000
     phases = tuple(
         phase.model_copy(update={"tokens": options.tokens}) if isinstance(phase, CalibratePhase) else phase
         for phase in recipe.schedule
@@ -209,16 +210,27 @@ def by_magnitude(model: nn.Module, workshop: Workshop) -> None:
 
 
 def measure_digits(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The demo's ViT on all of its held-out canvases."""
-    recipe = recipe_for("digits_vit", options)
+    """The demo's ViT on all of its held-out canvases: every budget, and every token the same k as its control."""
+    recipe = digits_recipe(options)
     dense, model, workshop, seconds = calibrated(recipe, options)
     row = facts(model, options) | {"seconds": round(seconds), "method": label(options)}
     stream = BatchStream(dataset=workshop._dataset(workshop.data.eval), batch=300)
     lowest = conversion(model).table_min
-    budgets = [budget for budget in DIGIT_BUDGETS if budget >= lowest]
+    budgets = [budget for budget in recipe.budgets.report if budget >= lowest]
     found = evaluate(model, stream.epoch(), workshop.task, budgets=[*budgets, *every_k(model)], dense=dense)
     results = [dataclasses.asdict(result) for result in (*found.budgets, *found.fixed)]
-    return [row | {"results": results, "dense": found.metric.dense}]
+    examples = {"dense": found.metric.dense, "examples": found.n, "sources": found.groups}
+    return [row | examples | {"results": results}]
+
+
+def digits_recipe(options: argparse.Namespace) -> Recipe:
+    """The shipped recipe as it is, but for the kinds of sites, their forms, and the tokens, where those were asked."""
+    recipe = load_recipe(shipped_recipe("digits_vit"))
+    kept = [rule for rule in recipe.sites if options.sites == "all" or "mlp" in rule.match]
+    rules = [rule.model_copy(update={"lossless": options.lossless, "form": options.form}) for rule in kept]
+    phases = [phase.model_copy(update={"tokens": options.tokens or phase.tokens}) for phase in recipe.schedule]
+    options.tokens = phases[0].tokens
+    return recipe.model_copy(update={"sites": tuple(rules), "schedule": tuple(phases)})
 
 
 def label(options: argparse.Namespace) -> str:
@@ -250,8 +262,11 @@ def table_row(row: dict[str, Any]) -> str:
         text = f"{at}: {result['metric']:.4f} ({result['reached']:.3f})"
         if "spearman" in result:
             text += f" ρ {result['spearman']:.3f}"
+        if result.get("likeness") is not None and row.get("dense") is not None:
+            text += f" agreement {result['likeness']:.4f}"
         if result.get("foreground"):
-            text += f" digit/background {result['foreground']['ratio']:.2f}"
+            use = result["foreground"]
+            text += f" digit/background {use['ratio']:.2f} (shuffled {use['shuffled']:.3f})"
         if row.get("dense") is not None and result.get("difference"):
             text += f" loss {-result['difference']['mean']:.4f} (≤ {-result['difference']['low']:.4f})"
         cells.append(text)

@@ -60,6 +60,13 @@ def test_k_zero_needs_a_bypass_without_a_norm():
     assert [s.k_min for s in asked] == [1, 0]
 
 
+def test_k_zero_anywhere_is_the_mean_output_where_a_rule_says_so():
+    asked = plan_sites(FOUND, [SiteRule(match="mlp"), SiteRule(match="attn", zero="mean")], GateConfig())
+    assert {s.name: s.k_min for s in asked} == {Q.name: 0, O_PROJ.name: 0, MLP.name: 0, MLP_1.name: 1}
+    assert [s.k_min for s in plan_sites([Q], [SiteRule(match="attn", k_min=0, zero="mean")], GateConfig())] == [0]
+    assert [s.k_min for s in plan_sites([Q], [SiteRule(match="attn", k_min=2, zero="mean")], GateConfig())] == [2]
+
+
 @pytest.mark.parametrize(
     ("match", "count"),
     [

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from acm_compiler.checkpoint import save
 from acm_compiler.cli import app
+from acm_compiler.cli.eval import damage_table
 from acm_compiler.control import FixedK
-from acm_compiler.conversion import conversion
+from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import PackageMissing
 from acm_compiler.evaluate import evaluate
@@ -54,6 +55,7 @@ def saved(tmp_path_factory):
     _, model = convert(recipe, lambda text: None)
     batch = next(BatchStream(dataset=open_dataset(recipe.data.train, image_size=(36, 36)), batch=24).epoch())
     measure_budgets(model, [(batch["image"], None)])
+    conversion(model).damage = {name: (0.5, 0.25, 0.125, 0.0625, 0.0) for name in sites(model)}
     save(model, folder / "run", extra={"recipe.yaml": resolved_yaml(recipe)})
     return folder / "run"
 
@@ -278,3 +280,18 @@ def test_numbers_are_written_for_people():
     assert wording.macs_spread(11.02e9, 9.8e9, 12.1e9) == "11.02 GMACs [9.80, 12.10]"
     assert wording.ratio(0.99948, 0.00032) == "0.9995 ± 0.0003"
     assert wording.count(1, "site") == "1 site" and wording.count(10800, "example") == "10,800 examples"
+
+
+def test_what_each_k_is_expected_to_do_is_shown_site_by_site(run):
+    name = json.loads((run / "plan.json").read_text())["sites"][0]["name"]
+    done = acmc("eval", run, "--budgets", "1", "--examples", 4, "--per-site")
+    assert done.exit_code == 0, done.stderr
+    assert name in done.stdout and "2.5e-01" in done.stdout
+    document = json.loads(acmc("eval", run, "--budgets", "1", "--examples", 4, "--per-site", "--json").stdout)
+    assert document["sensitivity"][name] == {"0": 0.5, "1": 0.25, "2": 0.125, "3": 0.0625, "4": 0.0}
+    assert acmc("report", run).exit_code == 0
+    assert "2.5e-01" in (run / "report" / "index.html").read_text()
+
+
+def test_a_model_that_was_not_calibrated_has_no_expected_damages():
+    assert "come from a calibrate phase" in damage_table({})

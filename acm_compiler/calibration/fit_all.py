@@ -30,6 +30,8 @@ Records = dict[str, SiteRecord]
 _PATIENCE = 4
 # batches between two lines of progress
 _TOLD = 10
+# bytes that the sample of a narrow site may take, where so many tokens fit that its gate profits
+_SAMPLE_BYTES, _LARGEST_SAMPLE = 2**23, 4
 # tokens of each site whose scores guess the first knobs
 _SCORED = 2048
 
@@ -62,7 +64,8 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
     group: list[PlannedSite] = []
     used = 0
     for unit in units(planned):
-        size = sum(SiteRecord.size_bytes(site, min(options.sample, options.tokens * _PATIENCE)) for site in unit)
+        most = options.tokens * _PATIENCE
+        size = sum(SiteRecord.size_bytes(site, min(_sample(site, options), most)) for site in unit)
         if group and used + size > options.memory_bytes:
             yield group
             group, used = [], 0
@@ -76,7 +79,13 @@ def _form(site: PlannedSite) -> str:
 
 
 def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options, seed: int) -> SiteRecord:
-    return SiteRecord(site, dense[site.name], sample=options.sample, seed=options.seed + seed)
+    return SiteRecord(site, dense[site.name], sample=_sample(site, options), seed=options.seed + seed)
+
+
+def _sample(site: PlannedSite, options: Options) -> int:
+    """Tokens kept of `site` for its gate: those asked for, and up to four times as many of few features."""
+    fits = _SAMPLE_BYTES // (4 * (site.d_in + 1))
+    return max(options.sample, min(_LARGEST_SAMPLE * options.sample, fits))
 
 
 def _read(model: nn.Module, examples: Examples, records: Records, options: Options, say: Say) -> Seen:

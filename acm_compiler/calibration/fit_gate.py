@@ -9,7 +9,10 @@ from torch import Tensor
 
 from acm_compiler.acm import Gate
 
-_BATCH, _LEARNING_RATE, _CLIP = 1024, 4e-3, 1.0
+_BATCH, _CLIP = 1024, 1.0
+# Adam moves every weight alike, so what a step does to a hidden unit grows with its inputs: the rate is _SPEED over
+# their number, within bounds
+_SPEED, _SLOWEST, _FASTEST = 1.5, 4e-3, 2e-2
 # damages far below a choice's mean are as good as none; also keeps the log finite where a choice is exact
 _FLOOR, _FLOOR_OF_ALL = 1e-3, 1e-9
 
@@ -29,10 +32,11 @@ def fit_gate(gate: Gate, x_TD: Tensor, damage_TC: Tensor, *, steps: int, seed: i
     student = Gate(x_TD.shape[1], gate.inner.out_features, damage_TC.shape[1], device=x_TD.device)
     generator = torch.Generator().manual_seed(seed)
     _start(student, target_TC, generator)
-    optimizer = torch.optim.Adam(student.parameters(), lr=_LEARNING_RATE)
+    rate = min(max(_SPEED / x_TD.shape[1], _SLOWEST), _FASTEST)
+    optimizer = torch.optim.Adam(student.parameters(), lr=rate)
     with torch.enable_grad():
         for step in range(steps):
-            optimizer.param_groups[0]["lr"] = _LEARNING_RATE / 2 * (1 + math.cos(math.pi * step / steps))
+            optimizer.param_groups[0]["lr"] = rate / 2 * (1 + math.cos(math.pi * step / steps))
             rows = torch.randint(len(z_TD), (_BATCH,), generator=generator).to(z_TD.device)
             optimizer.zero_grad()
             gamma_loss(student(z_TD[rows]), target_TC[rows]).backward()

@@ -37,6 +37,9 @@ def evaluate(
         int | None, typer.Option(min=1, metavar="N", help="Measure on N examples only, drawn at random.")
     ] = None,
     batch: BatchOption = _BATCH,
+    per_site: Annotated[
+        bool, typer.Option("--per-site", help="Also show what each k is expected to do at every site.")
+    ] = False,
     allow_code: CodeOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -50,7 +53,30 @@ def evaluate(
     found = measure(run, output, budgets=asked, examples=examples, batch=batch)
     keep(run.directory, found, output)
     output.say(evaluation_table(found))
-    output.document(found.as_json())
+    damages = known_damages(run) if per_site else None
+    if damages is not None:
+        output.say("\n" + damage_table(damages))
+    output.document(found.as_json() | ({} if damages is None else {"sensitivity": damages}))
+
+
+def known_damages(run: SavedRun) -> dict[str, dict[int, float]]:
+    """The expected damage by site and k; empty where the model was not calibrated."""
+    from acm_compiler.calibration import sensitivity
+    from acm_compiler.conversion import conversion
+
+    return sensitivity(run.model).sites if conversion(run.model).damage else {}
+
+
+def damage_table(damages: dict[str, dict[int, float]]) -> str:
+    """The table of expected damages, or why there is none."""
+    from acm_compiler.calibration import Sensitivity
+
+    if not damages:
+        return "no expected damages: they come from a calibrate phase"
+    return (
+        f"{Sensitivity(sites=damages)}\nexpected damage: the squared change of the model's answer over its squared "
+        "norm, to first order, if every token ran k learners at that site alone"
+    )
 
 
 def measure(

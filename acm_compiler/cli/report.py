@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.eval import CodeOption, keep, measure
+from acm_compiler.cli.eval import CodeOption, keep, known_damages, measure
 from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def report(
             description=run.recipe.description if run.recipe else "",
             evaluation=found,
             plan=conversion(run.model).plan,
+            damages=known_damages(run),
             no_maps=no_loads,
             **loads,
         ),

@@ -135,6 +135,9 @@ class SiteRule(Section):
     """Hidden width of one learner; auto: all learners together cost what the site cost."""
     k_min: Whole | Auto = "auto"
     """Fewest learners a token may run; auto: 0 at an MLP with a bypass, else 1."""
+    zero: Literal["bypass", "mean"] = "bypass"
+    """Where a token may run none. bypass: only where the output is added to a value that goes around the site. mean:
+    anywhere, k = 0 answers the site's mean output; lower budgets come into reach, and auto is 0."""
     activation: str = "auto"
     """auto: the site's own for an MLP, identity for a projection. Else a name or an expression of x."""
     init: Literal["auto", "random"] = "auto"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from acm_compiler.plans import Plan
 from acm_compiler.report import wording
@@ -15,12 +15,16 @@ CLOSE = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The facts of one report: load maps of pictures, or loads along clips or texts; `no_maps`: why there are none."""
+    """The facts of one report: load maps of pictures, or loads along clips or texts; `no_maps`: why there are none.
+
+    damages: the expected damage by site and k (`acm.sensitivity`), empty where the model was not calibrated.
+    """
 
     title: str
     description: str = ""
     evaluation: Evaluation
     plan: Plan
+    damages: dict[str, dict[int, float]] = field(default_factory=dict)
     maps: LoadMaps | None = None
     clips: ClipLoads | None = None
     texts: TextLoads | None = None

@@ -30,7 +30,24 @@ def sites_section(report: Report) -> Markup:
         ),
         _legend([site.learners for site in sites]),
         table(headers, rows, label="sites", class_="wide"),
+        *_damages(report.damages, shared),
     )
+
+
+def _damages(damages: dict[str, dict[int, float]], shared: str) -> list[Markup]:
+    """Which sites matter: the expected damage of every k."""
+    if not damages:
+        return []
+    every_k = sorted({k for of_site in damages.values() for k in of_site})
+    rows: list[list[Child]] = [
+        [name.removeprefix(shared), *(f"{of_site[k]:.1e}" if k in of_site else "" for k in every_k)]
+        for name, of_site in damages.items()
+    ]
+    text = (
+        "Which sites matter, as calibration found it: the squared change of the model's answer over its squared norm, "
+        "to first order, if every token ran k learners at that site alone."
+    )
+    return [tag("p", text), table(["expected damage", *(f"k = {k}" for k in every_k)], rows, label="expected damage")]
 
 
 def shared_start(names: list[str]) -> str:

@@ -63,7 +63,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=("minilm", "controls", "digits", "table"))
     parser.add_argument("--sites", choices=("mlp", "all"), default="all")
     parser.add_argument("--lossless", action="store_true")
-    parser.add_argument("--form", choices=("auto", "svd", "slices"), default="auto")
+    parser.add_argument("--form", choices=("auto", "svd", "slices"), help="unset: auto, or the recipe's")
     parser.add_argument("--tokens", type=int, default=None)
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
     return parser
@@ -72,9 +72,9 @@ def arguments() -> argparse.ArgumentParser:
 def recipe_for(name: str, options: argparse.Namespace, **rule: Any) -> Recipe:
     """The shipped recipe `name` with the sites that were asked for."""
     recipe = load_recipe(shipped_recipe(name))
-    kinds = ("mlp",) if options.sites == "mlp" else ("mlp", "attn")
+    kinds, form = ("mlp",) if options.sites == "mlp" else ("mlp", "attn"), options.form or "auto"
     rules = tuple(
-        SiteRule(match=(kind,), lossless=options.lossless, form=options.form if kind == "attn" else "auto", **rule)
+        SiteRule(match=(kind,), lossless=options.lossless, form=form if kind == "attn" else "auto", **rule)
         for kind in kinds
     )
     options.tokens = options.tokens or 20_000
@@ -227,7 +227,8 @@ def digits_recipe(options: argparse.Namespace) -> Recipe:
     """The shipped recipe as it is, but for the kinds of sites, their forms, and the tokens, where those were asked."""
     recipe = load_recipe(shipped_recipe("digits_vit"))
     kept = [rule for rule in recipe.sites if options.sites == "all" or "mlp" in rule.match]
-    rules = [rule.model_copy(update={"lossless": options.lossless, "form": options.form}) for rule in kept]
+    asked = {"lossless": options.lossless} | ({} if options.form is None else {"form": options.form})
+    rules = [rule.model_copy(update=asked if "attn" in rule.match else {"lossless": options.lossless}) for rule in kept]
     phases = [phase.model_copy(update={"tokens": options.tokens or phase.tokens}) for phase in recipe.schedule]
     options.tokens = phases[0].tokens
     return recipe.model_copy(update={"sites": tuple(rules), "schedule": tuple(phases)})
@@ -235,7 +236,7 @@ def digits_recipe(options: argparse.Namespace) -> Recipe:
 
 def label(options: argparse.Namespace) -> str:
     """What a row is called."""
-    form = "" if options.form == "auto" else f", {options.form}"
+    form = "" if options.form is None else f", {options.form}"
     return f"{options.sites}, {'lossless' if options.lossless else 'default'}{form}"
 
 

@@ -157,7 +157,39 @@ class OwnForward(Inner):
         return x + self.branch(x)
 
 
+class MaskedMlp(Mlp):
+    """An MLP that takes a mask as well, as blocks do that call all their parts alike."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+class CalledWithNone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MaskedMlp()
+
+    def forward(self, x):
+        return x + self.mlp(x, None)
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, x, scale=None):
+        return super().forward(x)
+
+
+class LinearsCalledWithNone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = ScaledLinear(WIDTH, HIDDEN), ScaledLinear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(x, None)), None)
+
+
 CONVERTED = {
+    "an MLP called with None beside x": (CalledWithNone, {"blocks.0.mlp.down": 1}),
+    "linears called with None beside x": (LinearsCalledWithNone, {"blocks.0.down.weight_acm": 1}),
     "control flow by data": (ControlFlow, {"blocks.0.mlp": 1}),
     "a loop over tokens' number": (Loop, {"blocks.0.mlp": 5}),
     "token by token": (TokenByToken, {"blocks.0.mlp": 5}),

@@ -50,7 +50,7 @@ def test_signatures_name_the_nodes_that_go_in_and_come_out():
 
     found = capture(Outer(), (torch.randn(2, D), torch.randn(2, D)))
     inner, linear = found.signatures[ModuleCall("inner", 0)], found.signatures[ModuleCall("inner.linear", 0)]
-    assert (inner.inputs, inner.others, inner.keywords) == (("arg0", "arg1"), 2, ("flag", "scale"))
+    assert (inner.inputs, inner.others, inner.keywords) == (("arg0", "arg1"), 3, ("flag", "scale"))
     assert inner.output is None
     assert (linear.inputs, linear.others, linear.output) == (("arg0",), 0, "linear")
 

@@ -21,8 +21,8 @@ class Signature:
     """What went into and came out of one module call.
 
     `inputs`: the graph nodes of the tensor arguments in order, nested ones included (parameters and buffers:
-    their `get_attr` node). `others`: how many arguments were neither tensors nor None. `keywords`: the names of
-    the keyword arguments given. `output`: the node of the result when it is a tensor, None for anything else.
+    their `get_attr` node). `others`: how many arguments were no tensors, None included. `keywords`: the names
+    of the keyword arguments given. `output`: the node of the result when it is a tensor, None for anything else.
     """
 
     inputs: tuple[str, ...]

@@ -27,7 +27,7 @@ def capture_exported(model: nn.Module, inputs: Inputs) -> Capture:
     seen: dict[ModuleCall, _Given] = {}
 
     def enter(call: ModuleCall, args: Any, kwargs: Any) -> None:
-        given = [leaf for leaf in leaves((args, kwargs)) if leaf is not None]
+        given = list(leaves((args, kwargs)))
         count = sum(isinstance(leaf, Tensor) for leaf in given)
         seen[call] = _Given(count, len(given) - count, tuple(kwargs))
 

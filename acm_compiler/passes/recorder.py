@@ -74,7 +74,7 @@ class Recorder(TorchFunctionMode):
 
     def _enter(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
         self._opened.append(((), 0, ()))  # `_leave` follows even where an argument is refused
-        given = [leaf for leaf in leaves((args, kwargs)) if leaf is not None]
+        given = list(leaves((args, kwargs)))
         inputs = tuple(self._node(leaf).name for leaf in given if isinstance(leaf, Tensor))
         self._opened[-1] = (inputs, len(given) - len(inputs), tuple(kwargs))
         if call.fqn:

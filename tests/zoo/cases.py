@@ -61,10 +61,10 @@ def plan_of(name: str, *, init: Literal["auto", "random"] = "auto") -> Plan:
     return _PLANS[name, init]
 
 
-def answers(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """Every tensor of floating point that the model gives; what it draws at random is the same at every call."""
-    torch.manual_seed(1)
-    numpy.random.seed(1)  # some models mask their inputs by it
+def answers(model: nn.Module, inputs: Inputs, *, seed: int = 1) -> list[Tensor]:
+    """Every tensor of floating point that the model gives; what it draws at random depends on `seed` alone."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)  # some models mask their inputs by it
     return [tensor for tensor in tensors(call_model(model, inputs)) if tensor.is_floating_point()]
 
 

@@ -1,0 +1,49 @@
+"""What models of the zoo cannot do by themselves, by name and with the reason; nothing is proved of it.
+
+Each entry is checked: where the original does it after all, the proof fails and the entry must go.
+"""
+
+from __future__ import annotations
+
+_GROUPED = "the grouped products of its experts know no float64"
+_NO_HALF_FFT = "the Fourier transform knows no half precision"
+
+EXCEPTIONS: dict[str, dict[str, str]] = {
+    "torch.bfloat16": {"hf FNet": _NO_HALF_FFT},
+    "torch.float16": {"hf FNet": _NO_HALF_FFT},
+    "torch.float64": {
+        "hf XGLM": "it fills its mask with a number that float32 alone takes",
+        "hf Mixtral": _GROUPED,
+        "hf Qwen2-MoE": _GROUPED,
+        "hf Qwen3-MoE": _GROUPED,
+        "hf OLMoE": _GROUPED,
+        "hf GPT-OSS": _GROUPED,
+        "hf Granite MoE": _GROUPED,
+        "hf DeepSeek-V3": _GROUPED,
+        "hf DeepSeek-V2": _GROUPED,
+        "hf Jamba": _GROUPED,
+        "hf Qwen3-Next": _GROUPED,
+    },
+    "generate with a static cache": {"hf ProphetNet": "its own attention expects another shape than that cache has"},
+    "generate with beams": {"hf RWKV": "its state cannot be reordered"},
+    "backward": {"hf RWKV": "it changes in place what its backward pass needs"},
+    "torch.export": {
+        "hf Longformer": "its number of global tokens depends on values",
+        "hf LongT5": "it reads the shape of what is not there under export",
+        "hf FSMT": "it asks whether a mask holds any padding",
+        "hf Switch Transformer": "it reads what is not there under export",
+        "hf ViLT": "how many patches it keeps depends on the pixel mask's values",
+        "hf LLaVA": "it gives a cache, whose type export does not know",
+    },
+    "checkpointing of its own": {
+        "timm CoaT-Lite": "its makers gave it the switch, which refuses",
+        "timm Twins SVT": "its makers gave it the switch, which refuses",
+        "timm ConViT": "its makers gave it the switch, which refuses",
+    },
+}
+"""proof -> model -> why the original does not do it."""
+
+UNKNOWN_LAYOUT: dict[str, str] = {
+    "hf Pixtral": "it lays the patches of all pictures in one row and attends along it under a mask by picture",
+}
+"""model -> why it cannot be told which tokens belong to which example; such models are not calibrated or relaxed."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.recipe.tasks import ClassifyTask, MaskedLMTask, PythonTask
+from acm_compiler.recipe.tasks import ClassifyTask, PythonTask
 from acm_compiler.tasks import Task, open_task
 from acm_compiler.tasks.classify import Classify
 
@@ -117,8 +117,3 @@ def test_a_users_function_gives_the_task() -> None:
     assert open_task(PythonTask(kind=f"python:{__name__}:make_task", args={"classes": 3})) == Classify(classes=3)
     with pytest.raises(UsageError, match="without inputs, mask, score, answer"):
         open_task(PythonTask(kind=f"python:{__name__}:make_no_task"))
-
-
-def test_a_kind_that_cannot_run_yet_is_refused() -> None:
-    with pytest.raises(UsageError, match="'masked_lm'"):
-        open_task(MaskedLMTask(kind="masked_lm"))

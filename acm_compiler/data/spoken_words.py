@@ -19,9 +19,10 @@ RATE = 8000  # as on the telephone: enough for ten words, and half the work
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 VOCABULARY = ("", "|", *sorted(set("".join(WORDS))))  # label 0 is CTC's blank, and the padding of transcripts
 _ACCENTS = ("en-us", "en-gb-scotland", "en-gb-x-rp", "en-029")
-# no variant of the voice is in both splits, in any accent
-_VARIANTS = {"train": ("m1", "m2", "m4", "m5", "m6", "m8", "f1", "f3", "f4"), "eval": ("m3", "m7", "f2", "f5")}
-_TAKES = 2
+_VARIANTS = ("m1", "m2", "m4", "m5", "m6", "m8", "f1", "f3", "f4")
+_NAMES = tuple(f"{accent}+{variant}" for accent in _ACCENTS for variant in _VARIANTS)
+# what a voice says at one speed and pitch is a take; no take is in both splits
+_TAKES: dict[Split, int] = {"train": 2, "eval": 1}
 _SPEED, _PITCH = (120, 200), (25, 75)
 _VOICE_SEED = 8000  # what a voice sounds like must never depend on a run's seed
 _EDGE, _PAUSE = (0.15, 0.7), (0.1, 0.5)  # seconds
@@ -53,17 +54,16 @@ class Utterance:
 
 @functools.cache
 def voices(split: Split) -> Voices:
-    """What the split's voices say, the other split having none of them; about 50 ms for each of two takes per voice.
+    """What all voices say in the split's own takes; about 50 ms for each of two takes (eval: one) of 36 voices.
 
     PackageMissing without espeak-ng or the libraries that read its sound, DataError where it fails.
     """
-    names = tuple(f"{accent}+{variant}" for accent in _ACCENTS for variant in _VARIANTS[split])
-    takes = tuple(tuple(_take(split, i, name, take) for take in range(_TAKES)) for i, name in enumerate(names))
-    return Voices(names=names, takes=takes)
+    takes = tuple(tuple(_take(split, i, name, take) for take in range(_TAKES[split])) for i, name in enumerate(_NAMES))
+    return Voices(names=_NAMES, takes=takes)
 
 
 def _take(split: Split, number: int, voice: str, take: int) -> tuple[np.ndarray, ...]:
-    speed, pitch = uniform(_VOICE_SEED + (split == "eval"), [number * _TAKES + take], 2)[0].tolist()
+    speed, pitch = uniform(_VOICE_SEED + (split == "eval"), [number * _TAKES[split] + take], 2)[0].tolist()
     spoken = speak_words(
         WORDS, voice=voice, speed=round(_between(speed, _SPEED)), pitch=round(_between(pitch, _PITCH)), rate=RATE
     )
@@ -89,8 +89,8 @@ def layout(split: Split, index: int, *, seed: int, most_words: int) -> Layout:
     edges = [_between(draw[i], _EDGE) for i in (1, 2)]
     inner = [_between(share, _PAUSE) for share in draw[5 : 4 + count]]
     return Layout(
-        voice=index % (len(_ACCENTS) * len(_VARIANTS[split])),
-        take=int(draw[3] * _TAKES),
+        voice=index % len(_NAMES),
+        take=int(draw[3] * _TAKES[split]),
         words=tuple(int(share * len(WORDS)) for share in draw[5 + most_words : 5 + most_words + count]),
         pauses=tuple(round(seconds * RATE) for seconds in (edges[0], *inner, edges[1])),
         loudness=_between(draw[4], _LOUDNESS),

@@ -120,7 +120,7 @@ class SpokenDigitsData(Section):
 
     kind: Literal["spoken_digits"]
     split: Literal["train", "eval"]
-    """Which voices speak; none is in both."""
+    """In which takes (a voice at one speed and pitch) the words are said; none is in both."""
     count: Count = 2000
     """Utterances in one epoch."""
     most_words: Annotated[int, Field(ge=1, le=20)] = 3

@@ -12,7 +12,10 @@ from acm_compiler.sources.built import Device, Found, build_on
 from acm_compiler.sources.weights import load_own_file, refuse_names
 
 # each module has build_model(), load_weights(model) and example_input()
-SHIPPED = {"digits_vit": "acm_compiler.data.digits_model"}
+SHIPPED = {
+    "digits_vit": "acm_compiler.data.digits_model",
+    "wav2vec2_digits": "acm_compiler.data.spoken_model",
+}
 
 
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:

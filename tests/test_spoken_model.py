@@ -1,0 +1,80 @@
+"""The small wav2vec2 of spoken digits: how it is trained, and what comes with the package."""
+
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from acm_compiler.cli import app
+from acm_compiler.data import spoken_model, train_spoken_model
+from acm_compiler.data.speech_synthesis import synthesiser_present
+from acm_compiler.data.spoken_words import VOCABULARY, voices
+from acm_compiler.data.utterance_set import UtteranceSet
+from acm_compiler.errors import StorageError
+from acm_compiler.recipe import ModelConfig
+from acm_compiler.sources import build
+from acm_compiler.tasks.ctc import open_ctc
+
+pytest.importorskip("soundfile")
+pytest.importorskip("transformers")
+spoken = pytest.mark.skipif(not synthesiser_present(), reason="espeak-ng is not installed (apt-get install espeak-ng)")
+
+
+@spoken
+def test_letters_are_placed_where_their_words_are():
+    data = UtteranceSet("train", count=3, most_words=3)
+    batch = data.collate([data[i] for i in range(3)])
+    frames = batch["input_values"].shape[1] // 200
+    logits = torch.zeros(3, frames, len(VOCABULARY), requires_grad=True)
+    train_spoken_model.place_letters(logits, batch).backward()
+    target = (-logits.grad).argmax(-1)  # the gradient of a cross entropy at even logits points to its target
+    real = logits.grad.abs().sum(-1) > 0
+    for row in range(3):
+        said = [int(v) for v in target[row][real[row]]]
+        merged = [label for i, label in enumerate(said) if label and (i == 0 or said[i - 1] != label)]
+        assert merged == [label for label in batch["labels"][row].tolist() if label >= 0]
+
+
+@spoken
+def test_training_lowers_the_loss_and_gives_the_same_weights_again():
+    made = [train_spoken_model.train(steps=6, batch=4, lr=2e-3, seed=1) for _ in range(2)]
+    for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+    start = spoken_model.build_model()
+    data = UtteranceSet("train", count=16, most_words=1)
+    batch = data.collate([data[i] for i in range(16)])
+    task = open_ctc(data, start)
+    longer = train_spoken_model.train(steps=60, batch=8, lr=2e-3, seed=1)
+    with torch.no_grad():
+        before, after = (float(task.loss(model(**task.inputs(batch)), batch)) for model in (start.eval(), longer))
+    assert after < 0.7 * before
+
+
+@spoken
+def test_the_shipped_model_understands_takes_that_it_never_heard():
+    model = spoken_model.load_weights(spoken_model.build_model()).eval()
+    errors, words = train_spoken_model.measure(model, count=96, seed=5)
+    assert words > 150 and errors / words < 0.15
+    assert spoken_model.WEIGHTS.stat().st_size <= 1_500_000
+
+
+def test_the_shipped_model_is_built_by_its_name_without_the_synthesiser(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    config = ModelConfig(source="shipped", name="wav2vec2_digits")
+    built = build(config)
+    assert built.example_inputs["input_values"].shape == (1, 24_000)
+    with torch.no_grad():
+        assert built.model(**built.example_inputs).logits.shape[2] == len(VOCABULARY)
+
+
+def test_a_run_without_the_synthesiser_ends_in_one_message(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    voices.cache_clear()
+    done = CliRunner().invoke(app, ["rewrite", "--recipe", "wav2vec2_digits", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 1 and "espeak-ng speaks these words" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_weights_that_are_missing_or_others_are_named(tmp_path):
+    with pytest.raises(StorageError, match=re.escape("train_spoken_model --out PATH")):
+        spoken_model.load_weights(spoken_model.build_model(), tmp_path / "gone.safetensors")

@@ -14,26 +14,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.control import FixedK, set_budget
+from acm_compiler.control import FixedK
 from acm_compiler.conversion import conversion, sites
-from acm_compiler.data import BatchStream
+from acm_compiler.data import Batch, BatchStream, open_dataset
 from acm_compiler.evaluate import evaluate, every_k
-from acm_compiler.inputs import call_model
 from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import Recipe, SiteRule
 from acm_compiler.run_recipe import RunOptions, Workshop, convert
+from acm_compiler.tasks.embed import Embed
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 
@@ -51,7 +52,7 @@ def main() -> None:
     torch.manual_seed(0)
     measure = {"minilm": measure_texts, "controls": measure_controls, "digits": measure_digits}[options.what]
     for row in measure(options):
-        row |= {"command": " ".join(sys.argv[1:]), "threads": torch.get_num_threads()}
+        row |= {"command": " ".join(sys.argv[1:]), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
         name = "_".join(part.lstrip("-") for part in [*sys.argv[1:2], row["method"]]).replace(" ", "_").replace(",", "")
         (options.out / f"{name}.json").write_text(json.dumps(row, indent=1))
         sys.stdout.write(table_row(row) + "\n")
@@ -94,12 +95,12 @@ def measure_texts(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def calibrated(recipe: Recipe, options: argparse.Namespace) -> tuple[nn.Module, nn.Module, Workshop, float]:
-    """The dense model, the converted one, what judges them, and how long the calibration took."""
+    """The dense model, the converted one, what judges them, and the calibration's CPU seconds, all threads together."""
     dense, model = convert(recipe, quiet)
     workshop = Workshop(recipe, open_machine("fp32", "cpu"), quiet)
-    start = time.perf_counter()
+    start = time.process_time()
     run_schedule(model, recipe.schedule, workshop.job(RunOptions(directory=options.out / "run")))
-    return dense, model, workshop, time.perf_counter() - start
+    return dense, model, workshop, time.process_time() - start
 
 
 def quiet(text: str) -> None:
@@ -110,36 +111,32 @@ def judge_texts(
     model: nn.Module, dense: nn.Module, workshop: Workshop, *, budgets: Sequence[float], static: bool
 ) -> list[dict[str, Any]]:
     """Cosine and Spearman at every budget and, with `static`, every k."""
-    from acm_compiler.data import open_dataset
-
     dataset = open_dataset(workshop.data.eval)
     settings: list[float | FixedK] = [*budgets, *(every_k(model) if static else ())]
-    stream = BatchStream(dataset=dataset, batch=32)
-    found = evaluate(model, stream.epoch(), workshop.task, budgets=settings, dense=dense)
+    # texts of one length share a batch: nothing is spent on padding
+    by_length = sorted((dataset[i] for i in range(len(dataset))), key=lambda example: len(example["input_ids"]))
+    batches = [dataset.collate(by_length[i : i + 32]) for i in range(0, len(by_length), 32)]
+    task = Remembering()
+    found = evaluate(model, batches, task, budgets=settings, dense=dense)
     results = [dataclasses.asdict(result) for result in (*found.budgets, *found.fixed)]
-    wanted = vectors(dense.eval(), stream, workshop)
-    for result in results:
-        set_choice(model, result)
-        result["spearman"] = pairwise_spearman(vectors(model.eval(), stream, workshop), wanted)
+    wanted, *others = (torch.cat(task.vectors[i :: len(settings) + 1]) for i in range(len(settings) + 1))
+    for result, vectors_ED in zip(results, others, strict=True):
+        result["spearman"] = pairwise_spearman(vectors_ED, wanted)
         result.pop("per_site")
     return results
 
 
-def set_choice(model: nn.Module, result: dict[str, Any]) -> None:
-    """The budget or the k of a result."""
-    from acm_compiler.control import set_k
+class Remembering(Embed):
+    """Keeps the vectors it scores: per batch those of the dense model first, then those of every setting."""
 
-    if "k" in result:
-        set_k(model, result["k"])
-    else:
-        set_budget(model, result["asked"])
+    vectors: ClassVar[list[Tensor]] = []
 
+    def __init__(self) -> None:
+        self.vectors.clear()
 
-@torch.no_grad()
-def vectors(model: nn.Module, stream: BatchStream, workshop: Workshop) -> Tensor:
-    """The vector of every text."""
-    task = workshop.task
-    return torch.cat([task.answer(call_model(model, task.inputs(b)), task.mask(b)) for b in stream.epoch()])
+    def score(self, output: Any, batch: Batch) -> Tensor:
+        self.vectors.append(self.answer(output, self.mask(batch)))
+        return super().score(output, batch)
 
 
 def pairwise_spearman(found_ED: Tensor, wanted_ED: Tensor) -> float:
@@ -277,7 +274,7 @@ def table_row(row: dict[str, Any]) -> str:
 
 def table(folder: Path) -> str:
     """All rows kept in `folder`."""
-    head = "| sites, method | forms | gate width | added parameters | tokens | lowest k | calibration | results |"
+    head = "| sites, method | forms | gate width | added parameters | tokens | lowest k | CPU seconds to calibrate | results |"
     rows = [table_row(json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
     return "\n".join([head, "|" + " --- |" * 8, *rows, ""])
 

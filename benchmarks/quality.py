@@ -274,7 +274,7 @@ def table_row(row: dict[str, Any]) -> str:
 
 def table(folder: Path) -> str:
     """All rows kept in `folder`."""
-    head = "| sites, method | forms | gate width | added parameters | tokens | lowest k | CPU seconds to calibrate | results |"
+    head = "| sites, method | forms | gate width | added parameters | tokens | lowest k | CPU time | results |"
     rows = [table_row(json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
     return "\n".join([head, "|" + " --- |" * 8, *rows, ""])
 

@@ -44,6 +44,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
 """proof -> model -> why the original does not do it."""
 
 UNKNOWN_LAYOUT: dict[str, str] = {
+    "hf LLaVA": "it takes the features of its pictures apart one by one, so that its calls depend on the batch",
     "hf Pixtral": "it lays the patches of all pictures in one row and attends along it under a mask by picture",
 }
 """model -> why it cannot be told which tokens belong to which example; such models are not calibrated or relaxed."""

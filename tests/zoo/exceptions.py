@@ -36,6 +36,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "hf LLaVA": "it gives a cache, whose type export does not know",
     },
     "checkpointing of its own": {
+        "hf GIT": "its blocks add to their cache again when they are computed again",
         "timm CoaT-Lite": "its makers gave it the switch, which refuses",
         "timm Twins SVT": "its makers gave it the switch, which refuses",
         "timm ConViT": "its makers gave it the switch, which refuses",

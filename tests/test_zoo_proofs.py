@@ -214,7 +214,7 @@ def test_training_mode_is_as_random_as_the_originals_and_eval_forgets_it(one):
     model = rewritten(one)
     with torch.no_grad():
         expected = of_original(one, "train", lambda: is_random(one.model))
-        assert is_random(model) == expected
+        assert is_random(model) == (expected and one.entry.name not in EXCEPTIONS["dropout"])
         before = answers(model, one.inputs)
         model.train()
         dense = {part for module in acm.sites(model).values() if module.dense for part in module.dense.modules()}

@@ -35,6 +35,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "hf ViLT": "how many patches it keeps depends on the pixel mask's values",
         "hf LLaVA": "it gives a cache, whose type export does not know",
     },
+    "dropout": {"own GEGLU in a Sequential": "its only dropout lies on hidden values, where learners have none"},
     "checkpointing of its own": {
         "hf GIT": "its blocks add to their cache again when they are computed again",
         "timm CoaT-Lite": "its makers gave it the switch, which refuses",
@@ -46,6 +47,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
 
 UNKNOWN_LAYOUT: dict[str, str] = {
     "hf LLaVA": "it takes the features of its pictures apart one by one, so that its calls depend on the batch",
+    "hf ViLT": "it chooses the patches of each picture by itself",
     "hf Pixtral": "it lays the patches of all pictures in one row and attends along it under a mask by picture",
 }
 """model -> why it cannot be told which tokens belong to which example; such models are not calibrated or relaxed."""

@@ -51,7 +51,7 @@ def some_batch(size: int = 6, tokens: int = 20):
 
 def test_marks_and_padding_are_never_hidden_and_the_rest_by_its_share():
     batch = some_batch(200, 30)
-    hidden = TASK.hidden(batch)
+    hidden = TASK.guessed(batch)
     assert not hidden[torch.isin(batch["input_ids"], torch.tensor(sorted(Marked.marks)))].any()
     eligible = 200 * 28 - 21
     assert float(hidden.sum()) / eligible == pytest.approx(0.4, abs=0.03)
@@ -62,17 +62,17 @@ def test_marks_and_padding_are_never_hidden_and_the_rest_by_its_share():
 
 def test_a_text_hides_the_same_tokens_in_every_batch():
     batch = some_batch()
-    hidden = TASK.hidden(batch)
+    hidden = TASK.guessed(batch)
     alone = {name: value[1:2, :9] if value.dim() == 2 else value[1:2] for name, value in batch.items()}
-    assert torch.equal(TASK.hidden(alone)[0], hidden[1, :9])
+    assert torch.equal(TASK.guessed(alone)[0], hidden[1, :9])
     other = open_task(MaskedLMTask(kind="masked_lm", share=0.4, seed=1), Marked())
-    assert not torch.equal(other.hidden(batch), hidden)
+    assert not torch.equal(other.guessed(batch), hidden)
 
 
 def test_perplexity_is_that_of_the_hidden_tokens():
     batch = some_batch()
     logits = torch.randn(6, 20, 30)
-    hidden = TASK.hidden(batch)
+    hidden = TASK.guessed(batch)
     logp = log_softmax(logits, -1).gather(-1, batch["input_ids"][..., None])[..., 0]
     torch.testing.assert_close(TASK.loss(logits, batch), -logp[hidden].mean())
     found = Metric.of(TASK).value(TASK.score(logits, batch), TASK.units(batch))

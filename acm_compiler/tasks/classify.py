@@ -14,8 +14,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.tasks.likeness import Likeness, agreement
-
-_NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "foreground"})
+from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +32,11 @@ class Classify:
         """The picture, or else all tensors of the batch, by name, that are not about the answer."""
         if "image" in batch:
             return batch["image"]
-        return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
+        return named_inputs(batch)
 
     def mask(self, batch: Batch) -> Tensor | None:
         """The batch's `attention_mask` as bool [B, S]; None for pictures."""
-        mask = batch.get("attention_mask")
-        return None if mask is None else mask.bool()
+        return padding_mask(batch)
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """Mean cross entropy, in fp32 at least. UsageError or DataError where classes do not fit."""

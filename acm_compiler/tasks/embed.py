@@ -13,8 +13,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.tasks.likeness import Likeness, pairwise_spearman
-
-_NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "teacher"})
+from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +27,11 @@ class Embed:
 
     def inputs(self, batch: Batch) -> Inputs:
         """All tensors of the batch, by name, that the model takes."""
-        return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
+        return named_inputs(batch)
 
     def mask(self, batch: Batch) -> Tensor | None:
         """The batch's `attention_mask` as bool [B, S]."""
-        mask = batch.get("attention_mask")
-        return None if mask is None else mask.bool()
+        return padding_mask(batch)
 
     def remember(self, output: Any, batch: Batch) -> Batch:
         """The batch with the dense model's vectors, from its `output`."""

@@ -23,6 +23,11 @@ def plain(width=4):
 def with_inputs():
     return nn.Linear(3, 2), torch.ones(5, 3)
 
+def tied():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    model[1].weight = model[0].weight
+    return model
+
 def nothing():
     return None
 
@@ -203,6 +208,17 @@ def test_weights_come_from_a_file_when_it_fits(users_module, tmp_path):
     for file in ("w.safetensors", "w.pt"):
         built = build(ModelConfig(source="python", name=name, weights=str(tmp_path / file)))
         assert torch.equal(built.model.weight, wanted["weight"])
+
+
+def test_tied_weights_may_stand_in_a_file_once_and_no_other_weight_may_be_missing(users_module, tmp_path):
+    path, weight, bias = tmp_path / "w.safetensors", torch.randn(5, 4), torch.randn(5)
+    save_file({"0.weight": weight, "1.bias": bias}, path)
+    config = ModelConfig(source="python", name=f"{users_module}:tied", weights=str(path))
+    built = build(config)
+    assert built.model[1].weight is built.model[0].weight and torch.equal(built.model[1].weight, weight)
+    save_file({"0.weight": weight}, path)
+    with pytest.raises(ModelSourceError, match=r"missing: 1\.bias;"):
+        build(config)
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,20 @@ def load_file(model: nn.Module, path: str) -> None:
     except RuntimeError as error:
         lines = str(error).splitlines()
         raise ModelSourceError("weights of other shapes", where=path, found=lines[-1].strip()) from error
-    if result.missing_keys or result.unexpected_keys:
+    missing = _untied(model, result.missing_keys, given=tensors)
+    if missing or result.unexpected_keys:
         raise ModelSourceError(
             "these weights belong to another model",
             where=path,
-            found=f"missing: {_few(result.missing_keys)}; unknown: {_few(result.unexpected_keys)}",
+            found=f"missing: {_few(missing)}; unknown: {_few(result.unexpected_keys)}",
         )
+
+
+def _untied(model: nn.Module, missing: Iterable[str], *, given: Iterable[str]) -> list[str]:
+    """The missing names that share no weight with a given one: files keep tied weights once."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    filled = {id(own[name]) for name in given if name in own}
+    return [name for name in missing if name not in own or id(own[name]) not in filled]
 
 
 def _read(path: Path) -> Mapping[str, Any]:

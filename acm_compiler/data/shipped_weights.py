@@ -16,7 +16,7 @@ def load_shipped(model: nn.Module, path: Path, *, script: str) -> nn.Module:
 
     StorageError when they are missing or do not fit.
     """
-    from safetensors.torch import load_file
+    from safetensors.torch import load_model
 
     name = path.stem
     if not path.is_file():
@@ -26,7 +26,7 @@ def load_shipped(model: nn.Module, path: Path, *, script: str) -> nn.Module:
             fix=f"reinstall acm_compiler, or train them: python -m acm_compiler.data.{script} --out PATH",
         )
     try:
-        model.load_state_dict(load_file(path))
+        load_model(model, path)
     except RuntimeError as error:
         raise StorageError(f"these are not the weights of {name}", where=str(path), found=error) from error
     return model

@@ -14,11 +14,9 @@ unit of chance, after 15.8 minutes on two busy CPU cores (torch 2.15, seed 1, 64
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 
 from acm_compiler.data.digits import as_input, canvases, digit_bank
 from acm_compiler.data.digits_model import build_model
+from acm_compiler.data.from_scratch import OneCycle, training_options, write_weights
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,10 @@ CLEAN, FADE_IN = 0.1, 0.3  # shares of the steps: first digits alone, then clutt
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, measure and save, as the command line says."""
-    options = _parse(arguments)
+    parser = training_options(
+        "Train the demo's vision transformer on cluttered digits.", steps=5000, batch=128, lr=1.5e-3, threads=2
+    )
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(options.threads)
     began = time.monotonic()
@@ -44,55 +46,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     minutes = (time.monotonic() - began) / 60
     accuracy, error = measure(model)
     log.info("accuracy %.4f, standard error %.4f over source digits, %.1f minutes", accuracy, error, minutes)
-    facts = {
-        "accuracy": f"{accuracy:.4f}",
-        "standard_error": f"{error:.4f}",
-        "steps": str(options.steps),
-        "batch": str(options.batch),
-        "lr": str(options.lr),
-        "seed": str(options.seed),
-        "torch": torch.__version__,
-    }
-    save(model, options.out, facts)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the demo's vision transformer on cluttered digits.")
-    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args(arguments)
+    write_weights(model, options, accuracy=f"{accuracy:.4f}", standard_error=f"{error:.4f}")
 
 
 def train(*, steps: int, batch: int, lr: float, seed: int) -> nn.Module:
     """The model after `steps` batches of new canvases: AdamW, cosine, label smoothing; averaged weights."""
     torch.manual_seed(seed)
     model = build_model().train()
-    averaged = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
-    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=WARMUP)
+    cycle = OneCycle(model, optimizer, steps=steps, warmup=WARMUP, decay=EMA_DECAY)
     shown, right = 0, 0
     for step in range(steps):
         clutter = min(1.0, max(0.0, (step / steps - CLEAN) / FADE_IN))
         drawn = canvases("train", range(step * batch, (step + 1) * batch), seed=seed, clutter=clutter)
         logits = model(as_input(drawn.image))
         loss = F.cross_entropy(logits, drawn.label, label_smoothing=0.1)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        averaged.update_parameters(model)
+        cycle.step(loss)
         shown, right = shown + batch, right + int((logits.argmax(1) == drawn.label).sum())
         if (step + 1) % 500 == 0 or step + 1 == steps:
             log.info("step %d of %d: accuracy in training %.3f", step + 1, steps, right / shown)
             shown, right = 0, 0
-    return averaged.module.eval()
+    return cycle.learned
 
 
 @torch.inference_mode()
@@ -105,16 +79,6 @@ def measure(model: nn.Module, *, per_digit: int = 30, seed: int = 0) -> tuple[fl
         right.append(model(as_input(drawn.image)).argmax(1) == drawn.label)
     by_source = torch.stack(right).double().mean(0)
     return by_source.mean().item(), (by_source.std() / sources**0.5).item()
-
-
-def save(model: nn.Module, path: Path, facts: dict[str, str]) -> None:
-    """Write the weights and, as metadata, the facts about them."""
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, path, metadata=facts)
-    log.info("%s: %d kB", path, path.stat().st_size // 1000)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ and pitch) that were held out, and the figures are written into the file's metad
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.data.common_voice import LABEL_PADDING
+from acm_compiler.data.from_scratch import OneCycle, training_options, write_weights
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.spoken_model import build_model, load_weights
 from acm_compiler.data.spoken_words import VOCABULARY
@@ -49,9 +49,9 @@ BLANK, SPACE, IGNORED = 0, VOCABULARY.index("|"), LABEL_PADDING
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, measure and save, as the command line says."""
-    from acm_compiler.data.train_digits_model import save
-
-    options = _parse(arguments)
+    parser = training_options("Train the small wav2vec2 of spoken digits.", steps=800, batch=12, lr=3e-3)
+    parser.add_argument("--start", type=Path, default=None, help="weights to go on from; unset: random ones")
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(options.threads)
     began = time.monotonic()
@@ -62,28 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = model.half().float()
     errors, words = measure(model)
     log.info("word error rate %.4f on %d words of unheard takes, %.1f minutes", errors / words, words, minutes)
-    facts = {
-        "word_error_rate": f"{errors / words:.4f}",
-        "words": str(words),
-        "steps": str(options.steps),
-        "batch": str(options.batch),
-        "lr": str(options.lr),
-        "seed": str(options.seed),
-        "torch": torch.__version__,
-    }
-    save(model.half(), options.out, facts)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the small wav2vec2 of spoken digits.")
-    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
-    parser.add_argument("--start", type=Path, default=None, help="weights to go on from; unset: random ones")
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--batch", type=int, default=12)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args(arguments)
+    write_weights(model.half(), options, word_error_rate=f"{errors / words:.4f}", words=str(words))
 
 
 def train(*, steps: int, batch: int, lr: float, seed: int, start: Path | None = None) -> nn.Module:
@@ -92,28 +71,20 @@ def train(*, steps: int, batch: int, lr: float, seed: int, start: Path | None = 
     model = build_model().train()
     if start is not None:
         load_weights(model, start)
-    averaged = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
-    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=WARMUP)
+    cycle = OneCycle(model, optimizer, steps=steps, warmup=WARMUP, decay=EMA_DECAY)
     lost = 0.0
     for step, shown in enumerate(_batches(steps, batch, seed, rising=start is None)):
         inputs = {name: shown[name] for name in ("input_values", "attention_mask", "labels")}
         output = model(**inputs)
         placed = min(1.0, max(0.0, 1 - (step / steps - ALIGNED) / FADE_OUT))
         loss = output.loss + (placed * place_letters(output.logits, shown) if placed else 0.0)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        averaged.update_parameters(model)
+        cycle.step(loss)
         lost += output.loss.item()
         if (step + 1) % 100 == 0 or step + 1 == steps:
             log.info("step %d of %d: loss %.3f", step + 1, steps, lost / (step % 100 + 1))
             lost = 0.0
-    return averaged.module.eval()
+    return cycle.learned
 
 
 def place_letters(logits_BSV: Tensor, batch: Batch) -> Tensor:

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # threads that wait for each other in a loop take the cores from whatever else runs there; those that sleep do not
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo demo-calibrate test test-slow zoo zoo-proofs lint format
+.PHONY: demo demo-paper test test-slow zoo zoo-proofs lint format
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -15,15 +15,13 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits --resume
-	$(BIN)/acmc eval runs/digits --budgets .3,.5 --examples 2048
+	$(BIN)/acmc rewrite --recipe digits_vit --out runs/digits --resume
+	$(BIN)/acmc bench runs/digits --budgets .25,.5,1 --batches 1,32 --rounds 5
 	$(BIN)/acmc report runs/digits
 
-demo-calibrate: $(STAMP)
-	$(BIN)/acmc rewrite --recipe digits_vit --out runs/digits_calibrate
-	$(BIN)/acmc eval runs/digits_calibrate --budgets .10,.25,.40,.60,.75,1 --examples 2048 --per-site
-	$(BIN)/acmc bench runs/digits_calibrate --budgets .25,.5,1 --batches 1,32 --rounds 5
-	$(BIN)/acmc report runs/digits_calibrate
+demo-paper: $(STAMP)
+	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits_paper --resume
+	$(BIN)/acmc report runs/digits_paper
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -m 'not slow and not gpu'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.plans import Plan
 from acm_compiler.usage import record
 
+_LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names, so that interpolation between rows stays short
 GRID = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
 TOLERANCE = 0.002
@@ -74,7 +76,8 @@ class _Search:
             self.count = shares.numel()
             self.probes[knob] = _mean_over_ranks(shares)
             if self.progress is not None:
-                self.progress(f"knob {knob:+.3f}: budget {self.probes[knob]:.3f}")
+                self.progress(f"measuring budgets: {self.probes[knob]:.3f}")
+            _LOG.debug("knob %+.3f: budget %.3f", knob, self.probes[knob])
         return self.probes[knob]
 
     def _shares(self, inputs: Inputs, mask: Tensor | None) -> Tensor:
@@ -83,9 +86,12 @@ class _Search:
         return usage.shares
 
     def push(self, knob: float) -> float:
-        """The share at the end of the knob's range: doubled until every gate is at its bound, or for good."""
-        limit = least_share(conversion(self.model).plan, self.k_lo) if knob > 0 else 1.0
-        while abs(self.probe(knob) - limit) > 1e-6 and abs(knob) < _STRONGEST_KNOB:
+        """The share at the end of the knob's range: doubled until every gate is at its bound, or for good.
+
+        A few tokens that never run all learners are no reason to go on: budget 1 is set without a knob.
+        """
+        limit, near = (least_share(conversion(self.model).plan, self.k_lo), 1e-6) if knob > 0 else (1.0, TOLERANCE)
+        while abs(self.probe(knob) - limit) > near and abs(knob) < _STRONGEST_KNOB:
             knob *= 2
         return self.probe(knob)
 

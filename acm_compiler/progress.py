@@ -57,9 +57,19 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update()
-        elif self.shown and monotonic() - self._told >= _EVERY_S:
+        elif monotonic() - self._told >= _EVERY_S:
             self._told = monotonic()
-            (self.say or _LOG.info)(", ".join(part for part in (self._count(), note, self._left()) if part))
+            self.line(", ".join(part for part in (self._count(), note, self._left()) if part))
+
+    def line(self, text: str) -> None:
+        """Say something that stays, above the bar if there is one."""
+        if not self.shown:
+            return
+        if self._bar is not None:
+            self._bar.clear()
+        (self.say or _LOG.info)(text)
+        if self._bar is not None:
+            self._bar.refresh()
 
     def _count(self) -> str:
         return self.what if self.total is None else f"{self.what}: {self.unit} {self.done} of {self.total}"
@@ -72,11 +82,57 @@ class Progress:
         return f"{seconds:.0f} s left" if seconds < 100 else f"{seconds / 60:.0f} min left"
 
 
+class Teller:
+    """What work of several parts tells: `step` takes a line after each step, `said` one at the end of each part."""
+
+    def __init__(self, what: str, *, step: Say, said: Say) -> None:
+        self.what, self._step, self._said = what, step, said
+        self._began = monotonic()
+
+    def __call__(self, note: str) -> None:
+        """One more step is done."""
+        self._step(note)
+
+    def done(self, part: str) -> None:
+        """A part is done; how long it took is told with it."""
+        now = monotonic()
+        self._said(f"{self.what}: {part}, {duration(now - self._began)}")
+        self._began = now
+
+
 @contextmanager
-def telling(what: str, say: Say | None) -> Iterator[Say]:
-    """`say` itself; or, without one, something that takes a line after each step and shows the latest while open."""
-    if say is not None:
+def telling(what: str, say: Say | None) -> Iterator[Teller]:
+    """While open, something that `say` hears every step and every part of.
+
+    Without `say`, or where it is a `Teller` of a larger piece of work, a terminal shows the latest step, and a line is
+    told every half minute elsewhere: by the log where it listens at INFO, else on stderr.
+    """
+    if isinstance(say, Teller):
         yield say
-        return
-    with Progress(what, None) as progress:
-        yield progress.advance
+    elif say is not None:
+        yield Teller(what, step=say, said=say)
+    else:
+        with Progress(what, None, say=_aloud) as progress:
+            yield Teller(what, step=progress.advance, said=_LOG.info)
+
+
+@contextmanager
+def telling_parts(what: str, say: Say, *, shown: bool = True) -> Iterator[Teller]:
+    """While open, something that tells `say` of every part, and of the latest step every half minute.
+
+    A terminal shows the latest step all the time. shown: False tells nothing.
+    """
+    with Progress(what, None, say=say, shown=shown) as progress:
+        yield Teller(what, step=progress.advance, said=progress.line)
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 46 s, 5.2 min."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def _aloud(text: str) -> None:
+    if _LOG.isEnabledFor(logging.INFO):
+        _LOG.info(text)
+    else:
+        sys.stderr.write(f"{text}\n")

@@ -27,7 +27,7 @@ from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite import rewrite
 from acm_compiler.pipeline import decide, example_of, named_budgets, refuse
-from acm_compiler.progress import Progress, Say
+from acm_compiler.progress import Say, Teller, duration, telling_parts
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
@@ -203,23 +203,23 @@ class Workshop:
             calibrate=self.calibrate,
             evaluate=self.watch,
             say=self.say,
-            on_phase_end=lambda model, phase: self.say(f"phase {phase.phase} done"),
+            on_phase_end=lambda _, phase, seconds: self.say(f"phase {phase.phase} done in {duration(seconds)}"),
         )
 
     def measure(self, model: nn.Module) -> None:
         """Find the knob of every budget on plain training examples, and set the recipe's own budget."""
         batches = list(self._first(_plain(self.data.train), _MEASURED_EXAMPLES))
         examples = [(self.task.inputs(batch), self.task.mask(batch)) for batch in batches]
-        with Progress("measure budgets", None, say=self.say, shown=self.machine.is_main) as progress:
-            table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, progress=progress.advance)
+        with telling_parts("budgets", self.say, shown=self.machine.is_main) as say:
+            table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, progress=say)
+            say.done(f"from {table.points[0].share:.3f} on measured on {table.examples} examples")
         set_budget(model, None)
-        shares = [point.share for point in table.points]
-        self.say(f"budgets {shares[0]:.3f} to {shares[-1]:.3f} measured on {table.examples} examples")
 
     def calibrate(self, model: nn.Module, phase: CalibratePhase, examples: Iterator[Example]) -> None:
         """Fit learners, gates and budget table in closed form, and set the recipe's own budget."""
         options = Options(tokens=phase.tokens, budgets=self.recipe.budgets.report, answer=self.task.answer)
-        calibrate_on(model, examples, options=options, progress=self.say)
+        with telling_parts("calibrate", self.say, shown=self.machine.is_main) as say:
+            calibrate_on(model, examples, options=options, progress=say)
 
     def watch(self, model: nn.Module) -> Mapping[str, Any]:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""
@@ -242,7 +242,10 @@ class Workshop:
         budgets = reachable(model, self.recipe.budgets.report, say=self.say)
         settings: list[Setting] = [*budgets, *every_k(model)]
         batches = with_progress(stream.epoch(), "evaluate", total=len(stream), say=self.say)
-        return evaluate(model, batches, self.task, budgets=settings, dense=dense.to(self.machine.device))
+        told = Teller("evaluate", step=self.say, said=self.say)
+        found = evaluate(model, batches, self.task, budgets=settings, dense=dense.to(self.machine.device))
+        told.done(f"{found.n:,} examples at {len(budgets)} budgets, at {len(found.fixed)} fixed k, and dense")
+        return found
 
     def _first(self, config: DataConfig, count: int) -> Iterator[Batch]:
         """The first examples of a data set, on the run's device."""

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import re
 
 import pytest
 import torch
@@ -192,6 +193,12 @@ def test_every_site_is_reported():
     said = []
     calibrate(make_tiny(), DATA, tokens=100_000, progress=said.append)
     assert any(line.startswith("read 10 batches, ") for line in said)
+    assert [line.split(":")[1].split()[0] for line in said if re.fullmatch(r"calibrate: .*, \d+ s", line)] == [
+        "read",
+        "learners",
+        "lowest",
+        "budgets",
+    ]
     for name in sites(make_tiny()):
         assert any(line.startswith(f"{name}: ") for line in said)
 
@@ -229,7 +236,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("at", ["reading", "read ", "blocks.0.mlp", "lowest k", "knob"])
+@pytest.mark.parametrize("at", ["reading", "read ", "blocks.0.mlp", "lowest k", "measuring budgets"])
 def test_an_interrupt_leaves_the_model_as_it_was(at):
     model = make_tiny().train()
     set_k(model, N)

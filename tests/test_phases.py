@@ -91,7 +91,7 @@ def test_the_three_phases_follow_each_other(tmp_path):
     job = job_in(
         tmp_path,
         measure=lambda m: measured.append({a.state for a in sites(m).values()}),
-        on_phase_end=lambda m, config: ended.append(config.phase),
+        on_phase_end=lambda m, config, seconds: ended.append(config.phase),
         evaluate=lambda m: {"accuracy": 0.5},
     )
     run_schedule(model, [distill(), gate(), finetune()], job)

@@ -3,7 +3,7 @@
 import pytest
 
 from acm_compiler import progress
-from acm_compiler.progress import Progress, telling
+from acm_compiler.progress import Progress, telling, telling_parts
 
 
 class Clock:
@@ -64,7 +64,31 @@ def test_what_is_asked_to_tell_is_told_everything(clock):
     with telling("calibrate", said.append) as say:
         say("one")
         say("two")
-    assert said == ["one", "two"]
+        clock.now += 7
+        say.done("both")
+    assert said == ["one", "two", "calibrate: both, 7 s"]
+
+
+def test_parts_are_told_with_their_time_and_steps_now_and_then(clock):
+    said: list[str] = []
+    with telling_parts("calibrate", said.append) as whole, telling("calibrate", whole) as say:
+        for number in range(40):
+            clock.now += 1
+            say(f"read {number} batches")
+        say.done("read all")
+        clock.now += 120
+        say.done("fitted")
+    assert said == ["calibrate, read 29 batches", "calibrate: read all, 40 s", "calibrate: fitted, 2.0 min"]
+
+
+def test_on_a_terminal_parts_stay_above_the_bar(clock, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    said: list[str] = []
+    with telling_parts("calibrate", said.append) as say:
+        say("read 1 batch")
+        say.done("read all")
+    assert said == ["calibrate: read all, 0 s"]
+    assert "read 1 batch" in capsys.readouterr().err
 
 
 def test_where_nobody_asked_the_log_hears_the_latest_now_and_then(clock, caplog):
@@ -73,3 +97,11 @@ def test_where_nobody_asked_the_log_hears_the_latest_now_and_then(clock, caplog)
             clock.now += 1
             say(f"read {number} batches")
     assert caplog.messages == ["calibrate, read 29 batches"]
+
+
+def test_where_not_even_the_log_listens_stderr_shows_that_work_goes_on(clock, capsys):
+    with telling("calibrate", None) as say:
+        for number in range(40):
+            clock.now += 1
+            say(f"read {number} batches")
+    assert capsys.readouterr().err == "calibrate, read 29 batches\n"

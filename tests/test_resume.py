@@ -121,7 +121,7 @@ def test_a_second_signal_has_its_usual_effect(tmp_path):
 
 
 def test_a_signal_between_phases_stops_before_the_next(tmp_path):
-    def interrupt(model, config):
+    def interrupt(model, config, seconds):
         os.kill(os.getpid(), signal.SIGTERM)
 
     model = make_model()

@@ -67,7 +67,7 @@ def test_the_papers_recipe_lowers_its_losses_and_trains_its_groups_on_stand_in_p
     assert len(sites(model)) == 60 and "4 x 768" in said[0]
     parts, groups, losses = [parts_of(model)], [], []
 
-    def note(model, phase) -> None:
+    def note(model, phase, seconds) -> None:
         groups.append(changed(parts.pop(), model))
         parts.append(parts_of(model))
         losses.append(task_loss(model, workshop))

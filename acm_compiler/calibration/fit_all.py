@@ -23,7 +23,7 @@ from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.measure import Example, undisturbed
 from acm_compiler.plans import PlannedSite
-from acm_compiler.progress import Say
+from acm_compiler.progress import Teller
 
 Records = dict[str, SiteRecord]
 # sites that see few tokens per example end the reading no later than at this many times the tokens asked for
@@ -36,7 +36,7 @@ _SAMPLE_BYTES, _LARGEST_SAMPLE = 2**23, 4
 _SCORED = 2048
 
 
-def fit_all(model: nn.Module, examples: Examples, options: Options, say: Say) -> list[FittedSite]:
+def fit_all(model: nn.Module, examples: Examples, options: Options, say: Teller) -> list[FittedSite]:
     """What calibration makes for every site, in the plan's order."""
     planned = conversion(model).plan.sites
     dense = read_dense(model, conversion(model).plan)
@@ -49,10 +49,13 @@ def fit_all(model: nn.Module, examples: Examples, options: Options, say: Say) ->
         for record in records.values():
             record.require_tokens()
         least, most = min(r.tokens for r in records.values()), max(r.tokens for r in records.values())
-        say(f"read {seen.examples} examples, {least if least == most else f'{least} to {most}'} tokens per site")
+        seen_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
+        say.done(f"read {seen.examples:,} examples, {seen_tokens} tokens at each of {len(group)} sites{passes}")
         for fit in _fit_group(model, records, examples, seen, options):
             say(f"{fit.site.name}: {_form(fit.site)}, expected damage {', '.join(f'{d:.1e}' for d in fit.damage)}")
             fitted.append(fit)
+        say.done(f"learners and gates of {len(fitted)} of {len(planned)} sites fitted")
     order = {site.name: place for place, site in enumerate(planned)}
     fitted.sort(key=lambda fit: order[fit.site.name])
     _warn_of_few_tokens(planned, fitted)
@@ -88,7 +91,7 @@ def _sample(site: PlannedSite, options: Options) -> int:
     return max(options.sample, min(_LARGEST_SAMPLE * options.sample, fits))
 
 
-def _read(model: nn.Module, examples: Examples, records: Records, options: Options, say: Say) -> Seen:
+def _read(model: nn.Module, examples: Examples, records: Records, options: Options, say: Teller) -> Seen:
     """One pass; the first one decides how many batches all of them use."""
 
     def enough() -> bool:

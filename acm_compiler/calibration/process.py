@@ -63,8 +63,9 @@ def calibrate_on(
         install(model, fitted, undo)
         scores = {fit.site.name: fit.scores for fit in fitted}
         k_lo = choose_lowest_k(model, examples.held_out, scores, answer=options.answer, budgets=wanted)
-        say(f"lowest k of the budget table: {k_lo}")
-        measure_budgets(model, examples.held_out, budgets=wanted, k_lo=k_lo, progress=say)
+        say.done(f"lowest k of the budget table: {k_lo}")
+        table = measure_budgets(model, examples.held_out, budgets=wanted, k_lo=k_lo, progress=say)
+        say.done(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
         set_budget(model, 1.0 if owner.default_budget is None else None)
         undo.pop_all()
     return owner.plan

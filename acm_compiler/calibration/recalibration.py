@@ -37,6 +37,7 @@ def recalibrate(
         wanted = (*budgets, *default, *owner.budgets_set)
         with telling("recalibrate", progress) as say:
             table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=say)
+            say.done(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
     if isinstance(owner.budget, dict):
         set_budget(model, {phase: max(budget, owner.table_min) for phase, budget in owner.budget.items()})
     elif owner.budget is not None:

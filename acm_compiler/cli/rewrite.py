@@ -53,6 +53,7 @@ def rewrite(
         strict_budget=strict_budget,
         resume_command=_resume_command(recipe, directory, overrides or []),
     )
+    output.progress(f"{loaded.name}: the result goes to {directory}")
     evaluation = run_recipe(loaded, options, say=output.progress)
     if evaluation is not None:
         output.say(evaluation_table(evaluation))

@@ -43,7 +43,7 @@ class Job:
     measure: called with the model after each gate and finetune phase; keeps the model's new budget table.
     calibrate: called with the model, a calibrate phase's section, and (inputs, mask) pairs on the run's device.
     evaluate: called every `run.eval_every` of a finetune phase; its figures go into `metrics.jsonl`.
-    on_phase_end: called after each phase with the model and the phase's section of the recipe.
+    on_phase_end: called after each phase with the model, the phase's section of the recipe, and the seconds it took here.
     All processes make these calls.
     say: takes a line on how far a phase has come, now and then, where no terminal shows a bar; the log when unset.
     """
@@ -58,5 +58,5 @@ class Job:
     measure: Callable[[nn.Module], object] | None = None
     calibrate: Callable[[nn.Module, CalibratePhase, Iterator[Example]], object] | None = None
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
-    on_phase_end: Callable[[nn.Module, Phase], object] | None = None
+    on_phase_end: Callable[[nn.Module, Phase, float], object] | None = None
     say: Callable[[str], None] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -62,13 +63,13 @@ def run_schedule(
 def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | None, until: str | None) -> None:
     first = snapshot.position.phase if snapshot else 0
     for index in range(first, len(schedule)):
-        config = schedule[index]
+        config, began = schedule[index], time.monotonic()
         if isinstance(config, TrainedPhase):
             _train(run, config, index, snapshot if index == first else None)
         else:
             _calibrate(run, config, index)
         if run.job.on_phase_end is not None:
-            run.job.on_phase_end(run.model, config)
+            run.job.on_phase_end(run.model, config, time.monotonic() - began)
         run.save(Position(phase=index + 1))
         (stop,) = run.machine.any(run.interrupts.received is not None)
         if stop:

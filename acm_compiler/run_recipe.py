@@ -36,6 +36,7 @@ from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.survey import look
 from acm_compiler.tasks import Metric, Task, open_task
+from acm_compiler.training.check_schedule import check_schedule
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import check_phase, discard_state, run_schedule
@@ -112,6 +113,7 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     plan = decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
     say(str(plan))
     refuse(plan, named_budgets(recipe))
+    check_schedule(recipe.schedule, plan.sites)
     model = rewrite(built.model, plan)
     conversion(model).default_budget = recipe.budgets.train
     dump("30_rewritten.txt", lambda: str(model))
@@ -197,6 +199,7 @@ class Workshop:
             run=self.recipe.run,
             directory=options.directory,
             budget=self.recipe.budgets.train,
+            teacher=self.model,
             decisions=decisions(self.recipe),
             resume_command=options.resume_command,
             measure=self.measure,

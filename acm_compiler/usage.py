@@ -89,7 +89,7 @@ class Usage:
     @property
     def shares(self) -> Tensor:
         """Share of learner MACs of each example, float64 [batch]; padding left out (b_i of SEMANTICS 2)."""
-        run, full = self._learner_macs()
+        run, full = self.learner_macs
         return run / full.clamp_min(1)
 
     @property
@@ -100,7 +100,7 @@ class Usage:
     @property
     def pooled_budget(self) -> float:
         """The share of learner MACs over all tokens of the batch together."""
-        run, full = self._learner_macs()
+        run, full = self.learner_macs
         return float(run.sum() / full.sum().clamp_min(1))
 
     @property
@@ -109,7 +109,7 @@ class Usage:
 
         What stays dense counts as for the plan's example inputs.
         """
-        run, _ = self._learner_macs()
+        run, _ = self.learner_macs
         gates = torch.zeros_like(run)
         for name, k_BS in self.k.items():
             gates += (k_BS != PADDING).sum(1).cpu() * gate_macs_per_token(self._plan.site(name))
@@ -136,7 +136,8 @@ class Usage:
     def __repr__(self) -> str:
         return f"<Usage of {len(self._plan.sites)} sites: {str(self).partition(chr(10))[0]}>"
 
-    def _learner_macs(self) -> tuple[Tensor, Tensor]:
+    @property
+    def learner_macs(self) -> tuple[Tensor, Tensor]:
         """Learner MACs run and learner MACs at k = N, each float64 [batch]."""
         run = full = torch.zeros((), dtype=torch.float64)
         for name, k_BS in self.k.items():

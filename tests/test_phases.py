@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from acm_compiler import progress
 from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.control import relax
+from acm_compiler.control import relax, set_budget
 from acm_compiler.conversion import sites
 from acm_compiler.errors import NoBudgetTable, SitesNotFitted, TrainingFailed, UsageError
 from acm_compiler.loss_terms import losses
@@ -21,7 +21,7 @@ from acm_compiler.training.machine import open_machine
 from acm_compiler.training.optimization import learning_rate
 from acm_compiler.training.schedule import make_phase, run_schedule
 from tests.training_runs import changed, distill, examples, finetune, fitted, gate, job_in, metrics, parts_of, run_once
-from tests.training_tiny import Task, make_model
+from tests.training_tiny import Task, make_model, make_teacher
 
 PARTS = ("gate", "learners")
 
@@ -304,6 +304,67 @@ def test_finetune_can_draw_a_budget_for_every_step():
     assert all(0.5 <= budget <= 0.9 for budget in budgets) and len(set(budgets)) == len(knobs) == 5
     for budget, (loss, reached) in zip(budgets, losses_of, strict=True):
         assert loss == pytest.approx(abs(reached - budget), abs=1e-5)
+
+
+def far_from(teacher, model) -> float:
+    """KL of the model's answers at its budget from the teacher's, on what was not trained on."""
+    x = torch.randn(64, 5, 6, generator=torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        found, wanted = model.eval()(x).log_softmax(1), teacher.eval()(x).log_softmax(1)
+    return float(F.kl_div(found, wanted, log_target=True, reduction="batchmean"))
+
+
+@pytest.mark.parametrize("budget_range", [None, (0.4, 0.8)])
+def test_learners_alone_come_nearer_to_the_original_s_answers(budget_range, tmp_path):
+    model, teacher = fitted(make_model()), make_teacher()
+    measure_budgets(model, [(examples(8)["x"], None)])
+    set_budget(model, 0.6)
+    before, far = parts_of(model), far_from(teacher, model)
+    config = finetune(update="learners", objective="distillation", steps=40, budget_range=budget_range)
+    run_schedule(model, [config], job_in(tmp_path, teacher=teacher))
+    lines = metrics(tmp_path)
+    assert changed(before, model) == {"learners"}
+    assert {"loss", "task"} <= set(lines[0]) and not {"budget", "entropy", "diversity"} & set(lines[0])
+    assert all(0 < line["budget_reached"] <= 1 for line in lines if "eval" not in line)
+    set_budget(model, 0.6)
+    assert far_from(teacher, model) < 0.8 * far
+    assert not any(p.requires_grad for p in teacher.parameters()) and all(p.grad is None for p in teacher.parameters())
+
+
+def test_the_whole_network_may_learn_the_original_s_answers(tmp_path):
+    model, teacher = fitted(make_model()), make_teacher()
+    job = job_in(tmp_path, teacher=teacher)
+    run_schedule(model, [finetune(objective="distillation", steps=40, entropy=0.0, diversity=0.0)], job)
+    lines = [line["task"] for line in metrics(tmp_path)]
+    assert sum(lines[-5:]) < 0.7 * sum(lines[:5])
+
+
+def test_labels_have_no_part_in_distillation(tmp_path):
+    class Unlabelled(Task):
+        def loss(self, output, batch):
+            raise AssertionError
+
+    config = finetune(objective="distillation")
+    run_schedule(fitted(make_model()), [config], job_in(tmp_path, task=Unlabelled(), teacher=make_teacher()))
+    with pytest.raises(UsageError, match="needs that model"):
+        run_schedule(fitted(make_model()), [config], job_in(tmp_path / "again"))
+
+
+def test_a_task_that_judges_by_the_original_s_answers_trains_too(tmp_path):
+    class Vectors(Task):
+        answers_logits = False
+
+        def remember(self, output, batch):
+            return {**batch, "teacher": output}
+
+        def loss(self, output, batch):
+            return (output - batch["teacher"]).square().mean()
+
+    for objective in ("task", "distillation"):
+        job = job_in(tmp_path / objective, task=Vectors(), teacher=make_teacher())
+        run_schedule(fitted(make_model()), [finetune(objective=objective, steps=40, entropy=0.0)], job)
+        lines = [line["task"] for line in metrics(tmp_path / objective)]
+        assert sum(lines[-5:]) < 0.7 * sum(lines[:5]), objective
 
 
 def test_distilling_under_measured_gates_measures_them_again(tmp_path):

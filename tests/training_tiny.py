@@ -90,8 +90,19 @@ class Points(Dataset):
         return {"x": x, "label": label, "mask": torch.arange(TOKENS) < real}
 
 
+def make_teacher(*, depth: int = 2, seed: int = 0) -> Tiny:
+    """What `make_model` was made from."""
+    torch.manual_seed(seed)
+    return Tiny(depth).requires_grad_(False)
+
+
 class Task:
     """Classifies `Points`."""
+
+    answers_logits = True
+
+    def answer(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
+        return output
 
     def inputs(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["x"]

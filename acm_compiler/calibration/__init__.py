@@ -1,8 +1,8 @@
 """Conversion without training: learners, gates and the budget table from a few thousand unlabelled tokens."""
 
 from acm_compiler.calibration.options import Options
-from acm_compiler.calibration.process import calibrate, calibrate_on
+from acm_compiler.calibration.process import calibrate, calibrate_on, check_closed_form
 from acm_compiler.calibration.recalibration import recalibrate
 from acm_compiler.calibration.sensitivities import Sensitivity, sensitivity
 
-__all__ = ["Options", "Sensitivity", "calibrate", "calibrate_on", "recalibrate", "sensitivity"]
+__all__ = ["Options", "Sensitivity", "calibrate", "calibrate_on", "check_closed_form", "recalibrate", "sensitivity"]

@@ -55,7 +55,7 @@ def calibrate_on(
     options = options or Options()
     owner = conversion(model)
     for site in owner.plan.sites:
-        _check(site)
+        check_closed_form(site)
     wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))
     examples = Examples(batches)
     with torch.inference_mode(False), telling("calibrate", progress) as say, ExitStack() as undo:
@@ -71,8 +71,8 @@ def calibrate_on(
     return owner.plan
 
 
-def _check(site: PlannedSite) -> None:
-    """Refuse what has no closed form, before any work is done."""
+def check_closed_form(site: PlannedSite) -> None:
+    """Refuse a site that has no closed form, before any work is done. UsageError, LayoutUnknown."""
     if site.learner_act != site.act:
         raise UsageError(
             "learners with an activation of their own have no closed form",

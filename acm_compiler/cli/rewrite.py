@@ -36,10 +36,12 @@ def rewrite(
     output = Output(json=json)
     if dry_run:
         from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
+        from acm_compiler.training.check_schedule import check_schedule
 
         _, made, _ = plan_recipe(loaded)
         output.say(str(made))
         refuse(made, named_budgets(loaded))
+        check_schedule(loaded.schedule, made.sites)
         output.document({"plan": made.as_json()})
         return
     from acm_compiler.report.table import evaluation_table

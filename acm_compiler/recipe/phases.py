@@ -76,6 +76,11 @@ class FinetunePhase(TrainedPhase):
 
     phase: Literal["finetune"]
     lr: Positive = 1e-4
+    objective: Literal["task", "distillation"] = "task"
+    """task: the task's own loss. distillation: how far the answers are from the original model's; no labels."""
+    update: Literal["all", "learners"] = "all"
+    """all: the whole network and its gates, which are sampled. learners: the learners alone, in eval mode, at the k
+    that the gates choose; the keys that lead gates are not for it."""
     gate_lr: Positive | None = None
     """Learning rate of the gates at the start of the phase; unset: `lr`, as in the paper. Short runs need more."""
     temperature: Positive = 0.8
@@ -91,10 +96,22 @@ class FinetunePhase(TrainedPhase):
     """Weight of the term that lets examples differ in what they cost."""
 
     @model_validator(mode="after")
+    def _gates_are_led(self) -> FinetunePhase:
+        led = [key for key in _LEADING if key in self.model_fields_set] if self.update == "learners" else []
+        if led:
+            context = {"key": led[0], "led": ", ".join(led)}
+            raise PydanticCustomError("acm", "{led} leads gates, which update: learners leaves as they are", context)
+        return self
+
+    @model_validator(mode="after")
     def _rising(self) -> FinetunePhase:
         if self.budget_range is not None and self.budget_range[0] >= self.budget_range[1]:
             raise PydanticCustomError("acm", "budget_range must rise: [low, high]", {"key": "budget_range"})
         return self
+
+
+# what leads gates to a budget while they are trained
+_LEADING = ("gate_lr", "temperature", "budget", "entropy", "diversity")
 
 
 class CalibratePhase(Section):

@@ -19,8 +19,9 @@ class Task(Protocol):
     `Metric.of`: `lower_is_better: bool`; `units(batch) -> Tensor [B]`, what each example's score counts for (words,
     tokens), so that the metric is total score over total units; `scale(mean: Tensor) -> Tensor`, which turns that
     ratio into the metric (exp, for a perplexity). `likeness: Likeness`, if there is one, compares the answers of two
-    models over a whole data set, beside the metric. Nothing here keeps state: every method is a function of its
-    arguments.
+    models over a whole data set, beside the metric. `answers_logits: bool`: the last axis of `answer` holds logits, 0
+    where there is no token; how far they are from another model's is then told by their distributions. Nothing here
+    keeps state: every method is a function of its arguments.
     """
 
     @property

@@ -27,6 +27,7 @@ class Classify:
     label_smoothing: float = 0.0
     classes: int | None = None
     metric: ClassVar[str] = "accuracy"
+    answers_logits: ClassVar[bool] = True
 
     def inputs(self, batch: Batch) -> Inputs:
         """The picture, or else all tensors of the batch, by name, that are not about the answer."""

@@ -35,6 +35,7 @@ class Ctc:
     frames: Callable[[Tensor], Tensor]
     masked: bool
     metric: ClassVar[str] = "word error rate"
+    answers_logits: ClassVar[bool] = True
     lower_is_better: ClassVar[bool] = True
 
     def inputs(self, batch: Batch) -> Inputs:

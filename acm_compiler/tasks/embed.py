@@ -67,7 +67,7 @@ class Embed:
             raise DataError(
                 "the dense model's vectors are not known here",
                 where="task embed",
-                fix="calibrate and evaluate beside the dense model; training on them is not there yet",
+                fix="evaluate and train beside the dense model, whose output `remember` puts into the batch",
             )
         return (self.answer(output, self.mask(batch)) * batch["teacher"]).sum(-1)
 

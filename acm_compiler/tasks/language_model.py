@@ -25,6 +25,7 @@ class LanguageModel(ABC):
     auto_class: ClassVar[str]
     ahead: ClassVar[int]
     lower_is_better: ClassVar[bool] = True
+    answers_logits: ClassVar[bool] = True
 
     @abstractmethod
     def guessed(self, batch: Batch) -> Tensor:

@@ -3,56 +3,73 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.control import relax, set_budget
+from acm_compiler.control import refuse_unfitted, relax, set_budget
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data.batch import Batch
 from acm_compiler.inputs import call_model
 from acm_compiler.loss_terms import take_choices
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.tasks import Task
+from acm_compiler.tasks.distance import distance
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.modes import free_gate, in_mode
 from acm_compiler.training.phase import Backward, Figures, Group, unique
+from acm_compiler.training.teacher import Teacher
+from acm_compiler.usage import record
 
 _TERMS = ("loss", "task", "budget", "entropy", "diversity")
 
 
 class Finetune:
-    """A `Phase`: task loss + alpha_b L_b + alpha_e L_e + alpha_d L_d, with sampled gates and the model in train mode.
+    """A `Phase`: objective + alpha_b L_b + alpha_e L_e + alpha_d L_d, with sampled gates and the model in train mode.
 
-    It trains every parameter outside the dense regions that required gradients before, and all of the ACMs'.
+    It trains every parameter outside the dense regions that required gradients before, and all of the ACMs'. With
+    `update: learners` it trains these alone by the objective alone, in eval mode, at the k that the gates choose.
     """
 
     name = "finetune"
     answers = True
     same_noise = False
 
-    def __init__(self, model: nn.Module, config: FinetunePhase, task: Task, machine: Machine, *, budget: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: FinetunePhase,
+        task: Task,
+        machine: Machine,
+        *,
+        budget: float,
+        teacher: Teacher | None = None,
+    ) -> None:
         self.model, self.config, self.task, self.machine, self.budget = model, config, task, machine, budget
+        self.teacher = teacher
         self.acms = sites(model)
-        self.groups = _groups(model, config.gate_lr)
+        self.sampled = config.update == "all"
+        self.groups = _groups(model, config)
         self.step = _Step(model, config, task, budget=budget)
         self.step_module: nn.Module = self.step
         self.seen: list[_Seen] = []
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, the model is in train mode with relaxed gates."""
+        """Inside, the model is in train mode with relaxed gates or, for learners alone, in eval mode."""
         before = next(iter(self.acms.values())).temperature
-        relax(self.model, self.config.temperature)
+        refuse_unfitted(self.model, "finetune")
+        relax(self.model, self.config.temperature if self.sampled else None)
         self._set_gates()
         wrapped = self.step_module
         try:
-            with in_mode(self.model, training=True):
+            with in_mode(self.model, training=self.sampled):
                 self.step_module = self.machine.parallel(wrapped)
                 yield
         finally:
@@ -62,11 +79,11 @@ class Finetune:
     def _set_gates(self) -> None:
         if self.config.budget_range is not None:
             self._draw_budget()
-        elif all(acm.gate.rule == "logits" for acm in self.acms.values()):
+        elif self.sampled and all(acm.gate.rule == "logits" for acm in self.acms.values()):
             for acm in self.acms.values():
                 free_gate(acm)
         else:
-            # damage gates have no choice of their own: they need the knob of this budget
+            # damage gates have no choice of their own, gates that stay as they are have to be told: by this knob
             set_budget(self.model, self.budget)
 
     def _draw_budget(self) -> None:
@@ -82,9 +99,10 @@ class Finetune:
         """Forward and backward of one batch; accumulated batches count alike."""
         if self.config.budget_range is not None and not self.seen:
             self._draw_budget()
+        batch, wanted = (batch, None) if self.teacher is None else self.teacher.teach(batch)
         with batch_context(self.model, mask=self.task.mask(batch)), self._sync(last):
             with self.machine.autocast():
-                loss, seen = self.step_module(batch)
+                loss, seen = self.step_module(batch, wanted)
             backward(loss / self.config.accumulate)
         self.seen.append(seen)
 
@@ -101,10 +119,12 @@ class Finetune:
         counts = [self._counts(acm, seen) for acm in self.acms.values()]
         flat = self.machine.total(torch.cat([terms_5, shares_4, *counts])).tolist()
         terms, (share, examples, run, full), flat = dict(zip(_TERMS, flat, strict=False)), flat[5:9], flat[9:]
+        if not self.sampled:
+            terms = {name: terms[name] for name in _TERMS[:2]}
         choices = {}
         for name, count in zip(self.acms, counts, strict=True):
             choices[name], flat = flat[: len(count)], flat[len(count) :]
-        bad = [name for name in _TERMS[1:] if not math.isfinite(terms[name])]
+        bad = [name for name in list(terms)[1:] if not math.isfinite(terms[name])]
         return Figures(
             terms=terms | {"budget_pooled": run / max(full, 1e-30)},
             reached=share / max(examples, 1.0),
@@ -113,7 +133,7 @@ class Finetune:
         )
 
     def _counts(self, acm: ACM, seen: list[_Seen]) -> Tensor:
-        """How many tokens took each choice of one site, [C]; zeros where LayerDrop left it out."""
+        """How many tokens took each choice of one site, [C]; zeros where none was counted."""
         total = torch.zeros(acm.count - acm.k_min + 1, device=self.machine.device)
         for batch in seen:
             if acm.name in batch.counts:
@@ -132,6 +152,18 @@ class _Seen:
     shares: Tensor
     counts: dict[str, Tensor]
 
+    @staticmethod
+    @torch.no_grad()
+    def of(terms: Sequence[Tensor], shares_B: Tensor, macs: tuple[Tensor, Tensor], counts: dict[str, Tensor]) -> _Seen:
+        """From the terms' values, each example's share, and the MACs run and at k = N of each."""
+        run, full = (part.to(shares_B.device).sum() for part in macs)
+        examples = torch.tensor(float(len(shares_B)), device=shares_B.device)
+        return _Seen(
+            terms=torch.stack([term.float() for term in terms]),
+            shares=torch.stack([shares_B.sum(), examples, run, full]).float(),
+            counts=counts,
+        )
+
 
 class _Step(nn.Module):
     """From a batch to the loss, as one module: what DDP wraps has to see every use of a parameter."""
@@ -140,28 +172,39 @@ class _Step(nn.Module):
         super().__init__()
         self.model, self.config, self.task, self.budget = model, config, task, budget
 
-    def forward(self, batch: Batch) -> tuple[Tensor, _Seen]:
-        output = call_model(self.model, self.task.inputs(batch))
-        task = self.task.loss(output, batch)
+    def forward(self, batch: Batch, wanted: Tensor | None) -> tuple[Tensor, _Seen]:
+        if self.config.update == "learners":
+            return self._at_chosen_k(batch, wanted)
+        task = self._objective(call_model(self.model, self.task.inputs(batch)), batch, wanted)
         choices = take_choices(self.model)
         parts = choices.losses(self.budget)
         c = self.config
         total = task + c.budget * parts["budget"] + c.entropy * parts["entropy"] + c.diversity * parts["diversity"]
-        shares, (run, full) = choices.shares.detach(), choices.macs
-        with torch.no_grad():
-            terms = torch.stack([t.float() for t in (total, task, *(parts[name] for name in _TERMS[2:]))])
-            examples = torch.tensor(float(len(shares)), device=shares.device)
-            sums = torch.stack([shares.sum(), examples, run.sum(), full.sum()]).float()
-        return total, _Seen(terms=terms, shares=sums, counts=choices.counts)
+        terms = (total, task, *(parts[name] for name in _TERMS[2:]))
+        return total, _Seen.of(terms, choices.shares, choices.macs, choices.counts)
+
+    def _at_chosen_k(self, batch: Batch, wanted: Tensor | None) -> tuple[Tensor, _Seen]:
+        with record(self.model) as usage:
+            loss = self._objective(call_model(self.model, self.task.inputs(batch)), batch, wanted)
+        none = torch.zeros_like(loss)
+        return loss, _Seen.of((loss, loss, none, none, none), usage.shares.to(loss.device), usage.learner_macs, {})
+
+    def _objective(self, output: Any, batch: Batch, wanted: Tensor | None) -> Tensor:
+        if wanted is None:
+            return self.task.loss(output, batch)
+        return distance(self.task, self.task.answer(output, self.task.mask(batch)), wanted)
 
 
-def _groups(model: nn.Module, gate_lr: float | None) -> list[Group]:
+def _groups(model: nn.Module, config: FinetunePhase) -> list[Group]:
+    acms = sites(model).values()
+    if config.update == "learners":
+        return [Group(parameters=unique(p for acm in acms for p in acm.learners.parameters()))]
     trained = _trained(model)
-    if gate_lr is None:
+    if config.gate_lr is None:
         return [Group(parameters=trained)]
-    gates = unique(p for acm in sites(model).values() for p in acm.gate.parameters())
+    gates = unique(p for acm in acms for p in acm.gate.parameters())
     ids = {id(p) for p in gates}
-    return [Group(parameters=[p for p in trained if id(p) not in ids]), Group(parameters=gates, lr=gate_lr)]
+    return [Group(parameters=[p for p in trained if id(p) not in ids]), Group(parameters=gates, lr=config.gate_lr)]
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -38,12 +38,13 @@ class Job:
     """Everything a schedule needs beside the model.
 
     budget: the share of learner MACs that finetune aims at. directory: where `metrics.jsonl` and `state/` go.
+    teacher: the model before conversion, for phases that learn from its answers.
     decisions: of the recipe, as plain data; a state is continued only by a recipe with the same ones.
     resume_command: shown when interrupted.
     measure: called with the model after each gate and finetune phase; keeps the model's new budget table.
     calibrate: called with the model, a calibrate phase's section, and (inputs, mask) pairs on the run's device.
     evaluate: called every `run.eval_every` of a finetune phase; its figures go into `metrics.jsonl`.
-    on_phase_end: called after each phase with the model, the phase's section of the recipe, and the seconds it took here.
+    on_phase_end: called after each phase with the model, its section of the recipe, and the seconds it took.
     All processes make these calls.
     say: takes a line on how far a phase has come, now and then, where no terminal shows a bar; the log when unset.
     """
@@ -53,6 +54,7 @@ class Job:
     run: RunConfig
     directory: Path
     budget: float
+    teacher: nn.Module | None = None
     decisions: Mapping[str, Any] = field(default_factory=dict)
     resume_command: str = "acmc rewrite --resume"
     measure: Callable[[nn.Module], object] | None = None

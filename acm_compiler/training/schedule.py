@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from acm_compiler.errors import UsageError, did_you_mean
 from acm_compiler.measure import Example
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
+from acm_compiler.training.check_schedule import check_schedule
 from acm_compiler.training.distill import Distill
 from acm_compiler.training.finetune import Finetune
 from acm_compiler.training.gate import GateLabels
@@ -28,6 +30,7 @@ from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Phase
 from acm_compiler.training.state import Position, Snapshot, StateStore
 from acm_compiler.training.tapped import TappedPhase
+from acm_compiler.training.teacher import Teacher
 from acm_compiler.training.watch import warn_of_collapse, warn_of_missed_budget
 
 
@@ -41,7 +44,7 @@ def run_schedule(
     state, the run starts from the beginning. The state stays in the directory until `discard_state`.
     Raises RunInterrupted after SIGINT or SIGTERM with the state saved, TrainingFailed, StorageError, UsageError.
     """
-    _check(schedule, job, until)
+    _check(model, schedule, job, until)
     machine = open_machine(job.run.precision, job.run.device)
     model.to(machine.device)
     store = StateStore(job.directory, machine, decisions=job.decisions)
@@ -121,7 +124,8 @@ def _open_data(run: Run, batch: int, index: int) -> Batches:
 def make_phase(model: nn.Module, config: TrainedPhase, job: Job, machine: Machine) -> Phase:
     """The phase that a section of the recipe's schedule describes."""
     if isinstance(config, FinetunePhase):
-        return Finetune(model, config, job.task, machine, budget=job.budget)
+        teacher = Teacher.of(job.teacher, job.task, machine, config.objective)
+        return Finetune(model, config, job.task, machine, budget=job.budget, teacher=teacher)
     if isinstance(config, DistillPhase):
         return TappedPhase(model, Distill(detach=config.detach), job.task, machine, batch=config.batch)
     assert isinstance(config, GatePhase)
@@ -136,11 +140,14 @@ def make_phase(model: nn.Module, config: TrainedPhase, job: Job, machine: Machin
     return TappedPhase(model, objective, job.task, machine, batch=config.batch)
 
 
-def _check(schedule: Sequence[PhaseConfig], job: Job, until: str | None) -> None:
+def _check(model: nn.Module, schedule: Sequence[PhaseConfig], job: Job, until: str | None) -> None:
     names = [config.phase for config in schedule]
     if "calibrate" in names and job.calibrate is None:
         raise UsageError("this run cannot carry out the phase 'calibrate'", expected="distill, gate, finetune")
     check_phase(until, schedule)
+    owner, acms = conversion(model), sites(model)
+    now = [dataclasses.replace(site, state=acms[site.name].state) for site in owner.plan.sites]
+    check_schedule(schedule, now, measured=owner.table is not None)
 
 
 def check_phase(until: str | None, schedule: Sequence[PhaseConfig]) -> None:

@@ -1,0 +1,90 @@
+"""Whether the phases of a schedule can follow each other on a plan: asked before the first takes its minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from acm_compiler.calibration import check_closed_form
+from acm_compiler.errors import SitesNotFitted, UsageError
+from acm_compiler.plans import PlannedSite
+from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, Phase
+
+
+def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, measured: bool = False) -> None:
+    """Refuse a schedule of which a phase would fail on what those before it leave.
+
+    sites: as they are when it starts. measured: whether the gates have a budget table then. Raises SitesNotFitted,
+    UsageError and what calibrate refuses, each with the phase's place.
+    """
+    sites = list(sites)
+    fitted = all(site.state == "learners" for site in sites)
+    sliced = [site.name for site in sites if site.is_sliced and site.state == "learners"]
+    for index, phase in enumerate(schedule):
+        where = f"schedule[{index}], {phase.phase}"
+        if isinstance(phase, CalibratePhase):
+            for site in sites:
+                check_closed_form(site)
+            sliced = [site.name for site in sites if _may_be_sliced(site)]
+        elif isinstance(phase, DistillPhase):
+            _refuse_slices(sites, sliced, where)
+        elif not fitted:
+            raise _unfitted(sites, where)
+        elif isinstance(phase, GatePhase) and sliced:
+            raise _gates_of_slices(sliced, where)
+        elif isinstance(phase, FinetunePhase) and not measured and _needs_budgets(phase):
+            raise _unmeasured(where)
+        fitted = True
+        measured = measured or not isinstance(phase, DistillPhase)
+
+
+def _may_be_sliced(site: PlannedSite) -> bool:
+    return site.form == "slices" or (site.form == "auto" and site.pair is not None)
+
+
+def _needs_budgets(phase: FinetunePhase) -> bool:
+    return phase.budget_range is not None or phase.update == "learners"
+
+
+def _unfitted(sites: Sequence[PlannedSite], where: str) -> SitesNotFitted:
+    names = [site.name for site in sites if site.state != "learners"]
+    return SitesNotFitted(
+        f"{len(names)} sites have no learners of their own yet, such as {names[0]}",
+        where=where,
+        fix="put a calibrate or a distill phase before it",
+    )
+
+
+def _refuse_slices(sites: Sequence[PlannedSite], sliced: Sequence[str], where: str) -> None:
+    """Distill fits no slices, and has nothing to train where there is nothing else."""
+    certain = [site.name for site in sites if site.is_sliced]
+    if certain and certain[0] not in sliced:
+        raise UsageError(
+            f"{len(certain)} sites are to be slices, which calibrate alone can fit",
+            where=where,
+            found=certain[0],
+            fix="put a calibrate phase before it, or say form: svd at these sites",
+        )
+    if certain and len(certain) == len(sites):
+        raise UsageError(
+            "all sites are slices in bases of their own, which the unmodified network cannot teach",
+            where=where,
+            fix="leave the phase out, or train by finetune with objective: distillation",
+        )
+
+
+def _gates_of_slices(sliced: Sequence[str], where: str) -> UsageError:
+    return UsageError(
+        f"{len(sliced)} sites are slices after calibrate, or may become it: the unmodified network has no labels for "
+        "the gates of a basis of their own",
+        where=where,
+        found=sliced[0],
+        fix="leave the phase out, calibrate has fitted the gates; or say form: svd at these sites",
+    )
+
+
+def _unmeasured(where: str) -> UsageError:
+    return UsageError(
+        "budget_range and update: learners need gates that were measured",
+        where=where,
+        fix="put a calibrate or a gate phase before it",
+    )

@@ -130,9 +130,14 @@ class CostReport:
     @property
     def budget_min(self) -> float:
         """The smallest reachable budget: every token at its site's k_min."""
+        return self.least_share(0)
+
+    def least_share(self, k: int) -> float:
+        """The share of learner MACs when every token runs `k` learners, or its site's k_min where that is above."""
         if not self.learner_macs:
             return 1.0
-        least = sum(c.learner_macs * s.k_min / s.learners for s, c in zip(self.plan.sites, self.sites, strict=True))
+        pairs = zip(self.plan.sites, self.sites, strict=True)
+        least = sum(cost.learner_macs * max(s.k_min, min(k, s.learners)) / s.learners for s, cost in pairs)
         return least / self.learner_macs
 
     def macs(self, budget: float) -> float:

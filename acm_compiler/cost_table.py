@@ -14,6 +14,7 @@ from acm_compiler.plans import Plan, PlannedSite
 BUDGETS = (0.25, 0.40, 0.60, 0.75, 1.00)
 _CONVENTION = '1 MAC = 1 multiply-add = 2 FLOPs; papers\' "GFLOPs" are GMACs'
 _SHOWN_REASONS = 6
+_SAME = 5e-4
 Row = Sequence[object]
 
 
@@ -23,7 +24,7 @@ def cost_table(
     """The whole report; `per_site` adds a row for every site, `torch_macs` a comparison with torch's own count."""
     parts = [_title(report.plan), _kinds_table(report)]
     if report.plan.sites:
-        parts.append(_budget_table(report, budgets))
+        parts += [_budget_table(report, budgets), *_raised(report)]
     if per_site:
         parts.append(_site_table(report))
     if torch_macs is not None:
@@ -38,12 +39,13 @@ def _title(plan: Plan) -> str:
     name = f"{source['source']}:{source['name']}" if source else plan.model.cls
     tokens = max((site.tokens // plan.model.batch for site in plan.sites), default=0)
     example = f"{plan.model.inputs} -> {tokens} tokens" if tokens else plan.model.inputs
-    return f"{plan.model.cls.rpartition('.')[2]} ({name}), {example}      {_CONVENTION}"
+    each = "MACs of one example; " if plan.model.batch > 1 else ""
+    return f"{plan.model.cls.rpartition('.')[2]} ({name}), {example}      {each}{_CONVENTION}"
 
 
 def _kinds_table(report: CostReport) -> str:
     plan, dense = report.plan, report.plan.model.dense_macs
-    unit, scale = unit_of(dense)
+    unit, scale = _per_example(plan)
     rows: list[Row] = []
     for kind, pairs in _by_kind(report):
         macs = sum(cost.dense_macs for _, cost in pairs)
@@ -116,8 +118,19 @@ def _budget_table(report: CostReport, budgets: Iterable[float]) -> str:
     return tabulate([head, macs, share], tablefmt="plain", disable_numparse=True)
 
 
+def _raised(report: CostReport) -> list[str]:
+    """What calibrate may make of the smallest budget, where that is lower than with one learner everywhere."""
+    least, one = report.budget_min, report.least_share(1)
+    if one - least < _SAME:
+        return []
+    return [
+        f"budgets below {one:.3f} let tokens run no learner: calibrate keeps them within reach where they are asked "
+        f"for, else it may raise the lowest to {one:.3f}"
+    ]
+
+
 def _site_table(report: CostReport) -> str:
-    unit, scale = unit_of(report.plan.model.dense_macs)
+    unit, scale = _per_example(report.plan)
     rows = [
         [
             site.name,
@@ -177,6 +190,12 @@ def _and_more(names: Sequence[str]) -> str:
 def _hidden(reasons: Mapping[str, object]) -> list[str]:
     hidden = len(reasons) - _SHOWN_REASONS
     return [f"{hidden} more reasons, see --json"] if hidden > 0 else []
+
+
+def _per_example(plan: Plan) -> tuple[str, float]:
+    """The unit in which one example's MACs read best, and what the whole batch's are divided by for it."""
+    unit, scale = unit_of(plan.model.dense_macs / plan.model.batch)
+    return unit, scale * plan.model.batch
 
 
 def unit_of(macs: float) -> tuple[str, float]:

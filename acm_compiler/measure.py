@@ -15,7 +15,6 @@ from acm_compiler.control import refuse_unfitted
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.errors import DataError
 from acm_compiler.inputs import Inputs, call_model
-from acm_compiler.plans import Plan
 from acm_compiler.usage import record
 
 _LOG = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class _Search:
 
         A few tokens that never run all learners are no reason to go on: budget 1 is set without a knob.
         """
-        limit, near = (least_share(conversion(self.model).plan, self.k_lo), 1e-6) if knob > 0 else (1.0, TOLERANCE)
+        limit, near = (conversion(self.model).plan.cost.least_share(self.k_lo), 1e-6) if knob > 0 else (1.0, TOLERANCE)
         while abs(self.probe(knob) - limit) > near and abs(knob) < _STRONGEST_KNOB:
             knob *= 2
         return self.probe(knob)
@@ -120,16 +119,6 @@ class _Search:
                 rows.pop()
             rows.append(BudgetPoint(share=share, knob=knob, k_lo=self.k_lo))
         return tuple(rows)
-
-
-def least_share(plan: Plan, k_lo: int) -> float:
-    """The share of learner MACs when every token runs `k_lo` learners, or its site's k_min where that is above."""
-    costs = plan.cost.sites
-    least = sum(
-        cost.learner_macs * max(site.k_min, min(k_lo, site.learners)) / site.learners
-        for site, cost in zip(plan.sites, costs, strict=True)
-    )
-    return least / sum(cost.learner_macs for cost in costs)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from acm_compiler.advice import Advice, advise
 from acm_compiler.budgets import TOLERANCE, parse_budget, unreachable
 from acm_compiler.dump import dump
-from acm_compiler.errors import NothingToConvert, UsageError
+from acm_compiler.errors import NothingToConvert, UsageError, did_you_mean
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.kept_dense import kept_dense
 from acm_compiler.planner import plan_sites
@@ -24,12 +24,14 @@ from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
 from acm_compiler.survey import Findings, look
 
+Rule = SiteRule | Mapping[str, Any]
+
 
 def plan(
     model: nn.Module,
     example_inputs: Inputs,
     *,
-    sites: str | SiteRule | Iterable[str | SiteRule] = ("mlp", "attn"),
+    sites: str | Rule | Iterable[str | Rule] = ("mlp", "attn"),
     learners: int = 4,
     lossless: bool = False,
     init: Literal["auto", "random"] = "auto",
@@ -39,8 +41,9 @@ def plan(
     """Find the sites of `model` and decide what becomes of each; nothing stays on the model, weights are not needed.
 
     example_inputs: tensor | tuple | dict of keyword arguments; MACs are for exactly these.
-    sites: what to convert: "mlp", "attn", "attn.q", a site's name, a glob, "re:...", or `SiteRule`s, of which the last
-    that matches a site decides; learners, lossless and init hold for those given as text.
+    sites: what to convert: "mlp", "attn", "attn.q", a site's name, a glob, "re:...", or rules as in a recipe
+    ({"match": "mlp", "learners": 8}, or `SiteRule`s), of which the last that matches a site decides; learners, lossless
+    and init hold for those given as text.
     source: how the base model is built again, for models that `acm.load` shall rebuild by itself.
     A model without sites gives a plan without sites, whose `skipped` say why.
     Raises CaptureFailed, SelectionError, UsageError, AlreadyRewritten.
@@ -127,10 +130,26 @@ def example_of(built: BuiltModel) -> Inputs:
     return built.example_inputs
 
 
-def _rules(sites: str | SiteRule | Iterable[str | SiteRule], **options: Any) -> list[SiteRule]:
-    several = isinstance(sites, Iterable) and not isinstance(sites, (str, SiteRule))
-    given: list[Any] = list(sites) if several else [sites]  # type: ignore[arg-type]
+def _rules(sites: str | Rule | Iterable[str | Rule], **options: Any) -> list[SiteRule]:
+    one = isinstance(sites, (str, SiteRule, Mapping)) or not isinstance(sites, Iterable)
+    given: list[Any] = [sites] if one else list(sites)
     try:
-        return [rule if isinstance(rule, SiteRule) else SiteRule(match=(rule,), **options) for rule in given]
+        return [_rule(rule, options) for rule in given]
     except ValidationError as error:
-        raise UsageError(f"no such rule for sites: {'; '.join(wrong_values(error))}") from None
+        raise UsageError(
+            f"no such rule for sites: {'; '.join(wrong_values(error))}",
+            expected='"mlp", "attn", a name or pattern, or a rule such as {"match": "mlp", "learners": 8}',
+        ) from None
+
+
+def _rule(given: Any, options: Mapping[str, Any]) -> SiteRule:
+    if isinstance(given, SiteRule):
+        return given
+    if not isinstance(given, Mapping):
+        return SiteRule(match=(given,), **options)
+    for key in given:
+        if key not in SiteRule.model_fields:
+            raise UsageError(
+                f"no such key of a rule for sites{did_you_mean(str(key), SiteRule.model_fields)}", found=key
+            )
+    return SiteRule(**given)

@@ -116,6 +116,15 @@ def test_a_base_model_of_another_structure_is_refused(saved):
         acm.load(folder, base_model=trained(ALL["swiglu"])[0])
 
 
+def test_saving_tells_whether_the_model_can_be_built_again(tmp_path, caplog):
+    for name in ("parallel", "hf_vit"):
+        acm.save(rewritten(ALL[name])[2], tmp_path / name)
+    (told,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert (
+        "this Stack is built again" in told.message and f"acm.load('{tmp_path}/parallel', base_model=" in told.message
+    )
+
+
 def test_a_class_that_nothing_can_build_is_asked_for(saved):
     *_, folder = saved
     with pytest.raises(StorageError, match=r"tests\.models\.Stack[\s\S]*base_model=model"):

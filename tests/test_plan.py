@@ -81,6 +81,22 @@ def test_the_fingerprint_is_structure_not_values():
         check_fits(plan_of(planned_site()), one)
 
 
+def test_the_report_of_a_batch_is_of_one_example():
+    one = plan_of(planned_site(), dense_macs=10**6)
+    five = plan_of(planned_site(tokens=5 * planned_site().tokens), dense_macs=5 * 10**6, batch=5)
+    shown = ("mlp", "kept", "total")
+    rows = [[r.split() for r in str(plan).splitlines() if r.startswith(shown)] for plan in (one, five)]
+    assert rows[0] == rows[1] and len(rows[0]) == 3
+    assert "MACs of one example" in str(five) and "MACs of one example" not in str(one)
+
+
+def test_the_report_says_which_budgets_calibrate_may_take_away():
+    linear = {"kind": "linear", "dense_width": None, "last": None, "learner_act": "identity", "k_min": 1}
+    assert "calibrate keeps them within reach where they are asked for" in str(plan_of(planned_site()))
+    assert "budgets below 0.250" in str(plan_of(planned_site(), planned_site("other", **linear)))
+    assert "budgets below" not in str(plan_of(planned_site(**linear)))
+
+
 def test_budgets_are_not_shares_of_the_model():
     site = planned_site()
     plan = plan_of(site, dense_macs=2 * site_cost(site).dense_macs)

@@ -3,11 +3,14 @@
 import dataclasses
 
 import pytest
+import torch
 
+import acm_compiler as acm
 from acm_compiler.errors import SelectionError, UsageError
 from acm_compiler.planner import matched_width, plan_sites, select
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.site import Graft, LinearRef, Site
+from tests.training_tiny import Tiny
 
 REF = LinearRef(weight="w")
 MLP = Site(
@@ -122,3 +125,13 @@ def test_lossless_keeps_what_all_learners_need():
     planned = {s.name: s for s in plan_sites(FOUND, [SiteRule(match=("mlp", "attn"), lossless=True)], GateConfig())}
     assert planned["layers.0.mlp"].second_layer == "shared_top"
     assert all(site.has_top for site in planned.values())
+
+
+def test_rules_can_be_written_as_in_a_recipe():
+    model, x = Tiny(), torch.randn(2, 5, 6)
+    for given in ({"match": "mlp", "learners": 2}, [{"match": ["mlp"], "learners": 2}]):
+        assert [site.learners for site in acm.plan(model, x, sites=given).sites] == [2, 2]
+    with pytest.raises(UsageError, match=r"learners: found 0, expected at least 1[\s\S]*such as {\"match\""):
+        acm.plan(model, x, sites=[{"match": "mlp", "learners": 0}])
+    with pytest.raises(UsageError, match=r"no such key .*did you mean 'learners'\?\) \(found learnerz"):
+        acm.plan(model, x, sites=[{"match": "mlp", "learnerz": 2}])

@@ -21,11 +21,12 @@ from acm_compiler.measure import measure_budgets
 from acm_compiler.recipe import load_recipe, resolved_yaml
 from acm_compiler.report import wording
 from acm_compiler.report.contents import Report, headline_budget
+from acm_compiler.report.cost_chart import cost_chart
 from acm_compiler.report.evaluation import Interval, load_evaluation
 from acm_compiler.report.load_maps import find_load_maps, overlay, spread
 from acm_compiler.report.section_sites import shared_start
 from acm_compiler.report.table import evaluation_table
-from acm_compiler.report.theme import key_of_k, load_scale
+from acm_compiler.report.theme import LIGHT, key_of_k, load_scale
 from acm_compiler.report.write import write_report
 from acm_compiler.run_recipe import convert
 from acm_compiler.sources import build
@@ -69,6 +70,18 @@ def run(saved, tmp_path):
 def found():
     model = picture_model()
     return evaluate(model, [picture_batch(36)], TASK, budgets=[OPEN, 1.0, FixedK(2)], dense=model)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_cost_chart_names_the_fixed_k_that_it_does_not_show(found, narrow):
+    budget, fixed = found.budgets[0], found.fixed[0]
+    near = dataclasses.replace(budget, metric=0.9, metric_error=0.001, difference=None)
+    far = [dataclasses.replace(fixed, k=k, metric=metric) for k, metric in ((0, 0.1), (1, 0.2), (3, 0.899))]
+    metric = dataclasses.replace(found.metric, dense=0.905)
+    shown = dataclasses.replace(found, metric=metric, budgets=(near,), fixed=tuple(far))
+    texts = [text.get_text() for axes in cost_chart(shown, LIGHT, narrow=narrow).axes for text in axes.texts]
+    (said,) = [text for text in texts if "this part of the axis" in text]
+    assert said.startswith("below") and "k = 0" in said and "k = 1" in said and "k = 3" not in said
 
 
 def acmc(*arguments):
@@ -161,7 +174,8 @@ def test_report_writes_the_page_and_measures_first_where_nothing_was(run):
 
 def test_a_folder_without_a_model_is_named(tmp_path):
     for verb in ("eval", "report"):
-        assert str(tmp_path / "gone") in acmc(verb, tmp_path / "gone").stderr
+        missing = acmc(verb, tmp_path / "gone")
+        assert str(tmp_path / "gone") in missing.stderr and missing.exit_code == 2
         assert acmc(verb, tmp_path).exit_code == 1
 
 

@@ -18,7 +18,7 @@ from acm_compiler.calibration.outputs import Answer, answers, energy
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import macs_per_learner
 from acm_compiler.inputs import call_model
-from acm_compiler.measure import Example, least_share, undisturbed
+from acm_compiler.measure import Example, undisturbed
 from acm_compiler.usage import record
 
 # the budgets compared, as places between the lowest with one learner everywhere and 1
@@ -64,7 +64,7 @@ def choose_lowest_k(
     plan = conversion(model).plan
     if all(site.k_min > 0 for site in plan.sites):
         return 0
-    floor = least_share(plan, 1)
+    floor = plan.cost.least_share(1)
     if floor >= 1 or any(budget < floor for budget in budgets):
         return 0
     targets = [floor + place * (1 - floor) for place in _PLACES]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import uuid
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from acm_compiler.passes.revert import rewritten_root
 from acm_compiler.plans import Plan
 
 FORMAT = 1
+_LOG = logging.getLogger(__name__)
 _VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
 
 
@@ -37,7 +39,8 @@ def save(
 
     Dense regions are left out but at sites whose learners were never fitted. Wrappers (DDP, compiled) are looked
     through. Files of ours already in the folder are replaced, once all new ones are complete; those of others are
-    refused, or left there with `among_others`. Models of transformers get a config.json: see `acm_compiler.hf`.
+    refused, or left there with `among_others`. Models of transformers get a config.json: see `acm_compiler.hf`. The log
+    warns where `acm.load` will need the base model.
     Raises NotRewritten, and StorageError for a folder that holds files of others or cannot be written.
     """
     extra = dict(extra or {})
@@ -49,6 +52,13 @@ def save(
     source = owner.plan.model.source or infer_source(root, owner.plan)
     extra = hf_files(root, source) | extra
     files = [*extra, *texts, MODEL, WEIGHTS]
+    if source is None or owner.undo.graph is not None:
+        _LOG.warning(
+            "%s: nothing says how this %s is built again\n  load it into your own: acm.load(%r, base_model=…)",
+            directory,
+            type(root).__name__,
+            str(directory),
+        )
     texts[MODEL] = _json(_description(owner, texts, save_id, source=source, files=files))
     writers: dict[str, Writer] = {
         WEIGHTS: lambda path: write_tensors(path, tensors, aliases, save_id=save_id),

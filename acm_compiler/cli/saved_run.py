@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from acm_compiler.errors import AcmError, StorageError, UsageError
+from acm_compiler.errors import AcmError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,7 +104,7 @@ def _recipe(directory: Path) -> Recipe | None:
     from acm_compiler.recipe import load_recipe
 
     if not directory.is_dir():
-        raise StorageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")
+        raise UsageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")
     file = directory / "recipe.yaml"
     return load_recipe(file) if file.is_file() else None
 

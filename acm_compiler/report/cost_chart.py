@@ -37,6 +37,7 @@ def cost_chart(found: Evaluation, theme: Theme, *, narrow: bool = False) -> Figu
     if wording.is_share(found.metric.name):
         axes.yaxis.set_major_formatter(lambda y, _: wording.percent(y, 0 if high - low > 0.04 else 1))
     _mark_budgets(axes, found.budgets, theme, narrow=narrow)
+    _name_hidden(axes, found, theme, narrow=narrow)
     figure.legend(loc="outside upper left", ncols=1 if narrow else 3, frameon=False, labelcolor=theme.ink, fontsize=9)
     return figure
 
@@ -124,3 +125,24 @@ def _draw_fixed(axes: Axes, results: Sequence[FixedResult], theme: Theme, *, bou
                 zorder=6,
                 bbox={"facecolor": theme.surface, "edgecolor": "none", "alpha": 0.8, "pad": 0.8},
             )
+
+
+def _name_hidden(axes: Axes, found: Evaluation, theme: Theme, *, narrow: bool) -> None:
+    """Say which fixed k lie outside of what is drawn, and where."""
+    low, high = axes.get_ylim()
+    for outside, place, y in (("below", "bottom", 0.02), ("above", "top", 0.98)):
+        hidden = [f for f in found.fixed if (f.metric < low if outside == "below" else f.metric > high)]
+        if not hidden:
+            continue
+        name = found.metric.name
+        shown = [f"k = {f.k}" + ("" if narrow else f" ({wording.score(f.metric, name)})") for f in hidden]
+        axes.annotate(
+            f"{outside} this part of the axis: {', '.join(shown)}",
+            (0.99, y),
+            xycoords="axes fraction",
+            ha="right",
+            va=place,
+            color=theme.fixed,
+            fontsize=8,
+            zorder=6,
+        )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.plans import Plan
+from acm_compiler.report.ordered_tokens import ordered_tokens
 from acm_compiler.usage import PADDING
 
 
@@ -18,14 +19,9 @@ def frame_k(k: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
 
     k: as `acm.record` gives it, [B, calls * tokens]; repeated calls are averaged.
     """
-    found = {}
-    for name, k_BS in k.items():
-        site = plan.site(name)
-        if site.layout is None or site.layout.folds != 1 or k_BS.shape[1] % site.calls:
-            continue
-        real = torch.where(k_BS == PADDING, torch.nan, k_BS.float())
-        found[name] = real.unflatten(1, (site.calls, -1)).mean(1)
-    return found
+    return {
+        name: torch.where(k_BCS == PADDING, torch.nan, k_BCS.float()).mean(1) for name, k_BCS in ordered_tokens(k, plan)
+    }
 
 
 def frame_foreground(mask_BR: Tensor, frames: int) -> Tensor:

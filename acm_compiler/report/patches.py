@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.plans import Plan
+from acm_compiler.report.ordered_tokens import ordered_tokens
 
 _MOST_EXTRA = 8
 
@@ -40,15 +41,10 @@ def patch_k(k: dict[str, Tensor], plan: Plan, height: int, width: int) -> dict[s
     k: as `acm.record` gives it, [B, calls * tokens]; repeated calls are averaged.
     """
     found = {}
-    for name, k_BS in k.items():
-        site = plan.site(name)
-        # windows and beams come in an order of their own
-        if site.layout is None or site.layout.folds != 1 or k_BS.shape[1] % site.calls:
-            continue
-        tokens = k_BS.shape[1] // site.calls
-        grid = grid_of(tokens, height, width)
+    for name, k_BCT in ordered_tokens(k, plan):
+        grid = grid_of(k_BCT.shape[2], height, width)
         if grid is not None:
-            k_BT = k_BS.float().unflatten(1, (site.calls, tokens)).mean(1)
+            k_BT = k_BCT.float().mean(1)
             found[name] = k_BT[:, grid.extra :].unflatten(1, (grid.side, grid.side))
     return found
 

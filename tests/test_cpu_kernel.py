@@ -145,6 +145,35 @@ def test_a_token_never_sees_its_neighbours(kind):
     assert ran.any() and y[ran].isnan().any(1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [20, 90])
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_token_keeps_its_bits_whatever_its_neighbours_run(kind, tokens, dtype):
+    weights, x, k = drawn(kind, dtype), torch.randn(tokens, D).to(dtype), draw_k(tokens, "mixed")
+    others, other_k = torch.randn(tokens, D).to(dtype), draw_k(tokens, "mixed")
+    others[3::7], other_k[3::7] = x[3::7], k[3::7]
+    assert torch.equal(native_output(others, other_k, weights)[3::7], native_output(x, k, weights)[3::7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 32, 33, 2500])
+@pytest.mark.parametrize("kind", FORMS)
+def test_few_and_many_tokens_are_right(kind, tokens, dtype):
+    compare_with_reference(drawn(kind, dtype), tokens, "mixed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [9, 40])
+@pytest.mark.parametrize("width", [3, 4, 16, 50])
+def test_deep_products_are_summed_in_parts(width, tokens, dtype):
+    weights = drawn(
+        "gated", dtype, act="silu", sizes=(1030 if width % 2 == 0 else 1031, 70, 30 if width == 50 else 4, width)
+    )
+    x = torch.randn(tokens, weights.w_in.shape[-1]).to(dtype)
+    k = torch.randint(0, weights.learners + 1, (tokens,))
+    assert relative_error(native_output(x, k, weights), truth(x, k, weights)) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("k", [-1, N + 1])
 def test_a_k_outside_its_range_is_the_references_error(k):
     weights, choices = drawn("mlp", torch.float32), draw_k(20, "mixed")
@@ -170,8 +199,10 @@ def test_odd_sizes(sizes):
     assert relative_error(native_output(x, k, weights), truth(x, k, weights)) <= TOLERANCE[torch.float32]
 
 
-def test_threads_give_the_same_answer():
-    weights, x, k = drawn("mlp", torch.float32), torch.randn(1300, D), draw_k(1300, "mixed")
+@pytest.mark.parametrize("tokens", [3, 300, 1300])
+@pytest.mark.parametrize("kind", FORMS)
+def test_threads_give_the_same_bits(kind, tokens):
+    weights, x, k = drawn(kind, torch.float32), torch.randn(tokens, D), draw_k(tokens, "mixed")
     threads = torch.get_num_threads()
     one = native_output(x, k, weights)
     try:
@@ -179,7 +210,38 @@ def test_threads_give_the_same_answer():
         several = native_output(x, k, weights)
     finally:
         torch.set_num_threads(threads)
-    torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-6)
+    assert torch.equal(several, one)
+
+
+LARGE = """
+import resource, torch
+from acm_compiler.acm import Learners, ops
+learners = Learners(32, 32, 4, 1024, form="mlp", act="gelu")
+learners.start_random()
+x, k = torch.randn(40_000, 32), torch.full((40_000,), 4, dtype=torch.int32)
+with torch.no_grad():
+    ops.learners(x[:64], k[:64], learners.weights())
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + 40_000 * 4096  # a quarter of the dense hidden activation
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    print(tuple(ops.learners(x, k, learners.weights()).shape))
+    x @ torch.zeros(32, 4096)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited as Linux does it")
+def test_a_quarter_of_the_dense_hidden_activation_is_memory_enough():
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "(40000, 32)"
+    assert "tried to allocate 655360000 bytes" in done.stderr  # what the dense layer then asks for
+
+
+def test_where_torchs_products_are_the_faster_ones_the_reference_stays(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delenv("ACM_KERNEL", raising=False)
+    with caplog.at_level("INFO", logger="acm_compiler.backend"):
+        assert not cpu.take_over()
+    assert "macOS" in caplog.text
 
 
 def test_without_a_compiler_the_reference_stays_and_one_line_says_so(monkeypatch, caplog, tmp_path):

@@ -17,7 +17,7 @@ import torch
 from acm_compiler.errors import KernelUnavailable
 
 SOURCE = Path(__file__).with_name("cpu_learners.cpp")
-_HEADERS = (SOURCE.with_name("cpu_activations.h"), SOURCE.with_name("cpu_gate.h"))
+_HEADERS = tuple(SOURCE.with_name(name) for name in ("cpu_activations.h", "cpu_call.h", "cpu_gate.h", "cpu_products.h"))
 _COMPILERS = ("g++", "clang++", "c++")
 _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -60,11 +60,13 @@ def _command() -> list[str]:
             fix="install one, for example the package g++",
         )
     home, capability = Path(torch.__file__).parent, torch.backends.cpu.get_cpu_capability()
-    command = [compiler, "-std=c++20", "-O3", "-shared", "-fPIC", "-w"]
+    command = [compiler, "-std=c++20", "-O3", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
     if sys.platform != "darwin":
         command.append("-fopenmp")
     if capability in _VECTORS:
         command += [*_VECTORS[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+        command.append("-mavx512bf16")
     command += [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
     return [*command, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
 
@@ -80,7 +82,7 @@ def _cache() -> Path:
 
 
 def _compile(command: list[str], target: Path) -> None:
-    _LOG.info("compiling the CPU kernel, once for this machine: takes about 15 seconds")
+    _LOG.info("compiling the CPU kernel, once for this machine: takes about 20 seconds")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name

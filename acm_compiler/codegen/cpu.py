@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ def take_over() -> bool:
     chosen = env.kernel()
     if chosen not in (None, "cpu"):
         _LOG.info("ACM_KERNEL=%s: ACMs run without the native CPU kernel", chosen)
+        return False
+    if chosen is None and sys.platform == "darwin":
+        _LOG.info("ACMs run on plain torch operations: on macOS these use matrix units, the native CPU kernel does not")
         return False
     try:
         file = library_file()

@@ -1,0 +1,258 @@
+// Products a w^T of scattered rows with a weight matrix, tile by tile; what becomes of a tile is the caller's business.
+//
+// Everything here is 32-bit words: a float, or a pair of bfloat16 where the processor multiplies those. Rows of `a` are
+// read where they are, so that sorting tokens costs nothing; a panel of the weights (as many columns as fill a few
+// vectors) is transposed once and used for all rows. A row's sums are made in one order, whatever its neighbours are.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "cpu_activations.h"
+
+namespace {
+
+constexpr int64_t kLanes = Vec::size();
+// a tile's sums, one panel row and one broadcast fill the 32 (without AVX-512 on x86: 16) registers
+#if defined(CPU_CAPABILITY_AVX2)
+constexpr int64_t kTileVecs = 2;
+#else
+constexpr int64_t kTileVecs = 4;
+#endif
+constexpr int64_t kTileRows = 6;
+constexpr int64_t kPanelCols = kTileVecs * kLanes;
+constexpr int64_t kPanelDepth = 1024;  // words: a panel stays in the second cache, and sums of floats stay short
+constexpr int64_t kDotCols = 4;
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+#else
+constexpr bool kHasPairs = false;
+#endif
+
+// sum + a b, of floats or, with kPairs, of pairs of bfloat16
+template <bool kPairs>
+inline Vec multiply_add(const Vec& a, const Vec& b, const Vec& sum) {
+#if defined(__AVX512BF16__)
+  if constexpr (kPairs) return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+#endif
+  return at::vec::fmadd(a, b, sum);
+}
+
+// the words of a row that take part: `count` runs of `length`, `stride` apart
+struct Runs { int64_t count, length, stride; };
+
+// rows [from, to), all with the same words
+struct Span { int64_t from, to; Runs runs; };
+
+// ---- the inner loops --------------------------------------------------------------------------------------------
+
+// out[kRows, kVecs * lanes] (+)= rows times a panel [depth, kVecs * lanes]
+template <bool kPairs, int kRows, int kVecs>
+void multiply_tile(const float* const* rows, const float* panel, const Runs& runs, bool resume, float* out) {
+  constexpr int64_t kWidth = kVecs * kLanes;
+  Vec sums[kRows][kVecs];
+  const float* row[kRows];
+  for (int i = 0; i < kRows; i++) {
+    row[i] = rows[i];
+    for (int j = 0; j < kVecs; j++) sums[i][j] = resume ? Vec::loadu(out + i * kWidth + j * kLanes) : Vec(0.f);
+  }
+  for (int64_t run = 0; run < runs.count; run++) {
+    const int64_t from = run * runs.stride, to = from + runs.length;
+    for (int64_t d = from; d < to; d++) {
+      Vec w[kVecs];
+      for (int j = 0; j < kVecs; j++) w[j] = Vec::loadu(panel + d * kWidth + j * kLanes);
+      for (int i = 0; i < kRows; i++) {
+        const Vec a(row[i][d]);
+        for (int j = 0; j < kVecs; j++) sums[i][j] = multiply_add<kPairs>(a, w[j], sums[i][j]);
+      }
+    }
+  }
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kVecs; j++) sums[i][j].store(out + i * kWidth + j * kLanes);
+}
+
+// out[i * width + j] = rows[i] . columns[j], without a panel: for so few rows that transposing would not pay
+template <bool kPairs, int kRows>
+void multiply_dots(const float* const* rows, const float* const* columns, int64_t depth, int64_t width, float* out) {
+  Vec sums[kRows][kDotCols];
+  for (auto& row : sums) for (Vec& sum : row) sum = Vec(0.f);
+  const auto step = [&](int64_t d, int64_t count) {
+    Vec w[kDotCols];
+    for (int j = 0; j < kDotCols; j++) w[j] = Vec::loadu(columns[j] + d, count);
+    for (int i = 0; i < kRows; i++) {
+      const Vec a = Vec::loadu(rows[i] + d, count);
+      for (int j = 0; j < kDotCols; j++) sums[i][j] = multiply_add<kPairs>(a, w[j], sums[i][j]);
+    }
+  };
+  int64_t d = 0;
+  for (; d + kLanes <= depth; d += kLanes) step(d, kLanes);
+  if (d < depth) step(d, depth - d);
+  const auto add = [](const Vec& a, const Vec& b) { return a + b; };
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kDotCols; j++) out[i * width + j] = at::vec::vec_reduce_all<float>(add, sums[i][j]);
+}
+
+template <bool kPairs>
+struct Inner {
+  using Tile = void (*)(const float* const*, const float*, const Runs&, bool, float*);
+  using Dots = void (*)(const float* const*, const float* const*, int64_t, int64_t, float*);
+
+  template <std::size_t... kIndex>
+  static constexpr auto tiles(std::index_sequence<kIndex...>) {
+    return std::array<Tile, sizeof...(kIndex)>{&multiply_tile<kPairs, kIndex / kTileVecs + 1, kIndex % kTileVecs + 1>...};
+  }
+  template <std::size_t... kIndex>
+  static constexpr auto dots_of(std::index_sequence<kIndex...>) {
+    return std::array<Dots, sizeof...(kIndex)>{&multiply_dots<kPairs, kIndex + 1>...};
+  }
+  static Tile tile(int64_t rows, int64_t vecs) {
+    static constexpr auto all = tiles(std::make_index_sequence<kTileRows * kTileVecs>());
+    return all[(rows - 1) * kTileVecs + vecs - 1];
+  }
+  static Dots dots(int64_t rows) {
+    static constexpr auto all = dots_of(std::make_index_sequence<kTileRows>());
+    return all[rows - 1];
+  }
+};
+
+// ---- weights ----------------------------------------------------------------------------------------------------
+
+inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+// A weight matrix [cols, depth]: row j is a column of the product. It may lie in pieces, `depth` counted in words:
+// piece p = outer * inner + i holds words [p * length, ...) of every row, `stride` words from row to row, at
+// outer * outer_offset + i * inner_offset; pieces with i >= used are read by nobody.
+template <typename T, bool kPairs>
+struct Matrix {
+  static constexpr int64_t kPerWord = kPairs ? 2 : 1;
+  const T* data;
+  int64_t cols, depth, stride;  // in words
+  int64_t pieces = 1, inner = 1, used = 1, inner_offset = 0, outer_offset = 0;
+
+  const float* words(int64_t col) const { return reinterpret_cast<const float*>(data) + col * stride; }
+
+  // panel[depth to - from, width] = columns [col, col + count), zeros beyond them
+  void pack(int64_t col, int64_t count, int64_t width, int64_t from, int64_t to, float* panel) const {
+    if (count < width)
+      for (int64_t d = 0; d < to - from; d++) std::fill(panel + d * width + count, panel + (d + 1) * width, 0.f);
+    const int64_t length = depth / pieces;
+    for (int64_t p = from / length; p * length < to; p++) {
+      if (p % inner >= used) continue;
+      const int64_t start = std::max(from, p * length), stop = std::min(to, (p + 1) * length);
+      const T* piece = data + (p / inner * outer_offset + p % inner * inner_offset) * kPerWord;
+      const T* source = piece + (col * stride + start - p * length) * kPerWord;
+      for (int64_t j = 0; j < count; j += kLanes)
+        pack_columns(source + j * stride * kPerWord, std::min(kLanes, count - j), stop - start, width,
+                     panel + (start - from) * width + j);
+    }
+  }
+
+ private:
+  void pack_columns(const T* source, int64_t count, int64_t length, int64_t width, float* panel) const {
+    constexpr bool kConvert = !kPairs && !std::is_same_v<T, float>;
+    float block[kConvert ? kLanes * kLanes : 1];
+    for (int64_t d = 0; d < length; d += kLanes) {
+      const int64_t depth = std::min(kLanes, length - d);
+      const float* from = reinterpret_cast<const float*>(source) + d;
+      int64_t from_stride = stride;
+      if constexpr (kConvert) {
+        for (int64_t j = 0; j < count; j++) at::vec::convert(source + j * stride + d, block + j * kLanes, depth);
+        from = block, from_stride = kLanes;
+      }
+      float* to = panel + d * width;
+      if (count == kLanes && depth == kLanes) at::vec::transpose_mxn<float, kLanes, kLanes>(from, from_stride, to, width);
+      else at::vec::transpose_mxn<float>(from, from_stride, to, width, count, depth);
+    }
+  }
+};
+
+// ---- a whole product --------------------------------------------------------------------------------------------
+
+// this thread's memory for one panel and for sums that wait for more depth
+inline float* panel_memory(int64_t words) {
+  static thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < words) memory.resize(words);
+  return memory.data();
+}
+
+// One product of rows with columns [first_col, first_col + cols) of a matrix. `finish(row, rows, col, cols, tile, width)`
+// gets every tile of sums, [rows, width], once. `few`: no panels. `shared`: threads share the columns.
+template <typename T, bool kPairs>
+struct Product {
+  const float* const* rows;
+  const std::vector<Span>& spans;
+  const Matrix<T, kPairs>& matrix;
+  int64_t first_col, cols;
+  bool few, shared;
+
+  template <typename Finish>
+  void run(const Finish& finish) const {
+    const bool dots = few && matrix.pieces == 1 && (kPairs || std::is_same_v<T, float>);
+    const int64_t panels = (cols + kPanelCols - 1) / kPanelCols;
+    const auto work = [&](int64_t from, int64_t to) {
+      for (int64_t p = from; p < to; p++) {
+        const int64_t col = p * kPanelCols, count = std::min(kPanelCols, cols - col);
+        dots ? run_dots(col, count, finish) : run_panel(col, count, finish);
+      }
+    };
+    if (shared && panels > 1) at::parallel_for(0, panels, 1, work);
+    else work(0, panels);
+  }
+
+ private:
+  template <typename Finish>
+  void run_dots(int64_t col, int64_t count, const Finish& finish) const {
+    float tile[kTileRows * kPanelCols];
+    const float* columns[kPanelCols];
+    for (int64_t j = 0; j < kPanelCols; j++) columns[j] = matrix.words(first_col + col + std::min(j, count - 1));
+    for (const Span& span : spans)
+      for (int64_t row = span.from; row < span.to; row += kTileRows) {
+        const int64_t height = std::min(kTileRows, span.to - row);
+        for (int64_t j = 0; j < count; j += kDotCols)
+          Inner<kPairs>::dots(height)(rows + row, columns + j, span.runs.length, kPanelCols, tile + j);
+        finish(row, height, col, count, tile, kPanelCols);
+      }
+  }
+
+  template <typename Finish>
+  void run_panel(int64_t col, int64_t count, const Finish& finish) const {
+    const int64_t width = round_up(count, kLanes), vecs = width / kLanes;
+    // what lies in pieces is taken whole
+    const int64_t blocks = matrix.pieces > 1 ? 1 : (matrix.depth + kPanelDepth - 1) / kPanelDepth;
+    const int64_t block = (matrix.depth + blocks - 1) / blocks;
+    const int64_t first = spans.front().from, waiting = blocks > 1 ? (spans.back().to - first) * width : 0;
+    float* panel = panel_memory(block * width + waiting);
+    float* sums = panel + block * width;
+    float tile[kTileRows * kPanelCols];
+    for (int64_t from = 0; from < matrix.depth; from += block) {
+      const int64_t to = std::min(matrix.depth, from + block);
+      bool packed = false;
+      for (const Span& span : spans) {
+        const int64_t end = blocks > 1 ? span.runs.length : matrix.depth;
+        if (end <= from) continue;
+        if (!packed) matrix.pack(first_col + col, count, width, from, to, panel), packed = true;
+        const Runs runs = blocks > 1 ? Runs{1, std::min(to, end) - from, 0} : span.runs;
+        for (int64_t row = span.from; row < span.to; row += kTileRows) {
+          const int64_t height = std::min(kTileRows, span.to - row);
+          float* out = blocks > 1 ? sums + (row - first) * width : tile;
+          const float* starts[kTileRows];
+          for (int64_t i = 0; i < height; i++) starts[i] = rows[row + i] + from;
+          Inner<kPairs>::tile(height, vecs)(starts, panel, runs, from > 0, out);
+          if (end <= to) finish(row, height, col, count, out, width);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace

@@ -21,6 +21,8 @@ _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names, so that interpolation between rows stays short
 GRID = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
 TOLERANCE = 0.002
+# rows that nobody asked for only have to be somewhere near: a row says what share it reached
+_NEAR = 0.006
 _STEPS = 14
 _STRONGEST_KNOB = 2.0**12
 
@@ -49,9 +51,10 @@ def measure_budgets(
     search = _Search(model, examples, k_lo, progress)
     with undisturbed(model):
         least, most = search.push(1.0), search.push(-1.0)
-        for target in sorted({least + TOLERANCE, *GRID, *budgets, most - TOLERANCE}):
+        exactly = {target: TOLERANCE for target in (least + TOLERANCE, *budgets, most - TOLERANCE)}
+        for target, within in sorted((dict.fromkeys(GRID, _NEAR) | exactly).items(), key=lambda row: (-row[1], row[0])):
             if least < target < most:
-                search.bisect(target)
+                search.bisect(target, within)
     owner = conversion(model)
     rule = next(iter(sites(model).values())).gate.rule
     owner.table = BudgetTable(rule=rule, points=search.points(), examples=search.count)
@@ -85,21 +88,21 @@ class _Search:
         return usage.shares
 
     def push(self, knob: float) -> float:
-        """The share at the end of the knob's range: doubled until every gate is at its bound, or for good.
+        """The share at the end of the knob's range: raised until every gate is at its bound, or for good.
 
         A few tokens that never run all learners are no reason to go on: budget 1 is set without a knob.
         """
         limit, near = (conversion(self.model).plan.cost.least_share(self.k_lo), 1e-6) if knob > 0 else (1.0, TOLERANCE)
         while abs(self.probe(knob) - limit) > near and abs(knob) < _STRONGEST_KNOB:
-            knob *= 2
+            knob *= 4
         return self.probe(knob)
 
-    def bisect(self, target: float) -> None:
-        """Add probes until one lies within the tolerance of `target` or the steps are used up."""
+    def bisect(self, target: float, within: float) -> None:
+        """Add probes until one lies `within` of `target` or the steps are used up."""
         for step in range(_STEPS):
             knobs = sorted(self.probes)
             shares = [self.probes[knob] for knob in knobs]
-            if min(abs(share - target) for share in shares) <= TOLERANCE:
+            if min(abs(share - target) for share in shares) <= within:
                 return
             right = bisect_left([-share for share in shares], -target)
             if right in (0, len(knobs)):

@@ -33,7 +33,7 @@ def fit_gate(gate: Gate, x_TD: Tensor, damage_TC: Tensor, *, steps: int, seed: i
     generator = torch.Generator().manual_seed(seed)
     _start(student, target_TC, generator)
     rate = min(max(_SPEED / x_TD.shape[1], _SLOWEST), _FASTEST)
-    optimizer = torch.optim.Adam(student.parameters(), lr=rate)
+    optimizer = torch.optim.Adam(student.parameters(), lr=rate, fused=x_TD.device.type in ("cpu", "cuda"))
     with torch.enable_grad():
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = rate / 2 * (1 + math.cos(math.pi * step / steps))

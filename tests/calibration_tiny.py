@@ -106,13 +106,22 @@ def make_tiny(*, depth: int = 1, seed: int = 0, **changes) -> Tiny:
     return model.eval()
 
 
-def observed(model: nn.Module, batches, *, answer: Answer = default_answer, seed: int = 0, sample: int = 1000):
+def observed(
+    model: nn.Module,
+    batches,
+    *,
+    answer: Answer = default_answer,
+    seed: int = 0,
+    sample: int = 1000,
+    projections: int = 1,
+):
     """What every site of `model` shows on `batches` while it answers as its dense self, and what all showed."""
     plan = conversion(model).plan
     dense = read_dense(model, plan)
     records = {site.name: SiteRecord(site, dense[site.name], sample=sample, seed=3) for site in plan.sites}
     with undisturbed(model):
-        return records, observe(model, masked(batches), records, answer=answer, seed=seed)
+        seen = observe(model, masked(batches), records, answer=answer, seed=seed, projections=projections)
+        return records, seen
 
 
 def texts(batches: int = 8, batch: int = 4, tokens: int = 6, seed: int = 1) -> list[dict[str, Tensor]]:

@@ -52,14 +52,14 @@ def test_examples_are_kept_whole_until_there_is_no_room():
     for first, lengths in ((0, (3, 4)), (2, (2, 9)), (4, (1, 1))):
         example_T = torch.repeat_interleave(torch.arange(first, first + 2), torch.tensor(lengths))
         for _ in range(2):  # a site that is called twice
-            kept.offer(example_T[:, None].float(), example_T, 1)(g[: len(example_T)])
+            kept.offer(example_T[:, None].float(), example_T)(g[: len(example_T)])
     value = kept.value()
     # 3 + 4 + 2 tokens fit; the fourth example does not, and no later one is asked
     assert value.example_T.bincount().tolist() == [6, 8, 4]
     assert torch.equal(value.x_TD[:, 0].long(), value.example_T)
-    assert value.g_TO[:7, 0].tolist() == list(range(7))
+    assert value.g_TPO[:7, 0, 0].tolist() == list(range(7))
     long, none = WholeExamples(2), WholeExamples(2)
-    long.offer(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long), 1)
+    long.offer(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long))(torch.zeros(5, 1))
     assert len(long.value().x_TD) == 5 and none.value() is None
 
 
@@ -164,6 +164,25 @@ def test_squared_projected_gradients_expect_the_squared_change_of_the_output():
         (g,) = torch.autograd.grad(loss, v)
         total += g.T @ g
     torch.testing.assert_close(total / 3000, jacobian.T @ jacobian, rtol=0.2, atol=0.6)
+
+
+def test_several_projections_expect_what_one_does_with_less_noise():
+    """Squares of gradients scatter less around their mean, and each projection is another one."""
+    example = texts(1, batch=1, tokens=5)[0]
+
+    def shown(number, seed=0):
+        return observed(make_tiny(), [example], seed=seed, projections=number)[0]["blocks.0.glu"]
+
+    found = {n: torch.stack([shown(n, seed).sample.weights.sum() for seed in range(24)]) for n in (1, 6)}
+    assert float(found[6].mean()) == pytest.approx(float(found[1].mean()), rel=0.5)
+    assert float(found[6].std()) < 0.7 * float(found[1].std())
+    record = shown(6)
+    whole = record.whole.value()
+    assert whole.g_TPO.shape[:2] == (len(whole.x_TD), 6)
+    torch.testing.assert_close(whole.listens_T, record.sample.weights[: len(whole.x_TD)])
+    torch.testing.assert_close(
+        record.metric.value(12, torch.device("cpu")).trace().float(), whole.listens_T.mean(), rtol=1e-4, atol=0
+    )
 
 
 def test_padding_and_batching_change_nothing():

@@ -311,8 +311,8 @@ def test_tokens_that_are_wrong_alike_do_damage_together():
     same_TO, own_TO = torch.randn(examples, width)[example_T], torch.randn(examples * tokens, width)
     found = []
     for g_TO in (same_TO, own_TO):
-        whole = Whole(x_TD=x_TD, g_TO=g_TO, example_T=example_T)
         listens_T = g_TO.square().sum(1)
+        whole = Whole(x_TD=x_TD, g_TPO=g_TO[:, None], listens_T=listens_T, example_T=example_T)
         judged = Judged(dense=dense, metric=torch.eye(width) / width, x_TD=x_TD, listens_T=listens_T, whole=whole)
         found.append(float(together(weights, judged, 1)[0]))
         # what is expected of an example is what its tokens do together

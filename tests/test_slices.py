@@ -161,6 +161,19 @@ def test_a_change_of_basis_changes_no_answer_and_costs_nothing(case):
     assert relative(answer(acm.revert(converted), x), wanted) < 1e-14
 
 
+def test_the_damage_expected_of_slices_does_not_depend_on_the_scale_of_their_basis():
+    """What v leaves out and what o leaves out are the same coordinates, however small values are."""
+    model, x = opened("written_out")
+    plan = plan_of(model, x)
+    names = {site.role: site.name for site in plan.sites}
+    with torch.no_grad():
+        model.get_submodule(names["v"]).weight.mul_(1e-3)
+        model.get_submodule(names["v"]).bias.mul_(1e-3)
+        model.get_submodule(names["o"]).weight.mul_(1e3)
+    found = acm.sensitivity(calibrated(model, x, form="slices")).sites
+    assert 0.05 < found[names["v"]][1] / found[names["o"]][1] < 20
+
+
 def test_sliced_models_are_saved_and_loaded(tmp_path):
     model, x = opened("grouped")
     converted = calibrated(model, x, form="slices")

@@ -4,7 +4,7 @@ e_t(k) = |g_t|^2 d_k^T G d_k / tr G, d_k = y_k - o: what k learners do instead o
 site's output, times how much the model's output listens to this token. Its scale, for each k, is set by examples kept
 whole, where E[(sum over tokens of g . d_k)^2] is known: tokens that are wrong alike do far more damage together than
 one by one (where a pooled output listens to all of them alike, up to fifty times as much).
-Shapes: T tokens, C choices of k, O out, E examples.
+Shapes: T tokens, C choices of k, O out, E examples, P projections of the answer.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def together(weights: Weights, judged: Judged, k_min: int) -> Tensor:
 def _on_whole(weights: Weights, judged: Judged, whole: Whole, k_min: int) -> Tensor:
     """Sums over the whole examples of both damages, float64 [2, C]."""
     examples = int(whole.example_T.max()) + 1
-    moved_CE = whole.x_TD.new_zeros(weights.learners + 1 - k_min, examples)
-    alone_C = moved_CE.new_zeros(len(moved_CE))
-    parts = zip(*(t.split(_BLOCK) for t in (whole.x_TD, whole.g_TO, whole.example_T)), strict=True)
-    for x_TD, g_TO, example_T in parts:
+    moved_CEP = whole.x_TD.new_zeros(weights.learners + 1 - k_min, examples, whole.g_TPO.shape[1])
+    alone_C = moved_CEP.new_zeros(len(moved_CEP))
+    streams = (whole.x_TD, whole.g_TPO, whole.listens_T, whole.example_T)
+    for x_TD, g_TPO, listens_T, example_T in zip(*(t.split(_BLOCK) for t in streams), strict=True):
         d_CTO = all_outputs(x_TD, weights, k_min) - judged.dense.output(x_TD)
-        moved_CE.index_add_(1, example_T, (d_CTO * g_TO).sum(-1))
-        alone_C += (_size(d_CTO, judged) * g_TO.square().sum(1, keepdim=True)).sum(0)
-    return torch.stack([moved_CE.double().square().sum(1), alone_C.double()]).to(judged.metric.device)
+        moved_CEP.index_add_(1, example_T, torch.einsum("cto,tpo->ctp", d_CTO, g_TPO))
+        alone_C += (_size(d_CTO, judged) * listens_T[:, None]).sum(0)
+    return torch.stack([moved_CEP.double().square().sum((1, 2)), alone_C.double()]).to(judged.metric.device)
 
 
 def _size(d_CTO: Tensor, judged: Judged) -> Tensor:

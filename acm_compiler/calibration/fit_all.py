@@ -68,7 +68,7 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
     used = 0
     for unit in units(planned):
         most = options.tokens * _PATIENCE
-        size = sum(SiteRecord.size_bytes(site, min(_sample(site, options), most)) for site in unit)
+        size = sum(SiteRecord.size_bytes(site, min(_sample(site, options), most), options.projections) for site in unit)
         if group and used + size > options.memory_bytes:
             yield group
             group, used = [], 0
@@ -106,7 +106,12 @@ def _read(model: nn.Module, examples: Examples, records: Records, options: Optio
     batches: Iterator[Example] = iter(examples.fitted) if examples.fitted else examples.read(enough)
     with undisturbed(model):
         seen = observe(
-            model, reading(batches, report), records, answer=options.answer, seed=options.seed + ranks.rank()
+            model,
+            reading(batches, report),
+            records,
+            answer=options.answer,
+            seed=options.seed + ranks.rank(),
+            projections=options.projections,
         )
     for record in records.values():
         record.join()

@@ -79,7 +79,8 @@ def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     dense = _dense(record.dense, w_OD, b_O)
     whole = judged.whole
     if whole is not None:
-        whole = dataclasses.replace(whole, g_TO=bases.turned_columns(whole.g_TO.to(w_OD)).to(whole.g_TO))
+        turned_TO = bases.turned_columns(whole.g_TPO.flatten(0, 1).to(w_OD))
+        whole = dataclasses.replace(whole, g_TPO=turned_TO.view_as(whole.g_TPO).to(whole.g_TPO))
     turned = dataclasses.replace(judged, dense=dense, metric=bases.turned_metric(judged.metric), whole=whole)
     return Fit(site=site, weights=_weights(w_NGhD, b_KO, "rows", like=judged.x_TD), judged=turned)
 

@@ -185,5 +185,6 @@ class _Call:
         self.weights: Tensor | None = None
 
     def weigh(self, weights_T: Tensor) -> None:
-        """Give the weights of all tokens of the call, [T]."""
-        self.weights = weights_T[self.rows].float()
+        """Add to the weights of all tokens of the call, [T]."""
+        more = weights_T[self.rows].float()
+        self.weights = more if self.weights is None else self.weights + more

@@ -29,10 +29,18 @@ class Seen:
 
 
 def observe(
-    model: nn.Module, examples: Iterable[Example], records: Mapping[str, SiteRecord], *, answer: Answer, seed: int
+    model: nn.Module,
+    examples: Iterable[Example],
+    records: Mapping[str, SiteRecord],
+    *,
+    answer: Answer,
+    seed: int,
+    projections: int = 1,
 ) -> Seen:
     """Run the unmodified model on every example and let `records` (by site name) see their sites.
 
+    Gradients are those of so many random `projections` of the answer, one after the other, each over the root of their
+    number: squares of gradients, summed up, expect what those of one would, with less noise.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.
     """
@@ -42,9 +50,11 @@ def observe(
             taps.mask_BS, taps.first = mask_in(example), seen.examples
             with batch_context(model, mask=example[1]):
                 outputs = answers(call_model(model, example[0]), answer, taps.mask_BS)
-                loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed)
-                if loss.requires_grad:
-                    torch.autograd.grad(loss, [*carriers, *taps.leaves], allow_unused=True)
+                for number in range(projections):
+                    loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
+                    if loss.requires_grad:
+                        wanted, more = [*carriers, *taps.leaves], number < projections - 1
+                        torch.autograd.grad(loss / projections**0.5, wanted, allow_unused=True, retain_graph=more)
             taps.leaves.clear()
             for record in records.values():
                 record.settle()

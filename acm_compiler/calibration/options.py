@@ -14,14 +14,15 @@ class Options:
 
     tokens: real tokens to fit each site on. budgets: shares of learner MACs that will be asked for; the lowest k is
     raised only where they stay reachable. answer: (model output, padding mask or None) -> the tensors by which sites
-    are judged. sample: tokens of each site kept for its gate, more of sites with few features. gate_steps: optimizer
-    steps per gate. memory_bytes: what the statistics of all sites may take at once; beyond it the data is passed over
-    more than once.
+    are judged. projections: random projections of the answer, and so backward passes, per batch. sample: tokens of
+    each site kept for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes:
+    what the statistics of all sites may take at once; beyond it the data is passed over more than once.
     """
 
     tokens: int = 20_000
     budgets: tuple[float, ...] = ()
     answer: Answer = default_answer
+    projections: int = 3
     sample: int = 8192
     gate_steps: int = 300
     memory_bytes: int = 4 * 2**30

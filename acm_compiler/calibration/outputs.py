@@ -54,17 +54,19 @@ def real_rows(tensor: Tensor, mask_BS: Tensor | None) -> list[Tensor]:
     return [example[real] for example, real in zip(tensor, mask_BS.to(tensor.device), strict=True)]
 
 
-def random_projection(tensors: list[Tensor], mask_BS: Tensor | None, *, first: int, seed: int) -> Tensor:
+def random_projection(
+    tensors: list[Tensor], mask_BS: Tensor | None, *, first: int, seed: int, number: int = 0
+) -> Tensor:
     """sum(r * output) with r standard normal, as a scalar with its graph; padding is left out.
 
-    Each example draws its own r, by `seed` and its place in the data (`first` + its row), so that neither padding nor
-    the cut into batches changes what is drawn.
+    `number` counts independent projections of one output. Each example draws its own r, by `seed` and its place in
+    the data (`first` + its row), so that neither padding nor the cut into batches changes what is drawn.
     """
     total = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
     for part, tensor in enumerate(tensors):
         for row, values in enumerate(real_rows(tensor, mask_BS)):
             # CPU generators use 32 bits of a seed
-            own_seed = zlib.crc32(f"{seed} {part} {first + row}".encode())
+            own_seed = zlib.crc32(f"{seed} {part} {first + row} {number}".encode())
             generator = torch.Generator(values.device).manual_seed(own_seed)
             r = torch.randn(values.shape, generator=generator, device=values.device, dtype=torch.float32)
             total = total + (values.float() * r).sum()

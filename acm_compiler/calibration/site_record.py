@@ -50,7 +50,7 @@ class SiteRecord:
         self.moments.add(x_TD if self.dense.last is None else self.dense.hidden(x_TD))
         self.metric.count_tokens(len(x_TD))
         call = self.sample.offer(x_TD)
-        take_whole = self.whole.offer(x_TD, example_T, o_TO.shape[-1])
+        take_whole = self.whole.offer(x_TD, example_T)
 
         def take_gradient(g_TO: Tensor) -> None:
             with torch.no_grad():
@@ -102,9 +102,9 @@ class SiteRecord:
             )
 
     @staticmethod
-    def size_bytes(site: PlannedSite, sample: int) -> int:
+    def size_bytes(site: PlannedSite, sample: int, projections: int) -> int:
         """Memory that a record of `site` takes, and what fitting it adds."""
         features = site.dense_width or site.d_in
         heard = site.d_in**2 if site.last is None else 0
-        whole = int(_WHOLE * sample) * (site.d_in + site.d_out)
+        whole = int(_WHOLE * sample) * (site.d_in + projections * site.d_out)
         return 8 * (features**2 + site.d_out**2 + heard) + 4 * (sample * (site.d_in + 1) + whole)

@@ -126,12 +126,13 @@ def test_clips_that_cannot_be_used_are_named_counted_and_replaced(release, caplo
     soundfile.write(release / "es/clips/train1.wav", np.zeros(0), 16_000)
     soundfile.write(release / "es/clips/train2.wav", np.zeros(16_000 * 20), 16_000)
     (release / "es/clips/train3.wav").unlink()
+    soundfile.write(release / "es/clips/train4.wav", np.zeros(700), 16_000)
     dataset = open_dataset(config(release))
     with caplog.at_level(logging.WARNING):
         examples = [dataset[i] for i in range(len(dataset))]
-    assert len(examples) == 5 and dataset.broken == {"train0.wav", "train1.wav", "train2.wav"}
-    assert [e["labels"] for e in examples[:3]] == [examples[3]["labels"]] * 3
-    for what in ("cannot be read", "is empty", "too long"):
+    assert len(examples) == 5 and dataset.broken == {f"train{i}.wav" for i in (0, 1, 2, 4)}
+    assert [e["labels"] for e in examples[:4]] == [examples[4]["labels"]] * 4
+    for what in ("cannot be read", "is empty", "too long", "too short"):
         assert what in caplog.text
     with pytest.raises(DataError, match="too many clips cannot be used"):
         strict = open_dataset(config(release, max_broken=2))

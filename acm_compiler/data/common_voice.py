@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from acm_compiler.recipe.datasets import CommonVoiceData
 
 RATE = 16_000
+_SHORTEST = 0.05  # seconds: no frame of wav2vec2's is made of less than half of it
 LABEL_PADDING = -100
 _POOL = 50  # batches that are sorted by length together
 _SPECIAL = re.compile(r"<.*>|\[.*\]")
@@ -64,7 +65,7 @@ class CommonVoice(Dataset[dict[str, Any]]):
             clip = self.clips[(index + step) % len(self.clips)]
             try:
                 samples = load_clip(clip.path, rate=RATE)
-                self._refuse_long(clip, len(samples))
+                self._refuse_length(clip, len(samples) / RATE)
             except DataError as error:
                 self._count_broken(clip, error)
                 continue
@@ -126,14 +127,16 @@ class CommonVoice(Dataset[dict[str, Any]]):
         if missing:
             _LOG.warning("%s: %d clips are missing (%s, …)", self.config.split, len(missing), missing[0])
 
-    def _refuse_long(self, clip: Clip, samples: int) -> None:
-        if samples > self.config.max_seconds * RATE:
-            raise DataError(
-                "the clip is too long",
-                where=str(clip.path),
-                found=f"{samples / RATE:.1f} s",
-                expected=f"at most {self.config.max_seconds:g} s",
-            )
+    def _refuse_length(self, clip: Clip, seconds: float) -> None:
+        if _SHORTEST <= seconds <= self.config.max_seconds:
+            return
+        long = seconds > self.config.max_seconds
+        raise DataError(
+            "the clip is too long" if long else "the clip is too short",
+            where=str(clip.path),
+            found=f"{seconds:.3g} s",
+            expected=f"at most {self.config.max_seconds:g} s" if long else f"at least {_SHORTEST:g} s",
+        )
 
     def _count_broken(self, clip: Clip, error: DataError) -> None:
         if clip.path.name in self.broken:

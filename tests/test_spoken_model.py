@@ -12,7 +12,8 @@ from acm_compiler.data.speech_synthesis import synthesiser_present
 from acm_compiler.data.spoken_words import VOCABULARY, voices
 from acm_compiler.data.utterance_set import UtteranceSet
 from acm_compiler.errors import StorageError
-from acm_compiler.recipe import ModelConfig
+from acm_compiler.recipe import ModelConfig, load_recipe
+from acm_compiler.run_recipe import RunOptions, run_recipe
 from acm_compiler.sources import build
 from acm_compiler.tasks.ctc import open_ctc
 
@@ -78,3 +79,32 @@ def test_a_run_without_the_synthesiser_ends_in_one_message(monkeypatch, tmp_path
 def test_weights_that_are_missing_or_others_are_named(tmp_path):
     with pytest.raises(StorageError, match=re.escape("train_spoken_model --out PATH")):
         spoken_model.load_weights(spoken_model.build_model(), tmp_path / "gone.safetensors")
+
+
+@spoken
+def test_the_papers_phases_run_for_a_few_steps(tmp_path):
+    pytest.importorskip("jiwer")
+    few = [f"schedule[{i}].{key}" for i in range(3) for key in ("epochs=null", "steps=2", "batch=4")]
+    few += ["data.train.count=12", "data.eval.count=6", "expect.within=1", "expect.examples=6"]
+    recipe = load_recipe("wav2vec2_digits_paper", few)
+    said: list[str] = []
+    found = run_recipe(recipe, RunOptions(directory=tmp_path / "out"), say=said.append)
+    assert [line for line in said if line.startswith("phase ")] == [
+        f"phase {name} done" for name in ("distill", "gate", "finetune")
+    ]
+    assert found.metric.name == "word error rate" and len(found.budgets) == 5 and len(found.fixed) == 5
+
+
+@spoken
+@pytest.mark.slow
+def test_calibrated_alone_it_writes_down_as_many_words_and_spends_more_on_speech(tmp_path):
+    pytest.importorskip("jiwer")
+    recipe = load_recipe("wav2vec2_digits", ["data.train.count=500", "data.eval.count=240", "schedule[0].tokens=12000"])
+    said: list[str] = []
+    found = run_recipe(recipe, RunOptions(directory=tmp_path / "out"), say=said.append)
+    by_budget = {result.asked: result for result in found.budgets}
+    assert by_budget[0.6].metric < found.metric.dense + 0.02
+    assert by_budget[0.25].metric < found.metric.dense + 0.05
+    assert all(abs(result.reached - asked) < 0.02 for asked, result in by_budget.items())
+    use = by_budget[0.4].foreground
+    assert use.of == "frames" and use.ratio > 1.5 and use.shuffled == pytest.approx(1, abs=0.02)

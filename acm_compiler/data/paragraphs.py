@@ -19,7 +19,7 @@ from acm_compiler.recipe.package_paths import installed_path
 _PROSE = (".md", ".rst", ".txt")
 # of one source no more than this is read, so that no package speaks for all
 _MOST_FILES, _MOST_PARAGRAPHS = 16, 40
-_MOST_OF_CLASS = 1500
+_MOST_OF_CLASS = 4000
 _FEWEST_WORDS, _FEWEST_LETTERS = 8, 0.88
 _EVAL_SHARE = 0.25
 _QUOTED = re.compile(r'"""(.*?)"""', re.DOTALL)  # most of a module's long texts are docstrings

@@ -14,6 +14,8 @@ from acm_compiler.sources.weights import load_own_file, refuse_names
 # each module has build_model(), load_weights(model) and example_input()
 SHIPPED = {
     "digits_vit": "acm_compiler.data.digits_model",
+    "llama_docs": "acm_compiler.data.docs_model",
+    "modernbert_packages": "acm_compiler.data.packages_model",
     "wav2vec2_digits": "acm_compiler.data.spoken_model",
 }
 

@@ -1,0 +1,111 @@
+"""The small models of text that come with the package: what they know, how they are trained, and converted."""
+
+import pytest
+import torch
+
+from acm_compiler.base_metric import base_metric
+from acm_compiler.data import BatchStream, docs_model, packages_model, train_text_model
+from acm_compiler.data.texts import TextSet
+from acm_compiler.errors import StorageError
+from acm_compiler.pipeline import plan_recipe
+from acm_compiler.recipe import load_recipe
+from acm_compiler.recipe.datasets import TextData
+from acm_compiler.run_recipe import RunOptions, run_recipe
+from acm_compiler.sources import build
+
+pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+
+
+@pytest.mark.parametrize(
+    ("name", "good"), [("llama_docs", lambda p: p < 150), ("modernbert_packages", lambda a: a > 0.65)]
+)
+def test_a_shipped_model_knows_texts_of_files_that_it_never_read(name, good):
+    recipe, lesson = load_recipe(name), train_text_model.LESSONS[name]
+    model = build(recipe.model, example=recipe.input).model
+    data = train_text_model.texts(docs_model.TOKENIZER, "eval")
+    stream = BatchStream(dataset=data, batch=32, shuffle=True).epoch()
+    assert good(base_metric(model, [next(stream) for _ in range(6)], lesson.task))
+
+
+def test_their_recipes_are_planned_with_every_site():
+    plans = [plan_recipe(load_recipe(name))[1] for name in ("llama_docs", "modernbert_packages")]
+    assert [[site.kind for site in plan.sites].count("gated_mlp") for plan in plans] == [6, 4]
+    assert [site.role for site in plans[1].sites if site.role] == ["qkv", "o"] * 4
+
+
+def test_shipped_files_are_small():
+    files = (docs_model.WEIGHTS, packages_model.WEIGHTS, docs_model.TOKENIZER)
+    assert sum(path.stat().st_size for path in files) < 6_500_000
+
+
+@pytest.fixture
+def few_texts(tmp_path):
+    """Sixteen texts of a dozen words each."""
+    for i in range(16):
+        words = " ".join(f"{'abcdefgh'[(i + j) % 8]}rgument" for j in range(12))
+        (tmp_path / f"{i}.txt").write_text(f"Xx {words}.")
+    config = TextData(kind="texts", split="train", root=str(tmp_path), tokenizer=str(docs_model.TOKENIZER))
+    return TextSet(config)
+
+
+def test_training_lowers_the_loss_and_gives_the_same_weights_again(few_texts):
+    lesson = train_text_model.LESSONS["llama_docs"]
+    made = [train_text_model.train(lesson, few_texts, steps=8, batch=4, seed=1) for _ in range(2)]
+    for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+    torch.manual_seed(1)
+    batches = list(BatchStream(dataset=few_texts, batch=4).epoch())
+    before, after = (base_metric(m, batches, lesson.task) for m in (lesson.build(), made[0]))
+    assert after < 0.8 * before
+
+
+def test_the_training_command_writes_a_file_that_loads_with_its_tied_weights(few_texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_text_model, "texts", lambda tokenizer, split: few_texts)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    path = tmp_path / "new/weights.safetensors"
+    train_text_model.main(["--model", "llama_docs", "--steps", "2", "--batch", "2", "--out", str(path)])
+    model = docs_model.load_weights(docs_model.build_model(), path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_tokenizer_is_learned_from_the_texts_alone(tmp_path, monkeypatch):
+    from tokenizers import Tokenizer
+
+    from acm_compiler.data.paragraphs import Paragraph
+
+    drawn = (Paragraph("An argument of an argument is an argument.", 0, 0),)
+    monkeypatch.setattr("acm_compiler.data.paragraphs.draw_paragraphs", lambda *a, **k: drawn)
+    train_text_model.learn_tokenizer(tmp_path / "t.json", seed=1)
+    learned = Tokenizer.from_file(str(tmp_path / "t.json")).encode("argument")
+    assert learned.tokens[0] == "<s>" and learned.tokens[-1] == "</s>" and len(learned.tokens) < 6
+
+
+def test_weights_that_are_missing_are_named_with_what_makes_them(tmp_path):
+    with pytest.raises(StorageError, match="train_text_model --model llama_docs --out PATH"):
+        docs_model.load_weights(docs_model.build_model(), tmp_path / "gone.safetensors")
+
+
+@pytest.mark.slow
+def test_the_language_model_keeps_its_perplexity_and_beats_every_fixed_k(tmp_path):
+    small = ["data.train.count=1500", "data.eval.count=200", "schedule[0].tokens=12000", "schedule[1].steps=30"]
+    said: list[str] = []
+    found = run_recipe(load_recipe("llama_docs", small), RunOptions(directory=tmp_path / "out"), say=said.append)
+    assert found.metric.name == "perplexity"
+    by_budget = {result.asked: result.metric / found.metric.dense for result in found.budgets}
+    assert by_budget[0.6] < 1.03 and by_budget[0.25] < 1.3
+    by_k = {result.k: result.metric / found.metric.dense for result in found.fixed}
+    assert by_budget[0.25] < by_k[1] and by_budget[0.6] < by_k[2] and by_budget[0.75] < by_k[3]
+
+
+@pytest.mark.slow
+def test_the_classifier_keeps_its_accuracy(tmp_path):
+    small = ["data.train.count=1500", "data.eval.count=600", "schedule[0].tokens=20000"]
+    said: list[str] = []
+    found = run_recipe(
+        load_recipe("modernbert_packages", small), RunOptions(directory=tmp_path / "out"), say=said.append
+    )
+    loss = {result.asked: found.metric.dense - result.metric for result in found.budgets}
+    assert loss[0.6] < 0.01 and loss[0.4] < 0.01 and loss[0.25] < 0.02
+    alike = {result.asked: result.likeness for result in found.budgets}
+    assert alike[0.25] > 0.99 and alike[0.25] >= next(r.likeness for r in found.fixed if r.k == 1)

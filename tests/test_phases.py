@@ -301,6 +301,7 @@ def test_finetune_can_draw_a_budget_for_every_step():
         budgets.append(phase.step.budget)
         knobs |= {next(iter(sites(model).values())).knob_value}
         losses_of.append((figures.terms["budget"], figures.reached))
+        assert figures.asked == phase.step.budget
     assert all(0.5 <= budget <= 0.9 for budget in budgets) and len(set(budgets)) == len(knobs) == 5
     for budget, (loss, reached) in zip(budgets, losses_of, strict=True):
         assert loss == pytest.approx(abs(reached - budget), abs=1e-5)

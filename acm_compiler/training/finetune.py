@@ -128,6 +128,7 @@ class Finetune:
         return Figures(
             terms=terms | {"budget_pooled": run / max(full, 1e-30)},
             reached=share / max(examples, 1.0),
+            asked=self.step.budget,
             choices=choices,
             not_finite=f"the {bad[0]} loss" if bad else None,
         )

@@ -103,7 +103,8 @@ class PhaseLoop:
     def _budget(self, figures: Figures) -> dict[str, float]:
         if figures.reached is None:
             return {}
-        return {"budget_reached": figures.reached, "budget_asked": self.run.job.budget}
+        asked = self.run.job.budget if figures.asked is None else figures.asked
+        return {"budget_reached": figures.reached, "budget_asked": asked}
 
     def _write(self, done: int, values: dict[str, Any]) -> None:
         epoch = (done - 1) * self.config.accumulate // len(self.batches)

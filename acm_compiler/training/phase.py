@@ -27,11 +27,13 @@ class Figures:
     """What one optimizer step of all processes amounts to.
 
     terms: name -> value, "loss" among them. reached: the share of learner MACs of the gates' choices, None where no
-    gate chose. choices: site -> how many real tokens took each of its choices. not_finite: what was not, if anything.
+    gate chose. asked: the share this step aimed at, None for the run's. choices: site -> how many real tokens took each
+    of its choices. not_finite: what was not, if anything.
     """
 
     terms: dict[str, float]
     reached: float | None = None
+    asked: float | None = None
     choices: dict[str, list[float]] = field(default_factory=dict)
     not_finite: str | None = None
 

@@ -288,3 +288,20 @@ def test_states_rules_and_budgets_survive(tmp_path):
     restore_facts(other, json.loads(json.dumps(live_facts(model))))
     assert conversion(other) == conversion(model)
     assert live_facts(other) == live_facts(model)
+
+
+def test_a_calibration_is_stopped_at_once_and_starts_over(tmp_path):
+    def calibrate(model, phase, examples):
+        next(examples)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("went on")
+
+    before = signal.getsignal(signal.SIGINT)
+    schedule = [distill(), CalibratePhase(phase="calibrate", batch=4)]
+    with pytest.raises(RunInterrupted, match=r"inside phase calibrate[\s\S]*acmc rewrite --resume"):
+        run_schedule(make_model(), schedule, job_in(tmp_path, calibrate=calibrate))
+    assert signal.getsignal(signal.SIGINT) is before
+    done = []
+    job = job_in(tmp_path, calibrate=lambda model, phase, examples: done.append(len(list(examples))))
+    run_schedule(make_model(), schedule, job, resume=True)
+    assert done == [12] and len(metrics(tmp_path)) == 6, "distill was not done again"

@@ -25,12 +25,25 @@ class Interrupts:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, signals are remembered. Outside of the main thread, where that is impossible, nothing changes."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
+        self._watch()
         try:
             yield
         finally:
             self._restore()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside `watched`, signals have their usual effect at once again: for work that leaves nothing half-done."""
+        self._restore()
+        try:
+            yield
+        finally:
+            if self.received is None:
+                self._watch()
+
+    def _watch(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)

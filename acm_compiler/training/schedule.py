@@ -13,7 +13,7 @@ from torch import nn
 from acm_compiler.control import refuse_unfitted
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data.draws import derive
-from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.errors import RunInterrupted, UsageError, did_you_mean
 from acm_compiler.measure import Example
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
@@ -102,7 +102,7 @@ def _train(run: Run, config: TrainedPhase, index: int, snapshot: Snapshot | None
 
 
 def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
-    """One calibration; it has no steps between which it could be interrupted."""
+    """One calibration. It has no steps whose state could be saved: Ctrl-C ends it at once, and it starts over."""
     job, device = run.job, run.machine.device
     seed_generators(job.run.seed, index)
 
@@ -112,7 +112,13 @@ def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
             yield job.task.inputs(batch), job.task.mask(batch)
 
     assert job.calibrate is not None
-    job.calibrate(run.model, config, examples())
+    try:
+        with run.interrupts.paused():
+            job.calibrate(run.model, config, examples())
+    except KeyboardInterrupt:
+        raise RunInterrupted(
+            "stopped inside phase calibrate, of which nothing is kept", fix=f"start it over: {job.resume_command}"
+        ) from None
 
 
 def _open_data(run: Run, batch: int, index: int) -> Batches:

@@ -3,6 +3,8 @@
     python benchmarks/cpu.py sites [--tokens 1576] [--rounds 11]     one MLP and one projection of ViT-B, gate included
     python benchmarks/cpu.py vit [--batch 8] [--rounds 5]            all of ViT-B, MLPs and q, k, v, o converted
 
+--dtype bfloat16 measures weights and inputs of that type; OMP_NUM_THREADS says how many threads run. In float32, "vit"
+also times what one might pick instead: the dense model with int8 linears (dynamic quantisation).
 Weights are drawn: time does not depend on their values, only on k. "mixed" lets drawn gates choose, so that tokens of
 one batch run different k; its row gives the share of learner MACs that they chose.
 """
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 import acm_compiler as acm
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.bench.interleave import Timing, clock, interleave
+from acm_compiler.bench.measure_model import int8
 from acm_compiler.codegen.compare import relative_error
 
 D, HIDDEN, N, HEADS = 768, 3072, 4, 12
@@ -37,22 +40,27 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1576)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     chosen = parser.parse_args()
+    dtype = getattr(torch, chosen.dtype)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads,")
     print(f"{torch.backends.cpu.get_cpu_capability()}, {clock()[0]}, load {os.getloadavg()[0]:.1f}\n")
     with torch.no_grad():
-        sites(chosen.tokens, chosen.rounds) if chosen.what == "sites" else vit(chosen.batch, chosen.rounds)
+        if chosen.what == "sites":
+            sites(chosen.tokens, chosen.rounds, dtype=dtype)
+        else:
+            vit(chosen.batch, chosen.rounds, dtype=dtype)
 
 
-def sites(tokens: int, rounds: int) -> None:
+def sites(tokens: int, rounds: int, *, dtype: torch.dtype) -> None:
     """Every kind of site of ViT-B by itself, at every k."""
-    x = torch.randn(tokens, D)
+    x = torch.randn(tokens, D, dtype=dtype)
     rows = []
     for kind in KIND_FORM:
-        dense = torch.compile(dense_site(kind))
-        eager = drawn_site(kind)
+        dense = torch.compile(dense_site(kind).to(dtype))
+        eager = drawn_site(kind).to(dtype)
         compiled = torch.compile(eager, backend="acm")
         calls: dict[str, Callable[[], object]] = {"dense": lambda dense=dense: dense(x)}
         lows = range(eager.k_min, N + 1)
@@ -125,11 +133,11 @@ def mean_k(site: ACM, x: Tensor) -> float:
     return float(site.choose(x, x.shape[:-1]).float().mean())
 
 
-def vit(batch: int, rounds: int) -> None:
+def vit(batch: int, rounds: int, *, dtype: torch.dtype) -> None:
     """All of ViT-B/16 with drawn weights; every token at one k, and mixed."""
     from torchvision.models import vit_b_16
 
-    dense, x = vit_b_16().eval(), torch.randn(batch, 3, 224, 224)
+    dense, x = vit_b_16().to(dtype).eval(), torch.randn(batch, 3, 224, 224, dtype=dtype)
     dense.heads.head.weight.normal_(std=0.02)  # torchvision starts it at zero, and zeros are always right
     plan = acm.plan(dense, x[:1], learners=N, init="random")
     converted = acm.rewrite(dense, plan).eval()
@@ -147,6 +155,8 @@ def vit(batch: int, rounds: int) -> None:
         calls = {"dense": lambda: base(x), "acm compiled": lambda: compiled(x)}
         if k == 2:
             calls |= {"dense eager": lambda: dense(x), "acm eager": lambda: converted(x)}
+            if dtype == torch.float32 and (quantized := int8(dense)) is not None:
+                calls["dense int8"] = lambda: quantized(x)
         for name, timing in interleave(calls, base="dense", rounds=rounds, warmup=1).items():
             if name != "dense" or k == 1:
                 rows.append([name, "mixed" if k is None else k, *cells(timing), f"{share:.3f}", f"{error:.1e}"])

@@ -61,7 +61,7 @@ class Contest:
             converted=converted.eval(),
             dense_compiled=torch.compile(dense, backend="inductor", dynamic=True),
             compiled=torch.compile(converted, backend="acm", dynamic=True),
-            quantized=_int8(dense),
+            quantized=int8(dense),
             answer=answer,
         )
 
@@ -178,7 +178,7 @@ def _error(contest: Contest, inputs: Inputs) -> float:
     return float((compiled - eager).norm() / eager.norm().clamp_min(1e-30))
 
 
-def _int8(dense: nn.Module) -> nn.Module | None:
+def int8(dense: nn.Module) -> nn.Module | None:
     """The dense model with int8 linears (dynamic), what a user might pick instead; None where torch cannot."""
     quantization = getattr(torch.ao, "quantization", None)
     if quantization is None or next(dense.parameters()).device.type != "cpu":

@@ -29,7 +29,8 @@ template <typename T>
 Vec load(const T* from, int64_t count) {
   if constexpr (std::is_same_v<T, float>) return Vec::loadu(from, count);
   float values[kLanes] = {};
-  at::vec::convert(from, values, count);
+  if (count == kLanes) for (int64_t j = 0; j < kLanes; j++) values[j] = static_cast<float>(from[j]);
+  else at::vec::convert(from, values, count);
   return Vec::loadu(values);
 }
 
@@ -38,7 +39,8 @@ void store(const Vec& value, T* to, int64_t count) {
   if constexpr (std::is_same_v<T, float>) return value.store(to, count);
   float values[kLanes];
   value.store(values);
-  at::vec::convert(values, to, count);
+  if (count == kLanes) for (int64_t j = 0; j < kLanes; j++) to[j] = static_cast<T>(values[j]);
+  else at::vec::convert(values, to, count);
 }
 
 // T: of the tensors. kPairs: whether products are of pairs of bfloat16, else of floats.
@@ -90,7 +92,8 @@ struct Call {
       while (place >= at_least[k]) k--;
       done += k;
       const bool full = place + 1 - cuts.back() >= 2 * kChunkRows;
-      if (done * count >= work * static_cast<int64_t>(cuts.size()) || full || place + 1 == busy) cuts.push_back(place + 1);
+      const bool share = done * count >= work * static_cast<int64_t>(cuts.size());
+      if (share || full || place + 1 == busy) cuts.push_back(place + 1);
     }
   }
 
@@ -109,13 +112,12 @@ struct Call {
   // how many learners, narrower than a vector, share a product
   int64_t company() const { return std::max<int64_t>(1, kLanes / width); }
 
-  // rows of exactly k learners, for each k in [low, high] that occurs, with what their products run over
-  template <typename RunsOf>
-  std::vector<Span> spans(const Chunk& c, int64_t low, int64_t high, const RunsOf& runs_of) const {
+  // rows of exactly k learners, for each k in [low, high] that occurs; their products are `per_learner` deep times k
+  std::vector<Span> spans(const Chunk& c, int64_t low, int64_t high, int64_t per_learner) const {
     std::vector<Span> found;
     for (int64_t k = high; k >= low; k--) {
       const int64_t from = clip(c, at_least[k + 1]), to = clip(c, at_least[k]);
-      if (from < to) found.push_back({from, to, runs_of(k)});
+      if (from < to) found.push_back({from, to, k * per_learner / kPerWord});
     }
     return found;
   }
@@ -139,50 +141,56 @@ struct Call {
   }
 
   void run_chunk(int64_t first, int64_t stop, bool shared) const {
-    const bool sliced = form == Form::rows || form == Form::cols;
-    const int64_t rows = stop - first, cols = std::min(learners, round_up(k_at(first), company())) * width;
-    Chunk c{first, stop, shared, std::vector<const float*>(rows), std::vector<const float*>(sliced ? 0 : rows)};
-    c.hidden_stride = sliced ? 0 : round_up(cols / kPerWord, kLanes) + kLanes;  // no power of two, for the cache's sake
-    float* own = memory(rows * (c.hidden_stride + (kAsIs ? 0 : d_in)));
+    const int64_t rows = stop - first, most = std::min(learners, round_up(k_at(first), company()));
+    Chunk c{first, stop, shared, std::vector<const float*>(rows), std::vector<const float*>(rows)};
+    // odd numbers of vectors apart, for the cache's sake
+    c.hidden_stride = form == Form::rows || form == Form::cols ? 0 : apart(most * width / kPerWord);
+    const int64_t copied = form == Form::cols ? apart(most * width / kPerWord) : kAsIs ? 0 : apart(d_in);
+    float* own = memory(rows * (c.hidden_stride + copied));
     c.hidden = reinterpret_cast<Hidden*>(own);
     for (int64_t i = 0; i < rows; i++) {
       const T* row = x + order[first + i] * x_stride;
-      if (!sliced) c.h[i] = own + i * c.hidden_stride;
-      if constexpr (kAsIs) {
-        c.x[i] = reinterpret_cast<const float*>(row);
-      } else {
-        float* copy = own + rows * c.hidden_stride + i * d_in;
-        at::vec::convert(row, copy, d_in);
-        c.x[i] = copy;
-      }
+      float* copy = own + rows * c.hidden_stride + i * copied;
+      c.h[i] = own + i * c.hidden_stride;
+      c.x[i] = copied ? copy : reinterpret_cast<const float*>(row);
+      if (form == Form::cols) take_slices(row, k_at(first + i), reinterpret_cast<Hidden*>(copy));
+      else if (!kAsIs) at::vec::convert(row, copy, d_in);
     }
     if (form == Form::rows) run_rows(c);
     else if (form == Form::cols) run_columns(c);
     else run_layers(c);
   }
 
+  static int64_t apart(int64_t words) { return (round_up(words, kLanes) / kLanes | 1) * kLanes; }
+
+  // to[k, G, part] = what the first k learners read of a row [G, N, part]
+  void take_slices(const T* row, int64_t k, Hidden* to) const {
+    const int64_t part = width / heads;
+    for (int64_t n = 0; n < k; n++)
+      for (int64_t g = 0; g < heads; g++, to += part) at::vec::convert(row + (g * learners + n) * part, to, part);
+  }
+
   void run_layers(const Chunk& c) const {
     int64_t most = learners;
     if (form == Form::linear && w_top) {  // the dense weight itself runs in the place of N learners
-      const auto whole = [&](int64_t) { return Runs{1, d_in / kPerWord, 0}; };
-      multiply(c, c.x, spans(c, most, most, whole), plain(w_top, d_out, d_in), 0, d_out, finish_output(c));
-      most--;
+      const int64_t rows = clip(c, at_least[most--]);
+      const std::vector<Span> span(rows ? 1 : 0, Span{0, rows, d_in / kPerWord});
+      multiply(c, c.x, span, plain(w_top, d_out, d_in), 0, d_out, finish_output(c));
     }
     const int64_t skip = clip(c, at_least[most + 1]);
     for (int64_t n = 0; n < most; n += company()) {
       const int64_t rows = clip(c, at_least[n + 1]), cols = std::min(company(), most - n) * width;
       if (rows <= skip) break;
-      const std::vector<Span> span = {{skip, rows, {1, d_in / kPerWord, 0}}};
-      multiply(c, c.x, span, plain(w_in, learners * width, d_in), n * width, cols, finish_hidden(c, n * width, b_in, false));
-      if (w_up)
-        multiply(c, c.x, span, plain(w_up, learners * width, d_in), n * width, cols, finish_hidden(c, n * width, b_up, true));
+      const std::vector<Span> span = {{skip, rows, d_in / kPerWord}};
+      const Weights up = plain(w_up, learners * width, d_in), in = plain(w_in, learners * width, d_in);
+      multiply(c, c.x, span, in, n * width, cols, finish_hidden(c, n * width, b_in, false));
+      if (w_up) multiply(c, c.x, span, up, n * width, cols, finish_hidden(c, n * width, b_up, true));
     }
-    const auto prefix = [&](int64_t k) { return Runs{1, k * width / kPerWord, 0}; };
     for (int64_t high = most; high >= 1;) {  // tokens whose k share a second layer go together
       int64_t low = high;
       while (low > 1 && second_layer(low - 1) == second_layer(high)) low--;
       const Weights w = plain(second_layer(high), d_out, learners * width);
-      multiply(c, c.h, spans(c, low, high, prefix), w, 0, d_out, finish_output(c));
+      multiply(c, c.h, spans(c, low, high, width), w, 0, d_out, finish_output(c));
       high = low - 1;
     }
   }
@@ -194,12 +202,9 @@ struct Call {
   }
 
   void run_columns(const Chunk& c) const {
-    const int64_t part = width / heads / kPerWord;
-    Weights w{w_in, d_out, heads * learners * part, heads * part};
-    w.pieces = heads * learners, w.inner = learners, w.inner_offset = d_out * heads * part, w.outer_offset = part;
-    w.used = k_at(c.first);
-    const auto slices = [&](int64_t k) { return Runs{heads, k * part, learners * part}; };
-    multiply(c, c.x, spans(c, 1, learners, slices), w, 0, d_out, finish_output(c));
+    const int64_t deep = width / kPerWord;
+    const Weights w{w_in, d_out, learners * deep, deep, learners, d_out * deep};
+    multiply(c, c.x, spans(c, 1, learners, width), w, 0, d_out, finish_output(c));
   }
 
   void run_rows(const Chunk& c) const {
@@ -207,7 +212,7 @@ struct Call {
     for (int64_t n = 0; n < learners; n += company()) {
       const int64_t rows = clip(c, at_least[n + 1]), cols = std::min(company(), learners - n) * width;
       if (rows == 0) break;
-      const std::vector<Span> span = {{0, rows, {1, d_in / kPerWord, 0}}};
+      const std::vector<Span> span = {{0, rows, d_in / kPerWord}};
       multiply(c, c.x, span, plain(w_in, learners * width, d_in), n * width, cols, finish_slices(c, n * width));
     }
   }

@@ -30,7 +30,8 @@ constexpr int64_t kTileVecs = 4;
 #endif
 constexpr int64_t kTileRows = 6;
 constexpr int64_t kPanelCols = kTileVecs * kLanes;
-constexpr int64_t kPanelDepth = 1024;  // words: a panel stays in the second cache, and sums of floats stay short
+constexpr int64_t kPanelDepth = 1024;  // words: a panel stays in the second cache
+constexpr int64_t kStretch = 384;      // words summed before they are added to what there is: short sums round less
 constexpr int64_t kDotCols = 4;
 
 #if defined(__AVX512BF16__)
@@ -43,31 +44,38 @@ constexpr bool kHasPairs = false;
 template <bool kPairs>
 inline Vec multiply_add(const Vec& a, const Vec& b, const Vec& sum) {
 #if defined(__AVX512BF16__)
-  if constexpr (kPairs) return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+  const auto pairs = [](const Vec& words) { return (__m512bh)_mm512_castps_si512(words); };
+  if constexpr (kPairs) return _mm512_dpbf16_ps(sum, pairs(a), pairs(b));
 #endif
   return at::vec::fmadd(a, b, sum);
 }
 
-// the words of a row that take part: `count` runs of `length`, `stride` apart
-struct Runs { int64_t count, length, stride; };
-
-// rows [from, to), all with the same words
-struct Span { int64_t from, to; Runs runs; };
+// rows [from, to), of which the first `depth` words take part
+struct Span { int64_t from, to, depth; };
 
 // ---- the inner loops --------------------------------------------------------------------------------------------
 
 // out[kRows, kVecs * lanes] (+)= rows times a panel [depth, kVecs * lanes]
 template <bool kPairs, int kRows, int kVecs>
-void multiply_tile(const float* const* rows, const float* panel, const Runs& runs, bool resume, float* out) {
+void multiply_tile(const float* const* rows, const float* panel, int64_t depth, bool resume, float* out) {
   constexpr int64_t kWidth = kVecs * kLanes;
   Vec sums[kRows][kVecs];
   const float* row[kRows];
   for (int i = 0; i < kRows; i++) {
     row[i] = rows[i];
-    for (int j = 0; j < kVecs; j++) sums[i][j] = resume ? Vec::loadu(out + i * kWidth + j * kLanes) : Vec(0.f);
+    for (int j = 0; j < kVecs; j++) sums[i][j] = Vec(0.f);
   }
-  for (int64_t run = 0; run < runs.count; run++) {
-    const int64_t from = run * runs.stride, to = from + runs.length;
+  const auto flush = [&] {
+    for (int i = 0; i < kRows; i++)
+      for (int j = 0; j < kVecs; j++) {
+        float* to = out + i * kWidth + j * kLanes;
+        (resume ? Vec::loadu(to) + sums[i][j] : sums[i][j]).store(to);
+        sums[i][j] = Vec(0.f);
+      }
+    resume = true;
+  };
+  for (int64_t from = 0; from < depth; from += kStretch) {
+    const int64_t to = std::min(depth, from + kStretch);
     for (int64_t d = from; d < to; d++) {
       Vec w[kVecs];
       for (int j = 0; j < kVecs; j++) w[j] = Vec::loadu(panel + d * kWidth + j * kLanes);
@@ -76,9 +84,8 @@ void multiply_tile(const float* const* rows, const float* panel, const Runs& run
         for (int j = 0; j < kVecs; j++) sums[i][j] = multiply_add<kPairs>(a, w[j], sums[i][j]);
       }
     }
+    flush();
   }
-  for (int i = 0; i < kRows; i++)
-    for (int j = 0; j < kVecs; j++) sums[i][j].store(out + i * kWidth + j * kLanes);
 }
 
 // out[i * width + j] = rows[i] . columns[j], without a panel: for so few rows that transposing would not pay
@@ -104,12 +111,13 @@ void multiply_dots(const float* const* rows, const float* const* columns, int64_
 
 template <bool kPairs>
 struct Inner {
-  using Tile = void (*)(const float* const*, const float*, const Runs&, bool, float*);
+  using Tile = void (*)(const float* const*, const float*, int64_t, bool, float*);
   using Dots = void (*)(const float* const*, const float* const*, int64_t, int64_t, float*);
 
   template <std::size_t... kIndex>
   static constexpr auto tiles(std::index_sequence<kIndex...>) {
-    return std::array<Tile, sizeof...(kIndex)>{&multiply_tile<kPairs, kIndex / kTileVecs + 1, kIndex % kTileVecs + 1>...};
+    return std::array<Tile, sizeof...(kIndex)>{
+        &multiply_tile<kPairs, kIndex / kTileVecs + 1, kIndex % kTileVecs + 1>...};
   }
   template <std::size_t... kIndex>
   static constexpr auto dots_of(std::index_sequence<kIndex...>) {
@@ -129,28 +137,24 @@ struct Inner {
 
 inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// A weight matrix [cols, depth]: row j is a column of the product. It may lie in pieces, `depth` counted in words:
-// piece p = outer * inner + i holds words [p * length, ...) of every row, `stride` words from row to row, at
-// outer * outer_offset + i * inner_offset; pieces with i >= used are read by nobody.
+// A weight matrix [cols, depth]: row j is a column of the product. Its depth may lie in pieces of equal length, piece p
+// at data + p * piece_offset; `stride` from row to row. All counted in words.
 template <typename T, bool kPairs>
 struct Matrix {
   static constexpr int64_t kPerWord = kPairs ? 2 : 1;
   const T* data;
-  int64_t cols, depth, stride;  // in words
-  int64_t pieces = 1, inner = 1, used = 1, inner_offset = 0, outer_offset = 0;
+  int64_t cols, depth, stride, pieces = 1, piece_offset = 0;
 
   const float* words(int64_t col) const { return reinterpret_cast<const float*>(data) + col * stride; }
 
-  // panel[depth to - from, width] = columns [col, col + count), zeros beyond them
+  // panel[to - from, width] = words [from, to) of columns [col, col + count), zeros beyond them
   void pack(int64_t col, int64_t count, int64_t width, int64_t from, int64_t to, float* panel) const {
     if (count < width)
       for (int64_t d = 0; d < to - from; d++) std::fill(panel + d * width + count, panel + (d + 1) * width, 0.f);
     const int64_t length = depth / pieces;
     for (int64_t p = from / length; p * length < to; p++) {
-      if (p % inner >= used) continue;
       const int64_t start = std::max(from, p * length), stop = std::min(to, (p + 1) * length);
-      const T* piece = data + (p / inner * outer_offset + p % inner * inner_offset) * kPerWord;
-      const T* source = piece + (col * stride + start - p * length) * kPerWord;
+      const T* source = data + (p * piece_offset + col * stride + start - p * length) * kPerWord;
       for (int64_t j = 0; j < count; j += kLanes)
         pack_columns(source + j * stride * kPerWord, std::min(kLanes, count - j), stop - start, width,
                      panel + (start - from) * width + j);
@@ -170,8 +174,8 @@ struct Matrix {
         from = block, from_stride = kLanes;
       }
       float* to = panel + d * width;
-      if (count == kLanes && depth == kLanes) at::vec::transpose_mxn<float, kLanes, kLanes>(from, from_stride, to, width);
-      else at::vec::transpose_mxn<float>(from, from_stride, to, width, count, depth);
+      if (count < kLanes || depth < kLanes) at::vec::transpose_mxn<float>(from, from_stride, to, width, count, depth);
+      else at::vec::transpose_mxn<float, kLanes, kLanes>(from, from_stride, to, width);
     }
   }
 };
@@ -185,12 +189,12 @@ inline float* panel_memory(int64_t words) {
   return memory.data();
 }
 
-// One product of rows with columns [first_col, first_col + cols) of a matrix. `finish(row, rows, col, cols, tile, width)`
-// gets every tile of sums, [rows, width], once. `few`: no panels. `shared`: threads share the columns.
+// One product of rows with columns [first_col, first_col + cols) of a matrix. `finish(row, rows, col, cols, tile,
+// width)` gets every tile of sums, [rows, width], once. `few`: no panels. `shared`: threads share the columns.
 template <typename T, bool kPairs>
 struct Product {
   const float* const* rows;
-  const std::vector<Span>& spans;
+  const std::vector<Span>& spans;  // one after the other, the deepest first
   const Matrix<T, kPairs>& matrix;
   int64_t first_col, cols;
   bool few, shared;
@@ -219,7 +223,7 @@ struct Product {
       for (int64_t row = span.from; row < span.to; row += kTileRows) {
         const int64_t height = std::min(kTileRows, span.to - row);
         for (int64_t j = 0; j < count; j += kDotCols)
-          Inner<kPairs>::dots(height)(rows + row, columns + j, span.runs.length, kPanelCols, tile + j);
+          Inner<kPairs>::dots(height)(rows + row, columns + j, span.depth, kPanelCols, tile + j);
         finish(row, height, col, count, tile, kPanelCols);
       }
   }
@@ -227,28 +231,23 @@ struct Product {
   template <typename Finish>
   void run_panel(int64_t col, int64_t count, const Finish& finish) const {
     const int64_t width = round_up(count, kLanes), vecs = width / kLanes;
-    // what lies in pieces is taken whole
-    const int64_t blocks = matrix.pieces > 1 ? 1 : (matrix.depth + kPanelDepth - 1) / kPanelDepth;
-    const int64_t block = (matrix.depth + blocks - 1) / blocks;
-    const int64_t first = spans.front().from, waiting = blocks > 1 ? (spans.back().to - first) * width : 0;
-    float* panel = panel_memory(block * width + waiting);
-    float* sums = panel + block * width;
+    // where panels begin must not depend on other rows' depth: it decides in what order a row is summed
+    const int64_t blocks = (matrix.depth + kPanelDepth - 1) / kPanelDepth, block = (matrix.depth + blocks - 1) / blocks;
+    const int64_t first = spans.front().from, deepest = spans.front().depth;
+    float* panel = panel_memory(block * width + (blocks > 1 ? (spans.back().to - first) * width : 0));
     float tile[kTileRows * kPanelCols];
-    for (int64_t from = 0; from < matrix.depth; from += block) {
-      const int64_t to = std::min(matrix.depth, from + block);
-      bool packed = false;
+    for (int64_t from = 0; from < deepest; from += block) {
+      const int64_t to = std::min(deepest, from + block);
+      matrix.pack(first_col + col, count, width, from, to, panel);
       for (const Span& span : spans) {
-        const int64_t end = blocks > 1 ? span.runs.length : matrix.depth;
-        if (end <= from) continue;
-        if (!packed) matrix.pack(first_col + col, count, width, from, to, panel), packed = true;
-        const Runs runs = blocks > 1 ? Runs{1, std::min(to, end) - from, 0} : span.runs;
+        if (span.depth <= from) break;
         for (int64_t row = span.from; row < span.to; row += kTileRows) {
           const int64_t height = std::min(kTileRows, span.to - row);
-          float* out = blocks > 1 ? sums + (row - first) * width : tile;
+          float* out = blocks > 1 ? panel + block * width + (row - first) * width : tile;
           const float* starts[kTileRows];
           for (int64_t i = 0; i < height; i++) starts[i] = rows[row + i] + from;
-          Inner<kPairs>::tile(height, vecs)(starts, panel, runs, from > 0, out);
-          if (end <= to) finish(row, height, col, count, out, width);
+          Inner<kPairs>::tile(height, vecs)(starts, panel, std::min(to, span.depth) - from, from > 0, out);
+          if (span.depth <= to) finish(row, height, col, count, out, width);
         }
       }
     }

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,6 +196,10 @@ def test_word_errors_are_counted_and_divided_by_words_spoken():
     # "ab b a" heard as "ab a": one missing; "aa b" heard as nothing: two missing
     assert task.score(logits, batch).tolist() == [1.0, 2.0] and task.units(batch).tolist() == [3.0, 2.0]
     assert Metric.of(task).value(task.score(logits, batch), task.units(batch)) == pytest.approx(3 / 5)
+    letters = replace(task, unit="character")
+    assert (task.metric, letters.metric) == ("word error rate", "character error rate")
+    # "ab b a" heard as "ab a": two characters missing of six; "aa b" heard as nothing: four of four
+    assert letters.score(logits, batch).tolist() == [2.0, 4.0] and letters.units(batch).tolist() == [6.0, 4.0]
 
 
 def test_other_models_and_vocabularies_are_refused(release):

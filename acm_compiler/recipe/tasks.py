@@ -18,9 +18,11 @@ class ClassifyTask(Section):
 
 
 class CtcTask(Section):
-    """Text from audio without alignment: CTC loss, word error rate."""
+    """Text from audio without alignment: CTC loss, word or character error rate."""
 
     kind: Literal["ctc"]
+    unit: Literal["word", "character"] = "word"
+    """What errors are counted in."""
 
 
 class EmbedTask(Section):

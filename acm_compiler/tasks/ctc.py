@@ -1,4 +1,4 @@
-"""Text from audio without alignment: CTC loss and word error rate, for wav2vec2 and its relatives of transformers.
+"""Text from audio without alignment, for wav2vec2 and its relatives of transformers: CTC loss and error rates.
 
 Shapes: B clips, R samples of the longest one, S frames that the model makes of them, L characters, V vocabulary.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from acm_compiler.errors import DataError, PackageMissing, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.tasks.token_logits import centred
 
+Unit = Literal["word", "character"]
 PADDING = -100
 
 
@@ -28,15 +29,21 @@ class Ctc:
 
     `vocabulary` is the text of every label, "|" between words; `blank` the label of no character. `frames` turns
     samples into frames as the model does; `masked`: whether the model takes an attention mask.
+    `unit`: what errors are counted in.
     """
 
     vocabulary: Sequence[str]
     blank: int
     frames: Callable[[Tensor], Tensor]
     masked: bool
-    metric: ClassVar[str] = "word error rate"
+    unit: Unit = "word"
     answers_logits: ClassVar[bool] = True
     lower_is_better: ClassVar[bool] = True
+
+    @property
+    def metric(self) -> str:
+        """`word error rate` or `character error rate`."""
+        return f"{self.unit} error rate"
 
     def inputs(self, batch: Batch) -> Inputs:
         """The audio, and the mask of its real samples where the model was trained with one."""
@@ -64,14 +71,14 @@ class Ctc:
         )
 
     def score(self, output: Any, batch: Batch) -> Tensor:
-        """Words to insert, delete or replace, fp32 [B]; greedy decoding."""
+        """Words (characters) to insert, delete or replace, fp32 [B]; greedy decoding."""
         found = self.decode(self._logits(output), batch)
-        edits = [_edits(spoken, text) for spoken, text in zip(self._references(batch), found, strict=True)]
+        edits = [_edits(spoken, text, self.unit) for spoken, text in zip(self._references(batch), found, strict=True)]
         return torch.tensor(edits, dtype=torch.float32)
 
     def units(self, batch: Batch) -> Tensor:
-        """Words that were spoken, fp32 [B]."""
-        return torch.tensor([len(text.split()) for text in self._references(batch)], dtype=torch.float32)
+        """Words (characters, spaces too) that were spoken, fp32 [B]."""
+        return torch.tensor([_length(text, self.unit) for text in self._references(batch)], dtype=torch.float32)
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The logits [B, S, V] without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
@@ -123,7 +130,7 @@ class Ctc:
         return self.frames(samples_B).clamp_min(0).long()
 
 
-def open_ctc(dataset: Any, model: nn.Module | None) -> Ctc:
+def open_ctc(dataset: Any, model: nn.Module | None, *, unit: Unit = "word") -> Ctc:
     """The task for this data set's vocabulary and this model's way of making frames. DataError, UsageError."""
     vocabulary = getattr(dataset, "vocabulary", None)
     if not vocabulary:
@@ -143,15 +150,20 @@ def open_ctc(dataset: Any, model: nn.Module | None) -> Ctc:
         frames=frames,
         # the others normalise over time without regard to padding, and were trained on zeros instead of a mask
         masked=getattr(config, "feat_extract_norm", "layer") == "layer",
+        unit=unit,
     )
 
 
-def _edits(spoken: str, found: str) -> int:
+def _length(text: str, unit: Unit) -> int:
+    return len(text.split()) if unit == "word" else len(text)
+
+
+def _edits(spoken: str, found: str, unit: Unit) -> int:
     try:
         import jiwer
     except ImportError as error:
         raise PackageMissing("jiwer counts word errors", fix="pip install 'acm_compiler[audio]'") from error
-    if not spoken:  # every word found is one too many
-        return len(found.split())
-    counts = jiwer.process_words(spoken, found)
+    if not spoken:  # all that is found is too much
+        return _length(found, unit)
+    counts = (jiwer.process_words if unit == "word" else jiwer.process_characters)(spoken, found)
     return counts.substitutions + counts.deletions + counts.insertions

@@ -43,7 +43,7 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn
     if isinstance(config, EmbedTask):
         return Embed()
     if isinstance(config, CtcTask):
-        return open_ctc(dataset, model)
+        return open_ctc(dataset, model, unit=config.unit)
     assert isinstance(config, PythonTask)
     return _users(config.kind, config.args)
 

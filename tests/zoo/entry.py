@@ -53,7 +53,7 @@ class Model:
     """A model of the zoo.
 
     `skips`: the beginning of the reason why what matches a glob stays dense, where that is worth stating.
-    `uncounted`: why FlopCounterMode does not count this model, or counts it otherwise. `generates`: it has `generate`.
+    `uncounted`: why FlopCounterMode does not count this model, or counts it otherwise.
     """
 
     name: str
@@ -62,7 +62,6 @@ class Model:
     blocks: int = 2
     skips: Mapping[str, str] = field(default_factory=dict)
     uncounted: str | None = None
-    generates: bool = False
 
     @property
     def sites(self) -> tuple[TrueSite, ...]:

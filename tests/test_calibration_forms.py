@@ -261,6 +261,12 @@ def test_inputs_that_never_vary_cost_no_rank():
     assert factors.w_in.isfinite().all() and factors.w_out.isfinite().all()
 
 
+def test_an_input_that_never_varies_leaves_learners_of_a_usual_size():
+    w_OD = torch.randn(6, 7, dtype=torch.float64)
+    factors = nested_factors(w_OD, torch.zeros(7, 7, dtype=torch.float64), torch.eye(6, dtype=torch.float64), 6)
+    assert 0 < factors.w_in.abs().max() < 100 and 0 < factors.w_out.abs().max() < 100
+
+
 def test_prefixes_of_factors_have_the_mean_output_and_all_of_them_the_weight():
     w_OD, b_O, mean_D = (torch.randn(*s, dtype=torch.float64) for s in ((6, 7), (6,), (7,)))
     factors = nested_factors(w_OD, spd(7), spd(6), 8)

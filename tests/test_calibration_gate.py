@@ -80,6 +80,14 @@ def test_choices_without_damage_and_inputs_without_spread_are_borne():
         assert gate(x).isfinite().all()
 
 
+def test_an_input_that_never_varies_gives_one_score_to_all():
+    x = torch.randn(D).expand(500, D) + 1e-7 * torch.randn(500, D)
+    gate = Gate(D, 8, C)
+    fit_gate(gate, x, torch.rand(500, C), steps=50, seed=0)
+    with torch.no_grad():
+        assert gate(x).std(0).max() < 0.1
+
+
 def test_the_gamma_loss_is_least_at_the_mean():
     damage = torch.rand(4000, 1).square()
     score = damage.mean().log().expand(4000, 1)

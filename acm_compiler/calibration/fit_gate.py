@@ -24,7 +24,8 @@ def fit_gate(gate: Gate, x_TD: Tensor, damage_TC: Tensor, *, steps: int, seed: i
     distribution's with a log link, whose minimum is the conditional mean whatever the noise of single tokens.
     """
     mean_D, spread_D = x_TD.mean(0), x_TD.std(0, unbiased=False)
-    spread_D += 1e-3 * spread_D.square().mean().sqrt().clamp_min(1e-6)
+    # what varies less than rounding does is constant: a class token before it has met another one
+    spread_D += torch.maximum(1e-3 * _rms(spread_D), 1e-4 * _rms(x_TD)).clamp_min(1e-9)
     z_TD = ((x_TD - mean_D) / spread_D).float()
     unit = damage_TC.mean().clamp_min(1e-30)
     target_TC = (damage_TC / unit).float()
@@ -46,6 +47,10 @@ def fit_gate(gate: Gate, x_TD: Tensor, damage_TC: Tensor, *, steps: int, seed: i
         student.outer.bias.add_(unit.log())
     _fold(student, gate, mean_D, spread_D)
     gate.rule = "damage"
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt()
 
 
 def gamma_loss(score_TC: Tensor, damage_TC: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acm_compiler.calibration.symmetric import roots
+from acm_compiler.calibration.symmetric import mean_diagonal, roots
 
 # a metric from a few hundred examples is noisy: of the ridges tried on MiniLM this one served held-out texts best
 _RIDGE_INPUT, _RIDGE_METRIC, _RIDGE_ORDER = 1e-5, 0.3, 3e-2
+_CONSTANT = 1e-12  # mean variance of an input that varies by rounding alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ def nested_factors(w_OD: Tensor, c_DD: Tensor, g_OO: Tensor, rank: int) -> Facto
     `c_DD` is the covariance of the input, `g_OO` the metric of the output. It is the truncated SVD of
     G^1/2 W C^1/2, taken back to the original coordinates.
     """
+    if mean_diagonal(c_DD) < _CONSTANT:  # the bias explains it, and W's own factors have a sensible size
+        c_DD = torch.eye(len(c_DD)).to(c_DD)
     c_root, c_inverse = roots(c_DD, _RIDGE_INPUT)
     g_root, g_inverse = roots(g_OO, _RIDGE_METRIC)
     u, s, vh = torch.linalg.svd(g_root @ w_OD @ c_root, full_matrices=False)

@@ -39,7 +39,7 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
 def rebuild(record: dict[str, Any], *, device: Device) -> Found:
     """The model that `record` describes, from the config stored in it: no folder, no hub."""
     transformers = _import_transformers()
-    settings = _without_unsafe(record["config"])
+    settings = _with_floats(_without_unsafe(record["config"]))
     try:
         config = transformers.AutoConfig.for_model(**settings)
     except ValueError as error:
@@ -148,3 +148,12 @@ def _without_unsafe(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_unsafe(item) for key, item in value.items() if key.lstrip("_") not in _UNSAFE}
     return [_without_unsafe(item) for item in value] if isinstance(value, list) else value
+
+
+def _with_floats(value: Any) -> Any:
+    """A config's values as they were before transformers wrote those that JSON lacks as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if list(value) == ["__float__"]:
+            return float(value["__float__"])
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value

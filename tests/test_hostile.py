@@ -284,7 +284,26 @@ def _normed() -> nn.Module:
     return Residual(mlp)
 
 
+class TwoTypes(nn.Module):
+    """The first layer computes in double precision, the second in single."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN).double(), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(x.double())).float())
+
+
+def _traced() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that tracing is on its way out
+        return Residual(torch.jit.trace(Mlp(), torch.randn(2, 5, WIDTH)))
+
+
 SKIPPED = {
+    "layers of two types": (TwoTypes, "blocks.0.up", "its layers compute in different types: torch.float64"),
+    "traced": (_traced, "blocks.0.inner.up.weight", "blocks.0.inner was scripted or traced by TorchScript"),
     "half tied": (HalfTied, "blocks.0.one.up", "weight read as a tensor: blocks.0.one.up.weight is also read by"),
     "mirrored": (Mirrored, "blocks.0.up", "its layers share blocks.0.up.weight"),
     "views of a flat parameter": (Flat, "blocks.0.flat", "its weight is computed from parameters"),
@@ -319,6 +338,19 @@ class Numpy(Inner):
 def test_a_round_trip_through_numpy_is_named_with_file_and_line():
     with pytest.raises(CaptureFailed, match=r"test_hostile\.py:\d+ uses a \(2, 5, 16\) tensor that no torch call made"):
         acm.plan(Stack(Numpy()).eval(), example())
+
+
+def test_a_scripted_part_is_named():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that scripting is on its way out
+        model = Stack(Residual(torch.jit.script(Mlp()))).eval()
+    with pytest.raises(CaptureFailed, match=r"blocks\.0\.inner was scripted from"):
+        acm.plan(model, example())
+
+
+def test_inputs_of_the_wrong_type_give_the_models_own_error():
+    with pytest.raises(CaptureFailed, match=r"models\.py:\d+: the model itself raises [\s\S]*same dtype"):
+        acm.plan(Stack(Residual(Mlp())).eval(), example().double())
 
 
 def test_a_forward_that_a_copy_would_share_is_rewritten_in_place_only():

@@ -52,8 +52,16 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Capture:
     raise CaptureFailed(
         "the model cannot be seen as a graph",
         found=f"recording: {error}; exporting: {_first_line(third)}",
-        fix="make the part named run through torch functions, or rewrite a part of the model without it",
+        fix=_way_out(model),
     ) from error
+
+
+def _way_out(model: nn.Module) -> str:
+    """What a user can do about a model that cannot be seen."""
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        return f"put the module that {scripted[0]} was scripted from in its place: TorchScript hides what it runs"
+    return "make the part named run through torch functions, or rewrite a part of the model without it"
 
 
 def capture_again(model: nn.Module, inputs: Inputs, *, like: Capture) -> Capture | None:

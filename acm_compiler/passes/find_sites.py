@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
 from torch import fx, nn
 
 from acm_compiler.passes.captured import Capture
@@ -49,8 +50,9 @@ def match_sites(model: nn.Module, capture: Capture) -> tuple[list[Match], list[S
     projections, packed = find_projections(flow, without=known)
     lookalikes = [*adapted, *packed, *refused, *others]
     matches: list[Match] = []
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     for runs in _grouped([*mlps, *projections]):
-        match = _match(flow, capture, runs, traced=isinstance(model, fx.GraphModule))
+        match = _scripted(runs, scripted) or _match(flow, capture, runs, traced=isinstance(model, fx.GraphModule))
         if isinstance(match, Match):
             matches.append(match)
         else:
@@ -112,6 +114,15 @@ def _match(flow: Dataflow, capture: Capture, runs: Sequence[Region], *, traced: 
     )
     read = tuple(dataclasses.replace(run, x=x) for run, x in zip(runs, placed.inputs, strict=True))
     return Match(site=site, runs=read)
+
+
+def _scripted(runs: Sequence[Region], scripted: Sequence[str]) -> str | None:
+    """The reason, where a matrix of the site belongs to a part that TorchScript compiled."""
+    for ref in runs[0].refs:
+        part = next((name for name in scripted if ref.weight.startswith(f"{name}.")), None)
+        if part is not None:
+            return f"{part} was scripted or traced by TorchScript: put the module that it was made from in its place"
+    return None
 
 
 def _read_elsewhere(flow: Dataflow, runs: Sequence[Region]) -> str | None:

@@ -6,8 +6,10 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from acm_compiler.inputs import call_model
@@ -113,6 +115,7 @@ class Recorder(TorchFunctionMode):
         """The call's result, and for each tensor that it really got (by id) the tensor it was given for."""
         if self._stand_in is None:
             return func(*args, **kwargs), {id(t): t for t in given}
+        _refuse_mixed_types(func, given)
         actual = {id(t): self._stand_in(t) for t in given}
         if any(actual[id(t)] is not t for t in given):
             args, kwargs = _replace((args, kwargs), lambda t: actual[id(t)])
@@ -217,3 +220,10 @@ def _result_tensors(result: Any) -> Iterator[Tensor]:
             yield leaf
         elif hasattr(leaf, "__dict__"):
             yield from tensors(vars(leaf))
+
+
+def _refuse_mixed_types(func: Callable[..., Any], given: Sequence[Tensor]) -> None:
+    """Raise what torch raises for real tensors: a linear of fake ones takes any types."""
+    types = {tensor.dtype for tensor in given} if func is functional.linear else ()
+    if len(types) > 1 and not torch.is_autocast_enabled(given[0].device.type):
+        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {given[0].dtype} and {given[1].dtype}")

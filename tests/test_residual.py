@@ -21,6 +21,7 @@ class Pattern(nn.Module):
         self.f, self.norm, self.other = Mlp(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm2, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
         self.scale, self.mixed = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(()))
+        self.places = nn.Parameter(torch.ones(TOKENS, WIDTH))
         self.run = forward
 
     def forward(self, x):
@@ -55,6 +56,12 @@ def windows(s, x):
     return x + s.f(parts).view(-1, 6, WIDTH)[:, :TOKENS]
 
 
+def two_streams(s, x):
+    """Each of two streams is changed by what is read from the other one, as in reversible models."""
+    a, b = torch.cat([x, x], -1).chunk(2, -1)
+    return a + s.f(s.norm(b))
+
+
 BYPASS, NORMED, NONE = (True, False), (True, True), (False, False)
 PATTERNS = {
     "pre-norm": (lambda s, x: x + s.f(s.norm(x)), BYPASS),
@@ -74,6 +81,17 @@ PATTERNS = {
     "windows": (windows, BYPASS),
     "flattened tokens": (lambda s, x: x + s.f(s.norm(x).flatten(0, 1)).view_as(x), BYPASS),
     "from further up": (lambda s, x: x + s.f(s.norm2(s.other(s.norm(x)))), BYPASS),
+    "joined once for the branch and once to go around": (
+        lambda s, x: (lambda h: torch.cat([x, h], 1) + s.f(torch.cat([x, h], 1)))(s.norm2(x)),
+        BYPASS,
+    ),
+    "the first token of what is read": (lambda s, x: x[:, :1] + s.f(s.norm(x)[:, :1]), BYPASS),
+    "two streams": (two_streams, BYPASS),
+    "joined the other way round": (
+        lambda s, x: (lambda h: torch.cat([h, x], 1) + s.f(torch.cat([x, h], 1)))(s.norm2(x)),
+        NONE,
+    ),
+    "a parameter that its input holds too": (lambda s, x: s.f(x + s.places) + s.places.expand_as(x), NONE),
     "norm on the branch": (lambda s, x: x + s.norm(s.f(x)), NORMED),
     "rms norm written out on the branch": (lambda s, x: x + s.scale * rms(s.f(x)), NORMED),
     "layer norm written out on the branch": (lambda s, x: x + standardised(s.f(x)), NORMED),

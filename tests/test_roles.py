@@ -59,6 +59,21 @@ def keys_first_by_einsum(_, q, k, v):
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(-2)
 
 
+def softmax_written_out(_, q, k, v):
+    scores = heads(q) @ heads(k).mT
+    return merged(torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)) @ heads(v))
+
+
+def exponentials_divided_by_their_sum(_, q, k, v):
+    weights = torch.exp(heads(q) @ heads(k).mT)
+    return merged(weights / weights.sum(dim=-1, keepdim=True) @ heads(v))
+
+
+def pooled_queries(_, q, k, v):
+    queries = heads(q).unflatten(2, (TOKENS, 1)).max(dim=3).values
+    return merged(F.scaled_dot_product_attention(queries, heads(k), heads(v)))
+
+
 def by_baddbmm(_, q, k, v):
     q, k, v = (heads(part).flatten(0, 1) for part in (q, k, v))
     bias = torch.zeros(q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype)
@@ -138,6 +153,9 @@ WAYS += [
     heads_mixed,
     two_softmaxes,
     without_scores,
+    softmax_written_out,
+    exponentials_divided_by_their_sum,
+    pooled_queries,
     capped_below,
     keys_written_into_place,
     heads_in_the_batch,

@@ -16,6 +16,7 @@ from torch import fx
 
 from acm_compiler.passes.captured import Capture, ModuleCall
 from acm_compiler.passes.fold_norms import fold_norms
+from acm_compiler.passes.fold_softmax import fold_softmax
 from acm_compiler.passes.op_names import COPIES, RESHAPES, data_operands, op_name
 from acm_compiler.passes.resolve_linears import fuse_bias, resolve_linear
 from acm_compiler.passes.values import Linear, Read, Value
@@ -92,6 +93,7 @@ def build_dataflow(capture: Capture) -> Dataflow:
             del values[inner]
         args = (linear.x,) if linear.ref is not None else values[linear.name].args
         values[linear.name] = dataclasses.replace(values[linear.name], op="linear", args=args)
+    values |= fold_softmax(values)
     values |= fold_norms(values)
     graph = nx.DiGraph()
     graph.add_nodes_from(values)

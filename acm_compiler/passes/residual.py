@@ -15,7 +15,8 @@ from acm_compiler.passes.values import Value
 
 _REORDERS = op_set("roll flip gather take_along_dim index index_select unfold as_strided")
 _KEEPS_ZERO = COPIES | RESHAPES | MOVES | op_set("mul neg masked_fill result cat stack sum mean")
-_BYPASSES = COPIES | RESHAPES | (MOVES - _REORDERS) | SCALES | NORMS
+_BYPASSES = COPIES | RESHAPES | (MOVES - _REORDERS) | SCALES | NORMS | {"result", "cat"}
+_SELECTS = op_set("getitem slice narrow select")
 _SEARCH_LIMIT = 64  # values looked at on the other side of one sum
 
 
@@ -32,7 +33,8 @@ def find_bypass(flow: Dataflow, x: str, output: str) -> Bypass:
     """Follows `output` of the site that reads `x` through operations that keep zero at zero to the sums.
 
     A sum is a bypass where its other operand, opened as a tree of sums, holds a value of the same size that `x`
-    is computed from. A sum with something else (a parallel branch, a bias) is passed.
+    is computed from, or the same tokens of a longer one. A sum with something else (a parallel branch, a bias)
+    is passed.
     """
     sums: set[str] = set()
     after_norm: dict[str, bool] = {output: False}
@@ -56,33 +58,57 @@ def find_bypass(flow: Dataflow, x: str, output: str) -> Bypass:
 
 
 def _is_bypass_sum(flow: Dataflow, value: Value, name: str, x: str) -> bool:
-    operands = flow.live_args(value.name)
+    operands = list(value.args)
     if value.op == "addcmul" or value.op == "lerp":  # a + b * c: only a goes around
         operands = operands[:1] if value.args[0] != name else []
     elif value.op not in SUMS:
         return False
     shape = value.shape
-    others = [o for o in operands if o != name]
+    others = [o for o in operands if o != name and flow.values[o].shape == shape]
     if shape is None or flow.values[name].shape != shape:
         return False
-    return any(flow.values[o].shape == shape and _holds_bypass(flow, o, x) for o in others)
+    return any(_holds_bypass(flow, o, x) if flow.values[o].live else _asks(flow, o, x) for o in others)
+
+
+def _asks(flow: Dataflow, learned: str, x: str) -> bool:
+    """Whether the value `learned`, which depends on no input, is what attention's queries for `x` are made from."""
+    queries = (name for name in flow.linears if not flow.values[name].live)
+    return any(flow.feeds(learned, name) and flow.feeds(name, x) for name in queries)
 
 
 def _holds_bypass(flow: Dataflow, other: str, x: str) -> bool:
     """Whether a leaf of the sum tree `other` is `x` or something x is computed from, of the same size."""
-    size = math.prod(flow.values[other].shape or ())
-    todo, seen = [other], {other}
+    todo, seen = [(other, math.prod(flow.values[other].shape or ()))], {other}
     while todo and len(seen) < _SEARCH_LIMIT:
-        name = todo.pop(0)
+        name, size = todo.pop(0)
         value = flow.values[name]
         same_size = value.shape is not None and math.prod(value.shape) == size
-        if same_size and flow.feeds(name, x):
+        if same_size and any(flow.feeds(twin, x) for twin in _computed_alike(flow, value)):
             return True
-        live = flow.live_args(name)
+        live = list(dict.fromkeys(flow.live_args(name)))  # a value joined with itself is one
+        if _selects_tokens(flow, value):
+            size = math.prod(flow.values[live[0]].shape or ())
         if value.op in SUMS or (value.op in _BYPASSES and len(live) == 1):
-            todo += [a for a in live if a not in seen]
+            todo += [(a, size) for a in live if a not in seen]
             seen.update(live)
     return False
+
+
+def _computed_alike(flow: Dataflow, value: Value) -> list[str]:
+    """The value and those that join the same values in the same way: a block may do so once for each use."""
+    if value.op != "cat":
+        return [value.name]
+    users = (flow.values[user] for user in flow.consumers(value.args[0]))
+    return [user.name for user in users if user.op == "cat" and user.args == value.args and user.shape == value.shape]
+
+
+def _selects_tokens(flow: Dataflow, value: Value) -> bool:
+    """Whether `value` is some of the tokens of another value, each whole."""
+    live = flow.live_args(value.name)
+    if value.op not in _SELECTS or len(live) != 1:
+        return False
+    source = flow.values[live[0]].shape
+    return bool(value.shape and source and value.shape[-1] == source[-1])
 
 
 def _keeps_zero(flow: Dataflow, value: Value, name: str) -> bool:

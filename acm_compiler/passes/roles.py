@@ -19,17 +19,20 @@ from acm_compiler.passes.op_names import (
     SCALES,
     SUMS,
     argument,
+    op_name,
     op_set,
 )
 from acm_compiler.passes.values import Value
 
 _WRITES = op_set("setitem copy overwritten index_put")
 _JOINS = op_set("cat stack view_as_complex view_as_real where result complex") | _WRITES
-_KEEPS_ROLE = COPIES | RESHAPES | MOVES | SCALES | NORMS | ACTIVATIONS | SUMS | _JOINS
+_POOLS = op_set("max amax mean max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d")
+_FOLDS = op_set("fold im2col col2im")
+_KEEPS_ROLE = COPIES | RESHAPES | MOVES | SCALES | NORMS | ACTIVATIONS | SUMS | _JOINS | _POOLS | _FOLDS
 _CAPS = op_set("tanh clamp maximum max where")
 _TO_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | SUMS | _CAPS | _WRITES | {"cat", "baddbmm"}
 _FROM_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | NORMS | _WRITES | {"where", "cat"}
-_BACK_TO_ATTENTION = COPIES | RESHAPES | MOVES | SCALES | NORMS | SUMS | ACTIVATIONS | {"stack", "result"}
+_BACK_TO_ATTENTION = COPIES | RESHAPES | MOVES | SCALES | NORMS | SUMS | ACTIVATIONS | _FOLDS | {"stack", "result"}
 _TO_ANOTHER_LAYER = COPIES | RESHAPES | MOVES | NORMS | ACTIVATIONS | {"result", "cat"}
 
 
@@ -170,7 +173,7 @@ def _is_attended(flow: Dataflow, name: str) -> bool:
 def _key_operand(scores: Value, softmax: Value, operands: list[str]) -> str:
     """The operand that owns the axis over which softmax normalises; the other holds the queries."""
     rank = len(scores.shape or ())
-    dim = argument(softmax.node, 1, "dim", -1)
+    dim = argument(softmax.node, 1, "dim", -1) if op_name(softmax.node) == "softmax" else -1  # as written out
     axis = (-1 if dim is None else dim) % rank - rank if rank else -1
     if scores.op == "einsum" and isinstance(scores.node.args[0], str):
         terms, _, output = scores.node.args[0].replace(" ", "").replace("...", "").partition("->")

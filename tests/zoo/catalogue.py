@@ -9,6 +9,7 @@ from tests.zoo import (
     experts,
     hybrids,
     multimodal,
+    newcomers,
     text_encoders,
     timm_models,
     torchvision_models,
@@ -28,6 +29,7 @@ FAMILIES: dict[str, list[Model]] = {
     "transformers: mixtures of experts": experts.MODELS,
     "transformers: recurrences and hybrids": hybrids.MODELS,
     "transformers: pictures and text": multimodal.MODELS,
+    "newcomers": newcomers.MODELS,
     "hand-written": written.MODELS,
 }
 MODELS: dict[str, Model] = {model.name: model for family in FAMILIES.values() for model in family}

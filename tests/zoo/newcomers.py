@@ -98,7 +98,7 @@ MODELS = [
             decoder_attention_heads=4,
             decoder_ffn_dim=64,
         ),
-        # the first decoder layer starts from zeros and learned queries: no picture is in them before its cross attention
+        # the first decoder layer starts from learned queries: no picture is in them before its cross attention
         truth="""
             in encoder.layers.#
             q,k,v self_attn.{q,k,v}_proj : 32 32
@@ -358,7 +358,7 @@ MODELS = [
     Model(
         name="timm VOLO",
         build=_volo,
-        # outlook attention computes its weights from the middle token alone: it has values, and neither queries nor keys
+        # outlook attention makes its weights from one token alone: it has values, neither queries nor keys
         truth="""
             in network.0.0
             v   attn.v            : 16 16

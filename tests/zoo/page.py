@@ -24,6 +24,14 @@ of a published model `acmc plan` tells it. *Stays dense* gives the reasons why l
 converted, and how many they concern.
 """
 
+_NEWCOMERS = """The truths of these eleven models were written and committed before any of them had been planned.
+Of their 171 sites the finder as it was then found 163, and none where there is none; of those 157 were right in every
+respect, one had the wrong role (the queries of Hiera's qkv are pooled) and five were said to have no bypass (it was
+made of learned queries, or joined or cut anew). Not found were seven projections of Reformer, whose softmax is written
+out, and one of VOLO, whose windows overlap. Rewritten, all eleven answered as before. The table is from after that was
+mended.
+"""
+
 
 def page(plan_of: Callable[[str], Plan]) -> str:
     """The page as text; `plan_of` gives the plan of the model with a name."""
@@ -31,7 +39,8 @@ def page(plan_of: Callable[[str], Plan]) -> str:
     for family, models in FAMILIES.items():
         rows = [[model.name, *_sites(plan_of(model.name)), _skips(plan_of(model.name))] for model in models]
         headers = ["model", "MLP", "gated MLP", "attention", "packed", "share", "stays dense"]
-        parts += [f"## {family[0].upper()}{family[1:]}\n", tabulate(rows, headers, tablefmt="github"), ""]
+        parts += [f"## {family[0].upper()}{family[1:]}\n", *([_NEWCOMERS] if family == "newcomers" else [])]
+        parts += [tabulate(rows, headers, tablefmt="github"), ""]
     return "\n".join(parts)
 
 

@@ -33,9 +33,10 @@ class Advice:
         return asdict(self)
 
     def __str__(self) -> str:
+        number = f"{self.sites} more site{'s' if self.sites > 1 else ''}"
         return (
-            f"also converting {self.match} ({self.sites} more sites, {self.macs_share:.1%} of the model's MACs) would "
-            f"let the model run at {self.model_share:.0%} of its MACs, {self.model_share_now:.0%} as planned"
+            f"also converting {self.match} ({number}, {self.macs_share:.1%} of the model's MACs) would let the model "
+            f"run at {self.model_share:.0%} of its MACs, {self.model_share_now:.0%} as planned"
         )
 
 

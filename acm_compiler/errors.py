@@ -161,9 +161,9 @@ class CompiledModelError(AcmError):
     """The request needs the eager model, but a compiled one was given."""
 
 
-def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
-    """The `count` known names most like `name`, best first; empty when none is alike."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+def nearest(name: str, known: Iterable[str], *, count: int = 3, least: float = 0.5) -> list[str]:
+    """The `count` known names most like `name`, best first; none that is less alike than `least`."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=least)
 
 
 def did_you_mean(name: str, known: Iterable[str], *, count: int = 1) -> str:

@@ -32,6 +32,8 @@ def plan(
     example_inputs: Inputs,
     *,
     sites: str | Rule | Iterable[str | Rule] = ("mlp", "attn"),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     learners: int = 4,
     lossless: bool = False,
     init: Literal["auto", "random"] = "auto",
@@ -41,14 +43,15 @@ def plan(
     """Find the sites of `model` and decide what becomes of each; nothing stays on the model, weights are not needed.
 
     example_inputs: tensor | tuple | dict of keyword arguments; MACs are for exactly these.
-    sites: what to convert: "mlp", "attn", "attn.q", a site's name, a glob, "re:...", or rules as in a recipe
-    ({"match": "mlp", "learners": 8}, or `SiteRule`s), of which the last that matches a site decides; learners, lossless
-    and init hold for those given as text.
+    sites: what to convert: "mlp", "attn", "attn.q", a name of a site or of a part of the model, a glob, "re:...", or
+    rules as in a recipe ({"match": "mlp", "learners": 8}, or `SiteRule`s), of which the last that matches a site
+    decides. Of those given as text only what also matches one of `include` is meant, if there are any, and nothing
+    that matches one of `exclude`; learners, lossless and init hold for them too.
     source: how the base model is built again, for models that `acm.load` shall rebuild by itself.
     A model without sites gives a plan without sites, whose `skipped` say why.
     Raises CaptureFailed, SelectionError, UsageError, AlreadyRewritten.
     """
-    rules = _rules(sites, learners=learners, lossless=lossless, init=init)
+    rules = rules_of(sites, include=include, exclude=exclude, learners=learners, lossless=lossless, init=init)
     found = look(model, example_inputs, source=source)
     return decide(found, rules, gate or GateConfig())
 
@@ -71,11 +74,10 @@ def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> Plan
 
 
 def plan_model(
-    model: ModelConfig, *, sites: Sequence[str], learners: int, example: InputSpec | None = None
+    model: ModelConfig, rules: Sequence[SiteRule], *, example: InputSpec | None = None
 ) -> tuple[BuiltModel, Plan, list[Advice]]:
     """The model that a reference names, without weights, its plan, and what converting more would buy."""
     built = build(model, device="meta", example=example)
-    rules = _rules(sites, learners=learners, lossless=False, init="auto")
     return built, *_decide_and_advise(built, rules, GateConfig())
 
 
@@ -130,7 +132,8 @@ def example_of(built: BuiltModel) -> Inputs:
     return built.example_inputs
 
 
-def _rules(sites: str | Rule | Iterable[str | Rule], **options: Any) -> list[SiteRule]:
+def rules_of(sites: str | Rule | Iterable[str | Rule], **options: Any) -> list[SiteRule]:
+    """The rules that `sites` are, texts with the keys of `options`; UsageError where they cannot be."""
     one = isinstance(sites, (str, SiteRule, Mapping)) or not isinstance(sites, Iterable)
     given: list[Any] = [sites] if one else list(sites)
     try:

@@ -49,11 +49,11 @@ def select(found: Sequence[Site], match: str) -> list[str]:
     if not names and found and match not in _CLASSES:
         known = [site.name for site in found]
         roles = [f"attn.{role}" for role in dict.fromkeys(site.role for site in found) if role]
-        alike = nearest(match, [*_CLASSES, *roles, *known])
+        alike = nearest(match, [*_CLASSES, *roles, *known], least=0.0)
         raise SelectionError(
             f"no site matches {match!r}",
             found=f"{len(known)} sites: {_kinds(found)}",
-            fix=f"nearest: {', '.join(alike)}" if alike else f"names look like {known[0]!r}",
+            fix=f"nearest: {', '.join(alike)}",
         )
     return names
 

@@ -50,3 +50,19 @@ def test_acmc_plan_prints_the_advice(words):
         assert (advice["match"], advice["sites"]) == ("attn", 4)
     else:
         assert "advice: also converting attn (4 more sites, " in result.stdout
+
+
+def test_sites_are_included_and_excluded_from_the_command_line_as_in_python():
+    words = ["--sites", "mlp,attn", "--include", "re:(q|o){1,2}$,*.k", "--exclude", "attn.q"]
+    result = CliRunner().invoke(app, ["plan", "python:tests.test_advice:block", *words, "--json"])
+    assert result.exit_code == 0, result.output
+    found = [site["name"] for site in json.loads(result.stdout)["sites"]]
+    made = acm.plan(*block(), include=("re:(q|o){1,2}$", "*.k"), exclude="attn.q")
+    assert found == [site.name for site in made.sites]
+    assert [name.rpartition(".")[2] for name in found] == ["k", "o"]
+
+
+@pytest.mark.parametrize("option", ["--include", "--exclude"])
+def test_a_pattern_that_matches_nothing_is_refused_wherever_it_stands(option):
+    result = CliRunner().invoke(app, ["plan", "python:tests.test_advice:block", option, "blocks.7"])
+    assert result.exit_code == 2 and "no site matches 'blocks.7'" in result.stderr and "nearest: " in result.stderr

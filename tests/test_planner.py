@@ -97,6 +97,12 @@ def test_the_nearest_names_are_offered():
         select(FOUND, "layers.0.mpl")
 
 
+def test_three_names_are_offered_however_little_they_are_alike():
+    with pytest.raises(SelectionError) as error:
+        select(FOUND, "zzz")
+    assert len(str(error.value).partition("nearest: ")[2].split(", ")) == 3
+
+
 def test_a_role_that_the_model_has_packed_is_offered():
     packed = dataclasses.replace(FOUND[-1], role="qkv", name="layers.0.attn.qkv")
     with pytest.raises(SelectionError, match=r"nearest: attn\.qkv"):

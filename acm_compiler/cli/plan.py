@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +33,10 @@ def register(app: typer.Typer) -> None:
 def plan(
     what: Annotated[str, typer.Argument(metavar="WHAT", help="A recipe, or a model such as torchvision:vit_b_16.")],
     sites: Annotated[
-        str | None, typer.Option(help="What to convert: mlp, attn, attn.q, names, globs; by commas.")
+        str | None, typer.Option(help="What to convert: mlp, attn, attn.q, names, globs, re:...; by commas.")
     ] = None,
+    include: Annotated[str | None, typer.Option(help="Of these only what also matches; by commas.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="What not to convert; by commas.")] = None,
     learners: Annotated[int | None, typer.Option(help="Learners per site.")] = None,
     budget: Annotated[
         list[str] | None,
@@ -61,7 +64,8 @@ def plan(
     named = parse_budgets(",".join(budget)) if budget else []
     settings = {"auto_class": auto_class} if auto_class else {}
     source = read_what(what, overrides or [], **settings, **({"trust_remote_code": True} if trust_remote_code else {}))
-    built, made, advice, asked = _make(source, what, sites, learners, example)
+    chosen = {"sites": sites, "include": include, "exclude": exclude, "learners": learners}
+    built, made, advice, asked = _make(source, what, example, {k: v for k, v in chosen.items() if v is not None})
     if out is not None:
         _write(out, made)
     if not json:
@@ -90,21 +94,28 @@ def _conclude(made: Plan, budgets: list[tuple[str | None, float | str]], facts: 
 
 
 def _make(
-    named: Recipe | ModelConfig, what: str, sites: str | None, learners: int | None, example: str | None
+    named: Recipe | ModelConfig, what: str, example: str | None, chosen: dict[str, Any]
 ) -> tuple[BuiltModel, Plan, list[Advice], list[tuple[str | None, float | str]]]:
-    """The model without weights, its plan, advice, and the budgets that a recipe asks for."""
+    """The model without weights, its plan by the options `chosen`, advice, and the budgets that a recipe asks for."""
     from acm_compiler.errors import UsageError
-    from acm_compiler.pipeline import named_budgets, plan_model, plan_recipe
+    from acm_compiler.pipeline import named_budgets, plan_model, plan_recipe, rules_of
     from acm_compiler.recipe import Recipe
     from acm_compiler.sources import parse_input
 
     spec = None if example is None else parse_input(example)
     if isinstance(named, Recipe):
-        if sites is not None or learners is not None:
-            raise UsageError("--sites and --learners are for models", where=what, fix="use --set sites[0].learners=8")
+        if chosen:
+            options = ", ".join(f"--{option}" for option in chosen)
+            raise UsageError(f"{options} is for models", where=what, fix="use --set sites[0].learners=8")
         return *plan_recipe(named, example=spec), named_budgets(named)
-    chosen = ("mlp", "attn") if sites is None else tuple(part.strip() for part in sites.split(","))
-    return *plan_model(named, sites=chosen, learners=4 if learners is None else learners, example=spec), []
+    listed = {key: _listed(value) for key, value in chosen.items() if key != "learners"}
+    rules = rules_of(**{"sites": ("mlp", "attn"), **chosen, **listed})
+    return *plan_model(named, rules, example=spec), []
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """The parts between commas; those in brackets belong to a pattern."""
+    return tuple(part.strip() for part in re.split(r",(?![^\[{(]*[\]})])", text))
 
 
 def _write(path: Path, made: Plan) -> None:

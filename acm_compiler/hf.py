@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
-from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from acm_compiler.checkpoint import load
@@ -49,15 +48,14 @@ class AcmLoader:
     def from_pretrained(cls, folder: str | os.PathLike[str], *args: Any, config: Any = None, **options: Any) -> Any:
         """The model in `folder`, which transformers' `dtype`, `device_map` (one device) and `attn_implementation` fit.
 
-        ModelSourceError for a folder that is not on this machine or holds a model of another auto class.
+        AutoModel gives the body of a model with a head, whose sites keep their names. ModelSourceError for a folder
+        that is not on this machine or holds a model of another auto class.
         """
         if not Path(folder).is_dir():
             raise ModelSourceError(
                 "no such folder on this machine", where=str(folder), fix="download the repository, then give its folder"
             )
-        model = load(folder)
-        cls._check_class(model, folder)
-        return _fitted(model, options)
+        return _fitted(cls._of_class(load(folder), folder), options)
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
@@ -66,13 +64,16 @@ class AcmLoader:
         )
 
     @classmethod
-    def _check_class(cls, model: nn.Module, folder: str | os.PathLike[str]) -> None:
-        if cls.auto_class not in (fitting := _auto_classes(model)):
-            raise ModelSourceError(
-                f"{cls.auto_class} builds no {type(model).__name__}, which was saved",
-                where=str(folder),
-                expected=", ".join(fitting),
-            )
+    def _of_class(cls, model: Any, folder: str | os.PathLike[str]) -> Any:
+        """The model, or its body where that is what this auto class builds."""
+        for part in (model, model.base_model):
+            if cls.auto_class in _auto_classes(part):
+                return part
+        raise ModelSourceError(
+            f"{cls.auto_class} builds no {type(model).__name__}, which was saved",
+            where=str(folder),
+            expected=", ".join(_auto_classes(model)),
+        )
 
 
 def _auto_classes(model: Any) -> list[str]:

@@ -80,8 +80,8 @@ def test_what_the_folder_cannot_give_is_refused_with_words(saved, tmp_path):
 
     _, folder = saved
     auto = transformers.AutoModelForSequenceClassification
-    with pytest.raises(ModelSourceError, match="AutoModel builds no BertForSequenceClassification"):
-        transformers.AutoModel.from_pretrained(folder)
+    with pytest.raises(ModelSourceError, match="AutoModelForMaskedLM builds no BertForSequenceClassification"):
+        transformers.AutoModelForMaskedLM.from_pretrained(folder)
     with pytest.raises(UsageError, match="hidden_dropout_prob"):
         auto.from_pretrained(folder, hidden_dropout_prob=0.0)
     with pytest.raises(UsageError, match="more than its config"):
@@ -90,6 +90,25 @@ def test_what_the_folder_cannot_give_is_refused_with_words(saved, tmp_path):
         auto.from_pretrained(folder, device_map={"bert": 0, "classifier": 1})
     with pytest.raises(ModelSourceError, match="is converted already"):
         build(parse_reference(f"hf:{folder}"))
+
+
+def test_the_auto_class_without_a_head_gives_the_body(saved, tmp_path):
+    import acm_compiler.hf  # noqa: F401
+
+    model, folder = saved
+    body = transformers.AutoModel.from_pretrained(folder)
+    assert type(body) is transformers.BertModel and list(acm.sites(body)) == list(acm.sites(model))
+    with torch.no_grad():
+        assert torch.equal(body(**X).last_hidden_state, model.bert(**X).last_hidden_state)
+    for save in (body.save_pretrained, lambda path: acm.save(body, path)):
+        with pytest.raises(UsageError, match="part of a rewritten model"):
+            save(tmp_path / "body")
+
+
+@pytest.mark.parametrize("cls", ["BertModel", "BertForSequenceClassification", "AutoModel"])
+def test_a_class_with_a_config_of_its_own_stops_instead_of_drawing_weights(saved, cls):
+    with pytest.raises(RuntimeError, match="mismatched"):
+        getattr(transformers, cls).from_pretrained(saved[1], config=transformers.BertConfig(**SMALL))
 
 
 def test_without_our_package_nothing_loads_it_silently(saved):

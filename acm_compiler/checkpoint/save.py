@@ -13,14 +13,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, check_extra, write_folder
-from acm_compiler.checkpoint.hf_files import hf_files
+from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.infer_source import infer_source
 from acm_compiler.checkpoint.tensors import collect, write_tensors
 from acm_compiler.conversion import Conversion, conversion, sites
 from acm_compiler.passes.revert import rewritten_root
+from acm_compiler.passes.save_pretrained import refuse_part
 from acm_compiler.plans import Plan
 
 FORMAT = 1
@@ -39,13 +40,15 @@ def save(
 
     Dense regions are left out but at sites whose learners were never fitted. Wrappers (DDP, compiled) are looked
     through. Files of ours already in the folder are replaced, once all new ones are complete; those of others are
-    refused, or left there with `among_others`. Models of transformers get a config.json: see `acm_compiler.hf`. The log
-    warns where `acm.load` will need the base model.
-    Raises NotRewritten, and StorageError for a folder that holds files of others or cannot be written.
+    refused, or left there with `among_others`. Models of transformers get a config.json: see `acm_compiler.hf`. The
+    log warns where `acm.load` will need the base model.
+    Raises NotRewritten, UsageError for a part of a rewritten model, and StorageError for a folder that holds files of
+    others or cannot be written.
     """
     extra = dict(extra or {})
     check_extra(extra)
     owner, root = conversion(model), rewritten_root(model)
+    refuse_part(root)
     tensors, aliases = collect(root)
     save_id = uuid.uuid4().hex
     texts = {PLAN: _plan_now(root, owner).to_json(), BUDGETS: _json(_budgets(root, owner))}
@@ -61,11 +64,19 @@ def save(
         )
     texts[MODEL] = _json(_description(owner, texts, save_id, source=source, files=files))
     writers: dict[str, Writer] = {
-        WEIGHTS: lambda path: write_tensors(path, tensors, aliases, save_id=save_id),
+        WEIGHTS: lambda path: write_tensors(path, tensors, aliases, save_id=save_id, stop=_stop(root, owner, tensors)),
         **{name: _writes(content) for name, content in (texts | extra).items()},
     }
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     write_folder(directory, writers, size_bytes=size_bytes, among_others=among_others)
+
+
+def _stop(root: nn.Module, owner: Conversion, tensors: Mapping[str, Tensor]) -> str | None:
+    """A matrix that ACMs replaced. Under its name transformers finds another shape, and stops, where it would draw
+    missing weights at random: when a class is given a config of its own for this folder.
+    """
+    names = (ref.weight for site in owner.plan.sites for ref in site.first)
+    return next((name for name in names if name not in tensors), None) if is_pretrained(root) else None
 
 
 def _writes(content: bytes | str) -> Writer:

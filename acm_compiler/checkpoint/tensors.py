@@ -68,13 +68,18 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], *, save_id: str) -> None:
-    """Write model.safetensors."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], *, save_id: str, stop: str | None = None
+) -> None:
+    """Write model.safetensors; an empty tensor called `stop` keeps others from taking it for weights of theirs."""
     from safetensors.torch import save_file
 
     # views of one storage become tensors of their own: the format holds no overlaps
     own = {name: tensor.contiguous().clone() if _is_part(tensor) else tensor for name, tensor in tensors.items()}
-    save_file(own, path, metadata={"aliases": json.dumps(dict(aliases)), "save": save_id})
+    metadata = {"aliases": json.dumps(dict(aliases)), "save": save_id}
+    if stop is not None:
+        own[stop], metadata["stop"] = torch.empty(0), stop
+    save_file(own, path, metadata=metadata)
 
 
 def _is_part(tensor: Tensor) -> bool:
@@ -97,7 +102,8 @@ def read_tensors(path: Path) -> Stored:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             # copies, because the file's tensors are not aligned, which costs time and changes last bits
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if name != metadata.get("stop")]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in names}
         aliases = json.loads(metadata.get("aliases", "{}"))
     except (OSError, SafetensorError, ValueError) as error:
         raise StorageError(

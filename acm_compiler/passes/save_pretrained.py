@@ -29,11 +29,7 @@ class SavePretrained:
         **options: Any,
     ) -> None:
         """Write the model by `acm.save`; files of others in the folder stay. `options` are about other formats."""
-        if not self.is_whole:
-            raise UsageError(
-                f"this {type(self.model).__name__} is a part of a rewritten model and cannot be saved by itself",
-                fix="save the whole model: acm.save(model, directory)",
-            )
+        refuse_part(self.model)
         if state_dict is not None or push_to_hub:
             raise UsageError(
                 "a rewritten model is saved as it is, to a folder",
@@ -43,6 +39,16 @@ class SavePretrained:
         if is_main_process:
             # the user's own call, which ends in a room above this one
             importlib.import_module("acm_compiler").save(self.model, save_directory, among_others=True)
+
+
+def refuse_part(model: nn.Module) -> None:
+    """UsageError for a part of a rewritten model, whose plan names the sites of the whole."""
+    guard = model.__dict__.get(_METHOD)
+    if isinstance(guard, SavePretrained) and not guard.is_whole:
+        raise UsageError(
+            f"this {type(model).__name__} is a part of a rewritten model and cannot be saved by itself",
+            fix="save the whole model: acm.save(model, directory)",
+        )
 
 
 def guard_saving(model: nn.Module) -> None:

@@ -50,10 +50,11 @@ class Layout:
     """Which axis of a site's input belongs to the batch.
 
     The site's input is [..., features]. Axis `batch_axis` has batch * `folds` entries, the folds of one
-    example lying next to each other (windows, beams). All other axes but the last are token axes.
+    example lying next to each other (windows, beams). All other axes but the last are token axes. Where no axis can
+    be told and the plan was made for one example, `batch_axis` is None: all tokens of a call are one example's.
     """
 
-    batch_axis: int = 0
+    batch_axis: int | None = 0
     folds: int = 1
 
 

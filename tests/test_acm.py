@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from acm_compiler.acm import tokens
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.errors import LayoutUnknown, NoDenseRegion
 from acm_compiler.site import Layout
@@ -115,6 +116,19 @@ def test_observers_see_k_by_example(layout, shape):
     acm(x)
     k = acm.choose(x.reshape(-1, 8), x.shape[:-1]).view(shape)
     assert torch.equal(seen[0], k.T if layout.batch_axis else k.reshape(2, 3))
+
+
+def test_where_a_call_is_one_example_all_tokens_are_its_own():
+    acm = acm_for(planned_site(layout=Layout(batch_axis=None)))
+    seen = []
+    acm.observers.append(lambda _, k, mask: seen.append(k))
+    x = torch.randn(3, 2, 8)
+    acm(x)
+    assert torch.equal(seen[0], acm.choose(x.reshape(-1, 8), x.shape[:-1]).view(1, 6))
+    assert tokens.examples(x.shape[:-1], acm.layout, site="s").tolist() == [0] * 6
+    assert tokens.of_examples(torch.tensor([0.5]), x.shape[:-1], acm.layout, site="s").tolist() == [0.5] * 6
+    with pytest.raises(LayoutUnknown, match="the number of examples"):
+        tokens.of_examples(torch.tensor([0.5, 0.5]), x.shape[:-1], acm.layout, site="s")
 
 
 def test_zero_tokens_pass_through():

@@ -25,6 +25,7 @@ from acm_compiler.errors import (
     TrainingFailed,
     UsageError,
 )
+from acm_compiler.site import Layout
 from acm_compiler.usage import record
 from tests.calibration_tiny import N, make_tiny, texts
 
@@ -313,6 +314,15 @@ def test_what_has_no_closed_form_is_refused_before_any_data_is_read(changes, err
 
     with pytest.raises(error, match=match):
         calibrate(model, untouched())
+
+
+def test_where_a_plan_holds_for_one_example_batches_of_several_are_refused():
+    model = make_tiny()
+    owner = conversion(model)
+    whole = tuple(dataclasses.replace(site, layout=Layout(batch_axis=None)) for site in owner.plan.sites)
+    owner.plan = dataclasses.replace(owner.plan, sites=whole)
+    with pytest.raises(LayoutUnknown, match=r"found a batch of 8[\s\S]*batches of one example"):
+        calibrate(model, DATA)
 
 
 def test_budgets_that_will_be_asked_for_stay_reachable(monkeypatch):

@@ -107,18 +107,28 @@ def test_a_model_whose_first_axis_is_that_of_the_tokens_is_unknown():
     assert find_layouts(model, torch.randn(5, 2, D), capture(model, torch.randn(5, 2, D))) == {}
 
 
-def test_a_model_that_takes_only_its_own_batch_size_is_unknown():
-    class Fixed(Reshaping):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x.reshape(1, 4, D))
+class Fixed(Reshaping):
+    """Takes one example alone, or two."""
 
-    model, x = Fixed(None), torch.randn(1, 4, D)
-    assert find_layouts(model, x, capture(model, x)) == {}
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.before(x).reshape(-1, 4, D))
 
 
-def test_a_model_that_makes_other_calls_for_other_batches_is_unknown():
-    model, x = Reshaping(lambda x: x.exp() if len(x) == 1 else x.sin()), torch.randn(1, 4, D)
-    assert find_layouts(model, x, capture(model, x)) == {}
+def only(batch):
+    def before(x):
+        if len(x) != batch:
+            raise ValueError("another batch size")
+        return x
+
+    return before
+
+
+@pytest.mark.parametrize("before", [only, lambda batch: lambda x: x.exp() if len(x) == batch else x.sin()])
+def test_a_model_that_runs_otherwise_for_other_batches_is_unknown_but_for_one_example(before):
+    for batch in (1, 2):
+        model, x = Fixed(before(batch)), torch.randn(batch, 4, D)
+        layouts = find_layouts(model, x, capture(model, x))
+        assert set(layouts.values()) == ({Layout(batch_axis=None)} if batch == 1 else set())
 
 
 def test_constants_may_be_made_otherwise_for_other_batches():

@@ -25,7 +25,7 @@ from acm_compiler.passes.capture import Attempt
 from tests.rewrite_cases import assert_same_state, state_of
 from tests.zoo.cases import Case, answers, assert_alike, case, every, plan_of
 from tests.zoo.catalogue import MODELS
-from tests.zoo.exceptions import EXCEPTIONS, UNKNOWN_LAYOUT
+from tests.zoo.exceptions import EXCEPTIONS
 from tests.zoo.shapes import cast, other_shape, varied
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the models' makers
@@ -48,10 +48,6 @@ def one(request):
 @pytest.fixture(scope="module")
 def calibrated(one):
     """A rewritten copy after a lossless calibration on a few batches, at k = N."""
-    if one.entry.name in UNKNOWN_LAYOUT:
-        with pytest.raises(acm.AcmError, match="which tokens belong to which example"):
-            acm.calibrate(acm.rewrite(one.model, one.plan), [one.inputs])
-        pytest.skip(UNKNOWN_LAYOUT[one.entry.name])
     of_original(one, "backward", functools.partial(_backward, one))  # calibration asks which errors matter
     model = acm.rewrite(one.model, acm.plan(one.model, one.inputs, lossless=True))
     batches = masked(varied(one.inputs, seed=seed) for seed in range(_BATCHES))
@@ -131,13 +127,13 @@ def unlearning(model: nn.Module) -> None:
     acm.set_k(model, max(module.count for module in acm.sites(model).values()))
 
 
-def without_gradient(model: nn.Module, *, but: str = "") -> list[str]:
+def without_gradient(model: nn.Module) -> list[str]:
     """The parameters of ACMs that the last backward pass did not reach."""
     return [
         f"{site}.{path}"
         for site, module in acm.sites(model).items()
         for path, parameter in module.named_parameters()
-        if not path.startswith("dense.") and not (but and path.startswith(but))
+        if not path.startswith("dense.")
         if parameter.grad is None or not parameter.grad.isfinite().all()
     ]
 
@@ -185,12 +181,8 @@ def test_generation_stays(one, way):
 def test_gradients_reach_every_parameter_of_every_acm(one):
     of_original(one, "backward", functools.partial(_backward, one))
     model = rewritten(one, init="random")
-    if one.entry.name in UNKNOWN_LAYOUT:  # gates learn by relaxed choices alone
-        loss_of(model, one.inputs).backward()
-        assert not without_gradient(model, but="gate.")
-    else:
-        loss_of(learning(model), one.inputs).backward()
-        assert not without_gradient(model)
+    loss_of(learning(model), one.inputs).backward()
+    assert not without_gradient(model)
 
 
 def _backward(one: Case) -> None:

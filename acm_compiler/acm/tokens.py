@@ -13,6 +13,8 @@ def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site
     """`values_T` (one entry, or one row, per token of an input [*shape, D]) as [batch, tokens, ...]."""
     layout = _known(layout, site)
     values = values_T.unflatten(0, shape) if values_T.shape[0] else values_T.reshape(*shape, *values_T.shape[1:])
+    if layout.batch_axis is None:
+        return values_T.unsqueeze(0)
     values = values.movedim(layout.batch_axis, 0)
     batch = shape[layout.batch_axis] // layout.folds
     tokens = shape.numel() // batch if batch else 0
@@ -29,6 +31,9 @@ def is_one_each(shape: torch.Size, layout: Layout | None) -> bool:
 def of_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     """Per-example values [batch] spread over the tokens of an input [*shape, D], as [T]."""
     layout = _known(layout, site)
+    if layout.batch_axis is None:
+        _check(values_B.shape[0], 1, "examples", site)
+        return values_B.expand(shape.numel())
     _check(values_B.shape[0] * layout.folds, shape[layout.batch_axis], "examples", site)
     folded = values_B.repeat_interleave(layout.folds) if layout.folds > 1 else values_B
     view = [1] * len(shape)
@@ -39,6 +44,8 @@ def of_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, *, s
 def examples(shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     """The number, from 0, of the example to which each token of an input [*shape, D] belongs, as [T]."""
     layout = _known(layout, site)
+    if layout.batch_axis is None:
+        return torch.zeros(shape.numel(), dtype=torch.int64)
     return of_examples(torch.arange(shape[layout.batch_axis] // layout.folds), shape, layout, site=site)
 
 
@@ -51,6 +58,10 @@ def of_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, *, site: 
             where=site,
             fix="leave mask= out",
         )
+    if layout.batch_axis is None:
+        _check(mask_BS.shape[0], 1, "examples", site)
+        _check(mask_BS.shape[1], shape.numel(), "tokens", site)
+        return mask_BS.reshape(-1)
     _check(mask_BS.shape[0], shape[layout.batch_axis], "examples", site)
     others = [size for axis, size in enumerate(shape) if axis != layout.batch_axis]
     _check(mask_BS.shape[1], torch.Size(others).numel(), "tokens", site)
@@ -62,7 +73,7 @@ def _known(layout: Layout | None, site: str) -> Layout:
         raise LayoutUnknown(
             "which tokens belong to which example of the batch is not known at this site",
             where=site,
-            fix="exclude the site, or plan with example inputs whose first axis is the batch",
+            fix="plan with one example, or with example inputs whose first axis is the batch; or exclude the site",
         )
     return layout
 

@@ -19,7 +19,11 @@ def call_mask(inputs: Inputs) -> Tensor | None:
 def fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
     """Whether `mask_BS` speaks of the tokens of an input [*shape, D] of this site."""
     layout = acm.layout
-    if layout is None or layout.folds != 1 or layout.batch_axis >= len(shape):
+    if layout is None or layout.folds != 1:
+        return False
+    if layout.batch_axis is None:
+        return mask_BS.shape == (1, shape.numel())
+    if layout.batch_axis >= len(shape):
         return False
     batch = shape[layout.batch_axis]
     return batch > 0 and mask_BS.shape == (batch, shape.numel() // batch)

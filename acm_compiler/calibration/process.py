@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -18,6 +18,7 @@ from acm_compiler.conversion import conversion
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets
+from acm_compiler.passes.nested import tensors
 from acm_compiler.plans import Plan, PlannedSite
 from acm_compiler.progress import Say, telling
 
@@ -57,7 +58,8 @@ def calibrate_on(
     for site in owner.plan.sites:
         check_closed_form(site)
     wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))
-    examples = Examples(batches)
+    by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
+    examples = Examples(_single(batches) if by_one else batches)
     with torch.inference_mode(False), telling("calibrate", progress) as say, ExitStack() as undo:
         fitted = fit_all(model, examples, options, say)
         install(model, fitted, undo)
@@ -69,6 +71,19 @@ def calibrate_on(
         set_budget(model, 1.0 if owner.default_budget is None else None)
         undo.pop_all()
     return owner.plan
+
+
+def _single(batches: Iterable[Example]) -> Iterator[Example]:
+    """The batches, of one example each; LayoutUnknown at the first that holds several."""
+    for inputs, mask in batches:
+        count = next((tensor.shape[0] for tensor in tensors(inputs) if tensor.dim()), 1)
+        if count > 1:
+            raise LayoutUnknown(
+                "this model mixes the examples of a batch, so its plan holds for one at a time",
+                found=f"a batch of {count}",
+                fix="give batches of one example",
+            )
+        yield inputs, mask
 
 
 def check_closed_form(site: PlannedSite) -> None:
@@ -85,5 +100,5 @@ def check_closed_form(site: PlannedSite) -> None:
         raise LayoutUnknown(
             "which tokens belong to which example is not known here, so budgets cannot be measured",
             where=site.name,
-            fix="exclude the site, or plan with example inputs whose first axis is the batch",
+            fix="plan with one example, or with example inputs whose first axis is the batch; or exclude the site",
         )

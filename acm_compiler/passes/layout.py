@@ -26,12 +26,20 @@ def find_layouts(model: nn.Module, example_inputs: Inputs, capture: Capture) -> 
     """The layout of every tensor node of `capture` but constants, None where there is no batch axis or an unclear one.
 
     The batch is axis 0 of the first input that has axes; the inputs with as many entries there are repeated or
-    cut to make batches of 2 and 3. Empty where that cannot be told: the model raises at another batch size, makes
-    other calls, or attends along that axis. Never a failure; model and inputs are left as they were.
+    cut to make batches of 2 and 3. Where that cannot be told (the model raises at another batch size, makes other
+    calls, or attends along that axis) all tokens are those of one example if there is but one, and it is empty if
+    there are more. Never a failure; model and inputs are left as they were.
     """
     batch = next((t.shape[0] for t in tensors(example_inputs) if t.dim()), 0)
-    if not batch:
-        return {}
+    layouts = _followed(model, example_inputs, capture, batch) if batch else {}
+    if layouts or batch != 1:
+        return layouts
+    shaped = (node for node in _data_nodes(capture) if node.meta.get("shape") is not None)
+    return {node.name: Layout(batch_axis=None) for node in shaped}
+
+
+def _followed(model: nn.Module, example_inputs: Inputs, capture: Capture, batch: int) -> dict[str, Layout | None]:
+    """The layouts that captures at other batch sizes tell; none where they do not."""
     captures = {batch: capture}
     for size in _SIZES:
         if size not in captures:
@@ -123,6 +131,7 @@ def _is_adjacent(node: fx.Node, layout: Layout, known: Mapping[str, Layout | Non
 
 def _stride(node: fx.Node, layout: Layout) -> int:
     """How many elements further on, in row-major order, the next example begins."""
+    assert layout.batch_axis is not None
     return layout.folds * math.prod(node.meta["shape"][layout.batch_axis + 1 :])
 
 

@@ -34,6 +34,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "hf Switch Transformer": "it reads what is not there under export",
         "hf ViLT": "how many patches it keeps depends on the pixel mask's values",
         "hf LLaVA": "it gives a cache, whose type export does not know",
+        "hf Llama 3.2 Vision": "it gives a cache, whose type export does not know",
     },
     "dropout": {"own GEGLU in a Sequential": "its only dropout lies on hidden values, where learners have none"},
     "checkpointing of its own": {
@@ -44,10 +45,3 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     },
 }
 """proof -> model -> why the original does not do it."""
-
-UNKNOWN_LAYOUT: dict[str, str] = {
-    "hf LLaVA": "it takes the features of its pictures apart one by one, so that its calls depend on the batch",
-    "hf ViLT": "it chooses the patches of each picture by itself",
-    "hf Pixtral": "it lays the patches of all pictures in one row and attends along it under a mask by picture",
-}
-"""model -> why it cannot be told which tokens belong to which example; such models are not calibrated or relaxed."""

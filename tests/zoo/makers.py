@@ -24,9 +24,9 @@ def word_pairs() -> dict[str, Any]:
     return words() | {"decoder_input_ids": torch.randint(5, VOCABULARY, (2, 5))}
 
 
-def pictures(size: int = 32, channels: int = 3) -> dict[str, Any]:
-    """Two pictures."""
-    return {"pixel_values": torch.randn(2, channels, size, size)}
+def pictures(size: int = 32, channels: int = 3, *, batch: int = 2) -> dict[str, Any]:
+    """Pictures, two unless said otherwise."""
+    return {"pixel_values": torch.randn(batch, channels, size, size)}
 
 
 def waves() -> dict[str, Any]:

@@ -109,10 +109,11 @@ MODELS = [
         truth=_clip("image_encoder.vision_model") + _bert("encoder.layer.0", "encoder.layer.1"),
     ),
     Model(
+        # it chooses the patches of each picture by itself: a plan of it is for one example at a time
         name="hf ViLT",
         build=hf(
             "ViltModel",
-            _pair,
+            lambda: words(1) | pictures(batch=1),
             **SMALL,
             vocab_size=50,
             image_size=32,

@@ -92,7 +92,8 @@ MODELS = [
     ),
     Model(
         name="hf Pixtral",
-        build=_PICTURE("PixtralVisionModel", pictures),
+        # the patches of all pictures lie in one row: a plan of it is for one picture at a time
+        build=_PICTURE("PixtralVisionModel", lambda: pictures(batch=1)),
         truth=_gated("transformer.layers.#", "feed_forward"),
     ),
     Model(

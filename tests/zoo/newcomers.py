@@ -44,12 +44,12 @@ def _tiles_and_text() -> dict[str, Any]:
 
 def _patches_and_text() -> dict[str, Any]:
     """One picture of four by four patches, of which each two by two are one word."""
-    ids = torch.tensor([[5, 48, 49, 49, 49, 49, 7, 8]])
+    ids = torch.tensor([[5, 6, 54, 55, 55, 55, 55, 7, 8]])
     return {
         "input_ids": ids,
         "pixel_values": torch.randn(16, 96),
         "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": (ids == 49).int(),
+        "mm_token_type_ids": (ids == 55).int(),
     }
 
 
@@ -246,12 +246,13 @@ MODELS = [
         build=hf(
             "Qwen2VLForConditionalGeneration",
             _patches_and_text,
-            image_token_id=49,
-            vision_start_token_id=48,
-            video_token_id=47,
+            image_token_id=55,
+            vision_start_token_id=54,
+            video_token_id=53,
             text_config={
                 **_LLAMA,
                 **_TEXT,
+                "vocab_size": 60,
                 "num_hidden_layers": 2,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
             },

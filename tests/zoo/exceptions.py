@@ -12,6 +12,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "torch.bfloat16": {"hf FNet": _NO_HALF_FFT},
     "torch.float16": {"hf FNet": _NO_HALF_FFT},
     "torch.float64": {
+        "hf CANINE": "its masks add up to what float64 does not hold, and it answers nan",
         "hf XGLM": "it fills its mask with a number that float32 alone takes",
         "hf Mixtral": _GROUPED,
         "hf Qwen2-MoE": _GROUPED,
@@ -26,7 +27,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     },
     "generate with a static cache": {"hf ProphetNet": "its own attention expects another shape than that cache has"},
     "generate with beams": {"hf RWKV": "its state cannot be reordered"},
-    "backward": {"hf RWKV": "it changes in place what its backward pass needs"},
+    "backward": {
+        "hf RWKV": "it changes in place what its backward pass needs",
+        "hf Reformer, local and hashed": "its backward pass is its own and refuses to run in eval mode",
+    },
     "torch.export": {
         "hf Longformer": "its number of global tokens depends on values",
         "hf LongT5": "it reads the shape of what is not there under export",
@@ -34,6 +38,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "hf Switch Transformer": "it reads what is not there under export",
         "hf ViLT": "how many patches it keeps depends on the pixel mask's values",
         "hf LLaVA": "it gives a cache, whose type export does not know",
+        "hf Qwen2-VL": "how it splits the patches of its pictures depends on values",
         "hf Llama 3.2 Vision": "it gives a cache, whose type export does not know",
     },
     "dropout": {"own GEGLU in a Sequential": "its only dropout lies on hidden values, where learners have none"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,13 @@ class BudgetTable:
     points: tuple[BudgetPoint, ...]
     examples: int
     evaluated: tuple[EvaluatedBudget, ...] = ()
+
+    @classmethod
+    def from_plain(cls, facts: Mapping[str, Any]) -> BudgetTable:
+        """The table that `dataclasses.asdict` took apart."""
+        points = tuple(BudgetPoint(**point) for point in facts["points"])
+        evaluated = tuple(EvaluatedBudget(**budget) for budget in facts.get("evaluated", ()))
+        return cls(rule=facts["rule"], points=points, examples=facts["examples"], evaluated=evaluated)
 
 
 @dataclass(slots=True, kw_only=True)

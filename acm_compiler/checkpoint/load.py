@@ -15,7 +15,7 @@ from acm_compiler.checkpoint.hf_files import restore_generation
 from acm_compiler.checkpoint.save import FORMAT, digest, graph_digest
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, EvaluatedBudget, sites
+from acm_compiler.conversion import BudgetTable, Conversion, sites
 from acm_compiler.errors import PlanMismatch, StorageError
 from acm_compiler.passes.build_acm import mark_initialized
 from acm_compiler.passes.rewrite import check_convertible, convert, copied
@@ -182,9 +182,7 @@ def _restore_budgets(model: nn.Module, budgets: dict[str, Any]) -> None:
         acms[name].gate.rule = rule
     table = budgets["table"]
     if table is not None:
-        points = tuple(BudgetPoint(**point) for point in table["points"])
-        evaluated = tuple(EvaluatedBudget(**budget) for budget in budgets.get("budgets", ()))
-        owner.table = BudgetTable(**table | {"points": points, "evaluated": evaluated})
+        owner.table = BudgetTable.from_plain(table | {"evaluated": budgets.get("budgets", ())})
     owner.damage = {name: tuple(values) for name, values in budgets["damage"].items()}
     owner.teacher, owner.default_budget = budgets["teacher"], budgets["default_budget"]
     phases = budgets.get("phase_budgets")  # not known to folders that were written before there were any

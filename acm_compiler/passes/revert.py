@@ -11,6 +11,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.passes.dense_region import DenseRegion
+from acm_compiler.passes.extra_state import drop_budgets
 from acm_compiler.passes.graft import put_module, registry_of
 from acm_compiler.passes.hooks import move_hooks
 from acm_compiler.passes.normalize import restore_fast_path
@@ -43,6 +44,7 @@ def revert(model: nn.Module) -> nn.Module:
         _repack(root, path, packed)
     restore_fast_path(root, undo.fast_paths)
     unguard_saving(root)
+    drop_budgets(root)
     return model
 
 

@@ -21,6 +21,7 @@ from acm_compiler.cost import learner_unit
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
 from acm_compiler.passes.build_acm import build_acm, start
 from acm_compiler.passes.dense_region import check_tensors, named_tensors, weights_digest
+from acm_compiler.passes.extra_state import carry_budgets
 from acm_compiler.passes.graft import freeze_dense_regions, graft_modules, paths_of
 from acm_compiler.passes.graft_graph import graft_graph
 from acm_compiler.passes.graft_weights import graft_weights
@@ -138,6 +139,7 @@ def convert(model: nn.Module, plan: Plan, *, empty: bool = False) -> Conversion:
     for acm in acms.values():
         acm.conversion = owner
     guard_saving(model)
+    carry_budgets(model)
     return owner
 
 

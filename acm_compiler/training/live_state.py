@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
+from acm_compiler.conversion import BudgetTable, conversion, sites
 from acm_compiler.cost import learner_unit
 from acm_compiler.passes.build_acm import build_acm
 from acm_compiler.plans import Plan
@@ -91,8 +91,5 @@ def restore_facts(model: nn.Module, facts: dict[str, Any]) -> None:
     for name, acm in sites(model).items():
         acm.state, acm.gate.rule = facts["sites"][name]["state"], facts["sites"][name]["rule"]
     owner = conversion(model)
-    table = facts["table"]
-    if table is not None:
-        points = tuple(BudgetPoint(**point) for point in table["points"])
-        table = BudgetTable(rule=table["rule"], points=points, examples=table["examples"])
+    table = None if facts["table"] is None else BudgetTable.from_plain(facts["table"])
     owner.table, owner.budget, owner.default_budget = table, facts["budget"], facts["default_budget"]

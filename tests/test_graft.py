@@ -229,8 +229,11 @@ def test_gradients_are_the_same_under_checkpointing(name, reentrant):
     x_grad, x.grad = x.grad.clone(), None
     block.zero_grad()
     checkpoint(block, x, use_reentrant=reentrant).square().sum().backward()
-    assert torch.equal(x.grad, x_grad)
-    assert expected and all(torch.equal(block.get_parameter(path).grad, grad) for path, grad in expected.items())
+    # a reentrant checkpoint's forward takes no gradients, so the kernel answers, whose sums round in its own order
+    assert_close(x.grad, x_grad)
+    assert expected
+    for path, grad in expected.items():
+        assert_close(block.get_parameter(path).grad, grad)
 
 
 # R

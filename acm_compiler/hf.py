@@ -55,7 +55,7 @@ class AcmLoader:
             raise ModelSourceError(
                 "no such folder on this machine", where=str(folder), fix="download the repository, then give its folder"
             )
-        return _fitted(cls._of_class(load(folder), folder), options)
+        return _fitted(cls._of_class(load(folder), folder), options | _changed(config, folder))
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
@@ -84,6 +84,16 @@ def _auto_classes(model: Any) -> list[str]:
         if type(model) in (known if isinstance(known, (tuple, list)) else (known,)):
             names.append(name)
     return names
+
+
+def _changed(config: Any, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `from_pretrained` was asked to change of the config that is in the folder, such as `num_labels`."""
+    if config is None:
+        return {}
+    saved, asked = AcmConfig.from_pretrained(folder).to_dict(), config.to_dict()
+    changed = {key: value for key, value in asked.items() if not key.startswith("_") and value != saved.get(key)}
+    # transformers keeps this one apart, and no longer passes it on once the config has it
+    return changed | {"attn_implementation": config._attn_implementation}
 
 
 def _fitted(model: Any, options: dict[str, Any]) -> Any:

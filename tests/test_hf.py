@@ -73,6 +73,9 @@ def test_the_auto_class_gives_what_was_saved(saved):
     )
     assert loaded.dtype == torch.bfloat16 and not info["missing_keys"]
     assert transformers.AutoConfig.from_pretrained(folder).auto_class == "AutoModelForSequenceClassification"
+    for name in ("eager", "sdpa"):
+        chosen = transformers.AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation=name)
+        assert chosen.config._attn_implementation == name
 
 
 def test_what_the_folder_cannot_give_is_refused_with_words(saved, tmp_path):
@@ -84,6 +87,9 @@ def test_what_the_folder_cannot_give_is_refused_with_words(saved, tmp_path):
         transformers.AutoModelForMaskedLM.from_pretrained(folder)
     with pytest.raises(UsageError, match="hidden_dropout_prob"):
         auto.from_pretrained(folder, hidden_dropout_prob=0.0)
+    for key, value in (("num_labels", 7), ("output_hidden_states", True)):  # what every config knows
+        with pytest.raises(UsageError, match="is loaded as it was saved"):
+            auto.from_pretrained(folder, **{key: value})
     with pytest.raises(UsageError, match="more than its config"):
         auto.from_config(transformers.AutoConfig.from_pretrained(folder))
     with pytest.raises(UsageError, match="on one device"):

@@ -71,6 +71,7 @@ def test_what_is_no_reference_is_refused_with_the_forms_there_are(text):
     with pytest.raises(ModelSourceError, match="torchvision:NAME, timm:NAME, hf:PATH_OR_NAME") as caught:
         parse_reference(text)
     assert caught.value.exit_code == 2
+    assert ("did you mean 'torchvision'" in str(caught.value)) == text.startswith("trochvision")
 
 
 def test_folders_of_others_are_told_apart(tmp_path):

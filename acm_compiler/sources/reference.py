@@ -27,7 +27,7 @@ def parse_reference(text: str, **settings: Any) -> ModelConfig:
     folder = Path(text).expanduser()
     if text and folder.is_dir():
         return _directory(text, folder)
-    hint = did_you_mean(source, SOURCES) if colon else ""
+    hint = did_you_mean(source, SOURCES) if colon and source not in SOURCES else ""
     raise ModelSourceError(f"{text!r} is no model reference and no directory{hint}", expected=FORMS)
 
 

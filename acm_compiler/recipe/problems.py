@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from acm_compiler.errors import did_you_mean, nearest
 from acm_compiler.recipe.document import Document, Path, Problem, show_path, show_value
-from acm_compiler.recipe.wrong_values import expectation
+from acm_compiler.recipe.wrong_values import either, expectation
 
 
 def find_problems(error: ValidationError, document: Document, schema: type[BaseModel]) -> list[Problem]:
@@ -26,7 +26,7 @@ def find_problems(error: ValidationError, document: Document, schema: type[BaseM
             problems.append(_structural(detail, path, document, schema))
     for path, wishes in expected.items():
         found = show_value(_value_at(document.data, path))
-        what = f"wrong value for {show_path(path)} (found {found}, expected {_either(wishes)})"
+        what = f"wrong value for {show_path(path)} (found {found}, expected {either(wishes)})"
         problems.append(Problem(document.place_of_value(path), what))
     return sorted(problems, key=lambda problem: problem.place.order())
 
@@ -53,10 +53,6 @@ def _value_at(data: Any, path: Path) -> Any:
     for part in path:
         data = data[part]
     return data
-
-
-def _either(wishes: list[str]) -> str:
-    return " or ".join(dict.fromkeys(wishes))
 
 
 def _structural(detail: ErrorDetails, path: Path, document: Document, schema: type[BaseModel]) -> Problem:

@@ -35,18 +35,26 @@ _BOUNDS = {
 
 def wrong_values(error: ValidationError) -> list[str]:
     """`learners: found 0, expected at least 1` for every value that does not fit, outside of recipe files."""
-    return [f"{_name(detail)}{_found_and_expected(detail)}" for detail in error.errors(include_url=False)]
+    wishes: dict[tuple[str, str], list[str]] = {}
+    sentences: dict[str, None] = {}
+    for detail in error.errors(include_url=False):
+        name, wish = _name(detail), expectation(detail)
+        if wish is None:
+            sentences[f"{name}{'missing' if detail['type'] == 'missing' else detail['msg']}"] = None
+        else:
+            wishes.setdefault((name, show_value(detail["input"])), []).append(wish)
+    return [*(f"{name}found {found}, expected {either(wish)}" for (name, found), wish in wishes.items()), *sentences]
+
+
+def either(wishes: list[str]) -> str:
+    """What the members of a union wanted of one value, each wish once."""
+    return " or ".join(dict.fromkeys(wishes))
 
 
 def _name(detail: ErrorDetails) -> str:
-    # positions in a repeated option's list name nothing that was typed
-    name = ".".join(part for part in detail["loc"] if isinstance(part, str))
+    # neither positions in a repeated option's list nor pydantic's names of a union's members were typed
+    name = ".".join(part for part in detail["loc"] if isinstance(part, str) and part.isidentifier())
     return f"{name}: " if name else ""
-
-
-def _found_and_expected(detail: ErrorDetails) -> str:
-    wish = expectation(detail)
-    return detail["msg"] if wish is None else f"found {show_value(detail['input'])}, expected {wish}"
 
 
 def expectation(detail: ErrorDetails) -> str | None:

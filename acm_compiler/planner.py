@@ -48,14 +48,21 @@ def select(found: Sequence[Site], match: str) -> list[str]:
     names = [site.name for site in found if _matches(site, match)]
     if not names and found and match not in _CLASSES:
         known = [site.name for site in found]
+        parts = dict.fromkeys(part for name in known for part in _parts(name))
         roles = [f"attn.{role}" for role in dict.fromkeys(site.role for site in found) if role]
-        alike = nearest(match, [*_CLASSES, *roles, *known], least=0.0)
+        alike = nearest(match, [*_CLASSES, *roles, *known, *parts], least=0.0)
         raise SelectionError(
             f"no site matches {match!r}",
             found=f"{len(known)} sites: {_kinds(found)}",
             fix=f"nearest: {', '.join(alike)}",
         )
     return names
+
+
+def _parts(name: str) -> list[str]:
+    """The parts of the model that hold the site, from the outermost on."""
+    words = name.split(".")
+    return [".".join(words[:i]) for i in range(1, len(words))]
 
 
 def _matches(site: Site, match: str) -> bool:
@@ -97,8 +104,22 @@ def _plan_site(site: Site, rule: SiteRule, gate: GateConfig) -> PlannedSite:
         init="random" if random else "auto",
         state="dense" if site.kind == "linear" and not random else "learners",
     )
+    _refuse_narrow(planned)
     width = gate_width(planned, gate.share) if gate.hidden == "auto" else gate.hidden
     return dataclasses.replace(planned, gate_width=width)
+
+
+def _refuse_narrow(site: PlannedSite) -> None:
+    """UsageError for an MLP that is to start from its weights in learners that cannot hold all its neurons."""
+    held = site.learners * site.width
+    if site.dense_width is not None and site.init == "auto" and held < site.dense_width:
+        raise UsageError(
+            "the learners are too narrow to start from this MLP's weights",
+            where=site.name,
+            found=f"{site.learners} learners x width {site.width} = {held}",
+            expected=f"at least {site.dense_width}",
+            fix="leave width at auto, or set init: random and fit the learners: acm.calibrate, or a distill phase",
+        )
 
 
 def _settle_form(site: PlannedSite, known: Mapping[str, PlannedSite], *, asked: str) -> PlannedSite:

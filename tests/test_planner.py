@@ -97,6 +97,19 @@ def test_the_nearest_names_are_offered():
         select(FOUND, "layers.0.mpl")
 
 
+def test_parts_of_the_model_are_offered_too():
+    with pytest.raises(SelectionError, match=r"nearest: layers\.1, "):
+        select(FOUND, "layer.1")
+
+
+def test_learners_too_narrow_to_start_from_the_weights_are_refused():
+    narrow = [SiteRule(match="mlp"), SiteRule(match="layers.1.mlp", learners=2, width=1500)]
+    with pytest.raises(UsageError, match=r"layers\.1\.mlp: .*found 2 learners x width 1500 = 3000, expected .* 3072"):
+        plan_sites(FOUND, narrow, GateConfig())
+    for rule in (SiteRule(match="mlp", learners=2, width=1536), SiteRule(match="mlp", width=5, init="random")):
+        assert [s.width for s in plan_sites([MLP], [rule], GateConfig())] == [rule.width]
+
+
 def test_three_names_are_offered_however_little_they_are_alike():
     with pytest.raises(SelectionError) as error:
         select(FOUND, "zzz")
@@ -139,5 +152,9 @@ def test_rules_can_be_written_as_in_a_recipe():
         assert [site.learners for site in acm.plan(model, x, sites=given).sites] == [2, 2]
     with pytest.raises(UsageError, match=r"learners: found 0, expected at least 1[\s\S]*such as {\"match\""):
         acm.plan(model, x, sites=[{"match": "mlp", "learners": 0}])
+    with pytest.raises(UsageError, match=r"rule for sites: width: found 0, expected at least 1 or 'auto' \("):
+        acm.plan(model, x, sites=[{"match": "mlp", "width": 0}])
+    with pytest.raises(UsageError, match=r"rule for sites: match: missing \("):
+        acm.plan(model, x, sites=[{"learners": 2}])
     with pytest.raises(UsageError, match=r"no such key .*did you mean 'learners'\?\) \(found learnerz"):
         acm.plan(model, x, sites=[{"match": "mlp", "learnerz": 2}])

@@ -89,9 +89,8 @@ def test_the_papers_phases_run_for_a_few_steps(tmp_path):
     recipe = load_recipe("wav2vec2_digits_paper", few)
     said: list[str] = []
     found = run_recipe(recipe, RunOptions(directory=tmp_path / "out"), say=said.append)
-    assert [line for line in said if line.startswith("phase ")] == [
-        f"phase {name} done" for name in ("distill", "gate", "finetune")
-    ]
+    ends = [line.partition(" in ")[0] for line in said if line.startswith("phase ")]
+    assert ends == [f"phase {name} done" for name in ("distill", "gate", "finetune")]
     assert found.metric.name == "word error rate" and len(found.budgets) == 5 and len(found.fixed) == 5
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import acm_compiler as acm
+from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, conversion
 from acm_compiler.plans import Plan
 from tests import models
 
@@ -93,3 +94,14 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 def assert_close(found: Tensor, expected: Tensor) -> None:
     """Equal to 1e-5 of the largest value."""
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def give_budgets(converted: nn.Module) -> Conversion:
+    """Put all sites of `converted` on their learners, under a budget table of three rows; gives its conversion."""
+    owner = conversion(converted)
+    points = tuple(BudgetPoint(share=s, knob=knob, k_lo=0) for s, knob in ((0.2, 1.5), (0.6, 0.5), (1.0, -9.0)))
+    owner.table, owner.default_budget = BudgetTable(rule="damage", points=points, examples=64), 0.6
+    owner.damage = {name: (0.5, 0.25) for name in acm.sites(converted)}
+    for module in acm.sites(converted).values():
+        module.state, module.gate.rule = "learners", "damage"
+    return owner

@@ -20,7 +20,7 @@ from acm_compiler.checkpoint import check_own_folder
 from acm_compiler.conversion import BudgetPoint, BudgetTable, EvaluatedBudget, conversion
 from acm_compiler.errors import ModelSourceError, NoDenseRegion, NotRewritten, PlanMismatch, StorageError, UsageError
 from tests import models
-from tests.rewrite_cases import ALL, answer, planned, rewritten, state_of, trained
+from tests.rewrite_cases import ALL, answer, give_budgets, planned, rewritten, state_of, trained
 
 FILES = ["budgets.json", "model.json", "model.safetensors", "plan.json"]
 
@@ -164,12 +164,7 @@ def build_swiglu() -> nn.Module:
 
 def test_states_budgets_and_rules_come_back(saved):
     model, x, copied, folder = saved
-    owner = conversion(copied)
-    points = tuple(BudgetPoint(share=s, knob=knob, k_lo=0) for s, knob in ((0.2, 1.5), (0.6, 0.5), (1.0, -9.0)))
-    owner.table, owner.default_budget = BudgetTable(rule="damage", points=points, examples=64), 0.6
-    owner.damage = {name: (0.5, 0.25) for name in acm.sites(copied)}
-    for module in acm.sites(copied).values():
-        module.state, module.gate.rule = "learners", "damage"
+    owner = give_budgets(copied)
     acm.set_budget(copied, 0.2)
     acm.save(copied, folder)
     loaded = acm.load(folder, base_model=model)

@@ -7,20 +7,16 @@ import pytest
 import torch
 
 import acm_compiler as acm
-from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion
+from acm_compiler.conversion import conversion
 from acm_compiler.passes.extra_state import KEY
-from tests.rewrite_cases import ALL, answer, rewritten
+from tests.rewrite_cases import ALL, answer, give_budgets, rewritten
 
 
 def measured(case: str = "parallel"):
     """(model before the rewrite, input, its conversion with a budget table, all sites on their learners)."""
     model, x, copied = rewritten(ALL[case])
-    owner = conversion(copied)
-    points = tuple(BudgetPoint(share=s, knob=knob, k_lo=0) for s, knob in ((0.2, 1.5), (0.6, 0.5), (1.0, -9.0)))
-    owner.table, owner.default_budget = BudgetTable(rule="damage", points=points, examples=64), 0.6
-    owner.damage = {name: (0.5, 0.25) for name in acm.sites(copied)}
+    give_budgets(copied)
     for module in acm.sites(copied).values():
-        module.state, module.gate.rule = "learners", "damage"
         torch.nn.init.normal_(module.gate.outer.weight)
     return model, x, copied
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.choose_forms import choose_forms
-from acm_compiler.calibration.damage import mean_trace
+from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.dense_weights import DenseWeights, read_dense
 from acm_compiler.calibration.examples import Examples
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
 from acm_compiler.calibration.install import FittedSite
-from acm_compiler.calibration.learn_sites import Learned, learn, units
+from acm_compiler.calibration.learn_sites import Learned, fit_pairs, learn, units
 from acm_compiler.calibration.observe_model import Seen, observe, reading
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.site_record import SiteRecord
@@ -124,10 +124,16 @@ def _fit_group(
 ) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
     elsewhere = mean_trace(records.values())
+    judged = {name: Judged.of(record, elsewhere=elsewhere) for name, record in records.items()}
+    groups = list(units([record.site for record in records.values()]))
+    pairs = [[records[site.name] for site in unit] for unit in groups if len(unit) == 2]
+    slices = fit_pairs(model, pairs, judged, examples.fitted, options)
+    pairs.clear()
     candidates = []
-    for unit in list(units([record.site for record in records.values()])):
+    for unit in groups:
         parts = [records.pop(site.name) for site in unit]
-        candidates.append(learn(model, parts, examples.fitted, options, elsewhere=elsewhere))
+        candidates.append(learn(model, parts, judged, slices, options))
+    judged.clear()
     chosen = choose_forms(candidates)
     candidates.clear()
     for learned in [part for unit in chosen for part in unit]:

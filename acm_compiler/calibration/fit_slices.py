@@ -7,6 +7,7 @@ Shapes: G heads of N * h coordinates, D in, O out.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ def sliced_site(site: PlannedSite) -> PlannedSite:
 
 
 @torch.no_grad()
-def fit_slices(first: SiteRecord, second: SiteRecord, judged: dict[str, Judged]) -> list[Fit]:
+def fit_slices(first: SiteRecord, second: SiteRecord, judged: Mapping[str, Judged]) -> list[Fit]:
     """Both sites of a pair; `judged` says, by name, how they were seen in the original basis."""
     records = {record.site.role: record for record in (first, second)}
     if "o" in records:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +13,15 @@ from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.damage import Judged, token_damage
 from acm_compiler.calibration.fit_gate import fit_gate
-from acm_compiler.calibration.fit_learners import as_module, fit_learners, resolve_site
+from acm_compiler.calibration.fit_learners import fit_learners, resolve_site
 from acm_compiler.calibration.fit_slices import Fit, fit_slices
 from acm_compiler.calibration.options import Options
-from acm_compiler.calibration.prove_slices import TOLERANCE, slices_error
+from acm_compiler.calibration.prove_slices import proven
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import sites
 from acm_compiler.measure import Example
 from acm_compiler.plans import PlannedSite
 
-_LOG = logging.getLogger(__name__)
 # tokens of each site by which forms are compared
 _TOKENS = 2048
 
@@ -58,20 +56,38 @@ def units(planned: Sequence[PlannedSite]) -> Iterator[list[PlannedSite]]:
         yield unit
 
 
+def fit_pairs(
+    model: nn.Module,
+    pairs: Sequence[Sequence[SiteRecord]],
+    judged: Mapping[str, Judged],
+    examples: Sequence[Example],
+    options: Options,
+) -> dict[str, Fit]:
+    """Slices for the sites of these pairs, by name, without the pairs whose change of basis the model refutes."""
+    fits = [fit_slices(first, second, judged) for first, second in pairs]
+    hold = proven(model, fits, examples[0], answer=options.answer) if fits else []
+    return {part.site.name: part for fit, holds in zip(fits, hold, strict=True) if holds for part in fit}
+
+
 def learn(
-    model: nn.Module, records: Sequence[SiteRecord], examples: Sequence[Example], options: Options, *, elsewhere: float
+    model: nn.Module,
+    records: Sequence[SiteRecord],
+    judged: Mapping[str, Judged],
+    slices: Mapping[str, Fit],
+    options: Options,
 ) -> list[list[Learned]]:
-    """The learners of a unit in every form it may take; `elsewhere` is the mean trace of G over sites (`Judged.of`)."""
-    judged = {record.site.name: Judged.of(record, elsewhere=elsewhere) for record in records}
-    sliced = _sliced(model, records, judged, examples, options) if len(records) == 2 else None
-    if sliced is not None and records[0].site.form == "slices":
+    """The learners of a unit in every form it may take; `slices` holds those of the pairs that can be sliced."""
+    sliced = [
+        _learned(model, record, slices[record.site.name], options) for record in records if record.site.name in slices
+    ]
+    if sliced and records[0].site.form == "slices":
         return [sliced]
     own = []
     for record in records:
         site = resolve_site(record.site, record.tokens)
         weights = fit_learners(site, record.dense, record)
         own.append(_learned(model, record, Fit(site=site, weights=weights, judged=judged[site.name]), options))
-    return [own] if sliced is None else [own, sliced]
+    return [own, sliced] if sliced else [own]
 
 
 def _learned(model: nn.Module, record: SiteRecord, fit: Fit, options: Options) -> Learned:
@@ -92,23 +108,3 @@ def _learned(model: nn.Module, record: SiteRecord, fit: Fit, options: Options) -
         expected_TC=expected_TC,
         tokens=record.tokens,
     )
-
-
-def _sliced(
-    model: nn.Module,
-    records: Sequence[SiteRecord],
-    judged: dict[str, Judged],
-    examples: Sequence[Example],
-    options: Options,
-) -> list[Learned] | None:
-    """The pair as slices; None, with a line in the log, where the model's answer shows that it does not hold."""
-    found = fit_slices(records[0], records[1], judged)
-    like = {name: acm.learners.w_in for name, acm in sites(model).items()}
-    modules = {part.site.name: as_module(part.weights, part.site, like[part.site.name]) for part in found}
-    error = slices_error(model, modules, examples[0], answer=options.answer)
-    if not error <= TOLERANCE[like[found[0].site.name].dtype]:
-        names = " and ".join(modules)
-        _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", names, error)
-        return None
-    known = {record.site.name: record for record in records}
-    return [_learned(model, known[part.site.name], part, options) for part in found]

@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, Learners
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.calibration.examples import mask_in
+from acm_compiler.calibration.fit_learners import as_module
+from acm_compiler.calibration.fit_slices import Fit
 from acm_compiler.calibration.outputs import Answer, answers, energy
 from acm_compiler.conversion import sites
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, undisturbed
 
+_LOG = logging.getLogger(__name__)
 # relative error of the model's answer, by floating type
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def slices_error(model: nn.Module, learners: Mapping[str, Learners], example: Example, *, answer: Answer) -> float:
-    """How far, relative to its size, the answer moves when these sites run all their slices and others are dense."""
+def proven(model: nn.Module, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
+    """Which pairs leave the answer as it is; the others are told in the log.
+
+    All pairs run all their slices in one forward. Only where that moves the answer is every pair tried alone.
+    """
+    acms = sites(model)
+    tolerances = [_TOLERANCE[acms[pair[0].site.name].learners.w_in.dtype] for pair in pairs]
+    learners = [
+        {part.site.name: as_module(part.weights, part.site, acms[part.site.name].learners.w_in) for part in pair}
+        for pair in pairs
+    ]
+    wanted = _answers(model, {}, example, answer)
+    everywhere = {name: module for pair in learners for name, module in pair.items()}
+    if _moved(wanted, _answers(model, everywhere, example, answer), example) <= min(tolerances):
+        return [True] * len(pairs)
+    hold = []
+    for pair, tolerance in zip(learners, tolerances, strict=True):
+        error = _moved(wanted, _answers(model, pair, example, answer), example)
+        hold.append(error <= tolerance)
+        if not hold[-1]:
+            _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", " and ".join(pair), error)
+    return hold
+
+
+def _answers(model: nn.Module, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
+    """The model's answer when these sites run all their slices and others are dense."""
+    with undisturbed(model), batch_context(model, mask=example[1]), _trial(model, learners):
+        return answers(call_model(model, example[0]), answer, mask_in(example))
+
+
+def _moved(wanted: list[Tensor], found: list[Tensor], example: Example) -> float:
+    """The size of the difference over that of the answer; padding left out."""
     mask_BS = mask_in(example)
-    with undisturbed(model), batch_context(model, mask=example[1]):
-        with _trial(model, {}):
-            wanted = answers(call_model(model, example[0]), answer, mask_BS)
-        with _trial(model, learners):
-            found = answers(call_model(model, example[0]), answer, mask_BS)
     moved = energy([f - w for f, w in zip(found, wanted, strict=True)], mask_BS)
     return (moved / max(energy(wanted, mask_BS), 1e-300)) ** 0.5
 
@@ -50,5 +79,5 @@ def _trial(model: nn.Module, learners: Mapping[str, Learners]) -> Iterator[None]
             acm.learners, acm.state, acm.tap = before[name]
 
 
-def _pass_on(acm: ACM, x: torch.Tensor, output: torch.Tensor) -> None:
+def _pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
     pass

@@ -62,7 +62,9 @@ def set_k(model: nn.Module, k: int | None) -> None:
         _hand_to_gates(model)
         return
     most = max(acm.count for acm in acms.values())
-    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise UsageError("k is one whole number, for all sites", found=k, expected=f"0 to {most}, or None")
+    if not 0 <= k <= most:
         raise UsageError("no site has that many learners", found=k, expected=f"a whole number from 0 to {most}")
     if k < most:
         refuse_unfitted(model, f"set_k({k})")

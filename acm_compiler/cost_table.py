@@ -123,10 +123,12 @@ def _raised(report: CostReport) -> list[str]:
     least, one = report.budget_min, report.least_share(1)
     if one - least < _SAME:
         return []
-    return [
-        f"budgets below {one:.3f} let tokens run no learner: calibrate keeps them within reach where they are asked "
-        f"for, else it may raise the lowest to {one:.3f}"
-    ]
+    line = f"budgets below {one:.3f} let tokens run no learner"
+    if all(site.init == "auto" for site in report.plan.sites):
+        line += (
+            f": calibrate keeps them within reach where they are asked for, else it may raise the lowest to {one:.3f}"
+        )
+    return [line]
 
 
 def _site_table(report: CostReport) -> str:

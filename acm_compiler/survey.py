@@ -47,7 +47,10 @@ def look(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] 
             "this model holds ACMs already", fix="plan the original model, or acm.revert(model) first"
         )
     if any(type(part).__name__ in _SHARDED for part in (*model.modules(), *model.parameters())):
-        raise UsageError("the model is sharded (FSDP)", fix="plan and rewrite it first, then shard it")
+        raise UsageError(
+            "the model is sharded (FSDP)",
+            fix="plan and rewrite it first, then shard it (FSDP with use_orig_params=True, or fully_shard)",
+        )
     with normalized(model) as seen:
         graph = capture(seen, example_inputs)
         dump("00_captured.py", lambda: graph.graph.python_code("self").src)

@@ -194,6 +194,7 @@ def test_every_site_is_reported():
     said = []
     calibrate(make_tiny(), DATA, tokens=100_000, progress=said.append)
     assert any(line.startswith("read 10 batches, ") for line in said)
+    assert any("tokens, fewer than the 100,000 asked for, at each of 3 sites" in line for line in said)
     assert [line.split(":")[1].split()[0] for line in said if re.fullmatch(r"calibrate: .*, \d+ s", line)] == [
         "read",
         "learners",

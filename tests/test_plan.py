@@ -93,7 +93,10 @@ def test_the_report_of_a_batch_is_of_one_example():
 def test_the_report_says_which_budgets_calibrate_may_take_away():
     linear = {"kind": "linear", "dense_width": None, "last": None, "learner_act": "identity", "k_min": 1}
     assert "calibrate keeps them within reach where they are asked for" in str(plan_of(planned_site()))
-    assert "budgets below 0.250" in str(plan_of(planned_site(), planned_site("other", **linear)))
+    assert "budgets below 0.250 let tokens run no learner: cal" in str(
+        plan_of(planned_site(), planned_site("other", **linear))
+    )
+    assert "run no learner\n" in str(plan_of(planned_site(init="random")))
     assert "budgets below" not in str(plan_of(planned_site(**linear)))
 
 

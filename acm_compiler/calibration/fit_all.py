@@ -50,8 +50,9 @@ def fit_all(model: nn.Module, examples: Examples, options: Options, say: Teller)
             record.require_tokens()
         least, most = min(r.tokens for r in records.values()), max(r.tokens for r in records.values())
         seen_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
         passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
-        say.done(f"read {seen.examples:,} examples, {seen_tokens} tokens at each of {len(group)} sites{passes}")
+        say.done(f"read {seen.examples:,} examples, {seen_tokens} tokens{fewer} at each of {len(group)} sites{passes}")
         for fit in _fit_group(model, records, examples, seen, options):
             say(f"{fit.site.name}: {_form(fit.site)}, expected damage {', '.join(f'{d:.1e}' for d in fit.damage)}")
             fitted.append(fit)

@@ -35,7 +35,7 @@ from acm_compiler.report.evaluation import Evaluation, save_evaluation
 from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.survey import look
-from acm_compiler.tasks import Metric, Task, open_task
+from acm_compiler.tasks import Metric, Task, judged_by, open_task
 from acm_compiler.training.check_schedule import check_schedule
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
@@ -220,7 +220,7 @@ class Workshop:
 
     def calibrate(self, model: nn.Module, phase: CalibratePhase, examples: Iterator[Example]) -> None:
         """Fit learners, gates and budget table in closed form, and set the recipe's own budget."""
-        options = Options(tokens=phase.tokens, budgets=self.recipe.budgets.report, answer=self.task.answer)
+        options = Options(tokens=phase.tokens, budgets=self.recipe.budgets.report, answer=judged_by(self.task))
         with telling_parts("calibrate", self.say, shown=self.machine.is_main) as say:
             calibrate_on(model, examples, options=options, progress=say)
 

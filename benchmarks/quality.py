@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,12 +50,14 @@ def main() -> None:
         sys.stdout.write(table(options.out))
         return
     torch.manual_seed(0)
+    measure: Callable[[argparse.Namespace], Iterable[dict[str, Any]]]
     measure = {"minilm": measure_texts, "controls": measure_controls, "digits": measure_digits}[options.what]
     for row in measure(options):
         row |= {"command": " ".join(sys.argv[1:]), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
         name = "_".join(part.lstrip("-") for part in [*sys.argv[1:2], row["method"]]).replace(" ", "_").replace(",", "")
         (options.out / f"{name}.json").write_text(json.dumps(row, indent=1))
         sys.stdout.write(table_row(row) + "\n")
+        sys.stdout.flush()
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -146,21 +148,19 @@ def pairwise_spearman(found_ED: Tensor, wanted_ED: Tensor) -> float:
     return float(spearmanr(a, b).statistic)
 
 
-def measure_controls(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """MiniLM at static k: learners that no closed form made."""
+def measure_controls(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """MiniLM at static k: learners that no closed form made, the quickest first."""
     controls: dict[str, Callable[[nn.Module, Workshop], None]] = {"in the given order": given_order}
     if options.sites == "mlp":
         controls["by magnitude"] = by_magnitude
-    rows = []
     for method, prepare in controls.items():
         recipe = recipe_for("minilm_embed", options)
         dense, model = convert(recipe, quiet)
         workshop = Workshop(recipe, open_machine("fp32", "cpu"), quiet)
         prepare(model, workshop)
         results = judge_texts(model, dense, workshop, budgets=(), static=True)
-        rows.append(facts(model, options) | {"method": f"{options.sites}, {method}", "results": results, "seconds": 0})
-    rows.append(distilled(options))
-    return rows
+        yield facts(model, options) | {"method": f"{options.sites}, {method}", "results": results, "seconds": 0}
+    yield distilled(options)
 
 
 def distilled(options: argparse.Namespace) -> dict[str, Any]:

@@ -55,6 +55,19 @@ def test_the_loss_is_the_models_own_where_nothing_is_padded():
     torch.testing.assert_close(TASK.answer(output).mean(-1), torch.zeros(3, 9), atol=1e-5, rtol=0)
 
 
+def test_calibration_judges_by_the_divergence_of_probabilities():
+    torch.manual_seed(0)
+    logits, mask = torch.randn(2, 3, 12, dtype=torch.float64) * 3, torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    moved = logits + 1e-2 * torch.randn_like(logits)
+    change = (TASK.judged_by(moved, mask) - TASK.judged_by(logits, mask)).square().sum(-1)
+    p, q = logits.log_softmax(-1), moved.log_softmax(-1)
+    divergence = (p.exp() * (p - q)).sum(-1) * mask
+    torch.testing.assert_close(change.double(), 2 * divergence, rtol=2e-2, atol=1e-9)
+    unlikely = logits - 40 * torch.nn.functional.one_hot(torch.tensor(5), 12)
+    more = unlikely - torch.nn.functional.one_hot(torch.tensor(5), 12)
+    assert (TASK.judged_by(unlikely) - TASK.judged_by(more)).abs().max() < 1e-6
+
+
 def test_models_and_data_without_language_are_refused():
     with pytest.raises(UsageError, match="no logits of tokens"):
         TASK.loss(torch.zeros(2, 3), {"input_ids": torch.zeros(2, 4, dtype=torch.long)})

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.tasks import ClassifyTask, PythonTask
-from acm_compiler.tasks import Task, open_task
+from acm_compiler.tasks import Task, judged_by, open_task
+from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
@@ -67,6 +68,12 @@ def test_the_score_is_one_where_the_best_class_is_the_label() -> None:
 def test_logits_are_found_in_every_usual_output(output: object) -> None:
     assert Classify().logits(output) is LOGITS
     assert torch.equal(Classify().answer(output), LOGITS - LOGITS.mean(1, keepdim=True))
+
+
+def test_calibration_judges_by_the_answer_unless_a_task_knows_better() -> None:
+    assert torch.equal(judged_by(Classify())(LOGITS, None), Classify().answer(LOGITS))
+    logits = LOGITS[None]
+    torch.testing.assert_close(judged_by(CausalLM())(logits, None).square(), 4 * logits.softmax(-1))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """The small models of text that come with the package: what they know, how they are trained, and converted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from acm_compiler.base_metric import base_metric
 from acm_compiler.data import BatchStream, docs_model, packages_model, train_text_model
+from acm_compiler.data.from_scratch import Bookmark, OneCycle
 from acm_compiler.data.texts import TextSet
 from acm_compiler.errors import StorageError
 from acm_compiler.pipeline import plan_recipe
@@ -50,8 +53,8 @@ def few_texts(tmp_path):
 
 
 def test_training_lowers_the_loss_and_gives_the_same_weights_again(few_texts):
-    lesson = train_text_model.LESSONS["llama_docs"]
-    made = [train_text_model.train(lesson, few_texts, steps=8, batch=4, seed=1) for _ in range(2)]
+    lesson = replace(train_text_model.LESSONS["llama_docs"], steps=8)
+    made = [train_text_model.train(lesson, few_texts, batch=4, seed=1) for _ in range(2)]
     for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
         assert torch.equal(a, b)
     torch.manual_seed(1)
@@ -60,11 +63,47 @@ def test_training_lowers_the_loss_and_gives_the_same_weights_again(few_texts):
     assert after < 0.8 * before
 
 
+@pytest.fixture
+def kept_often(monkeypatch):
+    monkeypatch.setattr(train_text_model, "_KEPT_EVERY", 2)
+
+
+def test_an_interrupted_training_goes_on_to_the_same_weights(few_texts, tmp_path, monkeypatch, kept_often):
+    lesson = replace(train_text_model.LESSONS["llama_docs"], steps=6)
+    whole = train_text_model.train(lesson, few_texts, batch=2, seed=1)
+    bookmark = Bookmark(tmp_path / "new/kept.pt", {"steps": 6})
+    step = OneCycle.step
+
+    def interrupted(cycle, loss):
+        if bookmark.path.exists():
+            raise KeyboardInterrupt
+        step(cycle, loss)
+
+    monkeypatch.setattr(OneCycle, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_text_model.train(lesson, few_texts, batch=2, seed=1, bookmark=bookmark)
+    steps = []
+    monkeypatch.setattr(OneCycle, "step", lambda cycle, loss: (steps.append(1), step(cycle, loss)))
+    again = train_text_model.train(lesson, few_texts, batch=2, seed=1, bookmark=bookmark)
+    assert len(steps) == 4
+    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_training_of_another_kind_is_not_gone_on_with(few_texts, tmp_path, kept_often):
+    lesson = replace(train_text_model.LESSONS["llama_docs"], steps=2)
+    path = tmp_path / "kept.pt"
+    train_text_model.train(lesson, few_texts, batch=2, seed=1, bookmark=Bookmark(path, {"steps": 2}))
+    with pytest.raises(StorageError, match=r"another kind.*'steps': 2"):
+        train_text_model.train(lesson, few_texts, batch=2, seed=1, bookmark=Bookmark(path, {"steps": 3}))
+
+
 def test_the_training_command_writes_a_file_that_loads_with_its_tied_weights(few_texts, tmp_path, monkeypatch):
     monkeypatch.setattr(train_text_model, "texts", lambda tokenizer, split: few_texts)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     path = tmp_path / "new/weights.safetensors"
     train_text_model.main(["--model", "llama_docs", "--steps", "2", "--batch", "2", "--out", str(path)])
+    assert [file.name for file in path.parent.iterdir()] == ["weights.safetensors"]
     model = docs_model.load_weights(docs_model.build_model(), path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 

@@ -1,13 +1,18 @@
-"""What the trainers of the shipped models have in common: their options, one cycle of AdamW, the file they write."""
+"""What the trainers of the shipped models have in common: options, one cycle of AdamW, the files they write."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from acm_compiler.errors import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +53,57 @@ class OneCycle:
     def learned(self) -> nn.Module:
         """The model with the averaged weights, in eval mode."""
         return self._averaged.module.eval()
+
+    @property
+    def _moving(self) -> tuple[Any, ...]:
+        return self.model, self._optimizer, self._averaged, self._schedule
+
+    def state(self) -> list[dict[str, Any]]:
+        """Everything that a step changes."""
+        return [part.state_dict() for part in self._moving]
+
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        """Go on from what `state` gave."""
+        for part, values in zip(self._moving, state, strict=True):
+            part.load_state_dict(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Bookmark:
+    """Where an interrupted training goes on: a file, and the facts of the training that it belongs to."""
+
+    path: Path
+    facts: Mapping[str, int | float | str]
+
+    def load(self, cycle: OneCycle) -> int:
+        """Restore `cycle`; the steps that are done, 0 where there is no file. StorageError for another training's."""
+        if not self.path.is_file():
+            return 0
+        kept = torch.load(self.path, weights_only=True)
+        if kept["facts"] != dict(self.facts):
+            raise StorageError(
+                "an unfinished training of another kind was kept here",
+                where=str(self.path),
+                found=kept["facts"],
+                expected=dict(self.facts),
+                fix="remove that file, or train as it was begun",
+            )
+        cycle.restore(kept["cycle"])
+        torch.set_rng_state(kept["random"])
+        log.info("%s: going on after %d steps", self.path, kept["step"])
+        return kept["step"]
+
+    def save(self, cycle: OneCycle, step: int) -> None:
+        """Keep where `cycle` is after so many steps; never half a file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
+        kept = {"facts": dict(self.facts), "cycle": cycle.state(), "step": step, "random": torch.get_rng_state()}
+        torch.save(kept, unfinished)
+        unfinished.replace(self.path)
+
+    def remove(self) -> None:
+        """Forget it, when the training is done."""
+        self.path.unlink(missing_ok=True)
 
 
 def write_weights(model: nn.Module, options: argparse.Namespace, **measured: str) -> None:

@@ -6,7 +6,8 @@
 The texts are paragraphs of the documentation of eight installed packages (`data: {kind: texts, classes: …}`), of the
 train split's files. With `--tokenizer FILE` a byte-level BPE is learned from them first; else the shipped one is used.
 The metric is that of files that were held out, after rounding to 16 bits as the weights are stored. Other versions of
-the packages give other texts and so other weights. The shipped ones were made with the defaults.
+the packages give other texts and so other weights. The shipped ones were made with the defaults. The same command goes
+on with a training that was interrupted, from the last hundred steps that were done.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Literal
@@ -27,7 +28,7 @@ from acm_compiler.base_metric import base_metric
 from acm_compiler.data import docs_model, packages_model
 from acm_compiler.data.batch import Batch
 from acm_compiler.data.docs_model import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
-from acm_compiler.data.from_scratch import OneCycle, training_options, write_weights
+from acm_compiler.data.from_scratch import Bookmark, OneCycle, training_options, write_weights
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.texts import TextSet
 from acm_compiler.inputs import call_model
@@ -43,6 +44,7 @@ EMA_DECAY = 0.99
 TEXTS, HELD_OUT = 40_000, 1000
 MARKS = ("<pad>", "<s>", "</s>")
 _POOL = 16
+_KEPT_EVERY = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,17 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     if options.tokenizer != TOKENIZER:
         learn_tokenizer(options.tokenizer, seed=options.seed)
-    lesson = LESSONS[options.model]
+    lesson = replace(LESSONS[options.model], steps=options.steps)
     began = time.monotonic()
-    model = train(
-        lesson, texts(options.tokenizer, "train"), steps=options.steps, batch=options.batch, seed=options.seed
-    )
+    facts = {"model": options.model, "steps": options.steps, "batch": options.batch, "seed": options.seed}
+    bookmark = Bookmark(options.out.with_suffix(".unfinished.pt"), facts)
+    data = texts(options.tokenizer, "train")
+    model = train(lesson, data, batch=options.batch, seed=options.seed, bookmark=bookmark)
     minutes = (time.monotonic() - began) / 60
     model = model.half().float()
     held_out = BatchStream(dataset=texts(options.tokenizer, "eval"), batch=32)
     found = base_metric(model, held_out.epoch(), lesson.task)
     log.info("%s %.4f on %d held-out texts, %.1f minutes", lesson.task.metric, found, held_out.examples, minutes)
     write_weights(model.half(), options, **{lesson.task.metric: f"{found:.4f}"})
+    bookmark.remove()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -138,28 +142,35 @@ def learn_tokenizer(path: Path, *, seed: int) -> None:
     tokenizer.save(str(path), pretty=False)
 
 
-def train(lesson: Lesson, data: TextSet, *, steps: int, batch: int, seed: int) -> nn.Module:
-    """The model after `steps` batches of `data`: AdamW, one cycle; averaged weights."""
+def train(lesson: Lesson, data: TextSet, *, batch: int, seed: int, bookmark: Bookmark | None = None) -> nn.Module:
+    """The model after the lesson's steps on batches of `data`: AdamW, one cycle; averaged weights.
+
+    bookmark: kept every hundred steps; where it is there already, training goes on from it, with the same result.
+    """
     torch.manual_seed(seed)
     task, model = lesson.task, lesson.build().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.lr, weight_decay=0.05, betas=(0.9, 0.98))
-    cycle = OneCycle(model, optimizer, steps=steps, warmup=WARMUP, decay=EMA_DECAY)
+    cycle = OneCycle(model, optimizer, steps=lesson.steps, warmup=WARMUP, decay=EMA_DECAY)
     stream = BatchStream(dataset=data, batch=batch, seed=seed, shuffle=True, drop_last=True)
-    lost = 0.0
-    for step, shown in enumerate(_endless(stream, steps), 1):
+    done = 0 if bookmark is None else bookmark.load(cycle)
+    losses: list[float] = []
+    for step, shown in enumerate(_batches(stream, done, lesson.steps), done + 1):
         loss = task.loss(call_model(model, task.inputs(shown)), shown)
         cycle.step(loss)
-        lost += loss.item()
-        if step % 100 == 0 or step == steps:
-            log.info("step %d of %d: loss %.3f", step, steps, lost / ((step - 1) % 100 + 1))
-            lost = 0.0
+        losses.append(loss.item())
+        if step % _KEPT_EVERY == 0 or step == lesson.steps:
+            log.info("step %d of %d: loss %.3f", step, lesson.steps, sum(losses) / len(losses))
+            losses.clear()
+            if bookmark is not None:
+                bookmark.save(cycle, step)
     return cycle.learned
 
 
-def _endless(stream: BatchStream, steps: int) -> Iterator[Batch]:
-    """So many batches, epoch after epoch."""
-    epochs = (stream.epoch(epoch) for epoch in count())
-    return islice(chain.from_iterable(epochs), steps)
+def _batches(stream: BatchStream, start: int, stop: int) -> Iterator[Batch]:
+    """Batches number `start` to `stop`, epoch after epoch."""
+    epoch, number = stream.place(start)
+    later = (stream.epoch(epoch) for epoch in count(epoch + 1))
+    return islice(chain(stream.epoch(epoch, number), chain.from_iterable(later)), stop - start)
 
 
 if __name__ == "__main__":

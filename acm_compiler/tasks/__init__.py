@@ -1,8 +1,8 @@
 """What a model is for: its inputs from a batch, its loss, its metric."""
 
-from acm_compiler.tasks.base import Task
+from acm_compiler.tasks.base import Task, judged_by
 from acm_compiler.tasks.likeness import Likeness
 from acm_compiler.tasks.metric import Metric
 from acm_compiler.tasks.open_task import open_task
 
-__all__ = ["Likeness", "Metric", "Task", "open_task"]
+__all__ = ["Likeness", "Metric", "Task", "judged_by", "open_task"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -20,8 +21,9 @@ class Task(Protocol):
     tokens), so that the metric is total score over total units; `scale(mean: Tensor) -> Tensor`, which turns that
     ratio into the metric (exp, for a perplexity). `likeness: Likeness`, if there is one, compares the answers of two
     models over a whole data set, beside the metric. `answers_logits: bool`: the last axis of `answer` holds logits, 0
-    where there is no token; how far they are from another model's is then told by their distributions. Nothing here
-    keeps state: every method is a function of its arguments.
+    where there is no token; how far they are from another model's is then told by their distributions.
+    `judged_by(output, mask)`, if there is one, is what calibration compares two models by in place of `answer`. Nothing
+    here keeps state: every method is a function of its arguments.
     """
 
     @property
@@ -45,3 +47,8 @@ class Task(Protocol):
 
         `mask` is the batch's, where it is known.
         """
+
+
+def judged_by(task: Task) -> Callable[[Any, Tensor | None], Tensor]:
+    """(model output, padding mask or None) -> what calibration compares two models by: squared, a change is damage."""
+    return getattr(task, "judged_by", task.answer)

@@ -55,6 +55,15 @@ class LanguageModel(ABC):
         """The logits [B, S, V] without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
         return centred(self._logits(output), mask)
 
+    def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
+        """Twice the roots of the probabilities, [B, S, V]; 0 where `mask` [B, S] is.
+
+        The squared change of these is, to second order, twice the divergence of the new distribution from the old:
+        logits of tokens that will not come count for nothing.
+        """
+        roots_BSV = 2 * (self._logits(output).float().log_softmax(-1) / 2).exp()
+        return roots_BSV if mask is None else roots_BSV * mask[..., None]
+
     def _surprise(self, output: Any, batch: Batch) -> Tensor:
         """-log p of what stands at every guessed token, [B, S - ahead]; 0 elsewhere."""
         ids_BS = tokens_of(batch, task=self.kind)

@@ -91,9 +91,9 @@ def with_progress(
 ) -> Iterator[Batch]:
     """The same batches, with a bar on a terminal and lines to `say` (the log when unset) elsewhere."""
     with Progress(what, total, unit="batch", say=say) as progress:
-        for batch in batches:
+        for batch in progress.fed(batches):
             yield batch
-            progress.advance()
+            progress.advance(examples=_size(batch))
 
 
 def first_examples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:

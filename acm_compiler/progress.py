@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 Say = Callable[[str], None]
+Item = TypeVar("Item")
 
 _EVERY_S = 30.0
 _LOG = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ class Progress:
     """Counts the steps of one piece of work, and shows them while it is open.
 
     total: how many steps there will be, None where nobody knows. done: steps done before, by an interrupted run.
+    Where steps say how many examples they took, lines tell how many there are per second and, for data that came
+    through `fed`, what share of the time the work waited for it.
     say: takes the lines where no terminal shows a bar; the log, at INFO, when unset. shown: False counts in silence.
     """
 
@@ -35,6 +38,8 @@ class Progress:
     _first: int = field(default=0, init=False)
     _began: float = field(default=0.0, init=False)
     _told: float = field(default=0.0, init=False)
+    _examples: int = field(default=0, init=False)
+    waited: float = field(default=0.0, init=False)
 
     def __enter__(self) -> Progress:
         if self.shown and sys.stderr.isatty():
@@ -51,15 +56,30 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def advance(self, note: str = "") -> None:
-        """One more step is done; `note` says what came of it."""
+    def advance(self, note: str = "", *, examples: int = 0) -> None:
+        """One more step is done, which took so many examples; `note` says what came of it."""
         self.done += 1
+        self._examples += examples
+        now = monotonic()
         if self._bar is not None:
-            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.set_postfix_str(_listed(note, self._pace(now)), refresh=False)
             self._bar.update()
-        elif monotonic() - self._told >= _EVERY_S:
-            self._told = monotonic()
-            self.line(", ".join(part for part in (self._count(), note, self._left()) if part))
+        elif now - self._told >= _EVERY_S:
+            self._told = now
+            self.line(_listed(self._count(), note, self._pace(now), self._left()))
+
+    def fed(self, source: Iterable[Item]) -> Iterator[Item]:
+        """The same items; the time until each of them comes is waiting."""
+        items = iter(source)
+        while True:
+            asked = monotonic()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self.waited += monotonic() - asked
+            yield item
 
     def line(self, text: str) -> None:
         """Say something that stays, above the bar if there is one."""
@@ -73,6 +93,15 @@ class Progress:
 
     def _count(self) -> str:
         return self.what if self.total is None else f"{self.what}: {self.unit} {self.done} of {self.total}"
+
+    def _pace(self, now: float) -> str:
+        """How many examples a second the work has taken so far, and how much of the time it waited for them."""
+        seconds = now - self._began
+        if not self._examples or seconds <= 0:
+            return ""
+        pace = f"{self._examples / seconds:.3g} examples/s"
+        share = self.waited / seconds
+        return f"{pace}, {share:.0%} of the time waiting for data" if share >= 0.005 else pace
 
     def _left(self) -> str:
         """How long the rest takes at the pace so far."""
@@ -124,6 +153,10 @@ def telling_parts(what: str, say: Say, *, shown: bool = True) -> Iterator[Teller
     """
     with Progress(what, None, say=say, shown=shown) as progress:
         yield Teller(what, step=progress.advance, said=progress.line)
+
+
+def _listed(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
 
 
 def duration(seconds: float) -> str:

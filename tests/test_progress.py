@@ -39,6 +39,33 @@ def test_the_time_left_of_a_continued_run_follows_the_steps_it_made_itself(clock
     assert said == ["gate: step 91 of 100, 4 min left"]
 
 
+def test_examples_are_told_per_second_and_how_long_the_work_waited_for_them(clock):
+    said: list[str] = []
+
+    def slow():
+        for item in range(6):
+            clock.now += 3
+            yield item
+
+    with Progress("distill", 6, say=said.append) as work:
+        for item in work.fed(slow()):
+            clock.now += 7
+            work.advance(f"loss {item}", examples=24)
+    assert said == [
+        f"distill: step {step} of 6, loss {step - 1}, 2.4 examples/s, 30% of the time waiting for data, {left} s left"
+        for step, left in ((3, 30), (6, 0))
+    ]
+
+
+def test_waiting_that_is_too_short_to_matter_is_not_told(clock):
+    said: list[str] = []
+    with Progress("evaluate", 10, unit="batch", say=said.append) as work:
+        for _ in work.fed(range(2)):
+            clock.now += 16
+            work.advance(examples=128)
+    assert said == ["evaluate: batch 2 of 10, 8 examples/s, 2 min left"]
+
+
 def test_short_work_and_hidden_work_say_nothing(clock):
     said: list[str] = []
     for shown, seconds in ((True, 29), (False, 300)):

@@ -69,9 +69,10 @@ class PhaseLoop:
             start = self._begin(snapshot)
             feed = _feed(self.batches, start * self.config.accumulate)
             with closing(feed), self._progress(start) as progress:
+                batches = progress.fed(feed)
                 for step in range(start, self.steps):
-                    figures = self._step(step, feed)
-                    progress.advance(f"loss {figures.terms['loss']:.4g}")
+                    figures = self._step(step, batches)
+                    progress.advance(f"loss {figures.terms['loss']:.4g}", examples=self.config.batch)
                     self._after(step + 1)
 
     def _begin(self, snapshot: Snapshot | None) -> int:

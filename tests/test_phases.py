@@ -96,7 +96,7 @@ def test_the_three_phases_follow_each_other(tmp_path):
     )
     run_schedule(model, [distill(), gate(), finetune()], job)
     assert ended == ["distill", "gate", "finetune"]
-    assert measured == [{"learners"}] * 2
+    assert measured == [{"learners"}]  # finetune lets the gates go, whatever budgets they had
     lines = metrics(tmp_path)
     steps = [line for line in lines if "eval" not in line]
     assert [(s["phase"], s["step"]) for s in steps] == [(p, i + 1) for p in ended for i in range(6)]
@@ -117,7 +117,26 @@ def test_a_long_phase_says_how_far_it_has_come(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "monotonic", lambda: float(next(ticks)))
     said: list[str] = []
     run_schedule(make_model(), [distill()], job_in(tmp_path, say=said.append))
-    assert len(said) == 6 and all(re.fullmatch(r"distill: step \d of 6, loss \S+, \d+ \w+ left", line) for line in said)
+    told = r"distill: step \d of 6, loss \S+, \S+ examples/s, \d+% of the time waiting for data, \d+ \w+ left"
+    assert len(said) == 6 and all(re.fullmatch(told, line) for line in said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "times"), [({}, 1), ({"budget_range": (0.3, 0.9)}, 2), ({"update": "learners"}, 2)]
+)
+def test_gates_are_measured_where_the_next_phase_or_the_user_asks_them_for_budgets(changes, times, tmp_path):
+    model, measured = make_model(), []
+
+    def measure(m):
+        measured.append(m)
+        measure_budgets(m, [(examples(8)["x"], None)])
+
+    schedule = [distill(steps=2), gate(steps=2), finetune(steps=2, **changes)]
+    run_schedule(model, schedule, job_in(tmp_path, measure=measure))
+    assert measured == [model] * times
+    measured.clear()
+    run_schedule(make_model(), schedule, job_in(tmp_path, measure=measure), until="gate")
+    assert len(measured) == 1
 
 
 def test_until_names_the_last_phase(tmp_path):

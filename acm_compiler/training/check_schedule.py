@@ -31,7 +31,7 @@ def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, m
             raise _unfitted(sites, where)
         elif isinstance(phase, GatePhase) and sliced:
             raise _gates_of_slices(sliced, where)
-        elif isinstance(phase, FinetunePhase) and not measured and _needs_budgets(phase):
+        elif isinstance(phase, FinetunePhase) and not measured and needs_budgets(phase):
             raise _unmeasured(where)
         fitted = True
         measured = measured or not isinstance(phase, DistillPhase)
@@ -41,7 +41,8 @@ def _may_be_sliced(site: PlannedSite) -> bool:
     return site.form == "slices" or (site.form == "auto" and site.pair is not None)
 
 
-def _needs_budgets(phase: FinetunePhase) -> bool:
+def needs_budgets(phase: FinetunePhase) -> bool:
+    """Whether the phase reads the gates' budget table; any other lets gates of the paper's kind go where they will."""
     return phase.budget_range is not None or phase.update == "learners"
 
 

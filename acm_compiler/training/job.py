@@ -41,7 +41,8 @@ class Job:
     teacher: the model before conversion, for phases that learn from its answers.
     decisions: of the recipe, as plain data; a state is continued only by a recipe with the same ones.
     resume_command: shown when interrupted.
-    measure: called with the model after each gate and finetune phase; keeps the model's new budget table.
+    measure: called with the model after each gate and finetune phase, unless the next one frees the gates again; keeps
+    the model's new budget table.
     calibrate: called with the model, a calibrate phase's section, and (inputs, mask) pairs on the run's device.
     evaluate: called every `run.eval_every` of a finetune phase; its figures go into `metrics.jsonl`.
     on_phase_end: called after each phase with the model, its section of the recipe, and the seconds it took.

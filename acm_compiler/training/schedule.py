@@ -17,7 +17,7 @@ from acm_compiler.errors import RunInterrupted, UsageError, did_you_mean
 from acm_compiler.measure import Example
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
-from acm_compiler.training.check_schedule import check_schedule
+from acm_compiler.training.check_schedule import check_schedule, needs_budgets
 from acm_compiler.training.distill import Distill
 from acm_compiler.training.finetune import Finetune
 from acm_compiler.training.gate import GateLabels
@@ -68,7 +68,9 @@ def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | 
     for index in range(first, len(schedule)):
         config, began = schedule[index], time.monotonic()
         if isinstance(config, TrainedPhase):
-            _train(run, config, index, snapshot if index == first else None)
+            last = config.phase == until or index + 1 == len(schedule)
+            follows = None if last else schedule[index + 1]
+            _train(run, config, index=index, snapshot=snapshot if index == first else None, follows=follows)
         else:
             _calibrate(run, config, index)
         if run.job.on_phase_end is not None:
@@ -81,8 +83,10 @@ def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | 
             return
 
 
-def _train(run: Run, config: TrainedPhase, index: int, snapshot: Snapshot | None) -> None:
-    """One phase with everything that belongs to its end."""
+def _train(
+    run: Run, config: TrainedPhase, *, index: int, snapshot: Snapshot | None, follows: PhaseConfig | None
+) -> None:
+    """One phase with everything that belongs to its end; `follows` is the next one of this run."""
     job, machine = run.job, run.machine
     phase = make_phase(run.model, config, job, machine)
     parts = _open_data(run, config.batch // config.accumulate, index)
@@ -97,8 +101,13 @@ def _train(run: Run, config: TrainedPhase, index: int, snapshot: Snapshot | None
             warn_of_collapse(loop.watch, phase.name, {name: acm.k_min for name, acm in sites(run.model).items()})
             if isinstance(config, FinetunePhase) and config.budget_range is None:
                 warn_of_missed_budget(loop.watch, job.budget)
-        if job.measure is not None:
+        if job.measure is not None and not _frees_gates(config, follows):
             job.measure(run.model)
+
+
+def _frees_gates(config: TrainedPhase, follows: PhaseConfig | None) -> bool:
+    """Whether the next phase starts by forgetting the budgets of the gates that this one has trained."""
+    return isinstance(config, GatePhase) and isinstance(follows, FinetunePhase) and not needs_budgets(follows)
 
 
 def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,16 +17,21 @@ from acm_compiler.errors import UsageError
 
 
 @contextmanager
-def batch(model: nn.Module, *, mask: Tensor | None = None, budgets: Tensor | None = None) -> Iterator[None]:
+def batch(
+    model: nn.Module, *, mask: Tensor | None = None, budgets: Tensor | Sequence[float | str] | None = None
+) -> Iterator[None]:
     """While open, `mask` and `budgets` hold for every forward (and backward) of `model` on this thread.
 
     mask [batch, tokens], True (or non-zero) at real tokens: padding then counts in no loss, budget or record.
-    budgets [batch]: one share of learner MACs per example, within the model's budget range.
+    budgets [batch]: one budget per example, in the spellings of `set_budget`, within the model's budget range.
     Raises UsageError when another `acm.batch` is open, NoBudgetTable and BudgetUnreachable as `set_budget` does.
     """
     acms = sites(model)
     if any(acm.slot is not None for acm in acms.values()):
         raise UsageError("acm.batch is already open on this model", fix="close it first; it does not nest")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise UsageError("a padding mask of another kind", found=found, expected="a tensor [batch, tokens]")
     settings = {} if budgets is None else _settings(model, budgets)
     device = next(iter(acms.values())).k_lo.device
     real = None if mask is None else mask.to(device=device, dtype=torch.bool)
@@ -39,11 +44,19 @@ def batch(model: nn.Module, *, mask: Tensor | None = None, budgets: Tensor | Non
             acm.slot = None
 
 
-def _settings(model: nn.Module, budgets: Tensor) -> dict[str, Tensor]:
+def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict[str, Tensor]:
     """Per-example knob and bounds for per-example budgets."""
+    each = budgets.tolist() if isinstance(budgets, Tensor) else budgets
+    if isinstance(each, str) or not isinstance(each, Sequence):
+        raise UsageError(
+            "budgets of a batch are one per example",
+            found=repr(each),
+            expected="a tensor or list [batch]",
+            fix="one budget for all of them: acm.set_budget(model, 0.4)",
+        )
     refuse_unfitted(model, "budgets per example")
     owner = conversion(model)
-    settings = [setting_of(owner, float(budget)) for budget in budgets]
+    settings = [setting_of(owner, budget) for budget in each]
     device = next(iter(sites(model).values())).k_lo.device
     return {
         "knob": torch.tensor([s.knob for s in settings], device=device),

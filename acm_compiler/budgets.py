@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from numbers import Real
 
 from acm_compiler.conversion import BudgetTable, Conversion
 from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, UsageError
@@ -24,13 +25,18 @@ class Setting:
     share: float
 
 
+def is_number(value: object) -> bool:
+    """Whether `value` is a number, of Python or NumPy."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def parse_budget(budget: float | str, plan: Plan) -> float:
     """The share of learner MACs that `budget` asks for.
 
     A number is that share. "60%" is a share of the whole dense model's MACs, "11 GMACs" an absolute cost, both
     for the plan's example inputs. UsageError for anything else.
     """
-    if isinstance(budget, (int, float)) and not isinstance(budget, bool):
+    if is_number(budget):
         return float(budget)
     found = _WITH_UNIT.fullmatch(str(budget))
     if not found:

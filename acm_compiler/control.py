@@ -5,15 +5,17 @@ Every call writes the same few tensors of each ACM in place, so a compiled model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import overload
 
 from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Phase
-from acm_compiler.budgets import TOLERANCE, Setting, parse_budget, setting_of
+from acm_compiler.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of
 from acm_compiler.conversion import Conversion, conversion, sites
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError
 
@@ -62,20 +64,20 @@ def set_k(model: nn.Module, k: int | None) -> None:
         _hand_to_gates(model)
         return
     most = max(acm.count for acm in acms.values())
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise UsageError("k is one whole number, for all sites", found=k, expected=f"0 to {most}, or None")
+    if isinstance(k, bool) or not isinstance(k, Integral):
+        raise UsageError("k is one whole number, for all sites", found=repr(k), expected=f"0 to {most}, or None")
     if not 0 <= k <= most:
         raise UsageError("no site has that many learners", found=k, expected=f"a whole number from 0 to {most}")
     if k < most:
         refuse_unfitted(model, f"set_k({k})")
     for acm in acms.values():
-        acm.set_choices(knob=acm.knob_value, k_lo=k, k_hi=k)
+        acm.set_choices(knob=acm.knob_value, k_lo=int(k), k_hi=int(k))
 
 
 def _hand_to_gates(model: nn.Module) -> None:
-    budget = conversion(model).budget
-    if budget is not None:
-        set_budget(model, budget)
+    owner = conversion(model)
+    if owner.budget is not None:
+        set_budget(model, owner.budget, cap=owner.cap)
         return
     for acm in sites(model).values():
         lowest = acm.count if acm.state == "dense" else acm.k_min
@@ -104,22 +106,22 @@ def set_budget(
     no phase has measured the gates, SitesNotFitted, LayoutUnknown where the phases cannot be told apart.
     """
     owner = conversion(model)
-    if cap is not None and not 0 < cap <= 1:
-        raise UsageError("a cap outside its range", found=cap, expected="a share of N in (0, 1]")
+    if cap is not None and not (is_number(cap) and 0 < cap <= 1):
+        raise UsageError("a cap outside its range", found=repr(cap), expected="a share of N in (0, 1]")
     wanted = owner.default_budget if budget is None else budget
     if wanted is None:
         raise _no_own_budget(owner)
     if not isinstance(wanted, Mapping):
         setting = _setting(model, wanted, cap)
         _write_setting(model, setting, cap)
-        owner.budget = parse_budget(wanted, owner.plan)
-        return setting.share
+        owner.budget, owner.cap = parse_budget(wanted, owner.plan), cap
+        return min(setting.share, _most(model))
     phases = _check_phases(model, wanted)
     settings = {phase: _setting(model, wanted[phase], cap) for phase in phases}
     for phase in phases:
         _write_setting(model, settings[phase], cap, phase)
-    owner.budget = {phase: parse_budget(wanted[phase], owner.plan) for phase in phases}
-    return {phase: setting.share for phase, setting in settings.items()}
+    owner.budget, owner.cap = {phase: parse_budget(wanted[phase], owner.plan) for phase in phases}, cap
+    return {phase: min(setting.share, _most(model)) for phase, setting in settings.items()}
 
 
 def _setting(model: nn.Module, wanted: float | str, cap: float | None) -> Setting:
@@ -133,6 +135,13 @@ def _write_setting(model: nn.Module, setting: Setting, cap: float | None, phase:
     for acm in sites(model).values():
         k_hi = acm.count if cap is None else int(cap * acm.count + TOLERANCE)
         acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=k_hi, phase=phase)
+
+
+def _most(model: nn.Module) -> float:
+    """The share of learner MACs when every token runs as many learners as it may."""
+    plan, acms = conversion(model).plan, sites(model)
+    macs = {site.name: cost.learner_macs for site, cost in zip(plan.sites, plan.cost.sites, strict=True)}
+    return sum(macs[name] * int(acm.k_hi) / acm.count for name, acm in acms.items()) / sum(macs.values())
 
 
 def _check_phases(model: nn.Module, wanted: Mapping[str, float | str]) -> tuple[Phase, ...]:
@@ -166,8 +175,8 @@ def relax(model: nn.Module, temperature: float | None) -> None:
     None ends it. Sampling goes over all of a site's choices, at the knob set last. SitesNotFitted while sites
     without fitted learners exist.
     """
-    if temperature is not None and not temperature > 0:
-        raise UsageError("a temperature must be positive", found=temperature)
+    if temperature is not None and not (is_number(temperature) and 0 < temperature < math.inf):
+        raise UsageError("a temperature must be positive", found=repr(temperature), expected="a number such as 0.8")
     if temperature is not None:
         refuse_unfitted(model, "relax")
     for acm in sites(model).values():

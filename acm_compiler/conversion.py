@@ -58,7 +58,7 @@ class Conversion:
 
     `teacher` is the digest of the dense weights that were replaced; `default_budget` is the recipe's own, what
     `set_budget(model, None)` means; `budget` is the budget set last, one per phase where it was set so, None when the
-    gates were not asked to keep one.
+    gates were not asked to keep one; `cap` bounds every token's k with it, as a share of N.
     `damage` is what the last calibration expects of every k at every site, from k_min to N.
     """
 
@@ -67,6 +67,7 @@ class Conversion:
     table: BudgetTable | None = None
     default_budget: float | None = None
     budget: float | dict[str, float] | None = None
+    cap: float | None = None
     damage: dict[str, tuple[float, ...]] = field(default_factory=dict)
     undo: Any = None  # what `rewrite` changed around the ACMs, for `revert`
 

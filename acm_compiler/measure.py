@@ -126,9 +126,9 @@ class _Search:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; the mode, the choices and the budget set come back at the end."""
+    """Eval mode without gradients; the mode, the choices, the budget and the cap set come back at the end."""
     owner = conversion(model)
-    budget = owner.budget
+    budget, cap = owner.budget, owner.cap
     training = {module: module.training for module in model.modules()}
     choices = {acm: acm.run_time() for acm in sites(model).values()}
     try:
@@ -136,7 +136,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             model.eval()
             yield
     finally:
-        owner.budget = budget
+        owner.budget, owner.cap = budget, cap
         for module, was_training in training.items():
             module.training = was_training
         for acm, values in choices.items():

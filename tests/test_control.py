@@ -1,7 +1,9 @@
 """Budgets at run time: fixed k, the table, caps, per-example budgets, recording."""
 
+import re
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_set_k_is_clamped_to_each_site(model):
     assert [run_mode(acm) for acm in sites(model).values()] == [FixedK(0), FixedK(1)]
 
 
-@pytest.mark.parametrize("k", [-1, 5, 2.0, True])
+@pytest.mark.parametrize("k", [-1, 5, 2.0, True, "2"])
 def test_set_k_refuses_what_no_site_has(model, k):
     with pytest.raises(UsageError, match="0 to 4"):
         set_k(model, k)
@@ -85,6 +87,34 @@ def test_a_cap_bounds_every_token(model):
     assert [run_mode(acm) for acm in sites(model).values()] == [Gated(1.0, 0, 2), FixedK(1)]
     set_budget(model, 1.0, cap=0.5)
     assert [run_mode(acm) for acm in sites(model).values()] == [FixedK(2), FixedK(1)]
+
+
+def test_a_cap_lowers_the_share_that_is_expected(model):
+    assert set_budget(model, 0.4, cap=0.5) == pytest.approx(0.4)
+    assert set_budget(model, 0.9, cap=0.5) == pytest.approx(0.5)
+    assert set_budget(model, 0.9) == pytest.approx(0.9)
+
+
+def test_a_cap_holds_until_another_budget_is_set(model):
+    set_budget(model, 0.5, cap=0.5)
+    set_k(model, 3)
+    set_k(model, None)
+    assert run_mode(sites(model)["a"]) == Gated(1.0, 0, 2)
+    set_budget(model, 0.5)
+    set_k(model, None)
+    assert run_mode(sites(model)["a"]) == Gated(1.0, 0, 4)
+
+
+@pytest.mark.parametrize("cap", [0, 1.5, float("nan"), "0.5", True])
+def test_a_cap_is_a_share_of_the_learners(model, cap):
+    with pytest.raises(UsageError, match=re.escape(repr(cap))):
+        set_budget(model, 0.5, cap=cap)
+
+
+def test_numbers_of_numpy_are_numbers(model):
+    set_k(model, np.int64(2))
+    assert run_mode(sites(model)["a"]) == FixedK(2)
+    assert set_budget(model, np.float32(0.5), cap=np.float32(1)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("budget", [0.05, 1.2, -1.0, float("nan")])
@@ -232,6 +262,26 @@ def test_budgets_per_example_equal_budgets_one_by_one(model):
         with record(model) as single:
             torch.testing.assert_close(model(x[i : i + 1]), y[i : i + 1])
         assert torch.equal(single.k["a"][0], usage.k["a"][i])
+    assert sites(model)["a"].slot is None
+
+
+def test_budgets_per_example_may_be_listed_as_set_budget_spells_them(model):
+    plan = conversion(model).plan
+    x = torch.randn(2, 5, 8)
+    with batches.batch(model, budgets=torch.tensor([0.3, 1.0])):
+        expected = model(x)
+    with batches.batch(model, budgets=[0.3, f"{plan.cost.macs(1.0) / plan.model.batch} MACs"]):
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"budgets": 0.5}, {"budgets": torch.tensor(0.5)}, {"budgets": "50%"}, {"budgets": torch.ones(2, 2)}]
+    + [{"mask": [[1, 1]]}, {"mask": torch.ones(5)}],
+)
+def test_what_is_not_one_per_example_is_refused(model, wrong):
+    with pytest.raises(UsageError), batches.batch(model, **wrong):
+        pass
     assert sites(model)["a"].slot is None
 
 

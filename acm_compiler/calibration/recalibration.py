@@ -39,9 +39,10 @@ def recalibrate(
             table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=say)
             say.done(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
     if isinstance(owner.budget, dict):
-        set_budget(model, {phase: max(budget, owner.table_min) for phase, budget in owner.budget.items()})
+        phases = {phase: max(budget, owner.table_min) for phase, budget in owner.budget.items()}
+        set_budget(model, phases, cap=owner.cap)
     elif owner.budget is not None:
-        set_budget(model, max(owner.budget, owner.table_min))
+        set_budget(model, max(owner.budget, owner.table_min), cap=owner.cap)
     return table
 
 

@@ -41,5 +41,5 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def free_gate(acm: ACM) -> None:
     """Let the gate decide over all its k with the knob at 0, as the paper trains it; an older budget table is void."""
     owner = conversion_of(acm)
-    owner.table = owner.budget = None
+    owner.table = owner.budget = owner.cap = None
     acm.set_choices(knob=0.0, k_lo=acm.k_min, k_hi=acm.count)

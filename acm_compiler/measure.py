@@ -147,4 +147,6 @@ def _mean_over_ranks(shares: Tensor) -> float:
     total = torch.stack([shares.sum(), torch.tensor(float(shares.numel()), dtype=shares.dtype)])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(total)
+    if not total[1]:
+        raise DataError("the examples to measure budgets on hold no real token", fix="give batches that are not empty")
     return float(total[0] / total[1])

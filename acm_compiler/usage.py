@@ -154,7 +154,7 @@ def record(model: nn.Module) -> Iterator[Usage]:
 
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
-    _refuse_compiled(model)
+    refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
     acms = sites(model)
     usage = Usage(conversion(model).plan)
     hook = model.register_forward_pre_hook(lambda _, args, kwargs: usage.see_call(args, kwargs), with_kwargs=True)
@@ -168,11 +168,10 @@ def record(model: nn.Module) -> Iterator[Usage]:
             acm.observers.remove(usage.observe)
 
 
-def _refuse_compiled(model: nn.Module) -> None:
+def refuse_compiled(model: nn.Module, done: str, *, fix: str) -> None:
+    """CompiledModelError for a compiled model, whose graphs do not show what runs; `done` is what it cannot be."""
     # a compiled model exists only where dynamo has been imported
     dynamo = sys.modules.get("torch._dynamo")
     wrapped = dynamo is not None and isinstance(model, dynamo.eval_frame.OptimizedModule)
     if wrapped or any(module._compiled_call_impl is not None for module in model.modules()):
-        raise CompiledModelError(
-            "a compiled model cannot be recorded", fix="record the eager model: acm.record(compiled._orig_mod)"
-        )
+        raise CompiledModelError(f"a compiled model cannot be {done}", fix=fix)

@@ -18,6 +18,7 @@ from acm_compiler.control import set_budget, set_k
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import (
     BudgetUnreachable,
+    CompiledModelError,
     DataError,
     LayoutUnknown,
     NoDenseRegion,
@@ -357,3 +358,53 @@ def test_recalibrate_measures_the_table_alone(shared):
     assert usage.budget == pytest.approx(0.5, abs=0.06)
     with pytest.raises(DataError):
         recalibrate(model, [])
+
+
+def test_a_cap_holds_through_a_recalibration(shared):
+    model = copy.deepcopy(shared)
+    set_budget(model, 0.5, cap=0.5)
+    recalibrate(model, DATA, tokens=100)
+    assert max(int(acm.k_hi) for acm in sites(model).values()) == N // 2
+
+
+def test_data_without_tokens_leaves_the_budget_table_as_it_was(shared):
+    model = copy.deepcopy(shared)
+    empty = {name: value[:0] for name, value in DATA[0].items()}
+    with pytest.raises(DataError, match="no real token"):
+        recalibrate(model, [empty])
+    assert conversion(model).table == conversion(shared).table
+
+
+def test_budgets_that_will_be_asked_for_are_spelt_as_for_set_budget(shared):
+    model = copy.deepcopy(shared)
+    plan = conversion(model).plan
+    recalibrate(model, DATA, tokens=100, budgets=[f"{100 * plan.cost.model_share(0.37)}%"])
+    assert any(abs(point.share - 0.37) < 0.02 for point in conversion(model).table.points)
+    for wrong in (0.4, "40%", [40], ["abc"]):
+        with pytest.raises(UsageError):
+            recalibrate(model, DATA, budgets=wrong)
+        with pytest.raises(UsageError):
+            calibrate(model, DATA, budgets=wrong)
+
+
+def test_a_calibration_draws_nothing_from_the_generator_of_the_user():
+    model, before = make_tiny(), torch.get_rng_state()
+    calibrate_on(model, masked(DATA), options=quick())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_batch_that_the_model_does_not_take_is_refused_in_words(shared):
+    model = copy.deepcopy(shared)
+    labelled = [(batch["x"], batch["attention_mask"], torch.zeros(8)) for batch in DATA]
+    words = r"float32 \[8, .*TypeError: .* positional arguments.*\n.*labels"
+    for act in (calibrate, recalibrate):
+        with pytest.raises(UsageError, match=words) as caught:
+            act(model, labelled)
+        assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_compiled_model_is_refused_before_it_runs(shared):
+    compiled = torch.compile(copy.deepcopy(shared), backend="eager")
+    for act in (calibrate, recalibrate):
+        with pytest.raises(CompiledModelError, match="eager model"):
+            act(compiled, iter([]))

@@ -276,8 +276,14 @@ def test_budgets_per_example_may_be_listed_as_set_budget_spells_them(model):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"budgets": 0.5}, {"budgets": torch.tensor(0.5)}, {"budgets": "50%"}, {"budgets": torch.ones(2, 2)}]
-    + [{"mask": [[1, 1]]}, {"mask": torch.ones(5)}],
+    [
+        {"budgets": 0.5},
+        {"budgets": torch.tensor(0.5)},
+        {"budgets": "50%"},
+        {"budgets": torch.ones(2, 2)},
+        {"mask": [[1, 1]]},
+        {"mask": torch.ones(5)},
+    ],
 )
 def test_what_is_not_one_per_example_is_refused(model, wrong):
     with pytest.raises(UsageError), batches.batch(model, **wrong):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from acm_compiler.calibration.padding import call_mask
-from acm_compiler.errors import DataError, UsageError
-from acm_compiler.inputs import Inputs, split_inputs
+from acm_compiler.errors import AcmError, DataError, UsageError
+from acm_compiler.inputs import Inputs, call_model, split_inputs
 from acm_compiler.measure import Example
+from acm_compiler.passes.capture import Attempt, first_line
+from acm_compiler.passes.nested import tensors
+from acm_compiler.passes.source_lines import raising_line
 
 # one batch of so many is kept for measuring
 _HELD_OUT = 6
@@ -65,6 +69,30 @@ def _pairs(batches: Iterable[Inputs]) -> Iterator[Example]:
     for inputs in batches:
         split_inputs(inputs)
         yield inputs, None
+
+
+def run(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's output for one batch; UsageError, with the model's own error, where it raises."""
+    attempt = Attempt()
+    with attempt:
+        return call_model(model, inputs)
+    error = attempt.error
+    assert error is not None
+    if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
+        raise error
+    raise UsageError(
+        f"the model itself raises on a batch of {_shapes(inputs)}",
+        where=raising_line(error),
+        found=first_line(error),
+        expected="what the model takes, in its type and on its device",
+        fix="a batch is a tensor, a tuple of arguments or a mapping; leave out labels: (x for x, label in loader)",
+    ) from error
+
+
+def _shapes(inputs: Inputs) -> str:
+    """The tensors of a batch as `float32 [8, 3, 32, 32] on cpu`."""
+    shown = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}" for t in tensors(inputs)]
+    return ", ".join(shown) or "no tensors"
 
 
 def mask_in(example: Example) -> Tensor | None:

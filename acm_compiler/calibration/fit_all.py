@@ -166,5 +166,5 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
             f"too few tokens to refit the second layer of {len(given_up)} MLP sites ({given_up[0].name}, ...): they "
             f"keep the original one, which is worse below k = N; {ENOUGH_TOKENS * widest} tokens are the least that "
             f"is of use, {5 * widest} are enough",
-            stacklevel=4,
+            stacklevel=5,
         )

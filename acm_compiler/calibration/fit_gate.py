@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
 
@@ -30,7 +31,7 @@ def fit_gate(gate: Gate, x_TD: Tensor, damage_TC: Tensor, *, steps: int, seed: i
     unit = damage_TC.mean().clamp_min(1e-30)
     target_TC = (damage_TC / unit).float()
     target_TC += _FLOOR * target_TC.mean(0) + _FLOOR_OF_ALL
-    student = Gate(x_TD.shape[1], gate.inner.out_features, damage_TC.shape[1], device=x_TD.device)
+    student = skip_init(Gate, x_TD.shape[1], gate.inner.out_features, damage_TC.shape[1], device=x_TD.device)
     generator = torch.Generator().manual_seed(seed)
     _start(student, target_TC, generator)
     rate = min(max(_SPEED / x_TD.shape[1], _SLOWEST), _FASTEST)

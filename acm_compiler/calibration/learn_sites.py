@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
 from acm_compiler.acm.reference import Weights
@@ -94,7 +95,8 @@ def _learned(model: nn.Module, record: SiteRecord, fit: Fit, options: Options) -
     site, x_TD = fit.site, fit.judged.x_TD
     damage_TC = token_damage(fit.weights, fit.judged, site.k_min)
     like = sites(model)[site.name].learners.w_in
-    gate = Gate(site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
+    # drawn weights would be of no use here, and cost the user's generator
+    gate = skip_init(Gate, site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
     fit_gate(gate, x_TD, damage_TC, steps=options.gate_steps, seed=record.seed)
     ranks.from_first([gate])
     with torch.no_grad():

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.calibration.examples import mask_in
+from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
 from acm_compiler.calibration.padding import real_tokens
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import sites
-from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example
 
 
@@ -49,7 +48,7 @@ def observe(
         for example in examples:
             taps.mask_BS, taps.first = mask_in(example), seen.examples
             with batch_context(model, mask=example[1]):
-                outputs = answers(call_model(model, example[0]), answer, taps.mask_BS)
+                outputs = answers(run(model, example[0]), answer, taps.mask_BS)
                 for number in range(projections):
                     loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
                     if loss.requires_grad:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
+from acm_compiler.budgets import is_number, parse_budget
 from acm_compiler.calibration.outputs import Answer, default_answer
+from acm_compiler.conversion import conversion
 from acm_compiler.errors import UsageError
+from acm_compiler.usage import refuse_compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +35,28 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise UsageError("a calibration needs tokens", found=self.tokens, expected="at least 1")
+        check_tokens(self.tokens)
         for budget in self.budgets:
-            if not 0 < budget <= 1:
-                raise UsageError(
-                    "a budget outside its range", found=budget, expected="a share of learner MACs in (0, 1]"
-                )
+            _check_share(budget, budget)
+
+
+def check_tokens(tokens: int) -> None:
+    """UsageError for a number of tokens to read that is none."""
+    if not is_number(tokens) or not tokens >= 1:
+        raise UsageError("a calibration needs tokens", found=repr(tokens), expected="at least 1")
+
+
+def shares_of(model: nn.Module, budgets: Sequence[float | str]) -> tuple[float, ...]:
+    """The `budgets` that a user will ask for, as shares of learner MACs. UsageError; CompiledModelError."""
+    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
+    if isinstance(budgets, str) or not isinstance(budgets, Sequence):
+        raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
+    shares = [parse_budget(budget, conversion(model).plan) for budget in budgets]
+    for budget, share in zip(budgets, shares, strict=True):
+        _check_share(share, budget)
+    return tuple(shares)
+
+
+def _check_share(share: float, asked: float | str) -> None:
+    if not 0 < share <= 1:
+        raise UsageError("a budget outside its range", found=repr(asked), expected="a share of learner MACs in (0, 1]")

@@ -12,7 +12,7 @@ from acm_compiler.calibration.examples import Examples, masked
 from acm_compiler.calibration.fit_all import fit_all
 from acm_compiler.calibration.install import install
 from acm_compiler.calibration.lowest_k import choose_lowest_k
-from acm_compiler.calibration.options import Options
+from acm_compiler.calibration.options import Options, shares_of
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import conversion
 from acm_compiler.errors import LayoutUnknown, UsageError
@@ -28,14 +28,14 @@ def calibrate(
     batches: Iterable[Inputs],
     *,
     tokens: int = 20_000,
-    budgets: Sequence[float] = (),
+    budgets: Sequence[float | str] = (),
     progress: Say | None = None,
 ) -> Plan:
     """Give a rewritten model fitted learners, gates and a budget table, in place; returns its resolved plan.
 
     batches: an iterable of what the model takes (tensor, tuple, or dict whose `attention_mask`, if any, marks padding);
     no labels. Read until every site has seen `tokens` real tokens; every sixth batch is kept for measuring.
-    budgets: shares of learner MACs you will ask for: they stay reachable (the lowest k may be raised else).
+    budgets: what you will ask of `set_budget`: they stay reachable (the lowest k may be raised else).
     progress: called with a line of text after each step; when unset, a terminal shows the latest, else the log does
     every half minute.
 
@@ -43,9 +43,10 @@ def calibrate(
     comes after, such as mean pooling over tokens, is not known here (`calibrate_on` takes an `answer`).
     Afterwards the model runs at its default budget, or all learners if it has none. On an error or an interrupt the
     model is as it was. Raises DataError (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values
-    that are not finite), LayoutUnknown, UsageError; warns where tokens are too few to refit.
+    that are not finite), LayoutUnknown, CompiledModelError, UsageError (a batch that the model does not take); warns
+    where tokens are too few to refit.
     """
-    options = Options(tokens=tokens, budgets=tuple(budgets))
+    options = Options(tokens=tokens, budgets=shares_of(model, budgets))
     return calibrate_on(model, masked(batches), options=options, progress=progress)
 
 

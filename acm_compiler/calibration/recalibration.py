@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from acm_compiler.calibration.examples import Examples, masked
+from acm_compiler.calibration.examples import Examples, masked, run
+from acm_compiler.calibration.options import check_tokens, shares_of
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import BudgetTable, conversion
-from acm_compiler.inputs import Inputs, call_model
+from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.progress import Say, telling
 from acm_compiler.usage import PADDING, record
@@ -21,7 +22,7 @@ def recalibrate(
     batches: Iterable[Inputs],
     *,
     tokens: int = 4_000,
-    budgets: Sequence[float] = (),
+    budgets: Sequence[float | str] = (),
     progress: Say | None = None,
 ) -> BudgetTable:
     """Measure anew which knob reaches which budget, on `batches`; learners, gates and the lowest k stay as they are.
@@ -29,12 +30,14 @@ def recalibrate(
     batches: as for `calibrate`, read until the busiest site has run on `tokens` real tokens; all of them are run once
     per knob tried. A budget that is set holds on, by the new table. Raises DataError without batches, SitesNotFitted.
     """
+    asked = shares_of(model, budgets)
+    check_tokens(tokens)
     owner = conversion(model)
     k_lo = owner.table.points[0].k_lo if owner.table else 0
     with torch.inference_mode(False):
         examples = _enough_of(model, masked(batches), tokens)
         default = () if owner.default_budget is None else (owner.default_budget,)
-        wanted = (*budgets, *default, *owner.budgets_set)
+        wanted = (*asked, *default, *owner.budgets_set)
         with telling("recalibrate", progress) as say:
             table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=say)
             say.done(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
@@ -53,7 +56,7 @@ def _enough_of(model: nn.Module, batches: Iterable[Example], tokens: int) -> lis
     with undisturbed(model):
         for inputs, _ in examples.read(lambda: max(seen.values(), default=0) >= tokens):
             with record(model) as usage:
-                call_model(model, inputs)
+                run(model, inputs)
             for name, k_BS in usage.k.items():
                 seen[name] = seen.get(name, 0) + int((k_BS != PADDING).sum())
     return examples.fitted

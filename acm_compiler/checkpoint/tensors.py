@@ -41,7 +41,8 @@ def _walk(module: nn.Module, prefix: str, left_out: set[int]) -> Iterator[tuple[
             yield f"{prefix}{leaf}", Slot(module, leaf, tensor)
     for name, child in module._modules.items():
         if child is not None and id(child) not in left_out:
-            yield from _walk(child, f"{prefix}{name}.", left_out)
+            # a part that torch.compile wraps keeps its own name
+            yield from _walk(getattr(child, "_orig_mod", child), f"{prefix}{name}.", left_out)
 
 
 def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

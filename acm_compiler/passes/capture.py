@@ -51,7 +51,7 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Capture:
         return third
     raise CaptureFailed(
         "the model cannot be seen as a graph",
-        found=f"recording: {error}; exporting: {_first_line(third)}",
+        found=f"recording: {error}; exporting: {first_line(third)}",
         fix=_way_out(model),
     ) from error
 
@@ -211,13 +211,14 @@ def _meta_model_raises(error: Exception) -> CaptureFailed:
         return CaptureFailed(
             "what the model runs depends on values, and tensors on `meta` have none",
             where=raising_line(error),
-            found=_first_line(error),
+            found=first_line(error),
             fix="load the model with real weights",
         )
     return _model_raises(error, "pass inputs that the model accepts, or try it with real weights")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What `error` is, and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -225,6 +226,6 @@ def _model_raises(error: Exception, fix: str) -> CaptureFailed:
     return CaptureFailed(
         "the model itself raises with these example inputs",
         where=raising_line(error),
-        found=_first_line(error),
+        found=first_line(error),
         fix=fix,
     )

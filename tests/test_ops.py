@@ -41,6 +41,17 @@ def test_the_residual_is_added_and_gets_its_gradient(kind):
     torch.testing.assert_close(torch.autograd.grad(y, args[-1], dy)[0], dy)
 
 
+@pytest.mark.parametrize("kind", FORMS)
+def test_no_gradient_is_an_alias_of_what_the_backward_was_given(kind):
+    # Inductor writes over a buffer that it believes to be free: a gradient that lay there was lost
+    args, kwargs, _ = arguments(kind, residual=True)
+    dy = torch.randn(T, OUT, dtype=torch.float64)
+    grads = torch.ops.acm.learners_backward(dy, *args, **kwargs)
+    given = {t.data_ptr() for t in (dy, *args) if t is not None}
+    assert not given & {grad.data_ptr() for grad in grads}
+    assert len({grad.data_ptr() for grad in grads}) == len(grads)
+
+
 @pytest.mark.parametrize("k", [-1, N + 1])
 def test_a_k_outside_its_range_is_refused(k):
     args, kwargs, _ = arguments("mlp")

@@ -151,7 +151,12 @@ def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Tensor | None, form: s
         inputs = [x, *(leaf for leaf in leaves if leaf is not None)]
         y = _run(x, k, leaves, form, act)
         grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
-    return [torch.zeros_like(i) if g is None else g.contiguous() for i, g in zip(inputs, grads, strict=True)]
+    return [torch.zeros_like(i) if g is None else _own(g, dy) for i, g in zip(inputs, grads, strict=True)]
+
+
+def _own(grad: Tensor, dy: Tensor) -> Tensor:
+    """A contiguous `grad` that is no alias of `dy`: a compiler may go on writing there."""
+    return grad.clone() if grad.data_ptr() == dy.data_ptr() else grad.contiguous()
 
 
 def _backward_fake(dy: Tensor, x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> list[Tensor]:
@@ -160,16 +165,18 @@ def _backward_fake(dy: Tensor, x: Tensor, k: Tensor, *tensors: Tensor | None, fo
 
 def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
     x, k, *tensors = inputs
-    ctx.present = [t is not None for t in (x, *tensors)]
-    ctx.save_for_backward(x, k, *tensors)
+    weights, residual = tensors[:7], tensors[7:]
+    ctx.present = [t is not None for t in (x, *weights)]
+    ctx.residual = [t is not None for t in residual]
+    ctx.save_for_backward(x, k, *weights)
     ctx.form, ctx.act = keyword_only_inputs["form"], keyword_only_inputs["act"]
 
 
 def _run_backward(ctx, dy: Tensor):
-    x, k, *tensors = ctx.saved_tensors
-    grads = iter(torch.ops.acm.learners_backward(dy, x, k, *tensors, form=ctx.form, act=ctx.act))
+    x, k, *weights = ctx.saved_tensors
+    grads = iter(torch.ops.acm.learners_backward(dy, x, k, *weights, form=ctx.form, act=ctx.act))
     dx, *others = [next(grads) if present else None for present in ctx.present]
-    return (dx, None, *others)
+    return (dx, None, *others, *[dy if present else None for present in ctx.residual])
 
 
 def _gate(*args: Tensor, **kwargs) -> Tensor:

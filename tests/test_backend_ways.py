@@ -1,14 +1,20 @@
 """The other ways in which compiled models are used: phases of decoding, vmap, data parallel training."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.backend_ranks import RANKS, examples, gradients, make_model
 from tests.build import planned_site, stack_of
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -70,3 +76,18 @@ def test_data_parallel_training_compiles_to_the_same_gradients():
     assert counters["stats"]["unique_graphs"] >= 1
     for parameter, grad in zip(learned.values(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_compiled_with_the_gradients_of_one_eager_process(tmp_path):
+    command, environment = [sys.executable, "-m", "tests.backend_ranks", str(tmp_path)], os.environ | ONE_THREAD
+    runs = [subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE) for rank in range(RANKS)]
+    for run in runs:
+        _, errors = run.communicate(timeout=300)
+        assert run.returncode == 0, errors.decode()
+    expected = gradients(make_model(), examples())
+    for rank in range(RANKS):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        assert found.keys() == expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)

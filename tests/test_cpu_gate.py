@@ -1,5 +1,7 @@
 """The native gate against the plain one: the same choices for every token, rule, width and bound."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -55,6 +57,18 @@ def test_the_native_gate_chooses_what_the_plain_one_does(d_in, width, k_min, rul
     native, plain = both(gate, x, k_min=k_min, rule=rule)
     far = ~close_calls(gate, x, knob=0.3, k_min=k_min, rule=rule)
     assert native.dtype == torch.int32 and torch.equal(native[far], plain[far])
+    assert far.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("rule", ["logits", "damage"])
+@pytest.mark.parametrize(("d_in", "width"), [(8, 8), (18, 13), (19, 13), (96, 48), (770, 130)])
+def test_a_gate_of_bfloat16_chooses_as_one_of_floats_with_the_same_numbers(d_in, width, rule):
+    gate, x = drawn(d_in, width, 0).bfloat16().requires_grad_(False), torch.randn(257, d_in).bfloat16()
+    floats = copy.deepcopy(gate).float()
+    native, _ = both(gate, x, rule=rule)
+    _, expected = both(floats, x.float(), rule=rule)
+    far = ~close_calls(floats, x.float(), knob=0.3, k_min=0, rule=rule)
+    assert torch.equal(native[far], expected[far])
     assert far.float().mean() > 0.9
 
 

@@ -17,7 +17,7 @@ import torch
 from acm_compiler.errors import KernelUnavailable
 
 SOURCE = Path(__file__).with_name("cpu_learners.cpp")
-_HEADERS = tuple(SOURCE.with_name(name) for name in ("cpu_activations.h", "cpu_call.h", "cpu_gate.h", "cpu_products.h"))
+_HEADERS = tuple(sorted(SOURCE.parent.glob("cpu_*.h")))
 _COMPILERS = ("g++", "clang++", "c++")
 _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],

@@ -1,16 +1,14 @@
-// Activations of learners, applied to vectors of floats together with biases and the multiplied branch.
+// Activations of learners, as functions of vectors of floats.
 #pragma once
-
-#include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string_view>
 
-namespace {
+#include "cpu_vectors.h"
 
-using Vec = at::vec::Vectorized<float>;
+namespace {
 
 inline Vec sigmoid(const Vec& v) { return Vec(1.f) / (Vec(1.f) + v.neg().exp()); }
 inline Vec softplus(const Vec& v) { return Vec::blendv(v.exp().log1p(), v, v > Vec(20.f)); }
@@ -55,23 +53,6 @@ void with_act(Act act, const Use& use) {
     case Act::hardswish: return use([](const Vec& v) { return v * between(v + Vec(3.f), 0.f, 6.f) / Vec(6.f); });
     case Act::mish: return use([](const Vec& v) { return v * softplus(v).tanh(); });
     case Act::softplus: return use([](const Vec& v) { return softplus(v); });
-  }
-}
-
-// h = act(h + b) * (up + b_up), the second factor only where `up` is given
-template <typename F>
-void act_row(const F& f, float* h, const float* b, const float* up, const float* b_up, int64_t width) {
-  for (int64_t j = 0; j < width; j += Vec::size()) {
-    const int64_t count = std::min<int64_t>(Vec::size(), width - j);
-    Vec v = Vec::loadu(h + j, count);
-    if (b) v = v + Vec::loadu(b + j, count);
-    v = f(v);
-    if (up) {
-      Vec u = Vec::loadu(up + j, count);
-      if (b_up) u = u + Vec::loadu(b_up + j, count);
-      v = v * u;
-    }
-    v.store(h + j, count);
   }
 }
 

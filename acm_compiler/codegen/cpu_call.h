@@ -8,13 +8,13 @@
 
 #include <atomic>
 
+#include "cpu_activations.h"
 #include "cpu_products.h"
+#include "cpu_sorted.h"
 
 namespace {
 
 constexpr int64_t kChunkRows = 1024;  // so many rows pay for transposing the weights
-constexpr int64_t kThreadRows = 192;  // with fewer rows per thread, threads share columns instead
-constexpr int64_t kFewRows = 32;      // up to so many tokens, weights are read as they are
 
 enum class Form { mlp, gated, linear, rows, cols };
 constexpr std::string_view kFormNames[] = {"mlp", "gated", "linear", "rows", "cols"};
@@ -25,77 +25,22 @@ std::optional<Form> find_form(std::string_view name) {
   return static_cast<Form>(found - std::begin(kFormNames));
 }
 
-template <typename T>
-Vec load(const T* from, int64_t count) {
-  if constexpr (std::is_same_v<T, float>) return Vec::loadu(from, count);
-  float values[kLanes] = {};
-  if (count == kLanes) for (int64_t j = 0; j < kLanes; j++) values[j] = static_cast<float>(from[j]);
-  else at::vec::convert(from, values, count);
-  return Vec::loadu(values);
-}
-
-template <typename T>
-void store(const Vec& value, T* to, int64_t count) {
-  if constexpr (std::is_same_v<T, float>) return value.store(to, count);
-  float values[kLanes];
-  value.store(values);
-  if (count == kLanes) for (int64_t j = 0; j < kLanes; j++) to[j] = static_cast<T>(values[j]);
-  else at::vec::convert(values, to, count);
-}
-
 // T: of the tensors. kPairs: whether products are of pairs of bfloat16, else of floats.
 template <typename T, bool kPairs>
-struct Call {
+struct Call : Sorted {
   using Hidden = std::conditional_t<kPairs, c10::BFloat16, float>;
   using Weights = Matrix<T, kPairs>;
   static constexpr int64_t kPerWord = Weights::kPerWord;
   static constexpr bool kAsIs = kPairs || std::is_same_v<T, float>;  // rows of x need no conversion
 
-  int64_t tokens, d_in, d_out, learners, width, heads;
+  int64_t d_in, d_out, width, heads;
   const T *x, *w_in, *b_in, *w_up, *b_up, *w_out, *b_out, *w_top, *residual;
   int64_t x_stride;
   bool per_k;
   Form form;
   Act act;
   T* out;
-  std::vector<int64_t> order;     // token of each sorted place
-  std::vector<int64_t> at_least;  // [N + 2]: how many tokens run at least k learners
-  std::vector<int64_t> cuts;      // borders of the chunks, in sorted places
-
-  // ---- sorting and cutting
-
-  // false when some k lies outside [0, N]
-  template <typename K>
-  bool sort(const K* k) {
-    std::vector<int64_t> place(learners + 1, 0);
-    for (int64_t t = 0; t < tokens; t++) {
-      if (k[t] < 0 || k[t] > learners) return false;
-      place[k[t]]++;
-    }
-    at_least.assign(learners + 2, 0);
-    for (int64_t n = learners; n >= 0; n--) at_least[n] = at_least[n + 1] + place[n];
-    for (int64_t n = 0; n <= learners; n++) place[n] = at_least[n + 1];
-    order.resize(tokens);
-    for (int64_t t = 0; t < tokens; t++) order[place[k[t]]++] = t;
-    return true;
-  }
-
-  // chunks of equal work over the tokens with k >= 1
-  void cut() {
-    const int64_t busy = at_least[1], threads = at::get_num_threads();
-    int64_t work = 0, done = 0;
-    for (int64_t k = 1; k <= learners; k++) work += at_least[k];
-    int64_t count = std::max<int64_t>(1, (busy + kChunkRows - 1) / kChunkRows);
-    if (busy >= kThreadRows * threads) count = round_up(count, threads);
-    cuts.assign(1, 0);
-    for (int64_t place = 0, k = learners; place < busy; place++) {
-      while (place >= at_least[k]) k--;
-      done += k;
-      const bool full = place + 1 - cuts.back() >= 2 * kChunkRows;
-      const bool share = done * count >= work * static_cast<int64_t>(cuts.size());
-      if (share || full || place + 1 == busy) cuts.push_back(place + 1);
-    }
-  }
+  std::vector<int64_t> cuts;  // borders of the chunks, in sorted places
 
   // ---- one chunk: sorted places [first, stop), rows 0 ... stop - first
 
@@ -107,8 +52,10 @@ struct Call {
     Hidden* hidden;
   };
 
+  bool has_hidden() const { return form == Form::mlp || form == Form::gated; }
   int64_t clip(const Chunk& c, int64_t place) const { return std::clamp(place, c.first, c.stop) - c.first; }
-  bool few() const { return tokens <= kFewRows; }
+  // words of the dense layer's hidden values of all tokens, or of its output where it has none: no buffer is larger
+  int64_t dense_words() const { return tokens * (has_hidden() ? learners * width : d_out) / kPerWord; }
   // how many learners, narrower than a vector, share a product
   int64_t company() const { return std::max<int64_t>(1, kLanes / width); }
 
@@ -126,7 +73,7 @@ struct Call {
   void multiply(const Chunk& c, const std::vector<const float*>& rows, const std::vector<Span>& spans, const Weights& w,
                 int64_t first_col, int64_t cols, const Finish& finish) const {
     if (spans.empty()) return;
-    Product<T, kPairs>{rows.data(), spans, w, first_col, cols, few(), c.shared}.run(finish);
+    Product<T, kPairs>{rows.data(), spans, w, first_col, cols, tokens, dense_words(), c.shared}.run(finish);
   }
 
   static Weights plain(const T* data, int64_t cols, int64_t depth) {
@@ -136,16 +83,14 @@ struct Call {
   // this thread's memory for the hidden values of a chunk and, where types differ, its rows of x
   static float* memory(int64_t words) {
     static thread_local std::vector<float> kept;
-    if (static_cast<int64_t>(kept.size()) < words) kept.resize(words);
-    return kept.data();
+    return grown(kept, words);
   }
 
   void run_chunk(int64_t first, int64_t stop, bool shared) const {
     const int64_t rows = stop - first, most = std::min(learners, round_up(k_at(first), company()));
     Chunk c{first, stop, shared, std::vector<const float*>(rows), std::vector<const float*>(rows)};
-    // odd numbers of vectors apart, for the cache's sake
-    c.hidden_stride = form == Form::rows || form == Form::cols ? 0 : apart(most * width / kPerWord);
-    const int64_t copied = form == Form::cols ? apart(most * width / kPerWord) : kAsIs ? 0 : apart(d_in);
+    c.hidden_stride = form == Form::rows || form == Form::cols ? 0 : apart(most * width / kPerWord, rows);
+    const int64_t copied = form == Form::cols ? apart(most * width / kPerWord, rows) : kAsIs ? 0 : apart(d_in, rows);
     float* own = memory(rows * (c.hidden_stride + copied));
     c.hidden = reinterpret_cast<Hidden*>(own);
     for (int64_t i = 0; i < rows; i++) {
@@ -161,13 +106,21 @@ struct Call {
     else run_layers(c);
   }
 
-  static int64_t apart(int64_t words) { return (round_up(words, kLanes) / kLanes | 1) * kLanes; }
+  // from row to row of a buffer: where there is room an odd number of vectors, for the cache's sake
+  int64_t apart(int64_t words, int64_t rows) const {
+    const int64_t odd = (round_up(words, kLanes) / kLanes | 1) * kLanes;
+    return rows * odd <= dense_words() ? odd : words;
+  }
 
   // to[k, G, part] = what the first k learners read of a row [G, N, part]
   void take_slices(const T* row, int64_t k, Hidden* to) const {
     const int64_t part = width / heads;
     for (int64_t n = 0; n < k; n++)
-      for (int64_t g = 0; g < heads; g++, to += part) at::vec::convert(row + (g * learners + n) * part, to, part);
+      for (int64_t g = 0; g < heads; g++, to += part) {
+        const T* from = row + (g * learners + n) * part;
+        if constexpr (kAsIs) std::copy_n(from, part, to);
+        else at::vec::convert(from, to, part);
+      }
   }
 
   void run_layers(const Chunk& c) const {
@@ -230,7 +183,8 @@ struct Call {
             const int64_t count = std::min(kLanes, cols - j);
             Vec v = Vec::loadu(from + j);
             if (b) v = v + load(b + first_col + col + j, count);
-            store(value(v, h + j, count), h + j, count);
+            v = value(v, h + j, count);
+            store(std::is_same_v<Hidden, T> ? v : rounded<T>(v), h + j, count);  // as the dense layers round
           }
         };
         if (up) each([](const Vec& v, const Hidden* old, int64_t count) { return v * load(old, count); });
@@ -282,13 +236,6 @@ struct Call {
       const int64_t col = (g * learners + k) * part;
       put(token, b_out + k * d_out + col, col, (learners - k) * part, nullptr);
     }
-  }
-
-  // how many learners the token at a sorted place runs
-  int64_t k_at(int64_t place) const {
-    int64_t k = learners;
-    while (place >= at_least[k]) k--;
-    return k;
   }
 
   void run() const {

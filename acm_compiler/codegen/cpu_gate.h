@@ -6,7 +6,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -17,92 +16,13 @@
 #include <vector>
 
 #include "cpu_activations.h"
+#include "cpu_products.h"
 
 #define ACM_GATE_SCHEMA                                                                                         \
   "(Tensor x, Tensor w_inner, Tensor b_inner, Tensor w_outer, Tensor b_outer, Tensor knob, Tensor k_lo, "       \
   "Tensor k_hi, *, float cost, int k_min, str rule) -> Tensor"
 
 namespace {
-
-struct GateCall {
-  static constexpr int64_t kRows = 8;  // tokens that share every load of a weight
-  int64_t d_in, width, padded, choices, padded_choices, k_min, k_lo, k_hi;
-  bool damage;
-  float knob;
-  std::vector<float> w_inner;  // [D, G], rows padded with zeros to whole vectors
-  std::vector<float> b_inner, w_outer, b_outer;  // [G], [G, C], [C], padded too
-  std::vector<float> cost;                       // c_k of the choices times the knob; for damages knob + log c_k
-
-  // h[rows, G] = gelu(w_inner x + b_inner) for up to kRows tokens
-  void inner(const float* x, int64_t stride, int64_t rows, float* h) const {
-    for (int64_t g = 0; g < padded; g += Vec::size()) {
-      Vec sums[kRows];
-      for (auto& sum : sums) sum = Vec::loadu(b_inner.data() + g);
-      const float* row[kRows];
-      for (int64_t r = 0; r < kRows; r++) row[r] = x + std::min(r, rows - 1) * stride;
-      for (int64_t d = 0; d < d_in; d++) {
-        const Vec w = Vec::loadu(w_inner.data() + d * padded + g);
-        for (int64_t r = 0; r < kRows; r++) sums[r] = at::vec::fmadd(Vec(row[r][d]), w, sums[r]);
-      }
-      with_act(Act::gelu, [&](const auto& f) {
-        for (int64_t r = 0; r < kRows; r++) f(sums[r]).store(h + r * padded + g);  // a fixed count: sums stay in registers
-      });
-    }
-  }
-
-  // argmax of the utilities over the allowed choices, ties to the smaller k; a NaN wins, as in torch
-  int32_t choose(const float* h, float* scores) const {
-    for (int64_t c = 0; c < padded_choices; c += Vec::size()) {
-      Vec sum = Vec::loadu(b_outer.data() + c);
-      for (int64_t g = 0; g < width; g++)
-        sum = at::vec::fmadd(Vec(h[g]), Vec::loadu(w_outer.data() + g * padded_choices + c), sum);
-      sum.store(scores + c);
-    }
-    const int64_t first = std::max<int64_t>(0, k_lo - k_min), stop = std::min(choices, k_hi - k_min + 1);
-    for (int64_t c = first; c < stop; c++)
-      if (std::isnan(scores[c])) return k_min + c;
-    if (damage) weigh_damages(first, stop, scores);
-    else for (int64_t c = first; c < stop; c++) scores[c] -= cost[c];
-    int64_t best = 0;
-    float most = -std::numeric_limits<float>::infinity();
-    for (int64_t c = first; c < stop; c++)
-      if (scores[c] > most) most = scores[c], best = c;
-    return k_min + best;
-  }
-
-  // scores o -> something of the order of -logaddexp(o, t), t = knob + log c_k: -(exp(o - m) + exp(t - m)), m the least
-  // of max(o, t). What wins is at most log 2 above m, so nothing that matters leaves the range of exp.
-  void weigh_damages(int64_t first, int64_t stop, float* scores) const {
-    float m = std::numeric_limits<float>::infinity();
-    for (int64_t c = first; c < stop; c++) m = std::min(m, std::max(scores[c], cost[c]));
-    if (std::isinf(m)) {  // a damage of nothing, or nothing but infinite damages
-      for (int64_t c = first; c < stop; c++) scores[c] = -std::max(scores[c], cost[c]);
-      return;
-    }
-    const auto above = [=](const Vec& v) { return at::vec::clamp(v - Vec(m), Vec(-80.f), Vec(2.f)).exp_u20(); };
-    for (int64_t c = 0; c < padded_choices; c += Vec::size())
-      (above(Vec::loadu(scores + c)) + above(Vec::loadu(cost.data() + c))).neg().store(scores + c);
-  }
-
-  template <typename T>
-  void run(const T* x, int64_t stride, int64_t tokens, int32_t* k) const {
-    at::parallel_for(0, tokens, 64, [&](int64_t first, int64_t stop) {
-      std::vector<float> rows_x(std::is_same_v<T, float> ? 0 : kRows * d_in), h(kRows * padded), scores(padded_choices);
-      for (int64_t t = first; t < stop; t += kRows) {
-        const int64_t rows = std::min(kRows, stop - t);
-        if constexpr (std::is_same_v<T, float>) {
-          inner(x + t * stride, stride, rows, h.data());
-        } else {
-          for (int64_t r = 0; r < rows; r++) at::vec::convert(x + (t + r) * stride, rows_x.data() + r * d_in, d_in);
-          inner(rows_x.data(), d_in, rows, h.data());
-        }
-        for (int64_t r = 0; r < rows; r++) k[t + r] = choose(h.data() + r * padded, scores.data());
-      }
-    });
-  }
-};
-
-inline bool is_native(const at::Tensor& t) { return t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16; }
 
 // a matrix or vector as floats, element (i, j) at [j * rows_to + i] of the result, rows_to >= rows
 inline std::vector<float> transposed(const at::Tensor& tensor, int64_t rows_to) {
@@ -115,35 +35,148 @@ inline std::vector<float> transposed(const at::Tensor& tensor, int64_t rows_to) 
   return out;
 }
 
-inline at::Tensor gate(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor& b_inner,
-                       const at::Tensor& w_outer, const at::Tensor& b_outer, const at::Tensor& knob,
-                       const at::Tensor& k_lo, const at::Tensor& k_hi, double cost, int64_t k_min,
-                       std::string_view rule) {
+// From scores to k: argmax of the utilities over the allowed choices.
+struct Rule {
+  int64_t k_min, first, stop;  // choices [first, stop) are allowed
+  bool damage;
+  std::vector<float> cost;  // c_k of the choices times the knob; for damages knob + log c_k; padded to whole vectors
+
+  // ties go to the smaller k; a NaN wins, as in torch. Overwrites the scores
+  int32_t choose(float* scores) const {
+    for (int64_t c = first; c < stop; c++)
+      if (std::isnan(scores[c])) return k_min + c;
+    if (damage) weigh_damages(scores);
+    else for (int64_t c = first; c < stop; c++) scores[c] -= cost[c];
+    int64_t best = 0;
+    float most = -std::numeric_limits<float>::infinity();
+    for (int64_t c = first; c < stop; c++)
+      if (scores[c] > most) most = scores[c], best = c;
+    return k_min + best;
+  }
+
+  // scores o -> something of the order of -logaddexp(o, t), t = knob + log c_k: -(exp(o - m) + exp(t - m)), m the least
+  // of max(o, t). What wins is at most log 2 above m, so nothing that matters leaves the range of exp.
+  void weigh_damages(float* scores) const {
+    float m = std::numeric_limits<float>::infinity();
+    for (int64_t c = first; c < stop; c++) m = std::min(m, std::max(scores[c], cost[c]));
+    if (std::isinf(m)) {  // a damage of nothing, or nothing but infinite damages
+      for (int64_t c = first; c < stop; c++) scores[c] = -std::max(scores[c], cost[c]);
+      return;
+    }
+    const auto above = [=](const Vec& v) { return at::vec::clamp(v - Vec(m), Vec(-80.f), Vec(2.f)).exp_u20(); };
+    for (size_t c = 0; c < cost.size(); c += kLanes)
+      (above(Vec::loadu(scores + c)) + above(Vec::loadu(cost.data() + c))).neg().store(scores + c);
+  }
+};
+
+// The gate's two layers. kPairs: whether products of the first are of pairs of bfloat16, else of floats.
+template <bool kPairs>
+struct Network {
+  using Word = std::conditional_t<kPairs, c10::BFloat16, float>;
+  int64_t d_in, words, width, padded, padded_choices;
+  std::vector<float> panels;                     // w_inner as the inner loop reads it, one after the other
+  std::vector<float> b_inner, w_outer, b_outer;  // [G], [G, C], [C], padded with zeros to whole vectors
+
+  // w_inner of Word, its rows packed
+  Network(const at::Tensor& w_in, const at::Tensor& b_in, const at::Tensor& w_out, const at::Tensor& b_out)
+      : d_in(w_in.size(1)), words(d_in / Matrix<Word, kPairs>::kPerWord), width(w_in.size(0)),
+        padded(round_up(width, kLanes)), padded_choices(round_up(w_out.size(0), kLanes)), panels(words * padded),
+        b_inner(transposed(b_in, padded)), w_outer(transposed(w_out, padded_choices)),
+        b_outer(transposed(b_out, padded_choices)) {
+    const Matrix<Word, kPairs> matrix{w_in.const_data_ptr<Word>(), width, words, words};
+    for (int64_t g = 0; g < width; g += kPanelCols)
+      matrix.pack(g, std::min(kPanelCols, width - g), panel_cols(g), 0, words, panels.data() + g * words);
+  }
+
+  int64_t panel_cols(int64_t g) const { return std::min(kPanelCols, padded - g); }
+
+  // h[rows, G] = gelu(w_inner x + b_inner) for up to kTileRows tokens
+  void inner(const float* const* x, int64_t rows, float* h) const {
+    float tile[kTileRows * kPanelCols];
+    for (int64_t g = 0; g < padded; g += kPanelCols) {
+      const int64_t cols = panel_cols(g);
+      Inner<kPairs>::tile(rows, cols / kLanes)(x, panels.data() + g * words, words, false, tile);
+      with_act(Act::gelu, [&](const auto& f) {
+        for (int64_t r = 0; r < rows; r++)
+          for (int64_t j = 0; j < cols; j += kLanes)
+            f(Vec::loadu(tile + r * cols + j) + Vec::loadu(b_inner.data() + g + j)).store(h + r * padded + g + j);
+      });
+    }
+  }
+
+  // scores[C] = w_outer h + b_outer
+  void outer(const float* h, float* scores) const {
+    for (int64_t c = 0; c < padded_choices; c += kLanes) {
+      Vec sum = Vec::loadu(b_outer.data() + c);
+      for (int64_t g = 0; g < width; g++)
+        sum = at::vec::fmadd(Vec(h[g]), Vec::loadu(w_outer.data() + g * padded_choices + c), sum);
+      sum.store(scores + c);
+    }
+  }
+
+  template <typename T>
+  void run(const T* x, int64_t stride, int64_t tokens, const Rule& rule, int32_t* k) const {
+    constexpr bool kAsIs = std::is_same_v<T, Word>;
+    at::parallel_for(0, tokens, 64, [&](int64_t from, int64_t to) {
+      std::vector<float> copies(kAsIs ? 0 : kTileRows * d_in), h(kTileRows * padded), scores(padded_choices);
+      for (int64_t t = from; t < to; t += kTileRows) {
+        const int64_t rows = std::min(kTileRows, to - t);
+        const float* starts[kTileRows];
+        for (int64_t r = 0; r < rows; r++) {
+          const T* row = x + (t + r) * stride;
+          starts[r] = kAsIs ? reinterpret_cast<const float*>(row) : copies.data() + r * d_in;
+          if constexpr (!kAsIs) at::vec::convert(row, copies.data() + r * d_in, d_in);
+        }
+        inner(starts, rows, h.data());
+        for (int64_t r = 0; r < rows; r++) {
+          outer(h.data() + r * padded, scores.data());
+          k[t + r] = rule.choose(scores.data());
+        }
+      }
+    });
+  }
+};
+
+Rule make_rule(int64_t choices, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi, double cost,
+               int64_t k_min, bool damage) {
+  const int64_t high = k_hi.item<int32_t>(), low = std::min<int64_t>(k_lo.item<int32_t>(), high);
+  const float strength = knob.item<float>();
+  Rule rule{k_min, std::max<int64_t>(0, low - k_min), std::min(choices, high - k_min + 1), damage, {}};
+  for (int64_t c = 0; c < choices; c++) {
+    const float cost_c = static_cast<float>(static_cast<double>(k_min + c) * cost);
+    rule.cost.push_back(damage ? strength + std::log(cost_c) : strength * cost_c);
+  }
+  rule.cost.resize(round_up(choices, kLanes), 0.f);
+  return rule;
+}
+
+inline bool is_native(const at::Tensor& t) { return t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16; }
+
+at::Tensor gate(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor& b_inner, const at::Tensor& w_outer,
+                const at::Tensor& b_outer, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi,
+                double cost, int64_t k_min, std::string_view rule_name) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, double,
                                int64_t, std::string_view);
   static const auto reference =
       c10::Dispatcher::singleton().findSchemaOrThrow("acm::gate_reference", "").typed<Signature>();
   if (!is_native(x) || !is_native(w_inner) || x.size(0) == 0)
-    return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, cost, k_min, rule);
-  GateCall call;
-  call.d_in = x.size(1), call.width = w_inner.size(0), call.choices = w_outer.size(0), call.k_min = k_min;
-  call.padded = (call.width + Vec::size() - 1) / Vec::size() * Vec::size();
-  call.k_hi = k_hi.item<int32_t>(), call.k_lo = std::min<int64_t>(k_lo.item<int32_t>(), call.k_hi);
-  call.damage = rule == "damage", call.knob = knob.item<float>();
-  call.w_inner = transposed(w_inner, call.padded), call.b_inner = transposed(b_inner, call.padded);
-  call.padded_choices = (call.choices + Vec::size() - 1) / Vec::size() * Vec::size();
-  call.w_outer = transposed(w_outer, call.padded_choices), call.b_outer = transposed(b_outer, call.padded_choices);
-  for (int64_t c = 0; c < call.choices; c++) {
-    const float cost_c = static_cast<float>(static_cast<double>(k_min + c) * cost);
-    call.cost.push_back(call.damage ? call.knob + std::log(cost_c) : call.knob * cost_c);
-  }
-  call.cost.resize(call.padded_choices, 0.f);
-  const at::Tensor xs = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
+    return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, cost, k_min, rule_name);
+  const Rule rule = make_rule(w_outer.size(0), knob, k_lo, k_hi, cost, k_min, rule_name == "damage");
+  const at::Tensor rows = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
   at::Tensor k = at::empty({x.size(0)}, x.options().dtype(at::kInt));
-  int32_t* out = k.mutable_data_ptr<int32_t>();
-  if (x.scalar_type() == at::kFloat) call.run(xs.const_data_ptr<float>(), xs.stride(0), xs.size(0), out);
-  else call.run(xs.const_data_ptr<c10::BFloat16>(), xs.stride(0), xs.size(0), out);
+  const auto run = [&]<typename T, bool kPairs>(const Network<kPairs>& network, const T* from) {
+    network.run(from, rows.stride(0), rows.size(0), rule, k.mutable_data_ptr<int32_t>());
+  };
+  const bool halves = x.scalar_type() == at::kBFloat16;
+  if constexpr (kHasPairs)
+    if (halves && w_inner.scalar_type() == at::kBFloat16 && x.size(1) % 2 == 0) {
+      run(Network<true>(w_inner.contiguous(), b_inner, w_outer, b_outer), rows.const_data_ptr<c10::BFloat16>());
+      return k;
+    }
+  const Network<false> network(w_inner.to(at::kFloat).contiguous(), b_inner, w_outer, b_outer);
+  if (halves) run(network, rows.const_data_ptr<c10::BFloat16>());
+  else run(network, rows.const_data_ptr<float>());
   return k;
 }
 

@@ -54,7 +54,7 @@ bool run(const Operands& t, Tensor& y) {
   const bool legal = t.k.scalar_type() == at::kInt ? call.sort(t.k.const_data_ptr<int32_t>())
                                                    : call.sort(t.k.const_data_ptr<int64_t>());
   if (!legal) return false;
-  call.cut();
+  call.cuts = call.cut(kChunkRows);
   call.run();
   return true;
 }

@@ -6,9 +6,6 @@
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <array>
@@ -17,11 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_activations.h"
+#include "cpu_vectors.h"
 
 namespace {
 
-constexpr int64_t kLanes = Vec::size();
 // a tile's sums, one panel row and one broadcast fill the 32 (without AVX-512 on x86: 16) registers
 #if defined(CPU_CAPABILITY_AVX2)
 constexpr int64_t kTileVecs = 2;
@@ -33,6 +29,8 @@ constexpr int64_t kPanelCols = kTileVecs * kLanes;
 constexpr int64_t kPanelDepth = 1024;  // words: a panel stays in the second cache
 constexpr int64_t kStretch = 384;      // words summed before they are added to what there is: short sums round less
 constexpr int64_t kDotCols = 4;
+// up to so many rows, and one for so many words of depth, a product without panels is the cheaper one
+constexpr int64_t kDotRows = 32, kDotDepth = 32;
 
 #if defined(__AVX512BF16__)
 constexpr bool kHasPairs = true;
@@ -182,30 +180,41 @@ struct Matrix {
 
 // ---- a whole product --------------------------------------------------------------------------------------------
 
-// this thread's memory for one panel and for sums that wait for more depth
-inline float* panel_memory(int64_t words) {
-  static thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < words) memory.resize(words);
+// memory that is kept from call to call, grown to so many words if it has fewer; what it held is lost
+inline float* grown(std::vector<float>& memory, int64_t words) {
+  if (static_cast<int64_t>(memory.size()) < words) {
+    std::vector<float>().swap(memory);
+    memory.resize(words);
+  }
   return memory.data();
 }
 
+// this thread's memory for one panel and for sums that wait for more depth
+inline float* panel_memory(int64_t words) {
+  static thread_local std::vector<float> memory;
+  return grown(memory, words);
+}
+
 // One product of rows with columns [first_col, first_col + cols) of a matrix. `finish(row, rows, col, cols, tile,
-// width)` gets every tile of sums, [rows, width], once. `few`: no panels. `shared`: threads share the columns.
+// width)` gets every tile of sums, [rows, width], once. `most`: of all rows of the call, these among them; it decides how
+// they are summed. `memory`: so many words a panel may have, if that is more than a vector's columns. `shared`: threads
+// share the columns.
 template <typename T, bool kPairs>
 struct Product {
   const float* const* rows;
   const std::vector<Span>& spans;  // one after the other, the deepest first
   const Matrix<T, kPairs>& matrix;
-  int64_t first_col, cols;
-  bool few, shared;
+  int64_t first_col, cols, most, memory;
+  bool shared;
 
   template <typename Finish>
   void run(const Finish& finish) const {
+    const bool few = most <= kDotRows && most * kDotDepth <= matrix.depth;
     const bool dots = few && matrix.pieces == 1 && (kPairs || std::is_same_v<T, float>);
-    const int64_t panels = (cols + kPanelCols - 1) / kPanelCols;
+    const int64_t widest = dots ? kPanelCols : panel_cols(), panels = (cols + widest - 1) / widest;
     const auto work = [&](int64_t from, int64_t to) {
       for (int64_t p = from; p < to; p++) {
-        const int64_t col = p * kPanelCols, count = std::min(kPanelCols, cols - col);
+        const int64_t col = p * widest, count = std::min(widest, cols - col);
         dots ? run_dots(col, count, finish) : run_panel(col, count, finish);
       }
     };
@@ -214,6 +223,16 @@ struct Product {
   }
 
  private:
+  // depth is cut into equal blocks; where they begin must not depend on other rows' depth: it decides in what order a
+  // row is summed
+  int64_t blocks() const { return (matrix.depth + kPanelDepth - 1) / kPanelDepth; }
+  int64_t block() const { return (matrix.depth + blocks() - 1) / blocks(); }
+  // words of memory for one column: of the panel, and of sums that wait for more depth
+  int64_t column_words() const { return block() + (blocks() > 1 ? spans.back().to - spans.front().from : 0); }
+  int64_t panel_cols() const {
+    return std::clamp(memory / column_words() / kLanes * kLanes, kLanes, kPanelCols);
+  }
+
   template <typename Finish>
   void run_dots(int64_t col, int64_t count, const Finish& finish) const {
     float tile[kTileRows * kPanelCols];
@@ -231,10 +250,8 @@ struct Product {
   template <typename Finish>
   void run_panel(int64_t col, int64_t count, const Finish& finish) const {
     const int64_t width = round_up(count, kLanes), vecs = width / kLanes;
-    // where panels begin must not depend on other rows' depth: it decides in what order a row is summed
-    const int64_t blocks = (matrix.depth + kPanelDepth - 1) / kPanelDepth, block = (matrix.depth + blocks - 1) / blocks;
-    const int64_t first = spans.front().from, deepest = spans.front().depth;
-    float* panel = panel_memory(block * width + (blocks > 1 ? (spans.back().to - first) * width : 0));
+    const int64_t block = this->block(), first = spans.front().from, deepest = spans.front().depth;
+    float* panel = panel_memory(column_words() * width);
     float tile[kTileRows * kPanelCols];
     for (int64_t from = 0; from < deepest; from += block) {
       const int64_t to = std::min(deepest, from + block);
@@ -243,7 +260,7 @@ struct Product {
         if (span.depth <= from) break;
         for (int64_t row = span.from; row < span.to; row += kTileRows) {
           const int64_t height = std::min(kTileRows, span.to - row);
-          float* out = blocks > 1 ? panel + block * width + (row - first) * width : tile;
+          float* out = blocks() > 1 ? panel + block * width + (row - first) * width : tile;
           const float* starts[kTileRows];
           for (int64_t i = 0; i < height; i++) starts[i] = rows[row + i] + from;
           Inner<kPairs>::tile(height, vecs)(starts, panel, std::min(to, span.depth) - from, from > 0, out);

@@ -1,0 +1,53 @@
+// Vectors of floats, and how they are read from and written to floats and bfloat16.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+#include <tuple>
+#include <type_traits>
+
+namespace {
+
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t kLanes = Vec::size();
+
+// `count` values as floats, zeros beyond them
+template <typename T>
+inline Vec load(const T* from, int64_t count) {
+  if constexpr (std::is_same_v<T, float>) {
+    return Vec::loadu(from, count);
+  } else {
+    Vec value;
+    if (count == kLanes) at::vec::load_to_float(from, value);
+    else value = std::get<0>(at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(from, count)));
+    return value;
+  }
+}
+
+// the first `count` values, bfloat16 rounded to nearest
+template <typename T>
+inline void store(const Vec& value, T* to, int64_t count) {
+  if constexpr (std::is_same_v<T, float>) {
+    value.store(to, count);
+  } else {
+#if defined(__AVX512BF16__)
+    if (count == kLanes) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(value));
+      return;
+    }
+#endif
+    at::vec::convert_from_float<T>(value, value).store(to, count);
+  }
+}
+
+// the values that a T would keep
+template <typename T>
+inline Vec rounded(const Vec& value) {
+  if constexpr (std::is_same_v<T, float>) return value;
+  else return std::get<0>(at::vec::convert_to_float<T>(at::vec::convert_from_float<T>(value, value)));
+}
+
+}  // namespace

@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.data import spoken_model, train_spoken_model
 from acm_compiler.data.speech_synthesis import synthesiser_present
@@ -37,26 +38,47 @@ def test_letters_are_placed_where_their_words_are():
         assert merged == [label for label in batch["labels"][row].tolist() if label >= 0]
 
 
+def trained(steps: int, *, batch: int):
+    torch.manual_seed(1)
+    model = spoken_model.build_model()
+    return train_spoken_model.train(model, train_spoken_model.utterances(steps, batch, seed=1), steps=steps, lr=2e-3)
+
+
 @spoken
 def test_training_lowers_the_loss_and_gives_the_same_weights_again():
-    made = [train_spoken_model.train(steps=6, batch=4, lr=2e-3, seed=1) for _ in range(2)]
+    made = [trained(6, batch=4) for _ in range(2)]
     for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
         assert torch.equal(a, b)
     start = spoken_model.build_model()
     data = UtteranceSet("train", count=16, most_words=1)
     batch = data.collate([data[i] for i in range(16)])
     task = open_ctc(data, start)
-    longer = train_spoken_model.train(steps=60, batch=8, lr=2e-3, seed=1)
+    longer = trained(60, batch=8)
     with torch.no_grad():
         before, after = (float(task.loss(model(**task.inputs(batch)), batch)) for model in (start.eval(), longer))
     assert after < 0.7 * before
 
 
 @spoken
+def test_its_loss_and_its_greedy_answers_agree_on_the_spaces():
+    """A model that CTC leaves unsure of "|" needs a bias to write it, which finetuning by CTC takes back at once."""
+    model = spoken_model.load_weights(spoken_model.build_model()).eval()
+    data = UtteranceSet("eval", count=48, most_words=3, seed=6)
+    task = open_ctc(data, model)
+    batch = data.collate([data[i] for i in range(48)])
+    with torch.no_grad():
+        logits = model(**task.inputs(batch)).logits
+    assert float(task.loss(logits, batch)) < 0.15
+    raised = logits + 2.0 * (torch.arange(len(VOCABULARY)) == VOCABULARY.index("|"))
+    errors = [float(task.score(heard, batch).sum()) for heard in (logits, raised)]
+    assert abs(errors[0] - errors[1]) < 0.03 * float(task.units(batch).sum())
+
+
+@spoken
 def test_the_shipped_model_understands_takes_that_it_never_heard():
     model = spoken_model.load_weights(spoken_model.build_model()).eval()
     errors, words = train_spoken_model.measure(model, count=96, seed=5)
-    assert words > 150 and errors / words < 0.15
+    assert words > 150 and errors / words < 0.12
     assert spoken_model.WEIGHTS.stat().st_size <= 1_500_000
 
 
@@ -67,6 +89,14 @@ def test_the_shipped_model_is_built_by_its_name_without_the_synthesiser(monkeypa
     assert built.example_inputs["input_values"].shape == (1, 24_000)
     with torch.no_grad():
         assert built.model(**built.example_inputs).logits.shape[2] == len(VOCABULARY)
+
+
+def test_with_norms_after_the_sums_every_mlp_has_a_bypass_too():
+    config = ModelConfig(source="shipped", name="wav2vec2_digits", weights=None, args={"post_norm": True})
+    model = build(config).model
+    assert type(model.wav2vec2.encoder).__name__ == "Wav2Vec2Encoder"
+    plan = acm.plan(model, spoken_model.example_input(), sites="mlp")
+    assert [site.k_min for site in plan.sites] == [0] * 4
 
 
 def test_a_run_without_the_synthesiser_ends_in_one_message(monkeypatch, tmp_path):

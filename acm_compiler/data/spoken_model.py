@@ -18,10 +18,11 @@ WEIGHTS = FOLDER / "wav2vec2_digits.safetensors"
 _SECONDS = 3
 
 
-def build_model() -> nn.Module:
+def build_model(*, post_norm: bool = False) -> nn.Module:
     """A `Wav2Vec2ForCTC` with 4 layers of width 96, random weights; 8 kHz audio [B, R] -> logits [B, S, V].
 
-    A frame is 25 ms, and sees 50 ms of sound before the layers mix frames. PackageMissing without transformers.
+    A frame is 25 ms, and sees 50 ms of sound before the layers mix frames. post_norm: norms after the sums, as in
+    wav2vec2-base; the shipped weights are of the other kind, as XLS-R. PackageMissing without transformers.
     """
     try:
         from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
@@ -43,7 +44,7 @@ def build_model() -> nn.Module:
         num_conv_pos_embeddings=16,
         num_conv_pos_embedding_groups=8,
         feat_extract_norm="layer",
-        do_stable_layer_norm=True,
+        do_stable_layer_norm=not post_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         activation_dropout=0.0,

@@ -48,8 +48,11 @@ class Utterance:
 
     @property
     def labels(self) -> tuple[int, ...]:
-        """The transcript's characters, "|" between words."""
-        return tuple(VOCABULARY.index(letter) for letter in "|".join(WORDS[word] for word in self.words))
+        """The transcript's characters; every word begins with "|", the first one too.
+
+        Written between words only, "|" would ask for a memory: does a word that begins here come after another?
+        """
+        return tuple(VOCABULARY.index(letter) for word in self.words for letter in "|" + WORDS[word])
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.errors import NotRewritten
+from acm_compiler.errors import NotRewritten, UsageError
 from acm_compiler.plans import Plan
 
 
@@ -87,13 +87,20 @@ class Conversion:
 def sites(model: nn.Module) -> dict[str, ACM]:
     """The ACMs of `model` by site name, in the plan's order; also for wrapped (DDP, compiled) models.
 
-    NotRewritten when there are none.
+    NotRewritten when there are none, UsageError where several rewritten models are parts of one.
     """
     found = {module.name: module for module in model.modules() if isinstance(module, ACM)}
     if not found:
         raise NotRewritten(
             f"this {type(model).__name__} holds no ACMs",
             fix="convert it first: acm.rewrite(model, acm.plan(model, inputs))",
+        )
+    owners = {id(module.conversion) for module in model.modules() if isinstance(module, ACM)}
+    if len(owners) > 1:
+        raise UsageError(
+            f"this {type(model).__name__} holds {len(owners)} models that were rewritten one by one",
+            expected="one plan and one budget for the whole model",
+            fix="name the part, as in acm.set_budget(model.encoder, 0.4); or rewrite the whole model at once",
         )
     order = {site.name: i for i, site in enumerate(conversion_of(next(iter(found.values()))).plan.sites)}
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))

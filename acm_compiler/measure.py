@@ -85,7 +85,7 @@ class _Search:
     def _shares(self, inputs: Inputs, mask: Tensor | None) -> Tensor:
         with batch_context(self.model, mask=mask), record(self.model) as usage:
             call_model(self.model, inputs)
-        return usage.shares
+        return usage.real_shares
 
     def push(self, knob: float) -> float:
         """The share at the end of the knob's range: raised until every gate is at its bound, or for good.

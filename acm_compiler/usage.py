@@ -94,8 +94,14 @@ class Usage:
 
     @property
     def budget(self) -> float:
-        """The budget reached: the mean over examples of their shares of learner MACs."""
-        return float(self.shares.mean())
+        """The budget reached: the mean over examples, but those of padding alone, of their shares of learner MACs."""
+        return float(self.real_shares.mean())
+
+    @property
+    def real_shares(self) -> Tensor:
+        """`shares` without the examples that hold no real token."""
+        run, full = self.learner_macs
+        return run[full > 0] / full[full > 0]
 
     @property
     def pooled_budget(self) -> float:

@@ -360,6 +360,13 @@ def test_recalibrate_measures_the_table_alone(shared):
         recalibrate(model, [])
 
 
+def test_frozen_learners_and_gates_stay_frozen():
+    model = make_tiny()
+    model.requires_grad_(False)
+    calibrate_on(model, masked(DATA), options=quick())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_a_cap_holds_through_a_recalibration(shared):
     model = copy.deepcopy(shared)
     set_budget(model, 0.5, cap=0.5)

@@ -279,6 +279,23 @@ def test_wrappers_are_looked_through(saved):
     assert torch.equal(answer(acm.load(folder, base_model=model), x), answer(copied, x))
 
 
+def test_a_part_that_was_compiled_keeps_its_name(saved):
+    model, x, copied, _ = saved
+    folder = saved[3].parent / "other"
+    eager = copy.deepcopy(copied)
+    name = next(name for name, child in copied.named_children() if any(True for _ in child.parameters()))
+    setattr(copied, name, torch.compile(getattr(copied, name), backend="eager"))
+    acm.save(copied, folder)
+    assert torch.equal(answer(acm.load(folder, base_model=model), x), answer(eager, x))
+
+
+def test_a_part_of_a_rewritten_model_is_refused(saved, caplog):
+    copied = saved[2]
+    with pytest.raises(UsageError, match="part of a rewritten model"):
+        acm.save(next(iter(acm.sites(copied).values())), saved[3].parent / "part")
+    assert not (saved[3].parent / "part").exists() and not caplog.records
+
+
 def test_dense_regions_are_left_out_but_where_they_answer(saved):
     *_, copied, folder = saved
     with safe_open(folder / "model.safetensors", framework="pt") as file:

@@ -1,5 +1,6 @@
 """Budgets at run time: fixed k, the table, caps, per-example budgets, recording."""
 
+import copy
 import re
 import threading
 
@@ -48,6 +49,14 @@ def model():
 def test_a_model_without_acms_is_named():
     with pytest.raises(NotRewritten, match="Linear"):
         sites(torch.nn.Linear(2, 2))
+
+
+def test_two_rewritten_models_in_one_are_addressed_one_by_one(model):
+    both = torch.nn.ModuleList([model, copy.deepcopy(model)])
+    for act in (sites, status, lambda m: set_budget(m, 0.5), lambda m: record(m).__enter__()):
+        with pytest.raises(UsageError, match="2 models that were rewritten one by one"):
+            act(both)
+    assert set_budget(both[0], 0.5) == 0.5
 
 
 def test_set_k_is_clamped_to_each_site(model):
@@ -245,6 +254,19 @@ def test_padding_counts_nowhere(model):
     assert (padded.k["a"][1, 3:] == -1).all()
     torch.testing.assert_close(padded.shares[1], alone.shares[0])
     torch.testing.assert_close(padded.macs[1], alone.macs[0])
+
+
+def test_an_example_of_padding_alone_is_no_part_of_the_budget(model):
+    set_budget(model, 0.5)
+    x = torch.randn(3, 6, 8)
+    mask = torch.ones(3, 6)
+    mask[1] = 0
+    with batches.batch(model, mask=mask), record(model) as padded:
+        model(x)
+    with record(model) as alone:
+        model(x[::2])
+    assert padded.shares[1] == 0
+    assert padded.budget == pytest.approx(alone.budget)
 
 
 def test_a_mask_of_another_length_is_refused_by_site(model):

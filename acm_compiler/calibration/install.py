@@ -40,8 +40,9 @@ def install(model: nn.Module, fitted: Sequence[FittedSite], undo: ExitStack) -> 
         acm = acms[fit.site.name]
         undo.callback(acm.set_run_time, acm.run_time())
         undo.callback(_put, acm, acm.learners, acm.gate, acm.state, acm.cost)
-        for part in (fit.learners, fit.gate):
+        for part, before in ((fit.learners, acm.learners), (fit.gate, acm.gate)):
             part.train(acm.training)
+            part.requires_grad_(any(parameter.requires_grad for parameter in before.parameters()))
             mark_initialized(part)
         # forms differ a little in what a learner costs
         _put(acm, fit.learners, fit.gate, "learners", macs_per_learner(fit.site) / unit)

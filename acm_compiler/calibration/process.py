@@ -41,10 +41,10 @@ def calibrate(
 
     The model is judged by its `logits`, else `last_hidden_state`, else all floating outputs, every element alike; what
     comes after, such as mean pooling over tokens, is not known here (`calibrate_on` takes an `answer`).
-    Afterwards the model runs at its default budget, or all learners if it has none. On an error or an interrupt the
-    model is as it was. Raises DataError (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values
-    that are not finite), LayoutUnknown, CompiledModelError, UsageError (a batch that the model does not take); warns
-    where tokens are too few to refit.
+    Afterwards the model runs at its default budget, or all learners if it has none. Learners and gates are new
+    parameters then: make optimizers afterwards. On an error or an interrupt the model is as it was. Raises DataError
+    (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values that are not finite), LayoutUnknown,
+    CompiledModelError, UsageError (a batch that the model does not take); warns where tokens are too few to refit.
     """
     options = Options(tokens=tokens, budgets=shares_of(model, budgets))
     return calibrate_on(model, masked(batches), options=options, progress=progress)

@@ -74,7 +74,7 @@ class SiteRecord:
             raise TrainingFailed(
                 "the model computed values that are not finite",
                 where=self.site.name,
-                fix="run it on the calibration data in a wider floating type, or leave the offending examples out",
+                fix="look for such values in its weights and in the data, or run it in a wider floating type",
             )
         if not self.metric.is_finite:
             raise TrainingFailed(

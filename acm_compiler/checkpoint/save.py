@@ -48,20 +48,13 @@ def save(
     extra = dict(extra or {})
     check_extra(extra)
     owner, root = conversion(model), rewritten_root(model)
-    refuse_part(root)
+    refuse_part(root, whole=len(sites(root)) == len(owner.plan.sites))
     tensors, aliases = collect(root)
     save_id = uuid.uuid4().hex
     texts = {PLAN: _plan_now(root, owner).to_json(), BUDGETS: _json(_budgets(root, owner))}
     source = owner.plan.model.source or infer_source(root, owner.plan)
     extra = hf_files(root, source) | extra
     files = [*extra, *texts, MODEL, WEIGHTS]
-    if source is None or owner.undo.graph is not None:
-        _LOG.warning(
-            "%s: nothing says how this %s is built again\n  load it into your own: acm.load(%r, base_model=…)",
-            directory,
-            type(root).__name__,
-            str(directory),
-        )
     texts[MODEL] = _json(_description(owner, texts, save_id, source=source, files=files))
     writers: dict[str, Writer] = {
         WEIGHTS: lambda path: write_tensors(path, tensors, aliases, save_id=save_id, stop=_stop(root, owner, tensors)),
@@ -69,6 +62,13 @@ def save(
     }
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     write_folder(directory, writers, size_bytes=size_bytes, among_others=among_others)
+    if source is None or owner.undo.graph is not None:
+        _LOG.warning(
+            "%s: nothing says how this %s is built again\n  load it into your own: acm.load(%r, base_model=…)",
+            directory,
+            type(root).__name__,
+            str(directory),
+        )
 
 
 def _stop(root: nn.Module, owner: Conversion, tensors: Mapping[str, Tensor]) -> str | None:

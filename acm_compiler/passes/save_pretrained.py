@@ -41,10 +41,13 @@ class SavePretrained:
             importlib.import_module("acm_compiler").save(self.model, save_directory, among_others=True)
 
 
-def refuse_part(model: nn.Module) -> None:
-    """UsageError for a part of a rewritten model, whose plan names the sites of the whole."""
+def refuse_part(model: nn.Module, *, whole: bool = True) -> None:
+    """UsageError for a part of a rewritten model, whose plan names the sites of the whole.
+
+    whole: whether all those sites are in `model`.
+    """
     guard = model.__dict__.get(_METHOD)
-    if isinstance(guard, SavePretrained) and not guard.is_whole:
+    if not whole or (isinstance(guard, SavePretrained) and not guard.is_whole):
         raise UsageError(
             f"this {type(model).__name__} is a part of a rewritten model and cannot be saved by itself",
             fix="save the whole model: acm.save(model, directory)",

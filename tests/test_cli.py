@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.cli.app import VERBS
 from acm_compiler.cli.errors import ErrorBoundary
@@ -18,6 +19,7 @@ from acm_compiler.cli.output import JsonOption, Output
 from acm_compiler.cli.what import read_what
 from acm_compiler.errors import AcmError, BudgetUnreachable, NothingToConvert, RunInterrupted, UsageError
 from acm_compiler.recipe import ModelConfig, shipped_recipes
+from tests.rewrite_cases import ALL, rewritten
 
 ROOT = Path(__file__).parent.parent
 BAD = "acm: 1\nname: bad\nmodel: {source: hf, name: x}\nschedule:\n  - {phase: gate, epohcs: 1}\n"
@@ -51,6 +53,20 @@ def test_an_unknown_verb_is_refused_with_the_nearest():
         assert result.exit_code == 2
         assert f"Did you mean {nearest}" in result.stderr
         assert result.stdout == ""
+
+
+def test_a_model_saved_without_a_recipe_is_told_what_needs_one(tmp_path):
+    _, _, model = rewritten(ALL["hf_bert"], init="random")
+    acm.save(model, tmp_path / "out")
+    for verb, missing in (("explain", "acm.explain"), ("eval", "evaluate.evaluate"), ("bench", "acmc rewrite")):
+        done = acmc(verb, str(tmp_path / "out"))
+        assert done.returncode == 2 and missing in done.stderr and "recipe" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["explain", "eval", "bench", "kernels", "report"])
+def test_a_folder_that_is_not_there_is_a_usage_error(verb, tmp_path):
+    result = run(verb, str(tmp_path / "nope"))
+    assert result.exit_code == 2 and "nope: no such" in result.stderr
 
 
 def test_an_unknown_option_is_a_usage_error():

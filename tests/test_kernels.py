@@ -188,7 +188,7 @@ def test_acmc_kernels_shows_tiles_and_what_was_built(tmp_path):
     assert listed.exit_code == 0 and "not built" in listed.stdout and "2 x mlp 8 -> 4 x 8" in listed.stdout
     assert CliRunner().invoke(app, ["kernels", str(plan), "--dtype", "bf61"]).exit_code == 2
     missing = CliRunner().invoke(app, ["kernels", str(tmp_path / "none.json")])
-    assert missing.exit_code == 1 and "acmc plan" in missing.stderr
+    assert missing.exit_code == 2 and "acmc plan" in missing.stderr
 
 
 def test_what_kernels_do_not_cover_is_said_in_words():

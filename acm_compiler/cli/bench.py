@@ -63,7 +63,12 @@ def _contest(run: SavedRun) -> Contest:
     from acm_compiler.errors import UsageError
 
     if run.dense is None:
-        raise UsageError("there is no dense model to compare with", where=str(run.directory), found=run.no_dense)
+        raise UsageError(
+            "there is no dense model to compare with",
+            where=str(run.directory),
+            found=run.no_dense,
+            fix="give a folder of acmc rewrite whose recipe names a model that can be built here",
+        )
     return Contest.of(run.dense, run.model, run.task(run.data()).answer)
 
 

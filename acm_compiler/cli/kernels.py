@@ -91,9 +91,13 @@ def _specs(what: Path, dtype: str) -> Counter[tuple[KernelSpec, GateSpec]]:
 
 def _plan(what: Path) -> Plan:
     from acm_compiler.checkpoint.folder import PLAN
-    from acm_compiler.errors import StorageError
+    from acm_compiler.errors import StorageError, UsageError
     from acm_compiler.plans import Plan
 
+    if not what.exists():
+        raise UsageError(
+            "no such file or folder", where=str(what), fix="name a saved model, or a plan: acmc plan --out"
+        )
     path = what / PLAN if what.is_dir() else what
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ class SavedRun:
         from acm_compiler.tasks import open_task
 
         if self.recipe is None or self.recipe.task is None:
-            raise UsageError(*_misses("task"), where=str(self.directory), fix=_FIX)
+            raise self._misses("task")
         return open_task(self.recipe.task, data, self.model)
 
     def data(self) -> Dataset[Any]:
@@ -50,7 +50,7 @@ class SavedRun:
         from acm_compiler.recipe import expand_paths
 
         if self.recipe is None or self.recipe.data is None:
-            raise UsageError(*_misses("data"), where=str(self.directory), fix=_FIX)
+            raise self._misses("data")
         recipe = expand_paths(self.recipe)
         config: DataConfig = recipe.data.eval  # type: ignore[union-attr]
         return open_dataset(config, image_size=recipe.image_size(config))
@@ -69,12 +69,14 @@ class SavedRun:
         batch = next(BatchStream(dataset=data, batch=count).epoch())
         return fit_to(self.model, self.task(data).inputs(batch))
 
-
-_FIX = "evaluate from Python: acm_compiler.evaluate.evaluate(model, batches, task, budgets=[0.25, 0.5])"
-
-
-def _misses(section: str) -> tuple[str]:
-    return (f"the run's recipe says nothing about its {section}",)
+    def _misses(self, section: str) -> UsageError:
+        return UsageError(
+            f"the run's recipe says nothing about its {section}" if self.recipe else "a model saved without a recipe",
+            where=str(self.directory),
+            expected=None if self.recipe else f"a folder of acmc rewrite, whose recipe names its {section}",
+            fix="from Python, with inputs of your own: acm.load(directory), then acm.explain(model, x) or "
+            "acm_compiler.evaluate.evaluate(model, batches, task, budgets=[0.25, 0.5])",
+        )
 
 
 def open_saved_run(directory: Path, *, allow_code: bool = False) -> SavedRun:

@@ -296,6 +296,19 @@ def test_logits_matter_up_to_what_all_classes_share():
     torch.testing.assert_close(a, b)
 
 
+def test_logits_of_tokens_matter_as_far_as_they_are_likely():
+    z = torch.randn(2, 3, 5, dtype=torch.float64)
+    likely, unlikely = z.clone(), z.clone()
+    likely[..., 0] += 40
+    unlikely[..., 0] -= 40
+    for logits, moves in ((likely, False), (z, True), (unlikely, False)):
+        logits.requires_grad_()
+        (judged,) = answers(Output(logits=logits), default_answer)
+        torch.testing.assert_close(judged, 2 * logits.softmax(-1).sqrt())
+        (grad,) = torch.autograd.grad(judged.sum(), logits)
+        assert bool(grad[..., 0].abs().max() > 1e-6) == moves
+
+
 def test_an_output_without_numbers_is_refused():
     with pytest.raises(UsageError, match="no floating tensor"):
         answers({"ids": torch.ones(2, dtype=torch.long)}, default_answer)

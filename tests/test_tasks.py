@@ -14,6 +14,7 @@ from acm_compiler.recipe.tasks import ClassifyTask, PythonTask
 from acm_compiler.tasks import Task, judged_by, open_task
 from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
+from acm_compiler.tasks.ctc import Ctc
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
 
@@ -73,7 +74,10 @@ def test_logits_are_found_in_every_usual_output(output: object) -> None:
 def test_calibration_judges_by_the_answer_unless_a_task_knows_better() -> None:
     assert torch.equal(judged_by(Classify())(LOGITS, None), Classify().answer(LOGITS))
     logits = LOGITS[None]
-    torch.testing.assert_close(judged_by(CausalLM())(logits, None).square(), 4 * logits.softmax(-1))
+    ctc = Ctc(vocabulary=["", "|", "a"], blank=0, frames=lambda samples: samples, masked=True)
+    for task in (CausalLM(), ctc):
+        torch.testing.assert_close(judged_by(task)(logits, None).square(), 4 * logits.softmax(-1))
+        assert not judged_by(task)(logits, torch.zeros(1, 2)).any()
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,31 @@ _NAMED = ("logits", "last_hidden_state")
 def default_answer(output: Any, mask_BS: Tensor | None = None) -> list[Tensor]:
     """The tensors of `output` that matter: `logits`, else `last_hidden_state`, else all floating tensors in it.
 
-    Logits are centred: what shifts all classes alike changes nothing.
+    Logits of tokens [B, S, V] are judged by their probabilities; others are centred: what shifts all classes alike
+    changes nothing.
     """
     for name in _NAMED:
         tensor = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            return [tensor - tensor.mean(-1, keepdim=True) if name == "logits" else tensor]
+            return [_judged(tensor) if name == "logits" else tensor]
     parts = list(output.values()) if isinstance(output, Mapping) else output
     if isinstance(parts, (tuple, list)):
         return [tensor for part in parts for tensor in default_answer(part)]
     return [output] if isinstance(output, Tensor) and output.is_floating_point() else []
+
+
+def _judged(logits: Tensor) -> Tensor:
+    return root_probabilities(logits) if logits.dim() == 3 else logits - logits.mean(-1, keepdim=True)
+
+
+def root_probabilities(logits_BSV: Tensor) -> Tensor:
+    """Twice the roots of the probabilities, in fp32 or more, [B, S, V].
+
+    The squared change of these is, to second order, twice the divergence of the new distribution from the old: logits
+    of tokens that will not come count for nothing.
+    """
+    dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return 2 * (logits_BSV.log_softmax(-1, dtype=dtype) / 2).exp()
 
 
 def answers(output: Any, answer: Answer, mask_BS: Tensor | None = None) -> list[Tensor]:

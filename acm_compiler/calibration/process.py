@@ -39,8 +39,9 @@ def calibrate(
     progress: called with a line of text after each step; when unset, a terminal shows the latest, else the log does
     every half minute.
 
-    The model is judged by its `logits`, else `last_hidden_state`, else all floating outputs, every element alike; what
-    comes after, such as mean pooling over tokens, is not known here (`calibrate_on` takes an `answer`).
+    The model is judged by its `logits` (of tokens: their probabilities), else `last_hidden_state`, else all floating
+    outputs, every element alike; what comes after, such as mean pooling over tokens, is not known here (`calibrate_on`
+    takes an `answer`).
     Afterwards the model runs at its default budget, or all learners if it has none. Learners and gates are new
     parameters then: make optimizers afterwards. On an error or an interrupt the model is as it was. Raises DataError
     (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values that are not finite), LayoutUnknown,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, PackageMissing, UsageError
 from acm_compiler.inputs import Inputs
-from acm_compiler.tasks.token_logits import centred
+from acm_compiler.tasks.token_logits import centred, roots
 
 Unit = Literal["word", "character"]
 PADDING = -100
@@ -83,6 +83,10 @@ class Ctc:
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The logits [B, S, V] without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
         return centred(self._logits(output), mask)
+
+    def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
+        """The roots of the probabilities [B, S, V], times two; 0 where `mask` [B, S] is."""
+        return roots(self._logits(output), mask)
 
     def _logits(self, output: Any) -> Tensor:
         """The logits [B, S, V]. UsageError when there are none, or for another vocabulary."""

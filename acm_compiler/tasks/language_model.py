@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.tasks.model_inputs import padding_mask
-from acm_compiler.tasks.token_logits import centred, token_logits, tokens_of
+from acm_compiler.tasks.token_logits import centred, roots, token_logits, tokens_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,8 @@ class LanguageModel(ABC):
         return centred(self._logits(output), mask)
 
     def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
-        """Twice the roots of the probabilities, [B, S, V]; 0 where `mask` [B, S] is.
-
-        The squared change of these is, to second order, twice the divergence of the new distribution from the old:
-        logits of tokens that will not come count for nothing.
-        """
-        roots_BSV = 2 * (self._logits(output).float().log_softmax(-1) / 2).exp()
-        return roots_BSV if mask is None else roots_BSV * mask[..., None]
+        """The roots of the probabilities [B, S, V], times two; 0 where `mask` [B, S] is."""
+        return roots(self._logits(output), mask)
 
     def _surprise(self, output: Any, batch: Batch) -> Tensor:
         """-log p of what stands at every guessed token, [B, S - ahead]; 0 elsewhere."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from acm_compiler.calibration.outputs import root_probabilities
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 
@@ -32,6 +33,12 @@ def centred(logits_BSV: Tensor, mask: Tensor | None) -> Tensor:
     """The logits without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
     centred_BSV = logits_BSV - logits_BSV.mean(-1, keepdim=True)
     return centred_BSV if mask is None else centred_BSV * mask[..., None]
+
+
+def roots(logits_BSV: Tensor, mask: Tensor | None) -> Tensor:
+    """`root_probabilities` of the logits; 0 where `mask` [B, S] is."""
+    roots_BSV = root_probabilities(logits_BSV)
+    return roots_BSV if mask is None else roots_BSV * mask[..., None]
 
 
 def tokens_of(batch: Batch, *, task: str) -> Tensor:

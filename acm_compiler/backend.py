@@ -45,6 +45,7 @@ def acm_backend(
     `fallback="error"`.
     """
     # dynamo and inductor take seconds to import and are there already when torch.compile calls
+    import torch
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx
 
@@ -53,6 +54,8 @@ def acm_backend(
         patches = {**torch._inductor.list_mode_options(mode), **patches}
     lowered = lower(graph_module, own)
     _announce(lowered, own["fallback"])
+    if lowered and patches.get("freezing", torch._inductor.config.freezing) and not torch.is_grad_enabled():
+        _LOG.warning("freezing makes budgets and k part of this graph: compile again after set_budget or set_k")
     dump("40_lowered.py", lambda: f"# {len(lowered)} ACMs, by the passes of backend 'acm'\n{graph_module.code}")
     return compile_fx(graph_module, example_inputs, config_patches=patches)
 

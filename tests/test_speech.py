@@ -131,13 +131,25 @@ def test_clips_that_cannot_be_used_are_named_counted_and_replaced(release, caplo
     dataset = open_dataset(config(release))
     with caplog.at_level(logging.WARNING):
         examples = [dataset[i] for i in range(len(dataset))]
-    assert len(examples) == 5 and dataset.broken == {f"train{i}.wav" for i in (0, 1, 2, 4)}
+    assert len(examples) == 5 and dataset.broken == [f"train{i}.wav" for i in (0, 1, 2, 4)]
     assert [e["labels"] for e in examples[:4]] == [examples[4]["labels"]] * 4
     for what in ("cannot be read", "is empty", "too long", "too short"):
         assert what in caplog.text
     with pytest.raises(DataError, match="too many clips cannot be used"):
         strict = open_dataset(config(release, max_broken=2))
         [strict[i] for i in range(len(strict))]
+
+
+def test_workers_count_broken_clips_together_and_remember_them(release):
+    for i in (0, 5):
+        (release / f"es/clips/train{i}.wav").write_bytes(b"no audio")
+    stream = BatchStream(dataset=open_dataset(config(release, max_broken=2)), batch=1, workers=2)
+    for epoch in range(2):
+        assert len(list(stream.epoch(epoch))) == len(SENTENCES)
+        assert stream.dataset.broken == ["train0.wav", "train5.wav"]
+    strict = BatchStream(dataset=open_dataset(config(release, max_broken=1)), batch=1, workers=2)
+    with pytest.raises(DataError, match="too many clips cannot be used"):
+        list(strict.epoch())
 
 
 def test_silence_is_a_clip_like_others(release):

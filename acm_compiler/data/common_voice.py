@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import Dataset
 
 from acm_compiler.data.batch import Batch
@@ -50,24 +51,32 @@ class CommonVoice(Dataset[dict[str, Any]]):
     rate = RATE
 
     def __init__(self, config: CommonVoiceData) -> None:
-        self.config, self.broken = config, set[str]()
+        self.config = config
         self.vocabulary = read_vocabulary(Path(config.vocabulary))
         rows = _read_rows(Path(config.root), config.split)
         self.clips = self._clips(rows)
         if not self.clips:
             raise DataError("the data set is empty", where=config.root, found=f"no usable clip in {config.split}.tsv")
+        # one memory for all processes that load: each counts the clips that others found, too
+        self._broken_C = torch.zeros(len(self.clips), dtype=torch.bool).share_memory_()
+
+    @property
+    def broken(self) -> list[str]:
+        """The names of the clips that turned out to be of no use so far, whichever process found them."""
+        return [self.clips[i].path.name for i in self._broken_C.nonzero().flatten().tolist()]
 
     def __len__(self) -> int:
         return len(self.clips)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         for step in range(len(self.clips)):
-            clip = self.clips[(index + step) % len(self.clips)]
+            number = (index + step) % len(self.clips)
+            clip = self.clips[number]
             try:
                 samples = load_clip(clip.path, rate=RATE)
                 self._refuse_length(clip, len(samples) / RATE)
             except DataError as error:
-                self._count_broken(clip, error)
+                self._count_broken(number, error)
                 continue
             return {"input_values": standardise(samples), "labels": clip.labels}
         raise DataError("no clip of the data set can be used", where=self.config.root)
@@ -138,13 +147,14 @@ class CommonVoice(Dataset[dict[str, Any]]):
             expected=f"at most {self.config.max_seconds:g} s" if long else f"at least {_SHORTEST:g} s",
         )
 
-    def _count_broken(self, clip: Clip, error: DataError) -> None:
-        if clip.path.name in self.broken:
+    def _count_broken(self, number: int, error: DataError) -> None:
+        if self._broken_C[number]:
             return
-        self.broken.add(clip.path.name)
-        _LOG.warning("%s: left out, number %d (%s)", clip.path, len(self.broken), error.what)
-        if len(self.broken) > self.config.max_broken:
-            raise _too_many(self.config, sorted(self.broken)) from error
+        self._broken_C[number] = True
+        count = int(self._broken_C.sum())
+        _LOG.warning("%s: left out, number %d (%s)", self.clips[number].path, count, error.what)
+        if count > self.config.max_broken:
+            raise _too_many(self.config, self.broken) from error
 
 
 def _too_many(config: CommonVoiceData, names: Sequence[str]) -> DataError:

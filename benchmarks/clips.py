@@ -1,11 +1,12 @@
 """How many clips of a release of Common Voice are decoded per second, by how many workers?
 
-    python benchmarks/clips.py                                   half a minute on two cores
+    python benchmarks/clips.py                                   half a minute on two free cores
     python benchmarks/clips.py --format wav --rate 48000
 
 A release of clips of noise is written to a temporary folder. Every row reads all of it once as a training does:
 decoded, resampled to 16 kHz, standardised, padded, in batches; first with nothing else to do, then with so much
 arithmetic after every batch as one worker needs to load it: two cores that are both busy make twice the clips of one.
+What the main process itself spends on a clip, in CPU time, tells the same on cores that are shared with others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import soundfile
@@ -44,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = measure(folder, batch=options.batch, workers=options.workers)
     size = f"{options.clips} clips of {options.seconds:g} s, {options.format} at {options.rate} Hz"
     print(f"{size}, batches of {options.batch}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
-    print(tabulate(rows, headers=["workers", "clips/s", "with arithmetic: clips/s", "waiting for data"]))
+    print(
+        tabulate(rows, headers=["workers", "clips/s", "main process, ms/clip", "with arithmetic: clips/s", "waiting"])
+    )
 
 
 def write_release(folder: Path, options: argparse.Namespace) -> None:
@@ -60,30 +64,39 @@ def write_release(folder: Path, options: argparse.Namespace) -> None:
     (folder / "train.tsv").write_text("\n".join(lines) + "\n")
 
 
-def measure(folder: str, *, batch: int, workers: Sequence[int]) -> list[tuple[int, str, str, str]]:
+def measure(folder: str, *, batch: int, workers: Sequence[int]) -> list[tuple[int, str, str, str, str]]:
     """A row per number of workers."""
     config = CommonVoiceData(kind="common_voice", root=folder, split="train", vocabulary=f"{folder}/vocab.json")
     streams = {
         count: BatchStream(dataset=open_dataset(config), batch=batch, shuffle=True, workers=count) for count in workers
     }
     read(BatchStream(dataset=open_dataset(config), batch=batch))  # from here on the system holds the files
-    alone = {count: read(stream)[0] for count, stream in streams.items()}
-    products = _products(seconds=batch / alone[workers[0]])
+    alone = {count: read(stream) for count, stream in streams.items()}
+    products = _products(seconds=batch / alone[workers[0]].clips_per_s)
     rows = []
     for count, stream in streams.items():
-        busy, waiting = read(stream, lambda: _multiply(products))
-        rows.append((count, f"{alone[count]:.0f}", f"{busy:.0f}", f"{waiting:.0%}"))
+        busy = read(stream, lambda: _multiply(products))
+        loading = f"{alone[count].clips_per_s:.0f}", f"{alone[count].main_ms:.2f}"
+        rows.append((count, *loading, f"{busy.clips_per_s:.0f}", f"{busy.waiting:.0%}"))
     return rows
 
 
-def read(stream: BatchStream, then: Callable[[], None] = lambda: None) -> tuple[float, float]:
-    """Clips per second over one epoch with `then` after every batch, and the share of the time spent waiting."""
-    began = time.monotonic()
+class Pace(NamedTuple):
+    """Clips per second of the clock, CPU time of the main process per clip, share of the time it waited for data."""
+
+    clips_per_s: float
+    main_ms: float
+    waiting: float
+
+
+def read(stream: BatchStream, then: Callable[[], None] = lambda: None) -> Pace:
+    """One epoch, with `then` after every batch."""
+    began, used = time.monotonic(), time.process_time()
     with Progress("read", len(stream), shown=False) as progress:
         for _ in progress.fed(stream.epoch()):
             then()
-    seconds = time.monotonic() - began
-    return stream.examples / seconds, progress.waited / seconds
+    seconds, main_s = time.monotonic() - began, time.process_time() - used
+    return Pace(stream.examples / seconds, 1e3 * main_s / stream.examples, progress.waited / seconds)
 
 
 def _products(*, seconds: float) -> int:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from acm_compiler import env
@@ -16,6 +17,7 @@ from acm_compiler.acm import ops
 from acm_compiler.dump import dump
 from acm_compiler.errors import KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.passes.acm_nodes import learners_nodes
+from acm_compiler.passes.fuse_gate import fuse_gate
 from acm_compiler.passes.fuse_residual import fuse_residual
 from acm_compiler.passes.merge_gates import merge_gates
 from acm_compiler.passes.verify import Call, Lowered, verify
@@ -24,10 +26,15 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "fallback": ("warn", "silent", "error"),
     "fuse_residual": (True, False),
     "merge_gates": (True, False),
+    "fuse_gate": (True, False),
 }
 """Our options, their values, the default first; every other option is Inductor's."""
 
-_PASSES: dict[str, Callable[[fx.Graph], int]] = {"merge_gates": merge_gates, "fuse_residual": fuse_residual}
+_PASSES: dict[str, Callable[[fx.Graph], int]] = {
+    "merge_gates": merge_gates,
+    "fuse_residual": fuse_residual,
+    "fuse_gate": fuse_gate,
+}
 _LOG = logging.getLogger("acm_compiler.backend")
 
 
@@ -67,7 +74,7 @@ def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, .
     if not count:
         return ()
     for name, rewrite in _PASSES.items():
-        if own[name]:
+        if own[name] and not (rewrite is fuse_gate and torch.is_grad_enabled()):
             _LOG.debug("%s: %d", name, rewrite(graph))
     lowered = verify(graph, choose_implementation, expected=count)
     graph_module.recompile()

@@ -8,7 +8,8 @@ from torch import nn
 from acm_compiler.acm import ops
 from acm_compiler.backend import choose_implementation
 from acm_compiler.errors import VerificationFailed
-from acm_compiler.passes.acm_nodes import GATES, LEARNERS, RESIDUAL, learners_nodes
+from acm_compiler.passes.acm_nodes import GATED, GATES, LEARNERS, RESIDUAL, learners_nodes
+from acm_compiler.passes.fuse_gate import fuse_gate
 from acm_compiler.passes.fuse_residual import fuse_residual
 from acm_compiler.passes.merge_gates import merge_gates
 from acm_compiler.passes.verify import verify
@@ -123,6 +124,39 @@ def test_merge_gates_leaves_operators_alone():
     graph_module, _ = graph_of(Block().eval(), torch.randn(2, 5, 8))
     assert merge_gates(graph_module.graph) == 0
     assert count(graph_module.graph, GATES) == count(graph_module.graph, LEARNERS) == 5
+
+
+def test_fuse_gate_makes_one_operator_of_every_acm():
+    graph_module, inputs = graph_of(Block().eval(), torch.randn(2, 5, 8))
+    expected = run(graph_module, inputs)
+    fuse_residual(graph_module.graph)
+    assert fuse_gate(graph_module.graph) == 5
+    assert count(graph_module.graph, GATED) == 5 and count(graph_module.graph, (*GATES, *LEARNERS)) == 0
+    assert not [node for node in graph_module.graph.nodes if node.target == "view" and torch.float32 in node.args]
+    torch.testing.assert_close(run(graph_module, inputs), expected)
+    found = verify(graph_module.graph, choose_implementation, expected=5)
+    assert [acm.fused for acm in found] == [("gate",)] * 3 + [("gate", "residual")] * 2
+
+
+class Reading(nn.Module):
+    """An ACM whose k something else reads too, or through which something is differentiated after all."""
+
+    def __init__(self, grad: bool):
+        super().__init__()
+        self.acm, self.grad = acm_for(planned_site("mlp")), grad
+
+    def forward(self, x):
+        if self.grad:
+            with torch.enable_grad():
+                return self.acm(x) * 1
+        k = self.acm.choose(x, x.shape[:-1])
+        return ops.learners(x, k, self.acm.learners.weights()) * k[:, None]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_fuse_gate_leaves_alone_what_others_read_or_differentiate(grad):
+    graph_module, _ = graph_of(Reading(grad), torch.randn(5, 8))
+    assert fuse_gate(graph_module.graph) == 0
 
 
 def test_verify_lists_every_acm_with_its_line():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from acm_compiler.acm import flops, ops
+from acm_compiler.acm import Gate, flops, ops
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.cost import gate_macs_per_token, macs_per_learner
 from acm_compiler.errors import UsageError
@@ -114,3 +114,46 @@ def test_a_gate_by_the_reference_keeps_its_own_precision_under_autocast():
     expected = call()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch._C._AutoDispatchBelowAutograd():
         assert torch.equal(call(), expected)
+
+
+def gated_arguments(kind: str, dtype=torch.float64):
+    """Arguments of the operator that is gate and learners, and those of the two apart."""
+    (x, _, *tensors), kwargs, _ = arguments(kind, residual=True)
+    x, tensors = x.to(dtype), [None if t is None else t.to(dtype) for t in tensors]
+    gate = Gate(D, 8, N + 1, dtype=dtype).requires_grad_(False)
+    gate.outer.weight.mul_(20)
+    bounds = (torch.tensor(0, dtype=torch.int32), torch.tensor(N, dtype=torch.int32))
+    knob, choices = torch.tensor(0.25), {"cost": 0.7, "k_min": 0, "rule": "logits"}
+    whole = (x, *gate.weights(), knob.view(torch.int32), *bounds, *tensors)
+    return whole, kwargs | choices, (x, *gate.weights(), knob, *bounds), choices
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", FORMS)
+def test_gate_and_learners_in_one_operator_are_the_two(kind, dtype):
+    args, kwargs, gate, choices = gated_arguments(kind, dtype)
+    k = ops.GATE(*gate, **choices)
+    apart = ops.LEARNERS(args[0], k, *args[8:], form=kwargs["form"], act=kwargs["act"])
+    assert torch.equal(ops.GATED(*args, **kwargs), apart)
+    with FlopCounterMode(display=False) as whole:
+        ops.GATED(*args, **kwargs)
+    with FlopCounterMode(display=False) as both:
+        ops.LEARNERS(args[0], ops.GATE(*gate, **choices), *args[8:], form=kwargs["form"], act=kwargs["act"])
+    assert whole.get_total_flops() == both.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("kind", ["gated", "rows"])
+def test_one_operator_of_both_keeps_torchs_rules(kind):
+    args, kwargs, _, _ = gated_arguments(kind, torch.float32)
+    torch.library.opcheck(torch.ops.acm.gated_learners, args, kwargs)
+    torch.library.opcheck(torch.ops.acm.gated_learners, args[:-1], kwargs)
+
+
+def test_one_operator_of_both_maps_over_inputs():
+    args, kwargs, _, _ = gated_arguments("mlp", torch.float32)
+    x, residual = torch.randn(3, T, D), torch.randn(T, 3, OUT)
+    call = lambda x, r: ops.GATED(x, *args[1:-1], r, **kwargs)  # noqa: E731
+    mapped = torch.func.vmap(call, in_dims=(0, 1))(x, residual)
+    torch.testing.assert_close(mapped, torch.stack([call(x[i], residual[:, i].contiguous()) for i in range(3)]))
+    with pytest.raises(UsageError, match="map over the inputs"):
+        torch.func.vmap(lambda b: ops.GATED(*args[:2], b, *args[3:], **kwargs))(torch.stack([args[2], args[2]]))

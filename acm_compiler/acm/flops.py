@@ -5,11 +5,12 @@ The one border where MACs become FLOPs (1 MAC = 2 FLOPs). Where k is not known (
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from acm_compiler.acm.ops import GATE, LEARNERS, LEARNERS_BACKWARD
+from acm_compiler.acm.ops import GATE, GATED, LEARNERS, LEARNERS_BACKWARD
 
 
 def learners_macs(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str) -> int:
@@ -49,3 +50,12 @@ def learners_backward_flops(dy, x, k, *tensors, form, act, out_val=None, **kwarg
 def gate_flops(x, w_inner, b_inner, w_outer, *args, out_val=None, **kwargs) -> int:
     """FLOPs of the gate."""
     return 2 * x.shape[0] * (w_inner.numel() + w_outer.numel())
+
+
+@register_flop_formula(GATED, get_raw=True)
+def gated_flops(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, *tensors, out_val=None, **kwargs) -> int:
+    """FLOPs of both; the gate runs once more to say what the learners cost."""
+    choices = {name: kwargs[name] for name in ("cost", "k_min", "rule")}
+    gate = (w_inner, b_inner, w_outer, b_outer)
+    k = GATE(x, *gate, knob.view(torch.float32), k_lo, k_hi, **choices)
+    return gate_flops(x, *gate) + 2 * learners_macs(x, k, *tensors, form=kwargs["form"])

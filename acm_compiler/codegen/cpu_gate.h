@@ -7,8 +7,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -137,10 +139,21 @@ struct Network {
   }
 };
 
+// the number that a tensor of T holds
+template <typename T>
+T number(const at::Tensor& t) {
+  return t.scalar_type() == c10::CppTypeToScalarType<T>::value ? *t.const_data_ptr<T>() : t.item<T>();
+}
+
+// the knob may be the bits of its float, as int32
+inline float knob_of(const at::Tensor& knob) {
+  return knob.scalar_type() == at::kInt ? std::bit_cast<float>(number<int32_t>(knob)) : number<float>(knob);
+}
+
 Rule make_rule(int64_t choices, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi, double cost,
                int64_t k_min, bool damage) {
-  const int64_t high = k_hi.item<int32_t>(), low = std::min<int64_t>(k_lo.item<int32_t>(), high);
-  const float strength = knob.item<float>();
+  const int64_t high = number<int32_t>(k_hi), low = std::min<int64_t>(number<int32_t>(k_lo), high);
+  const float strength = knob_of(knob);
   Rule rule{k_min, std::max<int64_t>(0, low - k_min), std::min(choices, high - k_min + 1), damage, {}};
   for (int64_t c = 0; c < choices; c++) {
     const float cost_c = static_cast<float>(static_cast<double>(k_min + c) * cost);
@@ -161,7 +174,8 @@ at::Tensor gate(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor
   static const auto reference =
       c10::Dispatcher::singleton().findSchemaOrThrow("acm::gate_reference", "").typed<Signature>();
   if (!is_native(x) || !is_native(w_inner) || x.size(0) == 0)
-    return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, cost, k_min, rule_name);
+    return reference.call(x, w_inner, b_inner, w_outer, b_outer, at::full({}, knob_of(knob)), k_lo, k_hi, cost, k_min,
+                          rule_name);
   const Rule rule = make_rule(w_outer.size(0), knob, k_lo, k_hi, cost, k_min, rule_name == "damage");
   const at::Tensor rows = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
   at::Tensor k = at::empty({x.size(0)}, x.options().dtype(at::kInt));

@@ -95,6 +95,15 @@ Tensor learners(const Tensor& x, const Tensor& k, const Tensor& w_in, const Mayb
   return reference.call(x, k, w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form_name, act_name);
 }
 
+Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_inner, const Tensor& w_outer,
+                      const Tensor& b_outer, const Tensor& knob, const Tensor& k_lo, const Tensor& k_hi,
+                      const Tensor& w_in, const Maybe& b_in, const Maybe& w_up, const Maybe& b_up, const Maybe& w_out,
+                      const Tensor& b_out, const Maybe& w_top, const Maybe& residual, double cost, int64_t k_min,
+                      std::string_view rule, std::string_view form, std::string_view act) {
+  const Tensor k = gate(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, cost, k_min, rule);
+  return learners(x, k, w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form, act);
+}
+
 TORCH_LIBRARY_FRAGMENT(acm, m) {
   m.def(
       "learners_cpu(Tensor x, Tensor k, Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, "
@@ -106,12 +115,13 @@ TORCH_LIBRARY_FRAGMENT(acm, m) {
 
 }  // namespace
 
-// makes these the CPU implementations of acm::learners and acm::gate
+// makes these the CPU implementations of acm::learners, acm::gate and acm::gated_learners
 extern "C" __attribute__((visibility("default"))) void acm_take_over() {
   static torch::Library library(torch::Library::IMPL, "acm", c10::DispatchKey::CPU, __FILE__, __LINE__);
   static const bool done = [] {
     library.impl("learners", TORCH_FN(learners));
     library.impl("gate", TORCH_FN(gate));
+    library.impl("gated_learners", TORCH_FN(gated_learners));
     return true;
   }();
   (void)done;

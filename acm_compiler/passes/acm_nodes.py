@@ -11,13 +11,25 @@ from acm_compiler.passes.source_lines import traced_line
 
 LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)
 GATES = (ops.GATE, ops.GATE.default)
+GATED = (ops.GATED, ops.GATED.default)
 RESIDUAL = 9
-"""Position of the residual among the operator's arguments."""
+"""Position of the residual among the arguments of `acm::learners`."""
+GATED_RESIDUAL = 15
+"""Position of the residual among the arguments of `acm::gated_learners`."""
 
 
 def learners_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Calls of `acm::learners`, in order."""
-    return [node for node in graph.nodes if node.op == "call_function" and node.target in LEARNERS]
+    return _calls(graph, LEARNERS)
+
+
+def acm_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Calls of `acm::learners` and of `acm::gated_learners`, in order."""
+    return _calls(graph, (*LEARNERS, *GATED))
+
+
+def _calls(graph: fx.Graph, targets: tuple[object, ...]) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
 
 
 def value_of(node: object) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from acm_compiler.errors import VerificationFailed
-from acm_compiler.passes.acm_nodes import GATES, RESIDUAL, learners_nodes, line_of, site_of, value_of
+from acm_compiler.passes.acm_nodes import GATED, GATED_RESIDUAL, GATES, RESIDUAL, acm_nodes, line_of, site_of, value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def verify(graph: fx.Graph, choose: Choose, *, expected: int) -> tuple[Lowered, 
         graph.lint()
     except RuntimeError as error:
         raise VerificationFailed("the passes left a graph that is not well formed", found=error) from error
-    nodes = learners_nodes(graph)
+    nodes = acm_nodes(graph)
     if len(nodes) != expected:
         raise VerificationFailed("the passes changed the number of ACMs", found=len(nodes), expected=expected)
     return tuple(_lowered(node, choose) for node in nodes)
@@ -63,6 +63,8 @@ def _lowered(node: fx.Node, choose: Choose) -> Lowered:
 
 
 def _fused(node: fx.Node) -> tuple[str, ...]:
-    gate = isinstance(node.args[1], fx.Node) and node.args[1].target in GATES
-    residual = len(node.args) > RESIDUAL and node.args[RESIDUAL] is not None
+    whole = node.target in GATED
+    gate = whole or (isinstance(node.args[1], fx.Node) and node.args[1].target in GATES)
+    place = GATED_RESIDUAL if whole else RESIDUAL
+    residual = len(node.args) > place and node.args[place] is not None
     return (*(["gate"] if gate else []), *(["residual"] if residual else []))

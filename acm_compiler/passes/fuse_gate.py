@@ -1,0 +1,48 @@
+"""Gate and learners of an ACM become one operator, in graphs through which nothing is differentiated.
+
+before:  k = gate(x, *w_gate, view(knob, float32), k_lo, k_hi); y = learners(x, k, *w, residual)
+after:   y = gated_learners(x, *w_gate, knob, k_lo, k_hi, *w, residual)
+
+One call instead of three, and no rule of autograd around it: what a site of a small model, or of one image, costs most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from acm_compiler.acm import ops
+from acm_compiler.passes.acm_nodes import GATES, learners_nodes
+
+_KNOB = 5  # the knob's position among the gate's arguments
+
+
+def fuse_gate(graph: fx.Graph) -> int:
+    """Fuse in place; how many ACMs became one operator."""
+    if any(node.target is torch._C._set_grad_enabled for node in graph.nodes):
+        return 0
+    return sum(_fuse(node) for node in learners_nodes(graph))
+
+
+def _fuse(learners: fx.Node) -> bool:
+    x: Any = learners.args[0]
+    gate: Any = learners.args[1]
+    if not isinstance(gate, fx.Node) or gate.target not in GATES or gate.args[0] is not x or len(gate.users) > 1:
+        return False
+    knob: Any = gate.args[_KNOB]
+    with learners.graph.inserting_before(learners):
+        args = (x, *gate.args[1:_KNOB], _bits(knob), *gate.args[_KNOB + 1 :], *learners.args[2:])
+        fused = learners.graph.call_function(ops.GATED, args, {**gate.kwargs, **learners.kwargs})
+    fused.meta = {**learners.meta}
+    learners.replace_all_uses_with(fused)
+    for node in (learners, gate, *([knob] if len(knob.users) == 1 and knob.op == "call_method" else [])):
+        learners.graph.erase_node(node)
+    return True
+
+
+def _bits(knob: fx.Node) -> Any:
+    """The integers that a knob is a view of; itself where it is none."""
+    is_view = knob.op == "call_method" and knob.target == "view" and knob.args[1:] == (torch.float32,)
+    return knob.args[0] if is_view else knob

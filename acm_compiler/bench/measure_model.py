@@ -185,4 +185,6 @@ def int8(dense: nn.Module) -> nn.Module | None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        # torch's own call of a function that torch deprecates
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
         return quantization.quantize_dynamic(copy.deepcopy(dense), {nn.Linear}, dtype=torch.qint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +36,7 @@ def bench(
     from acm_compiler.cli.saved_run import open_saved_run
 
     output = Output(json=json)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)
     sizes = sorted({_whole(part) for part in batches.split(",") if part.strip()})
     shares = [float(share) for share in _reachable(parse_budgets(budgets))]
     run = open_saved_run(directory, allow_code=allow_code)
@@ -53,6 +55,11 @@ def bench(
     where = f"from batch {even} on" if even is not None else "at none of the batch sizes measured"
     output.say(f"at budget {least:g} it is faster than dense Inductor {where}")
     output.document({**_machine(), "rows": as_json(rows), "break_even_budget": least, "break_even_batch": even})
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether it is not torch's remark, on compiling, that a machine with CUDA's tools has no GPU."""
+    return not record.getMessage().startswith("No CUDA runtime is found")
 
 
 _HEADERS = ("batch", "budget", "contender", "ms", "ratio", "q1", "q3", "MAC ratio", "error")

@@ -1,11 +1,12 @@
 """What calibration costs, over tokens, layers, and for a ViT-B/16: the table of times in docs/quality.md.
 
-    python benchmarks/calibrate_time.py tokens      a BERT of MiniLM's size, 5,000, 10,000 and 20,000 tokens
+    python benchmarks/calibrate_time.py tokens      a BERT of 3 layers of width 128, 5,000, 10,000 and 20,000 tokens
     python benchmarks/calibrate_time.py layers      a BERT of 3, 6 and 12 layers of width 128, 5,000 tokens
+    python benchmarks/calibrate_time.py layers 12   only that one
     python benchmarks/calibrate_time.py vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 pictures
 
-Weights and inputs are random: what is computed does not depend on them. CPU seconds of all threads together, and
-seconds on the clock, which say something on quiet cores only.
+Weights and inputs are random: what is computed does not depend on them. CPU seconds of all threads together, in all
+and of each part, and seconds on the clock, which say something on quiet cores only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,15 +25,19 @@ from torch import nn
 import acm_compiler as acm
 
 BATCH, LENGTH, PICTURES = 16, 34, 8
+PARTS = ("read", "learners and gates", "lowest k", "budgets")  # how calibrate's lines about a finished part begin
 
 
 def main() -> None:
     """Print a row of Markdown for every calibration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tokens", "layers", "vit"))
-    cases = {"tokens": over_tokens, "layers": over_layers, "vit": of_vit}[parser.parse_args().what]
-    sys.stdout.write("| model | sites | tokens | CPU s | s | threads, load |\n| --- | --- | --- | --- | --- | --- |\n")
-    for name, model, example, batches, tokens, sites in cases():
+    parser.add_argument("sizes", nargs="*", type=int, help="of these tokens or layers only")
+    options = parser.parse_args()
+    cases = {"tokens": over_tokens, "layers": over_layers, "vit": of_vit}[options.what](*options.sizes)
+    heads = ("model", "sites", "tokens", "CPU s", *PARTS, "s", "threads, load")
+    sys.stdout.write("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads) + "\n")
+    for name, model, example, batches, tokens, sites in cases:
         row = timed(model, example, batches, tokens=tokens, sites=sites)
         sys.stdout.write(f"| {name} | {row}\n")
         sys.stdout.flush()
@@ -40,19 +46,19 @@ def main() -> None:
 Case = tuple[str, nn.Module, Any, Iterator[Any], int, list[str]]
 
 
-def over_tokens() -> Iterator[Case]:
+def over_tokens(*sizes: int) -> Iterator[Case]:
     """One model, more and more tokens."""
-    for tokens in (5_000, 10_000, 20_000):
-        yield "BERT, 6 layers of 384", bert(6, 384), sentence(), sentences(), tokens, ["mlp", "attn"]
+    for tokens in sizes or (5_000, 10_000, 20_000):
+        yield "BERT, 3 layers of 128", bert(3, 128), sentence(), sentences(), tokens, ["mlp", "attn"]
 
 
-def over_layers() -> Iterator[Case]:
+def over_layers(*sizes: int) -> Iterator[Case]:
     """More and more layers, the same tokens."""
-    for layers in (3, 6, 12):
+    for layers in sizes or (3, 6, 12):
         yield f"BERT, {layers} layers of 128", bert(layers, 128), sentence(), sentences(), 5_000, ["mlp", "attn"]
 
 
-def of_vit() -> Iterator[Case]:
+def of_vit(*sizes: int) -> Iterator[Case]:
     """A ViT-B/16 on pictures of noise."""
     from torchvision.models import vit_b_16
 
@@ -64,16 +70,18 @@ def timed(model: nn.Module, example: Any, batches: Iterator[Any], *, tokens: int
     """The cells of one calibration."""
     plan = acm.plan(model, example, sites=sites)
     converted = acm.rewrite(model, plan)
-    clock, cpu = time.perf_counter(), time.process_time()
+    clock, spent = time.perf_counter(), [time.process_time()]
+
+    def progress(text: str) -> None:
+        sys.stderr.write(f"{time.perf_counter():.0f} {text}\n")
+        if len(spent) <= len(PARTS) and text.startswith(f"calibrate: {PARTS[len(spent) - 1]}"):
+            spent.append(time.process_time())
+
     acm.calibrate(converted, batches, tokens=tokens, progress=progress)
-    cpu, clock = time.process_time() - cpu, time.perf_counter() - clock
-    load = f"{torch.get_num_threads()}, {os.getloadavg()[0]:.1f}"
-    return f"{len(plan.sites)} | {tokens} | {cpu:.0f} | {clock:.0f} | {load} |"
-
-
-def progress(text: str) -> None:
-    """What is done, on standard error."""
-    sys.stderr.write(f"{time.perf_counter():.0f} {text}\n")
+    clock, load = time.perf_counter() - clock, f"{torch.get_num_threads()}, {os.getloadavg()[0]:.1f}"
+    parts = [f"{after - before:.0f}" for before, after in pairwise(spent)]
+    cells = [len(plan.sites), tokens, f"{spent[-1] - spent[0]:.0f}", *parts, f"{clock:.0f}", load]
+    return " | ".join(map(str, cells)) + " |"
 
 
 def bert(layers: int, width: int) -> nn.Module:

@@ -2,8 +2,8 @@
 
     python -m acm_compiler.data.train_spoken_model --out PATH
 
-gave the shipped weights. With `--post-norm` it trains the same model with its norms after the sums, which is not
-shipped.
+gave the shipped weights. With `--post-norm --lr 8e-4` it trains the same model with its norms after the sums, which is
+not shipped (at the rate of the other kind it learns nothing).
 
 Every step shows utterances that were never shown before, of the train split's takes; first single words, then up
 to three. At first the model is also told which letter is where: a synthesised word's place is known, and its letters

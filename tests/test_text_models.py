@@ -134,7 +134,8 @@ def test_the_language_model_keeps_its_perplexity_and_beats_every_fixed_k(tmp_pat
     by_budget = {result.asked: result.metric / found.metric.dense for result in found.budgets}
     assert by_budget[0.6] < 1.03 and by_budget[0.25] < 1.3
     by_k = {result.k: result.metric / found.metric.dense for result in found.fixed}
-    assert by_budget[0.25] < by_k[1] and by_budget[0.6] < by_k[2] and by_budget[0.75] < by_k[3]
+    # of 8 learners: at as many or fewer MACs
+    assert by_budget[0.25] < by_k[2] and by_budget[0.4] < by_k[3] and by_budget[0.6] < by_k[4]
 
 
 @pytest.mark.slow

@@ -29,8 +29,7 @@ class Pair(torch.nn.Module):
         planned = [tiny_site("mlp", "mlp"), tiny_site("proj", "linear")]
         plan = plan_of(*planned)
         self.mlp, self.proj = (acm_for(site) for site in planned)
-        for acm in (self.mlp, self.proj):
-            acm.conversion = Conversion(plan=plan)
+        self.mlp.conversion = self.proj.conversion = Conversion(plan=plan)
 
 
 def test_the_budget_loss_is_the_distance_of_the_mean_share():

@@ -12,6 +12,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.audio_frames import frame_mask
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import gate_macs_per_token, macs_per_learner
 from acm_compiler.cost_table import unit_of
@@ -51,13 +52,13 @@ class Usage:
             )
         calls.append(k_BS.detach())
 
-    def see_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def see_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the padding mask from the model's own call, where it has one [batch, tokens]."""
         mask = kwargs.get("attention_mask")
         first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if isinstance(mask, Tensor) and mask.dim() == 2 and first is not None and first.dim() >= 2:
             # with a cache the mask also covers earlier tokens; the sites see the last ones
-            self._call_mask = mask[:, -first.shape[1] :].bool()
+            self._call_mask = frame_mask(model, first, mask[:, -first.shape[1] :])
         else:
             self._call_mask = None
 
@@ -163,7 +164,9 @@ def record(model: nn.Module) -> Iterator[Usage]:
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
     acms = sites(model)
     usage = Usage(conversion(model).plan)
-    hook = model.register_forward_pre_hook(lambda _, args, kwargs: usage.see_call(args, kwargs), with_kwargs=True)
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: usage.see_call(model, args, kwargs), with_kwargs=True
+    )
     for acm in acms.values():
         acm.observers.append(usage.observe)
     try:

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import acm_compiler as acm
+from acm_compiler.audio_frames import frame_mask
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.data.clips import load_clip
@@ -222,6 +223,30 @@ def test_other_models_and_vocabularies_are_refused(release):
     task = open_task(CtcTask(kind="ctc"), dataset, model)
     with pytest.raises(UsageError, match="different sizes"):
         task.loss(model(**task.inputs(batch)), batch)
+
+
+def test_the_mask_of_a_call_becomes_frames_without_a_task(release):
+    batch, dataset = batch_of(release)
+    model = model_of(release)
+    task = open_task(CtcTask(kind="ctc"), dataset, model)
+    inputs = task.inputs(batch)
+    plan = acm.plan(model, {"input_values": torch.zeros(2, 8000)}, sites="mlp", learners=2)
+    converted = acm.rewrite(model, plan)
+    with acm.record(converted) as usage:
+        converted(**inputs)
+    real = task.mask(batch)
+    assert not real.all() and torch.equal(usage.load().isnan(), ~real)
+    said: list[str] = []
+    acm.calibrate(converted, [inputs] * 6, tokens=10_000, progress=said.append)
+    assert any(f"{5 * int(real.sum()):,} tokens" in line for line in said)
+
+
+def test_only_masks_of_audio_become_frames(release):
+    (batch, _), model = batch_of(release), model_of(release)
+    sound, mask = batch["input_values"], batch["attention_mask"].bool()
+    for heard, other in ((None, model), (sound.long(), model), (sound[:, 1:], model), (sound, torch.nn.Linear(2, 2))):
+        assert torch.equal(frame_mask(other, heard, mask), mask)
+    assert frame_mask(model, sound, mask).shape[1] < mask.shape[1]
 
 
 def test_padding_changes_no_real_frame_and_counts_nowhere(release):

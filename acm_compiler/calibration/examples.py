@@ -95,10 +95,10 @@ def _shapes(inputs: Inputs) -> str:
     return ", ".join(shown) or "no tensors"
 
 
-def mask_in(example: Example) -> Tensor | None:
+def mask_in(model: nn.Module, example: Example) -> Tensor | None:
     """The padding mask [batch, tokens] that is known of a batch, bool."""
     inputs, mask = example
-    return call_mask(inputs) if mask is None else mask.bool()
+    return call_mask(model, inputs) if mask is None else mask.bool()
 
 
 def _plain(value: Any) -> Any:

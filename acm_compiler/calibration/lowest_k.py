@@ -81,7 +81,7 @@ def choose_lowest_k(
 
 def _run(model: nn.Module, example: Example, trials: Sequence[_Trial], answer: Answer) -> None:
     """Add what every trial does to one batch."""
-    mask_BS = mask_in(example)
+    mask_BS = mask_in(model, example)
     with batch_context(model, mask=example[1]):
         with tapped(model, {}):
             wanted = answers(call_model(model, example[0]), answer, mask_BS)

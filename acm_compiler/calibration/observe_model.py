@@ -46,7 +46,7 @@ def observe(
     seen = Seen()
     with tapped(model, records) as taps, _differentiable(model) as carriers:
         for example in examples:
-            taps.mask_BS, taps.first = mask_in(example), seen.examples
+            taps.mask_BS, taps.first = mask_in(model, example), seen.examples
             with batch_context(model, mask=example[1]):
                 outputs = answers(run(model, example[0]), answer, taps.mask_BS)
                 for number in range(projections):

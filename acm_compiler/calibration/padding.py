@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
+from acm_compiler.audio_frames import frame_mask
 from acm_compiler.inputs import Inputs, split_inputs
 
 
-def call_mask(inputs: Inputs) -> Tensor | None:
-    """The `attention_mask` [batch, tokens] of a call, bool; None where there is none of that shape."""
-    _, kwargs = split_inputs(inputs)
+def call_mask(model: nn.Module, inputs: Inputs) -> Tensor | None:
+    """The `attention_mask` [batch, tokens] of a call, of audio its frames, bool; None where there is none."""
+    args, kwargs = split_inputs(inputs)
     mask = kwargs.get("attention_mask")
-    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    return frame_mask(model, next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None), mask)
 
 
 def fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
@@ -32,8 +35,8 @@ def fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
 def real_tokens(acm: ACM, x: Tensor, mask_BS: Tensor | None) -> Tensor | None:
     """True at the real tokens of `x` [..., D], flat [T]; None: all are.
 
-    A mask given by `acm.batch` must fit. That of the call, `mask_BS`, need not: it may speak of audio samples, or of
-    the other half of an encoder-decoder; then all tokens count here, as in `acm.record`.
+    A mask given by `acm.batch` must fit. That of the call, `mask_BS`, need not: it may speak of the other half
+    of an encoder-decoder; then all tokens count here, as in `acm.record`.
     """
     given_T = acm.mask_of(x)
     if given_T is not None or mask_BS is None or not fits(acm, x.shape[:-1], mask_BS):

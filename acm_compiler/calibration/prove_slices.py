@@ -35,13 +35,14 @@ def proven(model: nn.Module, pairs: Sequence[Sequence[Fit]], example: Example, *
         {part.site.name: as_module(part.weights, part.site, acms[part.site.name].learners.w_in) for part in pair}
         for pair in pairs
     ]
+    mask_BS = mask_in(model, example)
     wanted = _answers(model, {}, example, answer)
     everywhere = {name: module for pair in learners for name, module in pair.items()}
-    if _moved(wanted, _answers(model, everywhere, example, answer), example) <= min(tolerances):
+    if _moved(wanted, _answers(model, everywhere, example, answer), mask_BS) <= min(tolerances):
         return [True] * len(pairs)
     hold = []
     for pair, tolerance in zip(learners, tolerances, strict=True):
-        error = _moved(wanted, _answers(model, pair, example, answer), example)
+        error = _moved(wanted, _answers(model, pair, example, answer), mask_BS)
         hold.append(error <= tolerance)
         if not hold[-1]:
             _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", " and ".join(pair), error)
@@ -51,12 +52,11 @@ def proven(model: nn.Module, pairs: Sequence[Sequence[Fit]], example: Example, *
 def _answers(model: nn.Module, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
     """The model's answer when these sites run all their slices and others are dense."""
     with undisturbed(model), batch_context(model, mask=example[1]), _trial(model, learners):
-        return answers(call_model(model, example[0]), answer, mask_in(example))
+        return answers(call_model(model, example[0]), answer, mask_in(model, example))
 
 
-def _moved(wanted: list[Tensor], found: list[Tensor], example: Example) -> float:
+def _moved(wanted: list[Tensor], found: list[Tensor], mask_BS: Tensor | None) -> float:
     """The size of the difference over that of the answer; padding left out."""
-    mask_BS = mask_in(example)
     moved = energy([f - w for f, w in zip(found, wanted, strict=True)], mask_BS)
     return (moved / max(energy(wanted, mask_BS), 1e-300)) ** 0.5
 

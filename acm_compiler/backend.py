@@ -52,7 +52,6 @@ def acm_backend(
     `fallback="error"`.
     """
     # dynamo and inductor take seconds to import and are there already when torch.compile calls
-    import torch
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx
 

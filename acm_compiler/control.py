@@ -115,13 +115,13 @@ def set_budget(
         setting = _setting(model, wanted, cap)
         _write_setting(model, setting, cap)
         owner.budget, owner.cap = parse_budget(wanted, owner.plan), cap
-        return min(setting.share, _most(model))
+        return min(setting.share, _largest_share(model))
     phases = _check_phases(model, wanted)
     settings = {phase: _setting(model, wanted[phase], cap) for phase in phases}
     for phase in phases:
         _write_setting(model, settings[phase], cap, phase)
     owner.budget, owner.cap = {phase: parse_budget(wanted[phase], owner.plan) for phase in phases}, cap
-    return {phase: min(setting.share, _most(model)) for phase, setting in settings.items()}
+    return {phase: min(setting.share, _largest_share(model)) for phase, setting in settings.items()}
 
 
 def _setting(model: nn.Module, wanted: float | str, cap: float | None) -> Setting:
@@ -137,7 +137,7 @@ def _write_setting(model: nn.Module, setting: Setting, cap: float | None, phase:
         acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=k_hi, phase=phase)
 
 
-def _most(model: nn.Module) -> float:
+def _largest_share(model: nn.Module) -> float:
     """The share of learner MACs when every token runs as many learners as it may."""
     plan, acms = conversion(model).plan, sites(model)
     macs = {site.name: cost.learner_macs for site, cost in zip(plan.sites, plan.cost.sites, strict=True)}

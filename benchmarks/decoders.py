@@ -31,7 +31,7 @@ from acm_compiler.control import FixedK
 from acm_compiler.conversion import conversion
 from acm_compiler.data import Batch, BatchStream, docs_model
 from acm_compiler.data.docs_model import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
-from acm_compiler.data.from_scratch import Bookmark, write_weights
+from acm_compiler.data.from_scratch import Checkpoint, write_weights
 from acm_compiler.data.shipped_weights import load_shipped
 from acm_compiler.data.train_text_model import Lesson, LikeLengths, texts, train
 from acm_compiler.evaluate import evaluate
@@ -143,11 +143,11 @@ def trained(options: argparse.Namespace) -> nn.Module:
     if not path.is_file():
         began = time.process_time()
         lesson = Lesson(build=build, task=TASK, lr=RATE, steps=options.steps)
-        bookmark = Bookmark(options.out / f"{name}.unfinished.pt", {"name": name})
-        model = train(lesson, texts(TOKENIZER, "train"), batch=32, seed=1, bookmark=bookmark)
+        checkpoint = Checkpoint(options.out / f"{name}.unfinished.pt", {"name": name})
+        model = train(lesson, texts(TOKENIZER, "train"), batch=32, seed=1, checkpoint=checkpoint)
         say(f"trained in {(time.process_time() - began) / 60:.1f} minutes of CPU time since it last began")
         write_weights(model, argparse.Namespace(out=path, steps=options.steps, batch=32, lr=RATE, seed=1))
-        bookmark.remove()
+        checkpoint.remove()
     return load_shipped(build(), path, script="train_text_model").eval()
 
 

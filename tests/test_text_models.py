@@ -7,7 +7,7 @@ import torch
 
 from acm_compiler.base_metric import base_metric
 from acm_compiler.data import BatchStream, docs_model, packages_model, train_text_model
-from acm_compiler.data.from_scratch import Bookmark, OneCycle
+from acm_compiler.data.from_scratch import Checkpoint, OneCycle
 from acm_compiler.data.texts import TextSet
 from acm_compiler.errors import StorageError
 from acm_compiler.pipeline import plan_recipe
@@ -71,20 +71,20 @@ def kept_often(monkeypatch):
 def test_an_interrupted_training_goes_on_to_the_same_weights(few_texts, tmp_path, monkeypatch, kept_often):
     lesson = replace(train_text_model.LESSONS["llama_docs"], steps=6)
     whole = train_text_model.train(lesson, few_texts, batch=2, seed=1)
-    bookmark = Bookmark(tmp_path / "new/kept.pt", {"steps": 6})
+    checkpoint = Checkpoint(tmp_path / "new/kept.pt", {"steps": 6})
     step = OneCycle.step
 
     def interrupted(cycle, loss):
-        if bookmark.path.exists():
+        if checkpoint.path.exists():
             raise KeyboardInterrupt
         step(cycle, loss)
 
     monkeypatch.setattr(OneCycle, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train_text_model.train(lesson, few_texts, batch=2, seed=1, bookmark=bookmark)
+        train_text_model.train(lesson, few_texts, batch=2, seed=1, checkpoint=checkpoint)
     steps = []
     monkeypatch.setattr(OneCycle, "step", lambda cycle, loss: (steps.append(1), step(cycle, loss)))
-    again = train_text_model.train(lesson, few_texts, batch=2, seed=1, bookmark=bookmark)
+    again = train_text_model.train(lesson, few_texts, batch=2, seed=1, checkpoint=checkpoint)
     assert len(steps) == 4
     for a, b in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -93,9 +93,9 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(few_texts, tmp_path
 def test_a_training_of_another_kind_is_not_gone_on_with(few_texts, tmp_path, kept_often):
     lesson = replace(train_text_model.LESSONS["llama_docs"], steps=2)
     path = tmp_path / "kept.pt"
-    train_text_model.train(lesson, few_texts, batch=2, seed=1, bookmark=Bookmark(path, {"steps": 2}))
+    train_text_model.train(lesson, few_texts, batch=2, seed=1, checkpoint=Checkpoint(path, {"steps": 2}))
     with pytest.raises(StorageError, match=r"another kind.*'steps': 2"):
-        train_text_model.train(lesson, few_texts, batch=2, seed=1, bookmark=Bookmark(path, {"steps": 3}))
+        train_text_model.train(lesson, few_texts, batch=2, seed=1, checkpoint=Checkpoint(path, {"steps": 3}))
 
 
 def test_the_training_command_writes_a_file_that_loads_with_its_tied_weights(few_texts, tmp_path, monkeypatch):

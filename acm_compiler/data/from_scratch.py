@@ -69,7 +69,7 @@ class OneCycle:
 
 
 @dataclass(frozen=True, slots=True)
-class Bookmark:
+class Checkpoint:
     """Where an interrupted training goes on: a file, and the facts of the training that it belongs to."""
 
     path: Path

@@ -28,7 +28,7 @@ from acm_compiler.base_metric import base_metric
 from acm_compiler.data import docs_model, packages_model
 from acm_compiler.data.batch import Batch
 from acm_compiler.data.docs_model import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
-from acm_compiler.data.from_scratch import Bookmark, OneCycle, training_options, write_weights
+from acm_compiler.data.from_scratch import Checkpoint, OneCycle, training_options, write_weights
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.texts import TextSet
 from acm_compiler.inputs import call_model
@@ -84,16 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lesson = replace(LESSONS[options.model], steps=options.steps)
     began = time.monotonic()
     facts = {"model": options.model, "steps": options.steps, "batch": options.batch, "seed": options.seed}
-    bookmark = Bookmark(options.out.with_suffix(".unfinished.pt"), facts)
+    checkpoint = Checkpoint(options.out.with_suffix(".unfinished.pt"), facts)
     data = texts(options.tokenizer, "train")
-    model = train(lesson, data, batch=options.batch, seed=options.seed, bookmark=bookmark)
+    model = train(lesson, data, batch=options.batch, seed=options.seed, checkpoint=checkpoint)
     minutes = (time.monotonic() - began) / 60
     model = model.half().float()
     held_out = BatchStream(dataset=texts(options.tokenizer, "eval"), batch=32)
     found = base_metric(model, held_out.epoch(), lesson.task)
     log.info("%s %.4f on %d held-out texts, %.1f minutes", lesson.task.metric, found, held_out.examples, minutes)
     write_weights(model.half(), options, **{lesson.task.metric: f"{found:.4f}"})
-    bookmark.remove()
+    checkpoint.remove()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -142,17 +142,17 @@ def learn_tokenizer(path: Path, *, seed: int) -> None:
     tokenizer.save(str(path), pretty=False)
 
 
-def train(lesson: Lesson, data: TextSet, *, batch: int, seed: int, bookmark: Bookmark | None = None) -> nn.Module:
+def train(lesson: Lesson, data: TextSet, *, batch: int, seed: int, checkpoint: Checkpoint | None = None) -> nn.Module:
     """The model after the lesson's steps on batches of `data`: AdamW, one cycle; averaged weights.
 
-    bookmark: kept every hundred steps; where it is there already, training goes on from it, with the same result.
+    checkpoint: kept every hundred steps; where it is there already, training goes on from it, with the same result.
     """
     torch.manual_seed(seed)
     task, model = lesson.task, lesson.build().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.lr, weight_decay=0.05, betas=(0.9, 0.98))
     cycle = OneCycle(model, optimizer, steps=lesson.steps, warmup=WARMUP, decay=EMA_DECAY)
     stream = BatchStream(dataset=data, batch=batch, seed=seed, shuffle=True, drop_last=True)
-    done = 0 if bookmark is None else bookmark.load(cycle)
+    done = 0 if checkpoint is None else checkpoint.load(cycle)
     losses: list[float] = []
     for step, shown in enumerate(_batches(stream, done, lesson.steps), done + 1):
         loss = task.loss(call_model(model, task.inputs(shown)), shown)
@@ -161,8 +161,8 @@ def train(lesson: Lesson, data: TextSet, *, batch: int, seed: int, bookmark: Boo
         if step % _KEPT_EVERY == 0 or step == lesson.steps:
             log.info("step %d of %d: loss %.3f", step, lesson.steps, sum(losses) / len(losses))
             losses.clear()
-            if bookmark is not None:
-                bookmark.save(cycle, step)
+            if checkpoint is not None:
+                checkpoint.save(cycle, step)
     return cycle.learned
 
 

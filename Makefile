@@ -18,12 +18,12 @@ $(STAMP): pyproject.toml
 demo: export OMP_NUM_THREADS ?= 1
 
 demo: $(STAMP)
-	$(BIN)/acmc rewrite --recipe digits_vit --out runs/digits --resume
+	$(BIN)/acmc rewrite --recipe digits_vit --out runs/digits --resume --force
 	$(BIN)/acmc bench runs/digits --budgets .25,.5,1 --batches 1,64 --rounds 5
 	$(BIN)/acmc report runs/digits
 
 demo-paper: $(STAMP)
-	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits_paper --resume
+	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits_paper --resume --force
 	$(BIN)/acmc report runs/digits_paper
 
 test: $(STAMP) lint

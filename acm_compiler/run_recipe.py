@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from acm_compiler.base_metric import base_metric, refuse_unexpected
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.budgets import setting_of
 from acm_compiler.calibration import Options, calibrate_on
-from acm_compiler.checkpoint import check_own_folder, save
+from acm_compiler.checkpoint import save
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import EvaluatedBudget, conversion
 from acm_compiler.data import Batch, BatchStream, open_dataset
@@ -31,7 +30,8 @@ from acm_compiler.progress import Say, Teller, duration, telling_parts
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
-from acm_compiler.report.evaluation import Evaluation, save_evaluation
+from acm_compiler.report.evaluation import Evaluation, load_evaluation, save_evaluation
+from acm_compiler.run_folder import RunOptions, drop_measured, is_finished
 from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.survey import look
@@ -49,36 +49,18 @@ _WATCHED_EXAMPLES = 1024
 _BATCH = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """How a recipe is carried out: where, from where on, and how far.
-
-    resume: continue from the state in `directory`. until: the phase after which to stop. strict_budget: a budget
-    missed by more than .01 is an error at the end. resume_command: what an interrupted user is told to type.
-    """
-
-    directory: Path
-    resume: bool = False
-    until: str | None = None
-    strict_budget: bool = False
-    resume_command: str = "acmc rewrite --resume"
-
-
 def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation | None:
     """load -> plan -> rewrite -> the schedule's phases -> evaluate -> save; the evaluation, None without task and data.
 
-    Nothing of an earlier result in the folder is touched before the new one is complete, but for `state/` and
-    `metrics.jsonl`. Raises every AcmError that its steps raise, and BudgetMissed under `strict_budget`.
+    An earlier result in the folder is refused, but for `force`, and even then stays until the new one is complete,
+    but for `state/` and `metrics.jsonl`; with `resume` that of the same recipe is returned as it is. Raises every
+    AcmError that its steps raise, and BudgetMissed under `strict_budget`.
     """
     recipe = expand_paths(recipe)
     check_phase(options.until, recipe.schedule)
-    check_own_folder(options.directory)
-    if not options.resume and has_state(options.directory):
-        raise UsageError(
-            "an unfinished run has left its state here",
-            where=str(options.directory / "state"),
-            fix=f"continue it: {options.resume_command}; or remove that folder to start over",
-        )
+    if is_finished(recipe, options):
+        say("finished before, and left as it is; --force does it again")
+        return _judged(load_evaluation(options.directory), options)
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
     workshop = Workshop(recipe, open_machine(recipe.run.precision, recipe.run.device), say)
@@ -98,11 +80,10 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe), **processor_files(recipe.model)})
     if evaluation is not None:
         save_evaluation(options.directory, evaluation)
+    drop_measured(options.directory, say, evaluated=evaluation is not None)
     if options.until is None:
         discard_state(options.directory)
-    if evaluation is not None and options.strict_budget:
-        _refuse_missed(evaluation)
-    return evaluation
+    return _judged(evaluation, options)
 
 
 def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
@@ -289,7 +270,10 @@ def _note_budgets(model: nn.Module, evaluation: Evaluation) -> None:
         owner.table = replace(owner.table, evaluated=evaluated)
 
 
-def _refuse_missed(evaluation: Evaluation) -> None:
+def _judged(evaluation: Evaluation | None, options: RunOptions) -> Evaluation | None:
+    """The evaluation; BudgetMissed where it must not be so under `strict_budget`."""
+    if evaluation is None or not options.strict_budget:
+        return evaluation
     missed = [budget for budget in evaluation.budgets if abs(budget.reached - budget.asked) > MISSED]
     if missed:
         raise BudgetMissed(
@@ -298,3 +282,4 @@ def _refuse_missed(evaluation: Evaluation) -> None:
             expected=f"within {MISSED}",
             fix="ask for budgets without --strict-budget, or measure them on data more like the evaluation's",
         )
+    return evaluation

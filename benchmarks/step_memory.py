@@ -24,7 +24,8 @@ import torch
 from tabulate import tabulate
 
 from acm_compiler.recipe import Recipe, expand_paths, load_recipe
-from acm_compiler.run_recipe import RunOptions, Workshop, convert
+from acm_compiler.run_folder import RunOptions
+from acm_compiler.run_recipe import Workshop, convert
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 

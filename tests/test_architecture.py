@@ -27,7 +27,7 @@ ROWS = [
         "base_metric",
         "survey",
     },
-    {"advice", "pipeline", "run_recipe", "backend", "bench", "explanation", "hf"},
+    {"advice", "pipeline", "run_folder", "run_recipe", "backend", "bench", "explanation", "hf"},
     {"cli", "__init__", "__main__"},
 ]
 ROW_OF = {room: row for row, rooms in enumerate(ROWS) for room in rooms}

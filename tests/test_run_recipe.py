@@ -18,7 +18,8 @@ from acm_compiler.conversion import sites
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.expectation import ExpectConfig
-from acm_compiler.run_recipe import RunOptions, Workshop, convert
+from acm_compiler.run_folder import RunOptions
+from acm_compiler.run_recipe import Workshop, convert
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 from acm_compiler.training.state import StateStore
@@ -119,7 +120,52 @@ def test_an_unfinished_run_is_not_thrown_away(folder):
     # what does not change the model may change between the two
     assert rewrite(folder, "--resume", "--set", "run.save_every=1h").exit_code == 0
     assert not (folder / "out/state").exists()
+
+
+def test_an_unfinished_run_is_started_over_where_that_is_asked_for(folder):
+    assert rewrite(folder, "--until", "distill").exit_code == 0
+    lines = (folder / "out/metrics.jsonl").read_text().count("\n")
+    assert rewrite(folder, "--force", "--set", "schedule[0].steps=4").exit_code == 0
+    assert lines > (folder / "out/metrics.jsonl").read_text().count("\n") > 0
+    assert not (folder / "out/state").exists()
+
+
+def contents(place) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def test_a_finished_result_is_not_replaced_unasked(folder):
     assert rewrite(folder).exit_code == 0
+    before = contents(folder / "out")
+    refused = rewrite(folder, "--set", "run.seed=7")
+    said = " ".join(refused.stderr.split())
+    assert refused.exit_code == 2 and "out: the folder holds a saved model" in said
+    assert "--out" in said and "--force" in said
+    refused = rewrite(folder, "--set", "run.seed=7", "--resume")
+    said = " ".join(refused.stderr.split())
+    assert refused.exit_code == 2 and "of another recipe (there -> now): run.seed: 0 -> 7" in said and "--force" in said
+    assert contents(folder / "out") == before
+    # the same run again is done already, however often it is resumed
+    done = rewrite(folder, "--resume", "--set", "run.save_every=1h", "--json")
+    assert done.exit_code == 0 and "finished before" in done.stderr
+    assert contents(folder / "out") == before
+    assert json.loads(done.stdout)["budgets"] == json.loads(before["eval.json"])["budgets"]
+
+
+def test_a_result_that_is_replaced_takes_along_what_was_measured_on_it(folder):
+    assert rewrite(folder).exit_code == 0
+    before = contents(folder / "out")
+    (folder / "out/bench.json").write_text("{}")
+    (folder / "out/report").mkdir()
+    (folder / "out/report/index.html").write_text("of the first model")
+    done = rewrite(folder, "--force", "--set", "run.seed=7")
+    assert done.exit_code == 0 and "removed what was measured" in done.stderr and "bench.json, report" in done.stderr
+    after = contents(folder / "out")
+    assert set(after) == set(before) and after["model.safetensors"] != before["model.safetensors"]
+    # without an evaluation of the new model, that of the old one would pass for it
+    done = rewrite(folder, "--force", "--set", "schedule=[]", "--set", "task=null", "--set", "data=null")
+    assert done.exit_code == 0 and "eval.json" in done.stderr
+    assert "eval.json" not in contents(folder / "out")
 
 
 def no_train(folder) -> str:
@@ -183,7 +229,7 @@ def test_a_full_disk_loses_nothing(folder):
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
         "from acm_compiler.cli import main\n"
-        f"sys.argv = ['acmc', 'rewrite', '--recipe', '{folder}/folder.yaml', '--out', '{folder}/out']\n"
+        f"sys.argv = 'acmc rewrite --recipe {folder}/folder.yaml --out {folder}/out --force'.split()\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

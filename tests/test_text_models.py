@@ -13,7 +13,8 @@ from acm_compiler.errors import StorageError
 from acm_compiler.pipeline import plan_recipe
 from acm_compiler.recipe import load_recipe
 from acm_compiler.recipe.datasets import TextData
-from acm_compiler.run_recipe import RunOptions, run_recipe
+from acm_compiler.run_folder import RunOptions
+from acm_compiler.run_recipe import run_recipe
 from acm_compiler.sources import build
 
 pytest.importorskip("transformers")

@@ -46,6 +46,11 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
         pass
 
 
+def holds_model(directory: str | os.PathLike[str]) -> bool:
+    """Whether a save has left any of its files in `directory`."""
+    return any((Path(directory) / name).exists() for name in _ORDER)
+
+
 def _known(folder: Path) -> frozenset[str]:
     """The names of ours that may be in `folder`: those of every run, and what its last save added."""
     try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from acm_compiler.cli.output import JsonOption, Output, SetOption
+
+if TYPE_CHECKING:
+    from acm_compiler.recipe import Recipe
 
 
 def register(app: typer.Typer) -> None:
@@ -21,7 +24,8 @@ def rewrite(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Stop after the plan; needs no weights and no data.")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the state in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run in the folder.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier result in the folder.")] = False,
     until: Annotated[str | None, typer.Option(metavar="PHASE", help="Stop after this phase.")] = None,
     strict_budget: Annotated[
         bool, typer.Option("--strict-budget", help="Exit 4 when a budget is missed by more than .01.")
@@ -35,22 +39,17 @@ def rewrite(
     loaded = load_recipe(recipe, overrides or ())
     output = Output(json=json)
     if dry_run:
-        from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
-        from acm_compiler.training.check_schedule import check_schedule
-
-        _, made, _ = plan_recipe(loaded)
-        output.say(str(made))
-        refuse(made, named_budgets(loaded))
-        check_schedule(loaded.schedule, made.sites)
-        output.document({"plan": made.as_json()})
+        _dry_run(loaded, output)
         return
     from acm_compiler.report.table import evaluation_table
-    from acm_compiler.run_recipe import RunOptions, run_recipe
+    from acm_compiler.run_folder import RunOptions
+    from acm_compiler.run_recipe import run_recipe
 
     directory = out or Path("runs") / loaded.name
     options = RunOptions(
         directory=directory,
         resume=resume,
+        force=force,
         until=until,
         strict_budget=strict_budget,
         resume_command=_resume_command(recipe, directory, overrides or []),
@@ -61,6 +60,18 @@ def rewrite(
         output.say(evaluation_table(evaluation))
         output.document(evaluation.as_json() | {"directory": str(directory)})
     output.say(f"saved in {directory}")
+
+
+def _dry_run(recipe: Recipe, output: Output) -> None:
+    """The plan, and whether it can become what the recipe asks for."""
+    from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
+    from acm_compiler.training.check_schedule import check_schedule
+
+    _, made, _ = plan_recipe(recipe)
+    output.say(str(made))
+    refuse(made, named_budgets(recipe))
+    check_schedule(recipe.schedule, made.sites)
+    output.document({"plan": made.as_json()})
 
 
 def _resume_command(recipe: str, directory: Path, overrides: list[str]) -> str:

@@ -1,0 +1,82 @@
+"""The folder that a recipe is carried out in: what an earlier run left there, and what becomes of it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from acm_compiler.checkpoint import check_own_folder, holds_model
+from acm_compiler.errors import UsageError
+from acm_compiler.progress import Say
+from acm_compiler.recipe import Recipe, decisions, differences, expand_paths, load_recipe
+from acm_compiler.report.evaluation import FILE
+from acm_compiler.training.state import has_state
+
+_SHOWN = 8
+_REMEDY = "choose another folder by --out; or replace that model and what was measured on it: --force"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a recipe is carried out: where, from where on, and how far.
+
+    resume: continue from the state in `directory`; a finished result of the same recipe stays as it is. force: replace
+    what an earlier run left there. until: the phase after which to stop. strict_budget: a budget missed by more than
+    .01 is an error at the end. resume_command: what an interrupted user is told to type.
+    """
+
+    directory: Path
+    resume: bool = False
+    force: bool = False
+    until: str | None = None
+    strict_budget: bool = False
+    resume_command: str = "acmc rewrite --resume"
+
+
+def is_finished(recipe: Recipe, options: RunOptions) -> bool:
+    """Whether there is nothing to resume, because the folder holds the complete result of this very recipe.
+
+    Raises StorageError for a folder that is not ours, and UsageError, but for `force`, for one whose content a run
+    would throw away: an unfinished run that is not resumed, or a saved model.
+    """
+    check_own_folder(options.directory)
+    if has_state(options.directory):
+        if not (options.resume or options.force):
+            raise UsageError(
+                "an unfinished run has left its state here",
+                where=str(options.directory / "state"),
+                fix=f"continue it: {options.resume_command}; or start over without it: --force",
+            )
+        return False
+    if options.force or not holds_model(options.directory):
+        return False
+    if options.resume and (options.directory / "recipe.yaml").is_file():
+        _check_same(load_recipe(options.directory / "recipe.yaml"), recipe, options.directory)
+        return True
+    raise UsageError("the folder holds a saved model", where=str(options.directory), fix=_REMEDY)
+
+
+def _check_same(made_by: Recipe, recipe: Recipe, directory: Path) -> None:
+    changed = differences(decisions(expand_paths(made_by)), decisions(recipe))
+    if changed:
+        more = [f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
+        shown = "\n  ".join([*changed[:_SHOWN], *more])
+        raise UsageError(
+            f"the folder holds the finished result of another recipe (there -> now):\n  {shown}",
+            where=str(directory),
+            fix=_REMEDY,
+        )
+
+
+def drop_measured(directory: Path, say: Say, *, evaluated: bool) -> None:
+    """Remove what was measured on a model that has just been replaced; `evaluated`: eval.json is the new one's."""
+    names = ("bench.json", "report") if evaluated else (FILE, "bench.json", "report")
+    stale = [directory / name for name in names if (directory / name).exists()]
+    for path in stale:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    if stale:
+        say(f"removed what was measured on the model that was here: {', '.join(path.name for path in stale)}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from acm_compiler.checkpoint import check_own_folder, holds_model
+from acm_compiler.checkpoint import check_own_folder, holds_model, save_id
 from acm_compiler.errors import UsageError
 from acm_compiler.progress import Say
 from acm_compiler.recipe import Recipe, decisions, differences, expand_paths, load_recipe
@@ -67,6 +68,15 @@ def _check_same(made_by: Recipe, recipe: Recipe, directory: Path) -> None:
             where=str(directory),
             fix=_REMEDY,
         )
+
+
+def subject_of(directory: Path, recipe: Recipe | None) -> str | None:
+    """What an evaluation of the model saved in `directory` by `recipe` is of: see `Evaluation.subject`."""
+    save = save_id(directory)
+    if save is None or recipe is None or recipe.data is None or recipe.task is None:
+        return None
+    parts = (save, recipe.data.eval.model_dump_json(), recipe.task.model_dump_json())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def drop_measured(directory: Path, say: Say, *, evaluated: bool) -> None:

@@ -31,7 +31,7 @@ from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.report.evaluation import Evaluation, load_evaluation, save_evaluation
-from acm_compiler.run_folder import RunOptions, drop_measured, is_finished
+from acm_compiler.run_folder import RunOptions, drop_measured, is_finished, subject_of
 from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.survey import look
@@ -79,6 +79,7 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
         _note_budgets(model, evaluation)
     save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe), **processor_files(recipe.model)})
     if evaluation is not None:
+        evaluation = replace(evaluation, subject=subject_of(options.directory, recipe))
         save_evaluation(options.directory, evaluation)
     drop_measured(options.directory, say, evaluated=evaluation is not None)
     if options.until is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from acm_compiler.checkpoint import save
+from acm_compiler.checkpoint import load, save
 from acm_compiler.cli import app
 from acm_compiler.cli.eval import damage_table
 from acm_compiler.control import FixedK
@@ -23,6 +23,7 @@ from acm_compiler.report import wording
 from acm_compiler.report.contents import Report, headline_budget
 from acm_compiler.report.cost_chart import cost_chart
 from acm_compiler.report.evaluation import Interval, load_evaluation
+from acm_compiler.report.join_evaluations import joined
 from acm_compiler.report.load_maps import find_load_maps, overlay, spread
 from acm_compiler.report.section_sites import shared_start
 from acm_compiler.report.table import evaluation_table
@@ -123,6 +124,52 @@ def test_a_quick_look_does_not_replace_a_better_evaluation(run):
     assert load_evaluation(run).n == 20
 
 
+def asked(run) -> list[float]:
+    return [row.asked for row in load_evaluation(run).budgets]
+
+
+def test_budgets_measured_one_after_the_other_stay_beside_each_other(run):
+    assert acmc("eval", run, "--budgets", ".6,.9", "--examples", 10).exit_code == 0
+    first = load_evaluation(run)
+    # other batch sizes are no other data; what is printed is what was asked for now
+    done = acmc("eval", run, "--budgets", ".4,.9", "--examples", 10, "--batch", 4, "--json")
+    assert done.exit_code == 0 and "keeps what was measured before" in done.stderr
+    assert [row["asked"] for row in json.loads(done.stdout)["budgets"]] == [0.4, 0.9]
+    both = load_evaluation(run)
+    assert [row.asked for row in both.budgets] == [0.4, 0.6, 0.9] and both.budgets[1] == first.budgets[0]
+    assert [row.k for row in both.fixed] == [0, 1, 2, 3, 4]
+    # more examples: the rows on fewer are no match, and their end is told
+    done = acmc("eval", run, "--budgets", "1", "--examples", 12)
+    assert asked(run) == [1.0] and "held budgets 0.4, 0.6, 0.9 on 10 examples" in done.stderr
+
+
+def test_an_evaluation_of_the_model_that_was_here_before_is_not_mixed_with_todays(run):
+    assert acmc("eval", run, "--budgets", ".6", "--examples", 10).exit_code == 0
+    save(load(run), run)
+    done = acmc("eval", run, "--budgets", ".4", "--examples", 5)
+    assert done.exit_code == 0, done.stderr
+    assert asked(run) == [0.4] and "not of this model: it is replaced" in done.stderr
+
+
+def test_a_report_measures_anew_what_is_of_another_model(run):
+    assert acmc("eval", run, "--budgets", "1").exit_code == 0
+    save(load(run), run)
+    done = acmc("report", run)
+    assert done.exit_code == 0 and "of another model" in done.stderr
+    assert asked(run) == [0.3, 0.6, 1.0]
+
+
+def test_rows_that_know_the_dense_model_are_not_replaced_by_such_as_do_not(found):
+    dense = found.metric.dense
+    blind = dataclasses.replace(found.budgets[0], difference=None)
+    recorded = dataclasses.replace(found.metric, dense_from="recorded")
+    whole = joined(found, dataclasses.replace(found, metric=recorded, budgets=(blind,)))
+    assert whole.budgets == tuple(sorted(found.budgets, key=lambda row: row.asked)) and whole.metric == found.metric
+    other = dataclasses.replace(found.metric, dense=dense + 0.01)
+    assert joined(found, dataclasses.replace(found, metric=other)) is None
+    assert joined(found, dataclasses.replace(found, n=found.n + 1)) is None
+
+
 def test_functions_that_a_folder_names_are_not_imported(run):
     (run / "recipe.yaml").write_text(RECIPE.replace("{kind: classify}", "{kind: 'python:antigravity:fly'}"))
     for verb in ("eval", "report"):
@@ -207,8 +254,8 @@ def test_load_maps_show_which_patches_ran_how_many_learners():
     maps = find_load_maps(model, picture_batch(9), TASK, [OPEN])
     assert maps.sites == maps.of_sites == 2
     # the first three labels come first, each picture's one bright patch runs all four learners
-    for example, load in enumerate(maps.loads[OPEN]):
-        assert load.flatten().tolist() == [1.0 if patch == example else 0.25 for patch in range(9)]
+    for example, shares in enumerate(maps.loads[OPEN]):
+        assert shares.flatten().tolist() == [1.0 if patch == example else 0.25 for patch in range(9)]
     assert maps.scale == (0.25, 1.0)
 
 

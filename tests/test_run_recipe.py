@@ -152,6 +152,21 @@ def test_a_finished_result_is_not_replaced_unasked(folder):
     assert json.loads(done.stdout)["budgets"] == json.loads(before["eval.json"])["budgets"]
 
 
+def test_an_evaluation_afterwards_joins_that_of_the_run(folder):
+    assert (
+        rewrite(
+            folder, "--set", "schedule=[{phase: distill, steps: 2, batch: 4}, {phase: gate, steps: 2, batch: 4}]"
+        ).exit_code
+        == 0
+    )
+    before = json.loads((folder / "out/eval.json").read_text())
+    done = CliRunner().invoke(app, ["eval", f"{folder}/out", "--budgets", ".9", "--allow-code"])
+    assert done.exit_code == 0, done.stderr
+    after = json.loads((folder / "out/eval.json").read_text())
+    assert [row["asked"] for row in after["budgets"]] == [0.5, 0.9, 1.0]
+    assert after["budgets"][0] == before["budgets"][0] and after["subject"] == before["subject"]
+
+
 def test_a_result_that_is_replaced_takes_along_what_was_measured_on_it(folder):
     assert rewrite(folder).exit_code == 0
     before = contents(folder / "out")

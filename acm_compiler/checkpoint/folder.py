@@ -51,13 +51,26 @@ def holds_model(directory: str | os.PathLike[str]) -> bool:
     return any((Path(directory) / name).exists() for name in _ORDER)
 
 
+def save_id(directory: str | os.PathLike[str]) -> str | None:
+    """What tells the save in `directory` from every other; None where there is none that can be read."""
+    found = _described(Path(directory), "save")
+    return found if isinstance(found, str) else None
+
+
 def _known(folder: Path) -> frozenset[str]:
     """The names of ours that may be in `folder`: those of every run, and what its last save added."""
-    try:
-        listed = json.loads((folder / MODEL).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+    listed = _described(folder, "files")
+    if not isinstance(listed, list):
         return _OURS
     return _OURS.union(PROCESSOR_FILES, (name for name in listed if isinstance(name, str)))
+
+
+def _described(folder: Path, key: str) -> object:
+    """An entry of the folder's model.json, None where there is none."""
+    try:
+        return json.loads((folder / MODEL).read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def check_extra(extra: Mapping[str, bytes | str]) -> None:

@@ -102,23 +102,36 @@ def measure(
         first_examples(stream.epoch(), count), "evaluate", total=-(-count // batch), say=output.progress
     )
     found = evaluate(run.model, batches, task, budgets=settings, dense=run.dense)
+    found = dataclasses.replace(found, subject=run.subject)
     return found if run.dense is not None else _with_recorded(found, run, output)
 
 
 def keep(directory: Path, found: Evaluation, output: Output) -> None:
-    """Write `eval.json`, unless the folder has an evaluation on more examples; a folder that cannot be written to is
-    no failure, since the result is printed."""
+    """Write `eval.json`: with the budgets that it holds already, if they were measured on the same examples, and not
+    at all if those were more. A folder that cannot be written to is no failure, since the result is printed."""
     from acm_compiler.errors import StorageError
     from acm_compiler.report.evaluation import FILE, load_evaluation, save_evaluation
+    from acm_compiler.report.join_evaluations import joined
 
     try:
         before = load_evaluation(directory)
-        if before is not None and before.n > found.n:
+        whole = found if before is None else joined(before, found)
+        if before is not None and whole is None and before.subject in (None, found.subject) and before.n > found.n:
             output.note(f"{directory / FILE} stays as it was: it was measured on {before.n:,} examples")
-        else:
-            save_evaluation(directory, found)
+            return
+        save_evaluation(directory, whole or found)
     except StorageError as error:
         output.warn(str(error))
+        return
+    if before is not None and whole is None:
+        shown = f"budgets {_listed(before)} on {before.n:,} examples"
+        output.note(f"{directory / FILE} held {shown}, which were not these, or not of this model: it is replaced")
+    elif whole is not None and len(whole.budgets) > len(found.budgets):
+        output.note(f"{directory / FILE} keeps what was measured before beside this: budgets {_listed(whole)}")
+
+
+def _listed(evaluation: Evaluation) -> str:
+    return ", ".join(f"{row.asked:.4g}" for row in evaluation.budgets)
 
 
 def parse_budgets(text: str) -> list[float | str]:
@@ -145,6 +158,8 @@ def _with_recorded(found: Evaluation, run: SavedRun, output: Output) -> Evaluati
     output.note(f"the dense model is not compared: {run.no_dense}")
     before = load_evaluation(run.directory)
     if found.metric.dense is not None or before is None or before.metric.dense is None:
+        return found
+    if before.subject not in (None, found.subject):
         return found
     metric = dataclasses.replace(
         found.metric, dense=before.metric.dense, dense_error=before.metric.dense_error, dense_from="recorded"

@@ -39,8 +39,11 @@ def report(
     output = Output(json=json)
     run = open_saved_run(directory, allow_code=allow_code)
     found = load_evaluation(directory)
+    if found is not None and found.subject not in (None, run.subject):
+        output.note("this folder's evaluation is of another model, or on other data")
+        found = None
     if found is None:
-        output.note("this folder holds no evaluation yet, so that comes first (acmc eval)")
+        output.note("this folder holds no evaluation of its model yet, so that comes first (acmc eval)")
         found = measure(run, output)
         keep(directory, found, output)
     loads, no_loads = _loads(run, found)

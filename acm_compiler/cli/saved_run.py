@@ -36,6 +36,13 @@ class SavedRun:
         """What to call it: the recipe's name, else the folder's."""
         return self.recipe.name if self.recipe else self.directory.absolute().name
 
+    @property
+    def subject(self) -> str | None:
+        """What an evaluation of this run is of; see `Evaluation.subject`."""
+        from acm_compiler.run_folder import subject_of
+
+        return subject_of(self.directory, self.recipe)
+
     def task(self, data: Dataset[Any]) -> Task:
         """The recipe's task on its data. UsageError when there is none."""
         from acm_compiler.tasks import open_task

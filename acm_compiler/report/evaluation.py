@@ -121,6 +121,7 @@ class Evaluation:
     """All results on one data set; n examples from `groups` independent sources.
 
     `masked`: a padding mask was known, and padding counts nowhere. `dense_macs` is the dense model's per example.
+    `subject` is equal for the same saved model on the same data set and task, None where that is not known.
     """
 
     schema: int = SCHEMA
@@ -134,6 +135,7 @@ class Evaluation:
     dense_macs: float
     date: str
     versions: dict[str, str] = field(default_factory=dict)
+    subject: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; SURFACE 2 names the main keys."""

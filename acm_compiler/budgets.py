@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from acm_compiler.plans import Plan
 
 TOLERANCE = 1e-6
 _WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(?:(%)|([kMGT])?MACs?)\s*")
+_UNTYPED = re.compile(r"\s*([0-9]*[.,]?[0-9]+)\s*(percent)?\s*")
 _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -44,11 +46,26 @@ def parse_budget(budget: float | str, plan: Plan) -> float:
             "a budget that cannot be read",
             found=repr(budget),
             expected="a share such as 0.4, '60%', or '11 GMACs'",
-            fix="1 MAC is 2 FLOPs; what papers call GFLOPs of a model are GMACs" if "FLOP" in str(budget) else None,
+            fix=_reading(budget),
         )
     number, facts = float(found[1]), plan.model
     macs = number / 100 * facts.dense_macs if found[2] else number * _PREFIX[found[3] or ""] * facts.batch
     return plan.cost.budget_of_macs(macs)
+
+
+def _reading(text: object) -> str | None:
+    """What a budget that cannot be read may have been meant as."""
+    if "FLOP" in str(text):
+        return "1 MAC is 2 FLOPs; what papers call GFLOPs of a model are GMACs"
+    found = _UNTYPED.fullmatch(str(text))
+    if not found:
+        return None
+    number = float(found[1].replace(",", "."))
+    return _in_percent(number) if found[2] or number > 1 else f"a share is a number, without quotes: {number:g}"
+
+
+def _in_percent(number: float) -> str:
+    return f"did you mean '{number:g}%', of the whole model's MACs, or {number / 100:g}, of the learners'?"
 
 
 def setting_of(owner: Conversion, asked: float | str) -> Setting:
@@ -58,7 +75,8 @@ def setting_of(owner: Conversion, asked: float | str) -> Setting:
     """
     budget = parse_budget(asked, owner.plan)
     if not owner.table_min - TOLERANCE <= budget <= 1 + TOLERANCE:
-        raise unreachable(asked, owner.plan, low=owner.table_min)
+        raised = owner.table is not None and owner.table.points[0].k_lo > 0
+        raise unreachable(asked, owner.plan, low=owner.table_min, raised=raised)
     if budget >= 1 - TOLERANCE:
         return Setting(knob=0.0, k_lo=max(site.learners for site in owner.plan.sites), share=1.0)
     table = owner.table
@@ -85,20 +103,54 @@ def _interpolate(table: BudgetTable, budget: float) -> Setting:
     return Setting(knob=knob, k_lo=low.k_lo, share=budget)
 
 
-def unreachable(asked: float | str, plan: Plan, *, low: float, where: str | None = None) -> BudgetUnreachable:
-    """The refusal of a budget that is not between the shares `low` and 1, in its own unit; `where` it was asked for."""
+def unreachable(
+    asked: float | str, plan: Plan, *, low: float, where: str | None = None, raised: bool = False
+) -> BudgetUnreachable:
+    """The refusal of a budget that is not between the shares `low` and 1, in its own unit; `where` it was asked for.
+
+    raised: calibration has raised the lowest k.
+    """
     expected = f"{low:.3f} to 1 (share of learner MACs)"
     unit = _WITH_UNIT.fullmatch(asked) if isinstance(asked, str) else None
     if unit:
         least, most = (_in_unit(plan, share, unit) for share in (low, 1.0))
         expected = f"{least} to {most}, gates included; as a share of learner MACs {low:.3f} to 1"
+    share = parse_budget(asked, plan)
+    if share < low:
+        fix = _below(asked, plan, low=low, raised=raised and share >= plan.cost.budget_min - TOLERANCE)
+    else:
+        fix = _above(asked, plan)
     return BudgetUnreachable(
         "no setting of this model reaches this budget",
         where=where,
         found=asked if isinstance(asked, str) else f"{asked:.4g}",
         expected=expected,
-        fix="ask for a budget in that range; convert more sites, or allow k = 0 where a residual bypasses, to lower it",
+        fix=fix,
     )
+
+
+def _above(asked: float | str, plan: Plan) -> str:
+    """What else the user of a budget above 1, or of none at all, may have meant."""
+    most = max(site.learners for site in plan.sites)
+    if not isinstance(asked, str) and not math.isfinite(asked):
+        return "a budget is a finite number: the share of the learners' MACs to spend"
+    if isinstance(asked, str) or not 2 <= asked <= 100:
+        return "1 runs every learner: there is nothing more that this model could spend"
+    if asked <= most and asked == int(asked):
+        return f"a budget is a share; for {asked:g} learners at every token: acm.set_k(model, {asked:g})"
+    return _in_percent(asked)
+
+
+def _below(asked: float | str, plan: Plan, *, low: float, raised: bool) -> str:
+    if raised:
+        return (
+            f"calibrate raised the lowest k; acm.calibrate(model, batches, budgets=[{asked!r}]) keeps it within reach"
+        )
+    if is_number(asked) and float(asked) < 0:
+        return f"{low:.3g} is the least: every token at the lowest k of its sites"
+    if all(site.k_min == 0 for site in plan.sites):
+        return "every token may run no learner already: only converting more sites lowers what the model costs"
+    return "ask for a budget in that range; convert more sites, or allow k = 0 where a residual bypasses, to lower it"
 
 
 def _in_unit(plan: Plan, share: float, unit: re.Match[str]) -> str:

@@ -1,6 +1,7 @@
 """Budgets at run time: fixed k, the table, caps, per-example budgets, recording."""
 
 import copy
+import dataclasses
 import re
 import threading
 
@@ -131,6 +132,38 @@ def test_unreachable_budgets_name_the_range(model, budget):
     with pytest.raises(BudgetUnreachable, match=r"0\.100 to 1") as error:
         set_budget(model, budget)
     assert error.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("budget", "advice"),
+    [
+        (40, "did you mean '40%', of the whole model's MACs, or 0.4, of the learners'?"),
+        ("40", "did you mean '40%'"),
+        ("40 percent", "did you mean '40%'"),
+        ("0.4", "a share is a number, without quotes: 0.4"),
+        ("0,4", "without quotes: 0.4"),
+        (2, "for 2 learners at every token: acm.set_k(model, 2)"),
+        (1.5, "1 runs every learner"),
+        (float("inf"), "a budget is a finite number"),
+        (float("nan"), "a budget is a finite number"),
+        ("900%", "1 runs every learner"),
+        (-1, "0.1 is the least"),
+        (0.0, "allow k = 0 where a residual bypasses"),
+    ],
+)
+def test_advice_about_a_budget_that_cannot_be_fits_what_was_asked(model, budget, advice):
+    with pytest.raises((BudgetUnreachable, UsageError)) as error:
+        set_budget(model, budget)
+    assert advice in str(error.value)
+    assert ("convert more sites" in str(error.value)) == (budget == 0.0)
+
+
+def test_a_budget_that_only_calibration_put_out_of_reach_names_calibration(model):
+    owner = conversion(model)
+    points = tuple(dataclasses.replace(point, k_lo=1) for point in owner.table.points if point.share > 0.3)
+    owner.table = dataclasses.replace(owner.table, points=points)
+    with pytest.raises(BudgetUnreachable, match=r"acm\.calibrate\(model, batches, budgets=\[0\.45\]\)"):
+        set_budget(model, 0.45)
 
 
 def test_a_model_whose_gates_were_not_measured_names_the_remedy(model):

@@ -24,6 +24,7 @@ from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
 from acm_compiler.progress import Progress, Say
+from acm_compiler.report.against_fixed import against_fixed
 from acm_compiler.report.bootstrap import Sample
 from acm_compiler.report.evaluation import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.report.tally import Tally
@@ -46,7 +47,8 @@ def evaluate(
 
     budgets: shares of learner MACs (or texts as `set_budget` takes them); a `FixedK` overrules the gates instead.
     dense: the model before conversion, to compare with. None: the dense regions are run inside today's trunk where
-    they are kept, which is the original model as long as the trunk was not trained; else nothing is compared.
+    they are kept, which is the original model as long as the trunk was not trained; else nothing is compared. Budgets
+    are compared with the fixed k that are given, too, at equal shares.
     Mode, choices and budget of the model come back at the end. An example is grouped by `batch["source"]`, if any.
     Raises DataError without examples, and before the first batch BudgetUnreachable, NoBudgetTable, SitesNotFitted.
     """
@@ -189,12 +191,14 @@ def _apply(model: nn.Module, setting: Setting) -> float | int:
 def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float | int, Tally]]) -> Evaluation:
     sample, dense_E = runs.sample, runs.dense_scores
     budgets, fixed = [], []
+    controls = [tally.spent for setting, _, tally in tallies if isinstance(setting, FixedK)]
     for setting, asked, tally in tallies:
         found = tally.result(sample, dense_E) | {"likeness": runs.likeness_of(tally)}
         if isinstance(setting, FixedK):
             fixed.append(FixedResult(k=int(asked), **found))
         else:
-            budgets.append(BudgetResult(asked=float(asked), **found))
+            over_fixed = against_fixed(tally.spent, controls, sample)
+            budgets.append(BudgetResult(asked=float(asked), over_fixed=over_fixed, **found))
     facts = conversion(runs.model).plan.model
     return Evaluation(
         metric=MetricResult(

@@ -36,6 +36,7 @@ from acm_compiler.data.shipped_weights import load_shipped
 from acm_compiler.data.train_text_model import Lesson, LikeLengths, texts, train
 from acm_compiler.evaluate import evaluate
 from acm_compiler.recipe.datasets import TextData
+from acm_compiler.report.evaluation import BudgetResult, Interval
 from acm_compiler.tasks import judged_by
 from acm_compiler.tasks.causal_lm import CausalLM
 
@@ -162,15 +163,22 @@ def measured(model: nn.Module, tokenizer: Path, kinds: list[str], options: argpa
     table, load = conversion(converted).table, os.getloadavg()[0]
     yield f"lowest k {table.points[0].k_lo if table else None}, load {load:.1f}\n"
     held_out = BatchStream(dataset=documentation(tokenizer, "eval", options.texts), batch=options.batch)
-    quarters = [FixedK(options.learners * part // 4) for part in (1, 2, 3)]
+    quarters = [FixedK(options.learners * part // 4) for part in (1, 2, 3, 4)]
     found = evaluate(converted, held_out.epoch(), TASK, budgets=[*BUDGETS, *quarters], dense=model)
-    yield f"| setting | share | of dense MACs | perplexity, dense {found.metric.dense:.2f} | to dense |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield f"| setting | share | of dense MACs | perplexity, dense {found.metric.dense:.2f} | to dense | to fixed k |"
+    yield "| --- | --- | --- | --- | --- | --- |"
     for result in (*found.budgets, *found.fixed):
-        setting = f"{result.asked:g}" if hasattr(result, "asked") else f"k = {result.k} everywhere"
-        moved, dense = result.difference, found.metric.dense
-        text = f"{moved.mean / dense:+.2%} ({moved.low / dense:+.2%} to {moved.high / dense:+.2%})"
-        yield f"| {setting} | {result.reached:.3f} | {result.model_share:.1%} | {result.metric:.2f} | {text} |"
+        setting = f"{result.asked:g}" if isinstance(result, BudgetResult) else f"k = {result.k} everywhere"
+        control = result.over_fixed if isinstance(result, BudgetResult) else None
+        moved = " | ".join(part_of(found.metric.dense, change) for change in (result.difference, control))
+        yield f"| {setting} | {result.reached:.3f} | {result.model_share:.1%} | {result.metric:.2f} | {moved} |"
+
+
+def part_of(dense: float, change: Interval | None) -> str:
+    """A change of perplexity and its 95 % interval, as parts of the dense model's."""
+    if change is None:
+        return ""
+    return f"{change.mean / dense:+.2%} ({change.low / dense:+.2%} to {change.high / dense:+.2%})"
 
 
 def converted_copy(model: nn.Module, tokenizer: Path, kinds: list[str], options: argparse.Namespace) -> nn.Module:

@@ -1,20 +1,24 @@
 import copy
+import dataclasses
 import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from acm_compiler.control import FixedK, run_mode, set_budget, set_k
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.cost import gate_macs_per_token, macs_per_learner
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError
 from acm_compiler.evaluate import evaluate, every_k, first_examples, versions
+from acm_compiler.report.against_fixed import Spent, against_fixed
 from acm_compiler.report.bootstrap import Sample, resampled_means
 from acm_compiler.report.evaluation import Evaluation, load_evaluation, save_evaluation
+from acm_compiler.report.foreground import ForegroundTally
 from acm_compiler.report.patches import Grid, grid_of
 from acm_compiler.tasks import Metric
-from tests.build import planned_site, stack_of
-from tests.pictures import OPEN, TASK, TOKENS, picture_batch, picture_model
+from tests.build import plan_of, planned_site, stack_of
+from tests.pictures import OPEN, PATCH, TASK, TOKENS, picture_batch, picture_model
 
 EVERY_KEY = {"asked", "reached", "metric", "model_share", "macs_mean", "macs_p5", "macs_p95"}
 
@@ -166,6 +170,42 @@ def test_gates_that_follow_brightness_show_in_the_foreground_ratio_and_vanish_wh
     fixed = found.fixed[0].foreground
     assert (fixed.on, fixed.off, fixed.ratio, fixed.ratio_error, fixed.shuffled) == (2, 2, 1, 0, 1)
     assert found.budgets[0].per_site[0].foreground_ratio == 4
+
+
+def test_in_macs_a_site_counts_for_what_its_learners_cost():
+    sites = [planned_site("cheap", tokens=TOKENS), planned_site("dear", tokens=TOKENS, width=32)]
+    tally = ForegroundTally(plan_of(*sites), seed=0)
+    mask = picture_batch(4)["foreground"]
+    on_BS = F.pad(mask[:, ::PATCH, ::PATCH].flatten(1), (1, 0))
+    tally.add({"cheap": torch.full_like(on_BS, 2, dtype=torch.int32), "dear": torch.where(on_BS, 4, 1).int()}, mask)
+    use = tally.result(torch.arange(4))
+    cheap, dear = (macs_per_learner(site) for site in sites)
+    assert dear > cheap and use.ratio == 6 / 3
+    assert use.macs == pytest.approx((2 * cheap + 4 * dear) / (2 * cheap + dear))
+
+
+def test_a_budget_is_held_against_fixed_k_of_the_same_share():
+    score_KE = torch.tensor([[0.0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.float64)
+    fixed = [Spent(share=k / 4, score_E=score_E) for k, score_E in enumerate(score_KE, start=1)]
+    sample = sample_of(torch.arange(4))
+    gates = Spent(share=0.375, score_E=torch.tensor([1.0, 1, 0, 1]))
+    found = against_fixed(gates, [fixed[2], fixed[0], fixed[1]], sample)
+    assert found.mean == pytest.approx(0.75 - 0.125) and found.low < found.mean < found.high
+    same = against_fixed(Spent(share=0.5, score_E=score_KE[1]), fixed, sample)
+    assert (same.mean, same.low, same.high) == (0, 0, 0)
+    for share in (0.2, 1.0):
+        assert against_fixed(dataclasses.replace(gates, share=share), fixed, sample) is None
+    assert against_fixed(gates, [], sample) is None
+
+
+def test_gates_are_compared_with_the_fixed_k_of_the_same_run(model):
+    settings = [OPEN, FixedK(1), FixedK(2)]
+    found = evaluate(model, [picture_batch(36)], TASK, budgets=settings)
+    part = (found.budgets[0].reached - 0.25) / 0.25
+    one, two = (result.metric for result in found.fixed)
+    assert 0 < part < 1
+    assert found.budgets[0].over_fixed.mean == pytest.approx(found.budgets[0].metric - (1 - part) * one - part * two)
+    assert evaluate(model, [picture_batch(36)], TASK, budgets=[OPEN]).budgets[0].over_fixed is None
 
 
 def test_pictures_that_are_all_foreground_count_in_no_ratio(model):

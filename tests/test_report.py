@@ -327,10 +327,12 @@ def test_the_headline_is_the_cheapest_budget_close_to_dense(found):
 def test_the_table_names_missed_budgets_and_the_control(found):
     text = evaluation_table(found)
     assert "missed" not in text
-    assert "4.000 ± 0.000; k shuffled over patches" in text
+    assert "4.000 ± 0.000, in MACs 4.000; k shuffled over patches" in text
+    assert "to fixed k" in text.splitlines()[0] and f"to fixed k: {wording.CONTROL}" in text
     assert "36 examples from 9 sources" in text
     missed = dataclasses.replace(found.budgets[0], asked=0.3, reached=0.325)
     assert "0.30 was missed by +0.025" in evaluation_table(dataclasses.replace(found, budgets=(missed,)))
+    assert "to fixed k" not in evaluation_table(dataclasses.replace(found, fixed=()))
 
 
 def test_numbers_are_written_for_people():

@@ -66,7 +66,8 @@ class ForegroundUse:
     """Mean k on foreground over mean k on background, and the same after shuffling k over the places of an example.
 
     Every example counts alike, so that the shuffled ratio is 1 but for noise. `error`s are bootstrap standard errors.
-    `of`: the places are patches of pictures, or frames of clips.
+    `of`: the places are patches of pictures, or frames of clips. In means of k every site counts alike; `macs` is the
+    ratio of the learner MACs spent there, in which a site counts for what its learners cost, as it does in budgets.
     """
 
     on: float
@@ -77,6 +78,7 @@ class ForegroundUse:
     shuffled_error: float
     examples: int
     of: Places = "patches"
+    macs: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +106,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetResult(Result):
-    """The gates at one budget: `asked` is the share of learner MACs that was set."""
+    """The gates at one budget: `asked` is the share of learner MACs that was set.
+
+    `over_fixed` is metric minus that of every token the same k at the share reached, paired over examples; None where
+    no fixed k were run, or none enclose that share.
+    """
 
     asked: float
+    over_fixed: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from acm_compiler.cost import macs_per_learner
 from acm_compiler.plans import Plan
 from acm_compiler.report.bootstrap import resampled_means
 from acm_compiler.report.evaluation import ForegroundUse, Places
@@ -28,6 +29,7 @@ class ForegroundTally:
     def __init__(self, plan: Plan, seed: int) -> None:
         self._plan = plan
         self._rows: list[Tensor] = []
+        self._macs: list[Tensor] = []
         self._by_site: dict[str, Tensor] = {}
         self._generator = torch.Generator().manual_seed(seed)
         self._of: Places = "patches"
@@ -41,8 +43,9 @@ class ForegroundTally:
         placed = self._placed(k, mask)
         if not placed:
             self._rows.append(torch.full((len(mask), 4), torch.nan, dtype=torch.float64))
+            self._macs.append(self._rows[-1][:, : _OFF + 1])
             return
-        parts = []
+        parts, costs = [], []
         for size in {k_BP.shape[1] for k_BP in placed.values()}:
             names = [name for name, k_BP in placed.items() if k_BP.shape[1] == size]
             k_LBP = torch.stack([placed[name] for name in names]).cpu().double()
@@ -51,7 +54,11 @@ class ForegroundTally:
             for name, sums in zip(names, means_LB4[:, known_B, :2].sum(1), strict=True):
                 self._by_site[name] = self._by_site.get(name, 0) + sums
             parts.append(means_LB4)
-        self._rows.append(torch.cat(parts).mean(0))
+            costs += [macs_per_learner(self._plan.site(name)) for name in names]
+        means_LB4 = torch.cat(parts)
+        self._rows.append(means_LB4.mean(0))
+        weights_L = torch.tensor(costs, dtype=torch.float64)
+        self._macs.append(torch.einsum("l,lbm->bm", weights_L, means_LB4[..., : _OFF + 1]))
 
     def _placed(self, k: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         """k [B, P] of the sites whose tokens have places; nan at padding."""
@@ -79,6 +86,7 @@ class ForegroundTally:
         if not known.any() or not rows_E4[known, _OFF].any():
             return None
         means = rows_E4[known].mean(0)
+        on, off = torch.cat(self._macs)[known].mean(0).tolist()
         drawn_R4 = resampled_means(rows_E4[known], groups_E[known])
         return ForegroundUse(
             on=float(means[_ON]),
@@ -89,6 +97,7 @@ class ForegroundTally:
             shuffled_error=_error(drawn_R4[:, _SHUFFLED_ON] / drawn_R4[:, _SHUFFLED_OFF]),
             examples=int(known.sum()),
             of=self._of,
+            macs=on / off,
         )
 
     def site_ratio(self, name: str) -> float | None:

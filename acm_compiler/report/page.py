@@ -110,7 +110,8 @@ def _cost_caption(found: Evaluation) -> str:
         if found.metric.dense is not None
         else f"Bars: 95 % interval of the {found.metric.name}."
     )
-    fixed = " The dashed line overrules the gates and gives every token the same k." if found.fixed else ""
+    dashed = " The dashed line overrules the gates and gives every token the same k."
+    fixed = f"{dashed} To fixed k: {wording.CONTROL}." if found.fixed else ""
     return f"{bars}{fixed} MACs are modelled from the learners that ran; {found.metric.name} is measured."
 
 
@@ -118,18 +119,25 @@ def _budget_table(found: Evaluation) -> Markup:
     name = found.metric.name
     to_dense = f"to dense, {wording.unit_of_difference(name)}"
     alike = [] if found.metric.likeness is None else [found.metric.likeness]
-    headers = ["budget", "reached", name, to_dense, *alike, "share of dense MACs", "MACs per example [p5, p95]"]
-    gates: list[list[Child]] = [[f"{b.asked:.2f}", *_cells(b, found.metric)] for b in found.budgets]
-    fixed: list[list[Child]] = [[f"every k = {f.k}", *_cells(f, found.metric)] for f in found.fixed]
-    dense = ["dense", "", wording.score(found.metric.dense, name), "", *[""] * len(alike), wording.percent(1.0)]
+    control = ["to fixed k"] if found.fixed else []
+    cost = ["share of dense MACs", "MACs per example [p5, p95]"]
+    headers = ["budget", "reached", name, to_dense, *control, *alike, *cost]
+    gates: list[list[Child]] = [
+        [f"{b.asked:.2f}", *_cells(b, found.metric, [wording.difference(b.over_fixed, name)] * len(control))]
+        for b in found.budgets
+    ]
+    fixed: list[list[Child]] = [[f"every k = {f.k}", *_cells(f, found.metric, [""])] for f in found.fixed]
+    between = [""] * (1 + len(control) + len(alike))
+    dense = ["dense", "", wording.score(found.metric.dense, name), *between, wording.percent(1.0)]
     return table(headers, gates, fixed, [[*dense, wording.macs(found.dense_macs)]], label=f"{name} and cost")
 
 
-def _cells(result: Result, metric: MetricResult) -> list[Child]:
+def _cells(result: Result, metric: MetricResult, control: list[str]) -> list[Child]:
     return [
         f"{result.reached:.3f}",
         wording.score(result.metric, metric.name),
         wording.difference(result.difference, metric.name),
+        *control,
         *([] if metric.likeness is None else [wording.likeness(result.likeness)]),
         wording.percent(result.model_share),
         wording.macs_spread(result.macs_mean, result.macs_p5, result.macs_p95),

@@ -25,12 +25,16 @@ def evaluation_table(found: Evaluation) -> str:
         name,
         f"to dense, {wording.unit_of_difference(name)}",
     ]
+    if found.fixed:
+        headers.append("to fixed k")
+        shown = [wording.difference(budget.over_fixed, name) for budget in found.budgets]
+        rows = [[*row, cell] for row, cell in zip(rows, [*shown, *[""] * (len(found.fixed) + 1)], strict=True)]
     if found.metric.likeness is not None:
         headers.append(found.metric.likeness)
         shown = [wording.likeness(result.likeness) for result in (*found.budgets, *found.fixed)]
         rows = [[*row, cell] for row, cell in zip(rows, [*shown, ""], strict=True)]
     table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",) * len(headers))
-    return "\n".join([table, _basis(found), *_foreground(found), *_missed(found.budgets)])
+    return "\n".join([table, _basis(found), *_control(found), *_foreground(found), *_missed(found.budgets)])
 
 
 def _row(result: Result, metric: str) -> list[str]:
@@ -50,6 +54,10 @@ def _basis(found: Evaluation) -> str:
     )
 
 
+def _control(found: Evaluation) -> list[str]:
+    return [f"to fixed k: {wording.CONTROL}"] if found.fixed else []
+
+
 def _foreground(found: Evaluation) -> list[str]:
     lines = []
     for budget in found.budgets:
@@ -58,7 +66,8 @@ def _foreground(found: Evaluation) -> list[str]:
             ratio = wording.ratio(use.ratio, use.ratio_error)
             control = wording.ratio(use.shuffled, use.shuffled_error)
             what = "mean k on the foreground over mean k on the background"
-            lines.append(f"budget {budget.asked:.2f}: {what} {ratio}; k shuffled over {use.of} {control}")
+            macs = "" if use.macs is None else f", in MACs {use.macs:.3f}"
+            lines.append(f"budget {budget.asked:.2f}: {what} {ratio}{macs}; k shuffled over {use.of} {control}")
     return lines
 
 

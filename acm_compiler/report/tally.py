@@ -12,6 +12,7 @@ from torch import Tensor
 
 from acm_compiler.cost import macs_per_learner
 from acm_compiler.plans import Plan
+from acm_compiler.report.against_fixed import Spent
 from acm_compiler.report.bootstrap import Sample
 from acm_compiler.report.evaluation import SiteUse
 from acm_compiler.report.foreground import ForegroundTally, foreground_of
@@ -56,17 +57,22 @@ class Tally:
         """What was kept of all examples, [E, ...]."""
         return torch.cat(self._kept)
 
+    @property
+    def spent(self) -> Spent:
+        """The share that was reached, a mean over examples, and the score of every example."""
+        return Spent(share=float(torch.cat(self._shares).mean()), score_E=torch.cat(self._scores))
+
     def result(self, sample: Sample, dense_E: Tensor | None) -> dict[str, Any]:
         """The fields of a `Result`; dense_E is the dense model's scores."""
-        scores, macs = torch.cat(self._scores), torch.cat(self._macs)
+        spent, macs = self.spent, torch.cat(self._macs)
         percentiles = torch.quantile(macs, torch.tensor([0.05, 0.95], dtype=macs.dtype))
         facts = self._plan.model
         return {
-            "reached": float(torch.cat(self._shares).mean()),
+            "reached": spent.share,
             "pooled": self._pooled(),
-            "metric": sample.value(scores),
-            "metric_error": sample.error(scores),
-            "difference": None if dense_E is None else sample.difference(scores, dense_E),
+            "metric": sample.value(spent.score_E),
+            "metric_error": sample.error(spent.score_E),
+            "difference": None if dense_E is None else sample.difference(spent.score_E, dense_E),
             "model_share": float(macs.mean()) * facts.batch / facts.dense_macs,
             "macs_mean": float(macs.mean()),
             "macs_p5": float(percentiles[0]),

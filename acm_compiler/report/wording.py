@@ -5,6 +5,8 @@ from __future__ import annotations
 from acm_compiler.cost_table import unit_of
 from acm_compiler.report.evaluation import Interval
 
+CONTROL = "against every token running the same k at the same share; between two k, each on a part of the examples"
+
 
 def percent(share: float, digits: int = 1) -> str:
     """A share for people: 71.4 %."""

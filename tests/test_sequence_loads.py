@@ -10,11 +10,13 @@ import acm_compiler as acm
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion
 from acm_compiler.errors import NothingRecorded
 from acm_compiler.evaluate import evaluate
-from acm_compiler.report.clip_chart import envelope
+from acm_compiler.report.clip_chart import clip_chart, envelope, stretches
 from acm_compiler.report.contents import Report
+from acm_compiler.report.figures import as_svg, drawing
 from acm_compiler.report.frames import frame_foreground
-from acm_compiler.report.sequence_loads import find_clip_loads, find_text_loads
+from acm_compiler.report.sequence_loads import Clip, ClipLoads, find_clip_loads, find_text_loads
 from acm_compiler.report.table import evaluation_table
+from acm_compiler.report.theme import LIGHT
 from acm_compiler.report.write import write_report
 
 OPEN = 0.5
@@ -170,6 +172,24 @@ def test_an_envelope_holds_the_extremes_of_a_long_waveform():
     places, low, high = envelope(samples)
     assert len(places) <= 1200 and high.max() == 1.0 and low.min() == -0.5
     assert [len(part) for part in envelope(torch.zeros(5))] == [5, 5, 5]
+
+
+def test_speech_is_shaded_by_its_stretches():
+    said = torch.zeros(30_000, dtype=torch.bool)
+    said[3000:6000] = said[-15_000:] = True
+    said[10_000:10_002] = True  # too short to be seen
+    assert stretches(said) == [pytest.approx((0.1, 0.2)), pytest.approx((0.5, 1.0))]
+    assert stretches(torch.zeros(7)) == [] and stretches(torch.ones(3)) == [(0.0, 1.0)]
+
+
+@pytest.mark.parametrize("seconds", [3, 60])
+def test_the_chart_of_long_clips_is_a_small_file(seconds):
+    torch.manual_seed(0)
+    samples, loads = torch.randn(seconds * 16_000), {budget: torch.rand(50 * seconds) for budget in (0.25, 0.4, 0.75)}
+    clip = Clip(samples=samples, foreground=samples.abs() > 0.5, loads=loads)
+    with drawing():
+        svg = as_svg(clip_chart(ClipLoads(clips=(clip,), rate=16_000), LIGHT))
+    assert 10_000 < len(svg) < 120_000
 
 
 def test_repeated_calls_are_averaged(listener, clips):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH, _ROW = 7.2, 1.5
-_POINTS = 1200  # of a waveform; its highest and lowest values in each stretch
+_COLUMNS = 600  # about one per pixel: more would only make the file larger
 
 
 def clip_chart(loads: ClipLoads, theme: Theme) -> Figure:
@@ -38,28 +38,36 @@ def _draw(axes: Axes, clip: Clip, rate: int | None, theme: Theme) -> None:
     places, low, high = envelope(clip.samples)
     axes.fill_between(places * end, 0.5 + 0.5 * low, 0.5 + 0.5 * high, color=theme.muted, alpha=0.35, linewidth=0)
     if clip.foreground is not None:
-        axes.fill_between(
-            np.linspace(0, end, len(clip.foreground)),
-            0,
-            clip.foreground.float().numpy(),
-            step="mid",
-            color=theme.fixed,
-            alpha=0.12,
-            linewidth=0,
-            label="speech",
-        )
+        runs = [(start * end, (stop - start) * end) for start, stop in stretches(clip.foreground)]
+        axes.broken_barh(runs, (0, 1), facecolor=theme.fixed, alpha=0.12, linewidth=0, label="speech")
     budgets = sorted(clip.loads)
     for i, budget in enumerate(budgets):
-        load = clip.loads[budget].numpy()
-        middles = (np.arange(len(load)) + 0.5) / len(load) * end
+        load = np.array([column.mean() for column in _columns(clip.loads[budget].numpy())])
         colour = load_scale()(0.15 + 0.7 * i / max(1, len(budgets) - 1))
-        axes.step(middles, load, where="mid", color=colour, linewidth=1.3, label=f"budget {budget:.2f}")
+        axes.step(_middles(load) * end, load, where="mid", color=colour, linewidth=1.3, label=f"budget {budget:.2f}")
     axes.set(xlim=(0, end), ylim=(0, 1.02))
 
 
 def envelope(samples: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Places in [0, 1], and the lowest and highest value around each, the loudest being 1."""
     loudest = float(samples.abs().max()) or 1.0
-    parts = np.array_split(samples.numpy() / loudest, min(_POINTS, len(samples)))
-    places = (np.arange(len(parts)) + 0.5) / len(parts)
-    return places, np.array([part.min() for part in parts]), np.array([part.max() for part in parts])
+    columns = _columns(samples.numpy() / loudest)
+    low, high = np.array([column.min() for column in columns]), np.array([column.max() for column in columns])
+    return _middles(low), low, high
+
+
+def stretches(foreground: Tensor) -> list[tuple[float, float]]:
+    """Beginning and end, in [0, 1], of each unbroken stretch of columns that are mostly foreground."""
+    columns = _columns(foreground.float().numpy())
+    there = np.array([False, *(column.mean() >= 0.5 for column in columns), False])
+    edges = np.flatnonzero(there[1:] != there[:-1]) / len(columns)
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _columns(values: np.ndarray) -> list[np.ndarray]:
+    """What each column of the chart shows of a clip."""
+    return np.array_split(values, min(_COLUMNS, len(values)))
+
+
+def _middles(column: np.ndarray) -> np.ndarray:
+    return (np.arange(len(column)) + 0.5) / len(column)

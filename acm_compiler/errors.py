@@ -67,6 +67,14 @@ class DataError(AcmError):
     """A data set that is missing, empty or unreadable."""
 
 
+class UnusableClip(DataError):
+    """A recording of no use; `fault` says why in a word or two, such as `unreadable` or `too long`."""
+
+    def __init__(self, fault: str, *, where: str, found: object = None, expected: object = None) -> None:
+        self.fault = fault
+        super().__init__(f"the clip is {fault}", where=where, found=found, expected=expected)
+
+
 class NothingToConvert(AcmError):
     """The model holds no site; the skips say why."""
 

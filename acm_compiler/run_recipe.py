@@ -18,7 +18,7 @@ from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.checkpoint import save
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import EvaluatedBudget, conversion
-from acm_compiler.data import Batch, BatchStream, open_dataset
+from acm_compiler.data import Batch, BatchStream, left_out, open_dataset
 from acm_compiler.dump import dump
 from acm_compiler.errors import BudgetMissed, DataError, SelectionError, UsageError, did_you_mean
 from acm_compiler.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
@@ -230,7 +230,7 @@ class Workshop:
         told = Teller("evaluate", step=self.say, said=self.say)
         found = evaluate(model, batches, self.task, budgets=settings, dense=dense.to(self.machine.device))
         told.done(f"{found.n:,} examples at {len(budgets)} budgets, at {len(found.fixed)} fixed k, and dense")
-        return found
+        return replace(found, left_out=left_out(stream.dataset))
 
     def _first(self, config: DataConfig, count: int) -> Iterator[Batch]:
         """The first examples of a data set, on the run's device."""

@@ -123,34 +123,96 @@ def test_other_rates_channels_and_formats_are_read(tmp_path):
         assert clip.dtype == np.float32 and clip.ndim == 1 and len(clip) == pytest.approx(16_000, rel=0.2)
 
 
-def test_clips_that_cannot_be_used_are_named_counted_and_replaced(release, caplog):
+def test_clips_of_no_use_are_named_and_counted_together_before_any_is_read(release, caplog):
     (release / "es/clips/train0.wav").write_bytes(b"no audio")
     soundfile.write(release / "es/clips/train1.wav", np.zeros(0), 16_000)
     soundfile.write(release / "es/clips/train2.wav", np.zeros(16_000 * 20), 16_000)
     (release / "es/clips/train3.wav").unlink()
     soundfile.write(release / "es/clips/train4.wav", np.zeros(700), 16_000)
-    dataset = open_dataset(config(release))
+    faults = ("unreadable", "empty", "too long", "missing", "too short")
     with caplog.at_level(logging.WARNING):
-        examples = [dataset[i] for i in range(len(dataset))]
-    assert len(examples) == 5 and dataset.broken == [f"train{i}.wav" for i in (0, 1, 2, 4)]
-    assert [e["labels"] for e in examples[:4]] == [examples[4]["labels"]] * 4
-    for what in ("cannot be read", "is empty", "too long", "too short"):
-        assert what in caplog.text
-    with pytest.raises(DataError, match="too many clips cannot be used"):
-        strict = open_dataset(config(release, max_broken=2))
-        [strict[i] for i in range(len(strict))]
+        dataset = open_dataset(config(release, max_broken=5))
+    assert dataset.left_out == {fault: (f"train{i}.wav",) for i, fault in enumerate(faults)}
+    assert (
+        len(dataset) == 1 and dataset[0]["labels"] and "train: 5 clips left out: 1 missing (train3.wav)" in caplog.text
+    )
+    with pytest.raises(DataError, match=r"too many clips.*found 1 missing.*at most 4 together\)\s+repair.*max_seconds"):
+        open_dataset(config(release, max_broken=4))
+    (release / "es/clips/train5.wav").unlink()
+    with pytest.raises(DataError, match=r"the data set is empty.*no usable clip in train.tsv; 2 missing"):
+        open_dataset(config(release))
 
 
-def test_workers_count_broken_clips_together_and_remember_them(release):
-    for i in (0, 5):
+def test_a_header_that_guesses_a_length_does_not_leave_a_clip_out(release, monkeypatch):
+    monkeypatch.setattr("acm_compiler.data.common_voice.promised_seconds", lambda path: 99.0)
+    assert len(open_dataset(config(release))) == len(SENTENCES)
+
+
+@pytest.fixture
+def unlooked(monkeypatch):
+    """Releases so large that no header is read when they are opened, but the first."""
+    monkeypatch.setattr("acm_compiler.data.common_voice._LOOKED_AT", 1)
+
+
+def test_a_clip_that_turns_out_to_be_broken_counts_nowhere(release, unlooked):
+    (release / "es/clips/train3.wav").write_bytes(b"no audio")
+    dataset = open_dataset(config(release))
+    assert len(dataset) == len(SENTENCES)
+    batches = list(BatchStream(dataset=dataset, batch=1).epoch())
+    assert [int(batch["index"]) for batch in batches] == [5, 4, 2, 1, 0]
+    (full,) = BatchStream(dataset=dataset, batch=6, drop_last=True).epoch()
+    assert full["index"].tolist() == [5, 4, 2, 1, 0, 4]  # an example of use in its place
+    assert dataset.left_out == {"unreadable": ("train3.wav",)}
+
+
+def test_workers_count_broken_clips_together_and_remember_them(release, unlooked):
+    for i in (1, 5):
         (release / f"es/clips/train{i}.wav").write_bytes(b"no audio")
     stream = BatchStream(dataset=open_dataset(config(release, max_broken=2)), batch=1, workers=2)
     for epoch in range(2):
-        assert len(list(stream.epoch(epoch))) == len(SENTENCES)
-        assert stream.dataset.broken == ["train0.wav", "train5.wav"]
+        assert len(list(stream.epoch(epoch))) == len(SENTENCES) - 2
+        assert stream.dataset.left_out == {"unreadable": ("train1.wav", "train5.wav")}
     strict = BatchStream(dataset=open_dataset(config(release, max_broken=1)), batch=1, workers=2)
     with pytest.raises(DataError, match="too many clips cannot be used"):
         list(strict.epoch())
+
+
+def test_missing_and_broken_clips_have_one_limit(release, unlooked):
+    (release / "es/clips/train1.wav").unlink()
+    (release / "es/clips/train5.wav").write_bytes(b"no audio")
+    stream = BatchStream(dataset=open_dataset(config(release, max_broken=1)), batch=2)
+    with pytest.raises(DataError, match=r"1 missing \(train1.wav\), 1 unreadable \(train5.wav\), expected at most 1"):
+        list(stream.epoch())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_release_of_which_no_clip_can_be_read_is_told_in_one_message(release, unlooked, workers):
+    for i in range(1, len(SENTENCES)):
+        (release / f"es/clips/train{i}.wav").write_bytes(b"no audio")
+    dataset = open_dataset(config(release))
+    (release / "es/clips/train0.wav").write_bytes(b"no audio")
+    with pytest.raises(DataError, match=r"the data set is empty.*6 unreadable \(train0.wav, .*, …\)"):
+        list(BatchStream(dataset=dataset, batch=2, workers=workers).epoch())
+
+
+def test_an_evaluation_names_the_clips_that_it_left_out(release, unlooked):
+    (release / "speech.yaml").write_text(RECIPE.format(release).partition("schedule:")[0])
+    runner, out = CliRunner(), release / "out"
+    made = runner.invoke(app, ["rewrite", "--recipe", f"{release}/speech.yaml", "--out", str(out)])
+    assert made.exit_code == 0, made.output
+    whole = json.loads((out / "eval.json").read_text())
+    assert whole["n"] == 6 and whole["left_out"] == {}
+    with (release / "es/test.tsv").open("a", encoding="utf-8") as file:
+        file.write("x\tgone.wav\tab\t2\nx\tbroken.wav\tab ab ab ab\t2\n")
+    (release / "es/clips/broken.wav").write_bytes(b"no audio")
+    again = runner.invoke(app, ["eval", str(out), "--json"])
+    assert again.exit_code == 0, again.output
+    found = json.loads(again.stdout)
+    assert found["left_out"] == {"missing": ["gone.wav"], "unreadable": ["broken.wav"]} and found["n"] == 6
+    for key in ("metric", "reached", "pooled", "macs_mean"):
+        assert [b[key] for b in found["budgets"]] == [b[key] for b in whole["budgets"]], key
+    shown = runner.invoke(app, ["eval", str(out)])
+    assert "counted nowhere: 1 missing (gone.wav), 1 unreadable (broken.wav)" in shown.output
 
 
 def test_silence_is_a_clip_like_others(release):

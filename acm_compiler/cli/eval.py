@@ -88,7 +88,7 @@ def measure(
     batch: int = _BATCH,
 ) -> Evaluation:
     """The evaluation of a saved run; `budgets` None means those of its recipe that it can reach, and every fixed k."""
-    from acm_compiler.data import BatchStream
+    from acm_compiler.data import BatchStream, left_out
     from acm_compiler.evaluate import evaluate, every_k, first_examples, reachable, with_progress
 
     data = run.data()
@@ -102,7 +102,7 @@ def measure(
         first_examples(stream.epoch(), count), "evaluate", total=-(-count // batch), say=output.progress
     )
     found = evaluate(run.model, batches, task, budgets=settings, dense=run.dense)
-    found = dataclasses.replace(found, subject=run.subject)
+    found = dataclasses.replace(found, subject=run.subject, left_out=left_out(data))
     return found if run.dense is not None else _with_recorded(found, run, output)
 
 

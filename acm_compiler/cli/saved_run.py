@@ -73,7 +73,7 @@ class SavedRun:
         data = self.data()
         if len(data) < count:  # type: ignore[arg-type]
             raise UsageError("more examples than the data has", found=count, expected=f"at most {len(data)}")  # type: ignore[arg-type]
-        batch = next(BatchStream(dataset=data, batch=count).epoch())
+        batch = next(BatchStream(dataset=data, batch=count, drop_last=True).epoch())
         return fit_to(self.model, self.task(data).inputs(batch))
 
     def _misses(self, section: str) -> UsageError:

@@ -10,17 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acm_compiler.errors import DataError, PackageMissing
+from acm_compiler.errors import PackageMissing, UnusableClip
 
 _QUIET = 1e-7  # the variance that silence is divided by
 
 
 def load_clip(path: Path, *, rate: int) -> np.ndarray:
-    """The clip as float32 [samples], one channel, at `rate` per second. DataError for one that cannot be read.
+    """The clip as float32 [samples], one channel, at `rate` per second. UnusableClip: unreadable, empty.
 
     Any format of libsndfile, mp3 included; other rates are resampled.
     """
     return read_clip(str(path), rate=rate, name=str(path))
+
+
+def promised_seconds(path: Path) -> float:
+    """How long a clip is by its header, without decoding it: a guess for some mp3 files. UnusableClip: unreadable."""
+    soundfile, _ = _libraries()
+    try:
+        return float(soundfile.info(str(path)).duration)
+    except (OSError, RuntimeError) as error:
+        raise UnusableClip("unreadable", where=str(path), found=str(error).strip()) from error
 
 
 def read_clip(file: str | BinaryIO, *, rate: int, name: str) -> np.ndarray:
@@ -29,9 +38,9 @@ def read_clip(file: str | BinaryIO, *, rate: int, name: str) -> np.ndarray:
     try:
         samples, found = soundfile.read(file, dtype="float32", always_2d=True)
     except (OSError, RuntimeError) as error:  # soundfile's own error is a RuntimeError
-        raise DataError("the clip cannot be read", where=name, found=str(error).strip()) from error
+        raise UnusableClip("unreadable", where=name, found=str(error).strip()) from error
     if not len(samples):
-        raise DataError("the clip is empty", where=name, found="0 samples")
+        raise UnusableClip("empty", where=name, found="0 samples")
     mono = samples.mean(axis=1)
     return mono if found == rate else soxr.resample(mono, found, rate).astype(np.float32)
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from torch.utils.data import Dataset
 
 from acm_compiler.data.batch import Batch
-from acm_compiler.data.clips import collate_clips, load_clip, standardise
-from acm_compiler.errors import DataError, nearest
+from acm_compiler.data.clips import collate_clips, load_clip, promised_seconds, standardise
+from acm_compiler.data.ledger import LeftOutLedger, told
+from acm_compiler.errors import DataError, UnusableClip, nearest
 
 if TYPE_CHECKING:
     from acm_compiler.recipe.datasets import CommonVoiceData
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 RATE = 16_000
 _SHORTEST = 0.05  # seconds: no frame of wav2vec2's is made of less than half of it
 LABEL_PADDING = -100
+FAULTS = ("missing", "unreadable", "empty", "too short", "too long")
+_LOOKED_AT = 20_000  # headers that are read when a table is opened, in 5 s from a disk's memory: all of most test sets
 _POOL = 50  # batches that are sorted by length together
 _SPECIAL = re.compile(r"<.*>|\[.*\]")
 _LOG = logging.getLogger(__name__)
@@ -32,20 +35,22 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One recording: its file, the file's size, and the labels of what was said."""
+    """One recording: its row among those with a transcript, its file, that file's size, the labels of what was said."""
 
+    row: int
     path: Path
     size_bytes: int
     labels: tuple[int, ...]
 
 
-class CommonVoice(Dataset[dict[str, Any]]):
+class CommonVoice(Dataset[dict[str, Any] | None]):
     """`input_values` float [samples] at 16 kHz, standardised, and `labels`, the transcript's characters.
 
-    Clips that are missing, and transcripts with nothing in them, are left out and counted when the set is opened.
-    A clip that turns out to be unreadable, empty or longer than `max_seconds` when it is its turn is named, counted,
-    and replaced by the next one; more than `max_broken` of them are a DataError. So is a vocabulary that lacks more
-    than `max_unknown` of the letters.
+    Transcripts with nothing in them, clips that are missing, and those whose headers show that they are unreadable,
+    empty, or not of .05 to `max_seconds` seconds are left out and counted when the set is opened (headers of 20,000
+    clips of a table are read). A clip that turns out to be so only when it is its turn is None, and counted too. More
+    than `max_broken` of all these together are a DataError, as is a vocabulary that lacks more than `max_unknown` of
+    the letters.
     """
 
     rate = RATE
@@ -53,33 +58,30 @@ class CommonVoice(Dataset[dict[str, Any]]):
     def __init__(self, config: CommonVoiceData) -> None:
         self.config = config
         self.vocabulary = read_vocabulary(Path(config.vocabulary))
-        rows = _read_rows(Path(config.root), config.split)
-        self.clips = self._clips(rows)
+        rows = self._transcribed(_read_rows(Path(config.root), config.split))
+        self._ledger = LeftOutLedger([path.name for path, _ in rows], FAULTS)
+        self.clips = self._usable(self._present(rows))
+        if len(self._ledger):
+            _LOG.warning("%s: %d clips left out: %s", config.split, len(self._ledger), told(self.left_out))
         if not self.clips:
-            raise DataError("the data set is empty", where=config.root, found=f"no usable clip in {config.split}.tsv")
-        # one memory for all processes that load: each counts the clips that others found, too
-        self._broken_C = torch.zeros(len(self.clips), dtype=torch.bool).share_memory_()
+            raise self._no_clip()
 
     @property
-    def broken(self) -> list[str]:
-        """The names of the clips that turned out to be of no use so far, whichever process found them."""
-        return [self.clips[i].path.name for i in self._broken_C.nonzero().flatten().tolist()]
+    def left_out(self) -> dict[str, tuple[str, ...]]:
+        """The names of the clips that turned out to be of no use so far, by what is wrong with them."""
+        return self._ledger.by_fault()
 
     def __len__(self) -> int:
         return len(self.clips)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        for step in range(len(self.clips)):
-            number = (index + step) % len(self.clips)
-            clip = self.clips[number]
-            try:
-                samples = load_clip(clip.path, rate=RATE)
-                self._refuse_length(clip, len(samples) / RATE)
-            except DataError as error:
-                self._count_broken(number, error)
-                continue
-            return {"input_values": standardise(samples), "labels": clip.labels}
-        raise DataError("no clip of the data set can be used", where=self.config.root)
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        clip = self.clips[index]
+        try:
+            return {"input_values": standardise(self._samples(clip)), "labels": clip.labels}
+        except UnusableClip as error:
+            if self._leave_out(clip, error):
+                _LOG.warning("%s: left out, number %d (%s)", clip.path, len(self._ledger), error.what)
+            return None
 
     def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
         """Clips and transcripts of different lengths as one batch."""
@@ -90,33 +92,89 @@ class CommonVoice(Dataset[dict[str, Any]]):
         pools = [order[start : start + _POOL * batch] for start in range(0, len(order), _POOL * batch)]
         return [i for pool in pools for i in sorted(pool, key=lambda i: -self.clips[i].size_bytes)]
 
-    def _clips(self, rows: Sequence[tuple[str, str]]) -> list[Clip]:
+    def _transcribed(self, rows: Sequence[tuple[str, str]]) -> list[tuple[Path, tuple[int, ...]]]:
+        """Files and labels of the rows that say something."""
         known = {letter: label for label, letter in enumerate(self.vocabulary) if letter}
-        folder, clips, unknown, letters = Path(self.config.root) / "clips", [], Counter[str](), 0
-        missing: list[str] = []
-        silent = 0
+        folder, found, unknown, letters = Path(self.config.root) / "clips", [], Counter[str](), 0
         for name, sentence in rows:
             text = self._normalise(sentence)
             letters += len(text)
             unknown.update(letter for letter in text if letter not in known)
             readable = "".join(letter for letter in text if letter in known).split("|")
             labels = tuple(known[letter] for letter in "|".join(word for word in readable if word))
-            path = folder / name
-            if not labels:
-                silent += 1
-            elif not path.is_file():
-                missing.append(name)
+            if labels:
+                found.append((folder / name, labels))
+        self._judge(unknown, letters, silent=len(rows) - len(found))
+        return found
+
+    def _present(self, rows: Sequence[tuple[Path, tuple[int, ...]]]) -> list[Clip]:
+        """The clips whose files are there. DataError where too many are not."""
+        found = []
+        for row, (path, labels) in enumerate(rows):
+            if path.is_file():
+                found.append(Clip(row, path, path.stat().st_size, labels))
             else:
-                clips.append(Clip(path, path.stat().st_size, labels))
-        self._judge(unknown, letters, missing, silent)
-        return clips
+                self._ledger.add(row, "missing")
+        self._refuse_too_many()
+        return found
+
+    def _usable(self, clips: Sequence[Clip]) -> list[Clip]:
+        """The clips without those of which their headers show that they are of no use. DataError for too many."""
+        looked_at, usable = range(0, len(clips), max(1, -(-len(clips) // _LOOKED_AT))), []
+        for number, clip in enumerate(clips):
+            try:
+                seconds = promised_seconds(clip.path) if number in looked_at else _SHORTEST
+                if not _SHORTEST <= seconds <= self.config.max_seconds:  # a guess, for some mp3 files
+                    self._samples(clip)
+                usable.append(clip)
+            except UnusableClip as error:
+                self._leave_out(clip, error)
+        return usable
+
+    def _samples(self, clip: Clip) -> np.ndarray:
+        """The decoded clip. UnusableClip."""
+        samples = load_clip(clip.path, rate=RATE)
+        seconds = len(samples) / RATE
+        if seconds < _SHORTEST:
+            raise UnusableClip("too short", where=str(clip.path), found=f"{seconds:.3g} s", expected=f"{_SHORTEST:g} s")
+        if seconds > (most := self.config.max_seconds):
+            raise UnusableClip("too long", where=str(clip.path), found=f"{seconds:.3g} s", expected=f"{most:g} s")
+        return samples
+
+    def _leave_out(self, clip: Clip, error: UnusableClip) -> bool:
+        """Note a clip of no use; False where it was known. DataError where it is one too many, or the last."""
+        if not self._ledger.add(clip.row, error.fault):
+            return False
+        self._refuse_too_many()
+        if len(self._ledger) == len(self._ledger.names):
+            raise self._no_clip()
+        return True
+
+    def _refuse_too_many(self) -> None:
+        count, most = len(self._ledger), self.config.max_broken
+        if count > most:
+            long = ", or max_seconds" if "too long" in self.left_out else ""
+            raise DataError(
+                "too many clips cannot be used",
+                where=f"{self.config.root}, {self.config.split}",
+                found=told(self.left_out),
+                expected=f"at most {most:,} together",
+                fix=f"repair the release, or raise max_broken{long}",
+            )
+
+    def _no_clip(self) -> DataError:
+        return DataError(
+            "the data set is empty",
+            where=self.config.root,
+            found=f"no usable clip in {self.config.split}.tsv; {told(self.left_out) or 'no transcript has a letter'}",
+        )
 
     def _normalise(self, sentence: str) -> str:
         text = re.sub(self.config.remove, "", sentence)
         text = text.lower() if self.config.case == "lower" else text.upper() if self.config.case == "upper" else text
         return "|".join(text.split())
 
-    def _judge(self, unknown: Counter[str], letters: int, missing: Sequence[str], silent: int) -> None:
+    def _judge(self, unknown: Counter[str], letters: int, *, silent: int) -> None:
         """Say what was left out; refuse where it is too much."""
         lost = sum(unknown.values())
         if lost > self.config.max_unknown * max(letters, 1):
@@ -128,43 +186,9 @@ class CommonVoice(Dataset[dict[str, Any]]):
                 expected=f"at most {self.config.max_unknown:.1%}",
                 fix="give the vocab.json of the model, and `case` and `remove` as in its training",
             )
-        if len(missing) > self.config.max_broken:
-            raise _too_many(self.config, missing)
         for count, what in ((lost, "letters outside the vocabulary"), (silent, "transcripts without a letter")):
             if count:
                 _LOG.warning("%s: %d %s left out", self.config.split, count, what)
-        if missing:
-            _LOG.warning("%s: %d clips are missing (%s, …)", self.config.split, len(missing), missing[0])
-
-    def _refuse_length(self, clip: Clip, seconds: float) -> None:
-        if _SHORTEST <= seconds <= self.config.max_seconds:
-            return
-        long = seconds > self.config.max_seconds
-        raise DataError(
-            "the clip is too long" if long else "the clip is too short",
-            where=str(clip.path),
-            found=f"{seconds:.3g} s",
-            expected=f"at most {self.config.max_seconds:g} s" if long else f"at least {_SHORTEST:g} s",
-        )
-
-    def _count_broken(self, number: int, error: DataError) -> None:
-        if self._broken_C[number]:
-            return
-        self._broken_C[number] = True
-        count = int(self._broken_C.sum())
-        _LOG.warning("%s: left out, number %d (%s)", self.clips[number].path, count, error.what)
-        if count > self.config.max_broken:
-            raise _too_many(self.config, self.broken) from error
-
-
-def _too_many(config: CommonVoiceData, names: Sequence[str]) -> DataError:
-    return DataError(
-        "too many clips cannot be used",
-        where=config.root,
-        found=f"{len(names):,}: {', '.join(names[:3])}, …",
-        expected=f"at most {config.max_broken:,}",
-        fix="repair the release, or raise max_broken",
-    )
 
 
 def read_vocabulary(path: Path) -> tuple[str, ...]:

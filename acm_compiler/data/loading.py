@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from acm_compiler.data.batch import Batch, assemble
 from acm_compiler.data.draws import derive, seeded
+from acm_compiler.data.ledger import left_out, told
 from acm_compiler.errors import AcmError, DataError, UsageError
 
 _ORDER, _EXAMPLE, _MIX = 1, 2, 3  # what a seed is for
@@ -27,8 +28,9 @@ class BatchStream:
     """The batches of one data set, epoch by epoch; `batch` counts the examples of all ranks together.
 
     With `drop_last` (for training) every batch is full, and `batch` must be a multiple of `world`. Without it the
-    last batch may be smaller, and a rank that has no share of it does not get it. `workers` processes load data
-    ahead; 0 loads in this one. The global random generators are the same after a batch as before.
+    last batch may be smaller, and a rank that has no share of it does not get it. An example that is None (one of no
+    use) is left out; where batches must be full, the next one that is of use takes its place. `workers` processes
+    load data ahead; 0 loads in this one. The global random generators are the same after a batch as before.
     """
 
     dataset: Dataset[Any]
@@ -79,7 +81,7 @@ class BatchStream:
             self.dataset.prepare()
         shares = self._shares(epoch)[start:]
         loader = DataLoader(
-            _Fetch(self.dataset, self.seed),
+            _Fetch(self.dataset, self.seed, filled=self.drop_last),
             sampler=[share for share in shares if share.indices],  # type: ignore[arg-type]
             batch_size=None,
             num_workers=self.workers,
@@ -88,10 +90,15 @@ class BatchStream:
             generator=torch.Generator(),
             pin_memory=torch.cuda.is_available(),
         )
+        empty = True
         for fetched in loader:
             if isinstance(fetched, AcmError):
                 raise fetched
-            yield fetched
+            if fetched is not None:
+                empty = False
+                yield fetched
+        if empty and shares:
+            raise _none_of_use(self.dataset)
 
     def _shares(self, epoch: int) -> list[_Share]:
         order = list(range(self.examples))
@@ -120,36 +127,61 @@ class _Share:
 
 
 class _Fetch(Dataset[Any]):
-    """Makes a share's batch. A refusal comes back as a value: raised in a worker it would arrive as a traceback."""
+    """Makes a share's batch, None where nothing of it is of use.
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    A refusal comes back as a value: raised in a worker it would arrive as a traceback.
+    """
 
-    def __getitem__(self, share: _Share) -> Batch | AcmError:
+    def __init__(self, dataset: Dataset[Any], seed: int, *, filled: bool) -> None:
+        self.dataset, self.seed, self.filled = dataset, seed, filled
+
+    def __getitem__(self, share: _Share) -> Batch | AcmError | None:
         try:
             return self._batch(share)
         except AcmError as error:
             return error
 
-    def _batch(self, share: _Share) -> Batch:
+    def _batch(self, share: _Share) -> Batch | None:
         mix = getattr(self.dataset, "mix", None)
         if mix is None:
-            return self._examples(share.epoch, share.indices)
+            return self._examples(share.epoch, share.indices, filled=self.filled)
         # each example is mixed with the one before it in the whole batch: this rank's first needs its neighbour
         extra = [] if share.neighbour is None else [share.neighbour]
-        batch = self._examples(share.epoch, extra + share.indices)
+        batch = self._examples(share.epoch, extra + share.indices, filled=True)
         with seeded(self.seed, share.epoch, _MIX, share.number):
             batch = mix(batch)
         return {name: value[len(extra) :] for name, value in batch.items()} if extra else batch
 
-    def _examples(self, epoch: int, indices: list[int]) -> Batch:
+    def _examples(self, epoch: int, indices: list[int], *, filled: bool) -> Batch | None:
         if hasattr(self.dataset, "batch"):
             return assemble(self.dataset, indices)
-        examples = []
-        for index in indices:
-            with seeded(self.seed, epoch, _EXAMPLE, index):
-                examples.append(self.dataset[index])
-        return assemble(self.dataset, indices, examples)
+        found = [(index, self._example(epoch, index)) for index in indices]
+        if filled:
+            found = [(i, example) if example is not None else self._next(epoch, i) for i, example in found]
+        found = [(i, example) for i, example in found if example is not None]
+        return assemble(self.dataset, *zip(*found, strict=True)) if found else None
+
+    def _example(self, epoch: int, index: int) -> Any:
+        with seeded(self.seed, epoch, _EXAMPLE, index):
+            return self.dataset[index]
+
+    def _next(self, epoch: int, index: int) -> tuple[int, Any]:
+        """The first example of use after one that is not, and its number. DataError where there is none."""
+        count = len(self.dataset)  # type: ignore[arg-type]
+        for other in (*range(index + 1, count), *range(index)):
+            example = self._example(epoch, other)
+            if example is not None:
+                return other, example
+        raise _none_of_use(self.dataset)
+
+
+def _none_of_use(dataset: Dataset[Any]) -> DataError:
+    return DataError(
+        "no example of the data set can be used",
+        where=type(dataset).__name__,
+        found=told(left_out(dataset)) or "None for every one",
+        expected="examples as mappings, or pairs (image, label)",
+    )
 
 
 def _ignore_signals(worker: int) -> None:

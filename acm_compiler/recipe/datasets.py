@@ -110,7 +110,7 @@ class CommonVoiceData(Section):
     max_seconds: Positive = 15.0
     """Longer clips are left out."""
     max_broken: Whole = 100
-    """How many clips may be missing, unreadable, empty or too long before the run is refused."""
+    """How many clips may be missing, unreadable, empty, too short or too long, all together, before the run ends."""
     max_unknown: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Which share of the letters may be missing from the vocabulary."""
 

@@ -129,6 +129,7 @@ class Evaluation:
 
     `masked`: a padding mask was known, and padding counts nowhere. `dense_macs` is the dense model's per example.
     `subject` is equal for the same saved model on the same data set and task, None where that is not known.
+    `left_out`: names of examples of no use, which count nowhere, by what is wrong with them.
     """
 
     schema: int = SCHEMA
@@ -141,6 +142,7 @@ class Evaluation:
     model: str
     dense_macs: float
     date: str
+    left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     subject: str | None = None
 

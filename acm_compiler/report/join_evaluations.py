@@ -33,7 +33,8 @@ def joined(before: Evaluation, found: Evaluation) -> Evaluation | None:
 
 def _facts(evaluation: Evaluation) -> tuple[object, ...]:
     e = evaluation
-    return (e.subject, e.n, e.groups, e.masked, e.model, e.dense_macs, e.metric.name, e.metric.lower_is_better)
+    measured_on = (e.n, e.groups, e.masked, e.left_out)
+    return (e.subject, *measured_on, e.model, e.dense_macs, e.metric.name, e.metric.lower_is_better)
 
 
 def _same_dense(before: MetricResult, found: MetricResult) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from acm_compiler.data.ledger import told
 from acm_compiler.report import wording
 from acm_compiler.report.bootstrap import DRAWS
 from acm_compiler.report.contents import Report
@@ -34,9 +35,9 @@ def method_section(report: Report) -> Markup:
 
 def _measured(found: Evaluation) -> str:
     what = f"{found.metric.name.capitalize()} of {found.model.rpartition('.')[2]}"
-    return (
-        f"{what} on {wording.count(found.n, 'example')}, every budget on the same ones, and the k that each token ran."
-    )
+    of_no_use = f" Examples of no use, which count nowhere: {told(found.left_out)}." if found.left_out else ""
+    examples = wording.count(found.n, "example")
+    return f"{what} on {examples}, every budget on the same ones, and the k that each token ran.{of_no_use}"
 
 
 def _modelled(report: Report) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tabulate import tabulate
 
+from acm_compiler.data.ledger import told
 from acm_compiler.report import wording
 from acm_compiler.report.evaluation import BudgetResult, Evaluation, Result
 
@@ -34,7 +35,9 @@ def evaluation_table(found: Evaluation) -> str:
         shown = [wording.likeness(result.likeness) for result in (*found.budgets, *found.fixed)]
         rows = [[*row, cell] for row, cell in zip(rows, [*shown, ""], strict=True)]
     table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",) * len(headers))
-    return "\n".join([table, _basis(found), *_control(found), *_foreground(found), *_missed(found.budgets)])
+    notes = [_basis(found), *_left_out(found), *_control(found), *_foreground(found), *_missed(found.budgets)]
+    return "
+".join([table, *notes])
 
 
 def _row(result: Result, metric: str) -> list[str]:
@@ -52,6 +55,10 @@ def _basis(found: Evaluation) -> str:
         f"{found.metric.name} measured on {wording.count(found.n, 'example')}{sources}, ± half of a 95 % interval "
         "over sources; MACs modelled: learners that ran, gates included"
     )
+
+
+def _left_out(found: Evaluation) -> list[str]:
+    return [f"counted nowhere: {told(found.left_out)}"] if found.left_out else []
 
 
 def _control(found: Evaluation) -> list[str]:

@@ -61,7 +61,7 @@ def acm_backend(
     lowered = lower(graph_module, own)
     _announce(lowered, own["fallback"])
     if lowered and patches.get("freezing", torch._inductor.config.freezing) and not torch.is_grad_enabled():
-        _LOG.warning("freezing makes budgets and k part of this graph: compile again after set_budget or set_k")
+        _announce_freezing(any(True for _ in graph_module.parameters()))
     dump("40_lowered.py", lambda: f"# {len(lowered)} ACMs, by the passes of backend 'acm'\n{graph_module.code}")
     return compile_fx(graph_module, example_inputs, config_patches=patches)
 
@@ -120,6 +120,13 @@ def _known(plain: str, name: str, known: list[str]) -> str:
     if plain not in known:
         raise UsageError(f"unknown option {name!r} of backend 'acm'{did_you_mean(plain, known)}")
     return plain
+
+
+def _announce_freezing(frozen: bool) -> None:
+    if frozen:
+        _LOG.info("frozen graph: it keeps the budget or k of now, and another one compiles another graph")
+        return
+    _LOG.warning("nothing was frozen: Dynamo heeds torch._inductor.config.freezing, which options= comes too late for")
 
 
 def _announce(lowered: tuple[Lowered, ...], fallback: str) -> None:

@@ -57,7 +57,8 @@ def set_k(model: nn.Module, k: int | None) -> None:
     """Let every token run `k` learners; None hands the choice back to the gates, at the last budget set.
 
     A site whose k_min is above `k` runs its k_min, one with fewer learners all of them. UsageError outside
-    [0, largest N]; SitesNotFitted while sites without fitted learners exist and `k` is below N.
+    [0, largest N]; SitesNotFitted while sites without fitted learners exist and `k` is below N; FixedBudget as
+    `set_budget`.
     """
     acms = sites(model)
     if k is None:
@@ -103,7 +104,8 @@ def set_budget(
     or one per phase of a decoder, {"prefill": 0.8, "decode": 0.4}: decode is a call with one token per sequence, all
     else is prefill; then the shares come back by phase. cap: an upper bound on every token's k, as a share of N.
     The choice holds for the whole model until changed. Raises BudgetUnreachable (with the range), NoBudgetTable when
-    no phase has measured the gates, SitesNotFitted, LayoutUnknown where the phases cannot be told apart.
+    no phase has measured the gates, SitesNotFitted, LayoutUnknown where the phases cannot be told apart, FixedBudget
+    for exported graphs and for models frozen for good.
     """
     owner = conversion(model)
     if cap is not None and not (is_number(cap) and 0 < cap <= 1):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.errors import NotRewritten, UsageError
+from acm_compiler.errors import AcmError, FixedBudget, NotRewritten, UsageError
 from acm_compiler.plans import Plan
 
 
@@ -87,14 +87,16 @@ class Conversion:
 def sites(model: nn.Module) -> dict[str, ACM]:
     """The ACMs of `model` by site name, in the plan's order; also for wrapped (DDP, compiled) models.
 
-    NotRewritten when there are none, UsageError where several rewritten models are parts of one.
+    NotRewritten when there are none, FixedBudget for graphs made of a rewritten model (exported, or frozen for good),
+    UsageError where several rewritten models are parts of one.
     """
+    if not isinstance(model, nn.Module):
+        raise _no_module(model)
     found = {module.name: module for module in model.modules() if isinstance(module, ACM)}
     if not found:
-        raise NotRewritten(
-            f"this {type(model).__name__} holds no ACMs",
-            fix="convert it first: acm.rewrite(model, acm.plan(model, inputs))",
-        )
+        raise _no_acms(model)
+    for name, acm in found.items():
+        _refuse_discarded(name, acm)
     owners = {id(module.conversion) for module in model.modules() if isinstance(module, ACM)}
     if len(owners) > 1:
         raise UsageError(
@@ -104,6 +106,52 @@ def sites(model: nn.Module) -> dict[str, ACM]:
         )
     order = {site.name: i for i, site in enumerate(conversion_of(next(iter(found.values()))).plan.sites)}
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def _no_module(model: object) -> AcmError:
+    name = type(model).__name__
+    if _holds_operators(getattr(model, "graph_module", None)):
+        return _exported(name)
+    return UsageError(
+        "not a model",
+        found=name,
+        expected="a torch.nn.Module",
+        fix="what is made of a model (a package of AOTInductor, an ONNX program) keeps its budget: name the model",
+    )
+
+
+def _no_acms(model: nn.Module) -> AcmError:
+    name = type(model).__name__
+    if _holds_operators(model):
+        return _exported(name)
+    fix = "convert it first: acm.rewrite(model, acm.plan(model, inputs))"
+    return NotRewritten(f"this {name} holds no ACMs", fix=fix)
+
+
+def _exported(name: str) -> FixedBudget:
+    return FixedBudget(
+        "an exported graph keeps the budget or k at which it was exported",
+        found=f"a {name} with operators of ACMs",
+        fix="set it on the rewritten model, acm.set_budget(model, 0.4), and export that again",
+    )
+
+
+def _holds_operators(model: object) -> bool:
+    """Whether a module is made of graphs in which operators of ACMs stand."""
+    if not isinstance(model, nn.Module):
+        return False
+    graphs = [getattr(part, "graph", None) for part in model.modules()]
+    nodes = [node for graph in graphs if isinstance(graph, fx.Graph) for node in graph.nodes]
+    return any(node.op == "call_function" and str(node.target).startswith("acm.") for node in nodes)
+
+
+def _refuse_discarded(name: str, acm: ACM) -> None:
+    if type(acm.knob).__name__ == "ErasedTensor":  # what Inductor's freezing_discard_parameters leaves of a model
+        raise FixedBudget(
+            "Inductor froze this model and discarded its parameters: it keeps the budget or k that it had then",
+            where=name,
+            fix="load the model anew, acm.set_budget, then compile; or freeze without freezing_discard_parameters",
+        )
 
 
 def conversion_of(acm: ACM) -> Conversion:

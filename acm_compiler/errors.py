@@ -125,6 +125,10 @@ class NotRewritten(AcmError):
     """The model holds no ACMs."""
 
 
+class FixedBudget(AcmError):
+    """A graph that keeps the budget at which it was made: an exported program, or a model frozen for good."""
+
+
 class PlanMismatch(AcmError):
     """The plan was made for another model."""
 

@@ -1,16 +1,22 @@
-"""The other ways in which compiled models are used: phases of decoding, vmap, data parallel training."""
+"""The other ways in which models are compiled: phases of decoding, freezing, export, vmap, data parallel training."""
 
 import copy
 import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.nn.parallel import DistributedDataParallel
 
+import acm_compiler as acm
+from acm_compiler import control
+from acm_compiler.acm.module import Slot
+from acm_compiler.errors import FixedBudget, UsageError
 from tests.backend_ranks import RANKS, examples, gradients, make_model
 from tests.build import planned_site, stack_of
 
@@ -43,6 +49,71 @@ def test_choices_of_both_phases_change_without_a_new_graph():
 def set_k(model, k: int, *, phase=None) -> None:
     for site in model.acms:
         site.set_choices(knob=0.0, k_lo=k, k_hi=k, phase=phase)
+
+
+@pytest.fixture
+def freezing():
+    with inductor.patch(freezing=True):
+        yield
+
+
+@pytest.mark.usefixtures("freezing")
+@pytest.mark.parametrize("backend", ["acm", "inductor"])
+def test_a_frozen_model_follows_another_choice_by_another_graph(backend, caplog):
+    model = stack_of(planned_site("a"), planned_site("b", k_min=1))
+    eager, x = copy.deepcopy(model), torch.randn(3, 5, 8)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    graphs = []
+    with torch.no_grad(), caplog.at_level("INFO", logger="acm_compiler.backend"):
+        for choice in ((0.0, 4, 4), (0.3, 0, 4), (-0.5, 0, 4), (0.0, 4, 4), (0.3, 0, 4)):
+            for site in (*model.acms, *eager.acms):
+                site.set_choices(knob=choice[0], k_lo=choice[1], k_hi=choice[2])
+            torch.testing.assert_close(compiled(x), eager(x))
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 2, 3, 3, 3]  # what was compiled for a choice is kept
+    assert ("another one compiles another graph" in caplog.text) == (backend == "acm")
+
+
+@pytest.mark.usefixtures("freezing")
+def test_a_frozen_model_follows_budgets_of_examples_and_of_phases():
+    model = stack_of(planned_site("a"))
+    eager, x = copy.deepcopy(model), torch.randn(3, 5, 8)
+    compiled = torch.compile(model, backend="acm", dynamic=True)
+    with torch.no_grad():
+        for k_lo in ([0, 2, 4], [4, 4, 0]):
+            slot = Slot(thread=get_ident(), knob=torch.zeros(3), k_lo=torch.tensor(k_lo, dtype=torch.int32))
+            model.acms[0].slot = eager.acms[0].slot = slot
+            torch.testing.assert_close(compiled(x), eager(x))
+        model.acms[0].slot = eager.acms[0].slot = None
+        for decode in (1, 3):
+            set_k(model, decode, phase="decode")
+            set_k(eager, decode, phase="decode")
+            for part in (x, torch.randn(3, 1, 8)):
+                torch.testing.assert_close(compiled(part), eager(part))
+
+
+@pytest.mark.usefixtures("freezing")
+def test_a_model_whose_parameters_freezing_discarded_refuses_another_budget():
+    model, x = stack_of(planned_site("a")), torch.randn(3, 5, 8)
+    expected = model(x)
+    with torch.no_grad(), inductor.patch(freezing_discard_parameters=True):
+        compiled = torch.compile(model, backend="acm")
+        torch.testing.assert_close(compiled(x), expected)
+        with pytest.raises(FixedBudget, match=r"(?s)a: Inductor froze this model .* load the model anew"):
+            control.set_k(model, 2)
+        torch.testing.assert_close(compiled(x), expected)
+
+
+def test_an_exported_model_says_that_it_keeps_its_budget():
+    model, x = stack_of(planned_site("a")).eval(), torch.randn(3, 5, 8)
+    program = torch.export.export(model, (x,))
+    for made in (program, program.module(), torch.export.unflatten(program)):
+        with pytest.raises(FixedBudget, match=r"(?s)keeps the budget or k .* export that again"):
+            acm.set_budget(made, 0.5)
+        with pytest.raises(FixedBudget), acm.batch(made, budgets=[0.5]):
+            pass
+    with pytest.raises(UsageError, match=r"found str, expected a torch\.nn\.Module"):
+        acm.set_budget("package.pt2", 0.5)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

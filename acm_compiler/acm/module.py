@@ -58,6 +58,7 @@ class ACM(nn.Module):
     Run-time choices are the buffers `knob` (the bits of a float32), `k_lo` and `k_hi`: written in place, never
     rebound, so that a compiled model follows them without recompiling (DECISIONS 7). Inputs of one token per example
     follow `decode_knob`, `decode_k_lo` and `decode_k_hi`, which say the same unless budgets were set per phase.
+    `written` holds the same numbers for graphs that Inductor freezes: they keep them, and are guarded by them.
     `cost` is what one learner of this site costs in units of the model's mean site.
     """
 
@@ -92,10 +93,9 @@ class ACM(nn.Module):
         self.choices: list[Choices] = []
         self.conversion: Any = None
         self.replaced: Any = None  # what the graft took out, for `revert`
-        device = learners.w_in.device
-        for buffer in RUN_TIME:
-            start = torch.full((), 0 if buffer.endswith("knob") else self.count, dtype=torch.int32, device=device)
-            self.register_buffer(buffer, start, persistent=False)
+        self.written = {name: 0 if name.endswith("knob") else self.count for name in RUN_TIME}
+        for name, start in self.written.items():
+            self.register_buffer(name, _scalar(start, learners.w_in.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tap is not None:
@@ -137,7 +137,12 @@ class ACM(nn.Module):
 
     def _choices_for(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         """knob, k_lo and k_hi for an input [*shape, D]."""
-        if tokens.is_one_each(shape, self.layout):
+        one_each = tokens.is_one_each(shape, self.layout)
+        if ops.is_freezing():  # a graph that keeps what it reads: Dynamo guards on numbers, and others make another
+            names = RUN_TIME[3:] if one_each else RUN_TIME[:3]
+            knob, k_lo, k_hi = (_scalar(self.written[name], self.knob.device) for name in names)
+            return knob.view(torch.float32), k_lo, k_hi
+        if one_each:
             return self.decode_knob.view(torch.float32), self.decode_k_lo, self.decode_k_hi
         return self.knob.view(torch.float32), self.k_lo, self.k_hi
 
@@ -220,22 +225,23 @@ class ACM(nn.Module):
 
     def set_choices(self, *, knob: float, k_lo: int, k_hi: int, phase: Phase | None = None) -> None:
         """Write the run-time choices in place, of both phases or of one; the bounds are clamped to [k_min, N]."""
-        bits = torch.tensor(knob, dtype=torch.float32).view(torch.int32)
+        bits = int(torch.tensor(knob, dtype=torch.float32).view(torch.int32))
         high = max(self.k_min, min(k_hi, self.count))
         low = max(self.k_min, min(k_lo, high))
         if phase != "decode":
-            _write((self.knob, self.k_lo, self.k_hi), (bits, low, high))
+            self.set_run_time(dict(zip(RUN_TIME[:3], (bits, low, high), strict=True)))
         if phase != "prefill":
-            _write((self.decode_knob, self.decode_k_lo, self.decode_k_hi), (bits, low, high))
+            self.set_run_time(dict(zip(RUN_TIME[3:], (bits, low, high), strict=True)))
 
-    def run_time(self) -> dict[str, Tensor]:
-        """Copies of the run-time choices by name, for `set_run_time`."""
-        return {name: getattr(self, name).clone() for name in RUN_TIME}
+    def run_time(self) -> dict[str, int]:
+        """The run-time choices by name, knobs as their bits, for `set_run_time`."""
+        return {name: int(getattr(self, name)) for name in RUN_TIME}
 
-    def set_run_time(self, values: dict[str, Tensor]) -> None:
-        """Write what `run_time` gave."""
+    def set_run_time(self, values: dict[str, int]) -> None:
+        """Write choices, as `run_time` gives them."""
         for name, value in values.items():
-            getattr(self, name).copy_(value)
+            getattr(self, name).fill_(value)
+        self.written = self.written | values
 
     def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
         result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -252,9 +258,8 @@ class ACM(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def _write(buffers: tuple[Tensor, ...], values: tuple[Tensor | int, ...]) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.copy_(torch.as_tensor(value, dtype=torch.int32))
+def _scalar(value: int, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.int32, device=device)
 
 
 def _recomputing() -> bool:

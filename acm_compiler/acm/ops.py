@@ -78,6 +78,15 @@ def run_gate(
         return GATE.default(x_TD, *weights, *choices, cost=cost, k_min=k_min, rule=rule)
 
 
+def is_freezing() -> bool:
+    """Whether a graph is being made whose parameters and buffers Inductor will make constants of (its freezing)."""
+    if not torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    from torch._inductor import config  # there already when this is traced
+
+    return config.freezing
+
+
 def observed() -> bool:
     """Whether someone's dispatch mode (a FLOP counter, a logger) watches: it should see plain operations."""
     if not torch._C._len_torch_dispatch_stack():

@@ -36,8 +36,7 @@ def evaluation_table(found: Evaluation) -> str:
         rows = [[*row, cell] for row, cell in zip(rows, [*shown, ""], strict=True)]
     table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",) * len(headers))
     notes = [_basis(found), *_left_out(found), *_control(found), *_foreground(found), *_missed(found.budgets)]
-    return "
-".join([table, *notes])
+    return "\n".join([table, *notes])
 
 
 def _row(result: Result, metric: str) -> list[str]:

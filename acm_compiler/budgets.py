@@ -13,6 +13,8 @@ from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, UsageError
 from acm_compiler.plans import Plan
 
 TOLERANCE = 1e-6
+# how well the table's rows meet the budgets that they were made for
+NEAR = 0.002
 _WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(?:(%)|([kMGT])?MACs?)\s*")
 _UNTYPED = re.compile(r"\s*([0-9]*[.,]?[0-9]+)\s*(percent)?\s*")
 _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -90,7 +92,10 @@ def setting_of(owner: Conversion, asked: float | str) -> Setting:
 
 
 def _interpolate(table: BudgetTable, budget: float) -> Setting:
-    """Between two points the knob is linear in the share; above the highest share reached, that one holds."""
+    """Between two points the knob is linear in the share; above the highest share reached, that one holds.
+
+    Where the share jumps from one point to the next, the lower one holds for all budgets before the higher one's.
+    """
     points = table.points
     shares = [point.share for point in points]
     right = bisect_right(shares, budget)
@@ -98,6 +103,9 @@ def _interpolate(table: BudgetTable, budget: float) -> Setting:
         end = points[0] if right == 0 else points[-1]
         return Setting(knob=end.knob, k_lo=end.k_lo, share=end.share)
     low, high = points[right - 1], points[right]
+    if low.share in table.jumps:
+        end = high if high.share - budget <= NEAR else low
+        return Setting(knob=end.knob, k_lo=end.k_lo, share=end.share)
     weight = (budget - low.share) / (high.share - low.share)
     knob = low.knob + weight * (high.knob - low.knob)
     return Setting(knob=knob, k_lo=low.k_lo, share=budget)

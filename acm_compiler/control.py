@@ -100,6 +100,8 @@ def set_budget(
 ) -> float | dict[str, float]:
     """Let the gates spend `budget` and return the share of learner MACs that the table expects of it.
 
+    That is less than was asked where no setting reaches it, as on data whose tokens are all alike.
+
     budget: a share of learner MACs (0.4), "60%" of the dense model's MACs, "11 GMACs", or None for the recipe's own;
     or one per phase of a decoder, {"prefill": 0.8, "decode": 0.4}: decode is a call with one token per sequence, all
     else is prefill; then the shares come back by phase. cap: an upper bound on every token's k, as a share of N.

@@ -36,20 +36,23 @@ class EvaluatedBudget:
 class BudgetTable:
     """Measured budget -> knob, in order of rising share (DECISIONS 6, 14). `rule` is the gates' rule.
 
-    `evaluated`: the budgets at which a run has evaluated the model with this table.
+    `evaluated`: the budgets at which a run has evaluated the model with this table. `jumps`: the shares of those points
+    from which no knob leads to any share before the next point's, as where all tokens are alike.
     """
 
     rule: str
     points: tuple[BudgetPoint, ...]
     examples: int
     evaluated: tuple[EvaluatedBudget, ...] = ()
+    jumps: tuple[float, ...] = ()
 
     @classmethod
     def from_plain(cls, facts: Mapping[str, Any]) -> BudgetTable:
         """The table that `dataclasses.asdict` took apart."""
         points = tuple(BudgetPoint(**point) for point in facts["points"])
         evaluated = tuple(EvaluatedBudget(**budget) for budget in facts.get("evaluated", ()))
-        return cls(rule=facts["rule"], points=points, examples=facts["examples"], evaluated=evaluated)
+        jumps = tuple(facts.get("jumps", ()))  # not known to tables that were written before there were any
+        return cls(rule=facts["rule"], points=points, examples=facts["examples"], evaluated=evaluated, jumps=jumps)
 
 
 @dataclass(slots=True, kw_only=True)

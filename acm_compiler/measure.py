@@ -6,11 +6,13 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.budgets import NEAR
 from acm_compiler.control import refuse_unfitted
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.errors import DataError
@@ -20,9 +22,10 @@ from acm_compiler.usage import record
 _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names, so that interpolation between rows stays short
 GRID = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
-TOLERANCE = 0.002
 # rows that nobody asked for only have to be somewhere near: a row says what share it reached
 _NEAR = 0.006
+# a wider gap between two rows that the search could not halve is a jump: no knob leads into it
+_JUMP = 0.02
 _STEPS = 14
 _STRONGEST_KNOB = 2.0**12
 
@@ -51,13 +54,16 @@ def measure_budgets(
     search = _Search(model, examples, k_lo, progress)
     with undisturbed(model):
         least, most = search.push(1.0), search.push(-1.0)
-        exactly = {target: TOLERANCE for target in (least + TOLERANCE, *budgets, most - TOLERANCE)}
+        exactly = {target: NEAR for target in (least + NEAR, *budgets, most - NEAR)}
         for target, within in sorted((dict.fromkeys(GRID, _NEAR) | exactly).items(), key=lambda row: (-row[1], row[0])):
             if least < target < most:
                 search.bisect(target, within)
+        jumps = search.jumps()
     owner = conversion(model)
     rule = next(iter(sites(model).values())).gate.rule
-    owner.table = BudgetTable(rule=rule, points=search.points(), examples=search.count)
+    owner.table = BudgetTable(rule=rule, points=search.points(), examples=search.count, jumps=jumps)
+    if jumps:
+        _LOG.info("shares that no setting reaches follow %s", ", ".join(f"{share:.3f}" for share in jumps))
     return owner.table
 
 
@@ -67,6 +73,7 @@ class _Search:
     def __init__(self, model: nn.Module, examples: list[Example], k_lo: int, progress: Progress | None) -> None:
         self.model, self.examples, self.k_lo, self.progress = model, examples, k_lo, progress
         self.probes: dict[float, float] = {}
+        self.missed: list[float] = []
         self.count = 0
 
     def probe(self, knob: float) -> float:
@@ -92,7 +99,7 @@ class _Search:
 
         A few tokens that never run all learners are no reason to go on: budget 1 is set without a knob.
         """
-        limit, near = (conversion(self.model).plan.cost.least_share(self.k_lo), 1e-6) if knob > 0 else (1.0, TOLERANCE)
+        limit, near = (conversion(self.model).plan.cost.least_share(self.k_lo), 1e-6) if knob > 0 else (1.0, NEAR)
         while abs(self.probe(knob) - limit) > near and abs(knob) < _STRONGEST_KNOB:
             knob *= 4
         return self.probe(knob)
@@ -110,6 +117,23 @@ class _Search:
             # the middle, and by turns where a straight line would cross: halves the forwards
             place = 0.5 if step % 2 else (shares[right - 1] - target) / (shares[right - 1] - shares[right])
             self.probe(knobs[right - 1] + min(max(place, 0.1), 0.9) * (knobs[right] - knobs[right - 1]))
+        self.missed.append(target)
+
+    def jumps(self) -> tuple[float, ...]:
+        """The shares of the rows before gaps that no knob leads into.
+
+        Where a target was missed so, there may be more of it: then all wide gaps are searched.
+        """
+        searched: set[tuple[float, float]] = set()
+        while True:
+            wide = [(low.share, high.share) for low, high in pairwise(self.points()) if high.share - low.share > _JUMP]
+            missed = {(low, high) for low, high in wide if any(low < target < high for target in self.missed)}
+            unknown = set(wide) - missed - searched
+            if not missed or not unknown:
+                return tuple(low for low, _ in sorted(missed))
+            for low, high in sorted(unknown):
+                self.bisect((low + high) / 2, _NEAR)
+            searched |= unknown
 
     def points(self) -> tuple[BudgetPoint, ...]:
         """The probes as table rows: rising share, falling knob; of equal shares the knob nearest to the next row."""

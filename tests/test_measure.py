@@ -1,12 +1,16 @@
 """The measured table: budgets asked are budgets reached."""
 
+import dataclasses
+import json
+
 import pytest
 import torch
 
+from acm_compiler.budgets import NEAR
 from acm_compiler.control import run_mode, set_budget
-from acm_compiler.conversion import conversion, sites
+from acm_compiler.conversion import BudgetTable, conversion, sites
 from acm_compiler.errors import DataError
-from acm_compiler.measure import TOLERANCE, measure_budgets
+from acm_compiler.measure import measure_budgets
 from acm_compiler.usage import record
 from tests.build import planned_site, stack_of
 
@@ -31,6 +35,7 @@ def test_every_budget_is_reached_on_the_data_it_was_measured_on(model, rule):
     data = examples()
     table = measure_budgets(model, data, budgets=(0.33,))
     assert table.rule == rule and table.examples == 64
+    assert table.jumps == ()
     shares = [point.share for point in table.points]
     knobs = [point.knob for point in table.points]
     assert shares == sorted(shares) and knobs == sorted(knobs, reverse=True)
@@ -43,7 +48,42 @@ def test_every_budget_is_reached_on_the_data_it_was_measured_on(model, rule):
             with torch.no_grad(), record(model) as usage:
                 model(x)
             reached.append(usage.shares)
-        assert float(torch.cat(reached).mean()) == pytest.approx(budget, abs=2 * TOLERANCE)
+        assert float(torch.cat(reached).mean()) == pytest.approx(budget, abs=2 * NEAR)
+
+
+def reached_on(model, data) -> float:
+    with torch.no_grad(), record(model) as usage:
+        for x, _ in data:
+            model(x)
+    return float(usage.shares.mean())
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.parametrize("rule", ["logits", "damage"])
+def test_where_tokens_are_alike_what_a_budget_is_said_to_reach_is_reached_and_no_more_than_asked(model, rule, kinds):
+    for acm in sites(model).values():
+        acm.gate.rule = rule
+    data = [(torch.randn(1, kinds, 8).repeat(4, 5, 1), None)]
+    table = measure_budgets(model, data)
+    assert table.jumps
+    for budget in torch.linspace(table.points[0].share, 0.95, 17).tolist():
+        said = set_budget(model, budget)
+        assert said == pytest.approx(reached_on(model, data), abs=1e-6) and said <= budget + NEAR
+    assert BudgetTable.from_plain(json.loads(json.dumps(dataclasses.asdict(table)))) == table
+
+
+def test_where_tokens_are_alike_a_budget_gets_the_highest_share_below_it_that_there_is():
+    model = stack_of(planned_site("a", learners=8, width=8))
+    acm = sites(model)["a"]
+    data = [(torch.randn(1, 1, 8).repeat(4, 5, 1), None)]
+    measure_budgets(model, data)
+    reachable = set()
+    for knob in torch.linspace(-4, 4, 2000).tolist():
+        acm.set_choices(knob=knob, k_lo=0, k_hi=acm.count)
+        reachable.add(reached_on(model, data))
+    assert len(reachable) > 2
+    for budget in torch.linspace(0, 0.99, 30).tolist():
+        assert set_budget(model, budget) == pytest.approx(max(s for s in reachable if s <= budget + NEAR), abs=1e-6)
 
 
 def test_measuring_leaves_mode_and_choices_alone(model):

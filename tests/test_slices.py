@@ -188,6 +188,29 @@ def test_sliced_models_are_saved_and_loaded(tmp_path):
     assert torch.equal(answer(loaded, x), answer(converted, x))
 
 
+@pytest.mark.parametrize("prefix", ["", "inner."])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_dict_of_slices_in_a_fresh_rewrite_names_the_plan_that_takes_it(strict, prefix):
+    model, x = opened("grouped")
+    source = converted = calibrated(model, x, form="slices")
+    plan = conversion(converted).plan
+    sliced = [site.name for site in plan.sites if site.form == "slices"]
+    target = fresh = acm.rewrite(model, plan_of(model, x, form="auto"))
+    if prefix:
+        source, target = (torch.nn.ModuleDict({"inner": part}) for part in (converted, fresh))
+    with pytest.raises(RuntimeError, match=r"plan that acm\.calibrate returned") as error:
+        target.load_state_dict(source.state_dict(), strict=strict)
+    assert f"the learners of {len(sliced)} sites" in str(error.value) and sliced[0] in str(error.value)
+    assert str(error.value).count("acm.calibrate") == 1
+    assert conversion(fresh).table is None, "nothing that belongs to other learners was taken"
+    again = acm.rewrite(model, plan)
+    again.load_state_dict(converted.state_dict(), strict=strict)
+    assert torch.equal(answer(again, x), answer(converted, x))
+    # what is only missing is torch's to judge
+    part = {name: value for name, value in converted.state_dict().items() if not name.endswith("w_in")}
+    assert again.load_state_dict(part, strict=False).missing_keys
+
+
 def false_pairs(plan):
     """The plan of rotary attention, all of it slices, with queries and keys said to be a pair."""
     names = {site.role: site.name for site in plan.sites}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm import ACM
 from acm_compiler.conversion import BudgetTable, conversion, sites
 
 KEY = "_extra_state"
@@ -49,7 +50,13 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
     """Restore what `_add` wrote; what does not belong to this model becomes one of the load's own error messages."""
     errors: list[str] = rest[-1]
     text: Tensor | None = state_dict.pop(prefix + KEY, None)
-    if text is None:
+    other = [name for name, acm in _acms(model) if _is_of_another_form(acm, state_dict, f"{prefix}{name}.")]
+    if other:
+        errors.append(
+            f"the learners of {len(other)} sites have another form than here, such as {other[0]}: rewrite by the plan "
+            "that acm.calibrate returned, acm.rewrite(model, plan), whose forms are decided; plan.to_json() keeps it"
+        )
+    if text is None or other:
         return
     facts = json.loads(bytes(text.cpu().tolist()))
     acms = sites(model)
@@ -64,3 +71,13 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
         owner = conversion(model)
         owner.table, owner.default_budget = BudgetTable.from_plain(facts["table"]), facts["default_budget"]
         owner.damage = {name: tuple(values) for name, values in facts["damage"].items()}
+
+
+def _acms(model: nn.Module) -> list[tuple[str, ACM]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, ACM)]
+
+
+def _is_of_another_form(acm: ACM, state_dict: dict[str, Any], prefix: str) -> bool:
+    """Whether torch will refuse the learners under `prefix`, strict or not, because their shapes are others."""
+    learners = acm.learners.named_parameters(prefix=f"{prefix}learners")
+    return any(name in state_dict and state_dict[name].shape != own.shape for name, own in learners)

@@ -206,6 +206,79 @@ def test_what_cannot_be_meant_is_refused_at_its_place(recipe_file, change, probl
     assert found.startswith(problem)
 
 
+AUDIO = "kind: common_voice, root: x, vocabulary: y"
+SPOKEN = "kind: spoken_digits, split: train"
+TEXTS = "kind: texts, tokenizer: x, split: train"
+ROWS = "kind: text_rows, rows: 'python:a:b', tokenizer: x"
+DIGITS = "kind: cluttered_digits, split: train"
+WHAT_DOES_NOT_FIT = [
+    ("classify", AUDIO, "", "common_voice gives audio with transcripts, for task ctc"),
+    ("causal_lm", SPOKEN, "", "spoken_digits gives audio with transcripts, for task ctc"),
+    ("ctc", DIGITS, "", "cluttered_digits gives pictures with classes, for task classify"),
+    (
+        "classify",
+        TEXTS,
+        "",
+        "texts gives texts, for task causal_lm or masked_lm or embed; `classes:` names the folders",
+    ),
+    ("classify", ROWS, "", "for task causal_lm or masked_lm or embed; `label:` names the rows' key"),
+    ("ctc", f"{ROWS}, label: y", "", "texts with classes, for task causal_lm or masked_lm or embed or classify"),
+    (
+        "masked_lm",
+        TEXTS,
+        "ForCausalLM",
+        "AutoModelForCausalLM does not fit task masked_lm, which needs AutoModelForMask",
+    ),
+    (
+        "causal_lm",
+        TEXTS,
+        "ForMaskedLM",
+        "AutoModelForMaskedLM does not fit task causal_lm, which needs AutoModelForCaus",
+    ),
+    ("embed", TEXTS, "ForMaskedLM", "AutoModelForMaskedLM does not fit task embed, which needs AutoModel"),
+    ("ctc", AUDIO, "", "model of AutoModel does not fit task ctc, which needs AutoModelForCTC"),
+    ("classify", f"{TEXTS}, classes: [a, b]", "ForCausalLM", "which needs AutoModelForSequenceClassification"),
+    ("classify", DIGITS, "ForSequenceClassification", "which needs AutoModelForImageClassification"),
+    ("classify", "kind: 'python:a:b'", "ForCTC", "needs AutoModelForImageClassification or AutoModelForSequenceClass"),
+]
+
+
+def fitting(task: str, data: str, head: str) -> str:
+    return f"""acm: 1
+name: x
+model: {{source: hf, name: y, auto_class: AutoModel{head}}}
+task: {{kind: {task}}}
+data:
+  train: {{{data}}}
+  eval: {{{data}}}
+"""
+
+
+@pytest.mark.parametrize(("task", "data", "head", "problem"), WHAT_DOES_NOT_FIT)
+def test_a_task_that_does_not_fit_data_or_model_is_refused_before_anything_is_opened(
+    recipe_file, task, data, head, problem
+):
+    (found,) = problems_of(recipe_file(fitting(task, data, head)))
+    line = 4 if "does not fit data." in found else 3
+    assert found.startswith(f"r.yaml:{line}:1: ") and problem in found
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "head"),
+    [
+        ("ctc", AUDIO, "ForCTC"),
+        ("masked_lm", TEXTS, "ForMaskedLM"),
+        ("causal_lm", f"{ROWS}, label: y", "ForCausalLM"),
+        ("embed", f"{TEXTS}, classes: [a, b]", ""),
+        ("classify", f"{TEXTS}, classes: [a, b]", "ForSequenceClassification"),
+        ("classify", "kind: 'python:a:b'", "ForAudioClassification"),
+        ("python:a:b", AUDIO, "ForAudioClassification"),
+    ],
+)
+def test_a_task_that_fits_data_and_model_is_taken(recipe_file, task, data, head):
+    assert load_recipe(recipe_file(fitting(task, data, head))).task.kind == task
+
+
 @pytest.mark.parametrize(
     ("before", "after", "problem"),
     [

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.recipe.tasks import ClassifyTask, PythonTask
+from acm_compiler.recipe.tasks import CausalLMTask, ClassifyTask, CtcTask, EmbedTask, MaskedLMTask, PythonTask
 from acm_compiler.tasks import Task, judged_by, open_task
 from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
@@ -122,6 +122,42 @@ def test_the_recipes_task_knows_the_data_sets_classes() -> None:
         SimpleNamespace(classes=["cat", "dog"]),  # type: ignore[arg-type]
     )
     assert task == Classify(label_smoothing=0.1, classes=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "words"),
+    [
+        (MaskedLMTask(kind="masked_lm"), "LlamaForCausalLM", "task causal_lm, or.*auto_class AutoModelForMaskedLM"),
+        (CausalLMTask(kind="causal_lm"), "BertForMaskedLM", "task masked_lm, or.*auto_class AutoModelForCausalLM"),
+        (CausalLMTask(kind="causal_lm"), "Wav2Vec2ForCTC", "task ctc, or"),
+        (EmbedTask(kind="embed"), "GPT2LMHeadModel", "task causal_lm, or .*auto_class AutoModel\\)"),
+        (
+            ClassifyTask(kind="classify"),
+            "GPT2LMHeadModel",
+            "task causal_lm, or .*AutoModelForSequenceClassification\\)",
+        ),
+        (CtcTask(kind="ctc"), "WavLMForAudioClassification", "task classify, or .*auto_class AutoModelForCTC"),
+    ],
+)
+def test_a_model_for_another_task_is_refused_by_its_class(config, name, words) -> None:
+    dataset = SimpleNamespace(classes=["a", "b"], pieces=list, mask_id=1, marks=[], vocabulary=["", "a"])
+    with pytest.raises(UsageError, match=rf"(?s)^{name}: the model is not for task {config.kind} .*use {words}"):
+        open_task(config, dataset, type(name, (torch.nn.Module,), {})())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["XLMWithLMHeadModel", "MyLanguageModel"])
+def test_models_whose_class_does_not_tell_are_taken(name) -> None:
+    model = type(name, (torch.nn.Module,), {})()
+    dataset = SimpleNamespace(mask_id=1, marks=[])
+    for config in (CausalLMTask(kind="causal_lm"), MaskedLMTask(kind="masked_lm")):
+        open_task(config, dataset, model)  # type: ignore[arg-type]
+
+
+def test_an_answer_without_classes_is_told_the_class_that_fits_the_data() -> None:
+    for dataset, fits in ((SimpleNamespace(pieces=list), "AutoModelForSequence"), (None, "AutoModelForImage")):
+        task = open_task(ClassifyTask(kind="classify"), dataset)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=rf"hf: auto_class {fits}Classification"):
+            task.answer(torch.zeros(2, 5, 8))
 
 
 def test_a_users_function_gives_the_task() -> None:

@@ -32,6 +32,7 @@ from acm_compiler.recipe.fields import (
     Three,
     Whole,
 )
+from acm_compiler.recipe.fitting import refuse_unfit
 from acm_compiler.recipe.phases import Phase
 from acm_compiler.recipe.tasks import TaskConfig
 from acm_compiler.site import ACTIVATIONS
@@ -265,6 +266,12 @@ class Recipe(Section):
             if section and missing:
                 context = {"what": what, "missing": " and ".join(missing), "key": key}
                 raise PydanticCustomError("acm", "{what} needs {missing}", context)
+        return self
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Recipe:
+        if self.task is not None and self.data is not None:
+            refuse_unfit(self.task, self.data, self.model.auto_class)
         return self
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
+from acm_compiler.recipe.fitting import fitting_classes
 from acm_compiler.tasks.likeness import Likeness, agreement
 from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
 
@@ -21,11 +22,13 @@ from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
 class Classify:
     """A `Task`: logits [B, C] against labels int [B], or float [B, C] where mixup has made shares of them.
 
-    `classes` is what the data set has, if known; a model with another number of them is refused.
+    `classes` is what the data set has, if known; a model with another number of them is refused. `auto_class`: the
+    transformers class that builds a model for this data, for messages.
     """
 
     label_smoothing: float = 0.0
     classes: int | None = None
+    auto_class: str = " or ".join(fitting_classes("classify"))
     metric: ClassVar[str] = "accuracy"
     answers_logits: ClassVar[bool] = True
 
@@ -80,7 +83,7 @@ class Classify:
                 where="task classify",
                 found=_describe(output),
                 expected="a tensor [batch, classes], or an output with such `logits`",
-                fix="use a model with a classification head (for hf: auto_class AutoModelForImageClassification)",
+                fix=f"use a model with a classification head (for hf: auto_class {self.auto_class})",
             )
         if self.classes is not None and logits.shape[1] != self.classes:
             raise _classes_differ(self.classes, logits.shape[1])

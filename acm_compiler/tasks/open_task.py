@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from acm_compiler.data.python_function import call_function
 from acm_compiler.errors import UsageError
+from acm_compiler.recipe.fitting import TEXTS, fitting_classes
 from acm_compiler.recipe.tasks import (
     CausalLMTask,
     ClassifyTask,
@@ -23,6 +24,7 @@ from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
+from acm_compiler.tasks.fitting_models import refuse_other_head
 from acm_compiler.tasks.masked_lm import open_masked_lm
 
 _PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
@@ -31,11 +33,16 @@ _PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
 def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn.Module | None = None) -> Task:
     """The task that `config` describes; `dataset` tells it the classes or letters, `model` how it makes frames.
 
-    UsageError for a function that returns no task, DataError for data that the task cannot work on.
+    UsageError for a function that returns no task or a model that is for another one, DataError for data that the
+    task cannot work on.
     """
+    auto_class = _auto_class(config, dataset)
+    if model is not None and not isinstance(config, PythonTask):
+        refuse_other_head(config.kind, model, auto_class=auto_class)
     if isinstance(config, ClassifyTask):
         classes = getattr(dataset, "classes", None)
-        return Classify(label_smoothing=config.label_smoothing, classes=len(classes) if classes else None)
+        count = len(classes) if classes else None
+        return Classify(label_smoothing=config.label_smoothing, classes=count, auto_class=auto_class)
     if isinstance(config, CausalLMTask):
         return CausalLM()
     if isinstance(config, MaskedLMTask):
@@ -46,6 +53,13 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn
         return open_ctc(dataset, model, unit=config.unit)
     assert isinstance(config, PythonTask)
     return _users(config.kind, config.args)
+
+
+def _auto_class(config: TaskConfig, dataset: Any) -> str:
+    """The transformers class that builds a model for this task on this data."""
+    if isinstance(config, ClassifyTask) and hasattr(dataset, "pieces"):
+        return TEXTS
+    return " or ".join(fitting_classes(config.kind))
 
 
 def _users(reference: str, arguments: dict[str, Any]) -> Task:

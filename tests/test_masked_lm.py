@@ -169,5 +169,5 @@ def test_folders_are_classes_and_each_file_is_in_one_split(place):
     with pytest.raises(DataError, match="no folder or package of a class"):
         open_dataset(TextData(**facts | {"classes": ["gone"]}, split="train"))
     (root / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no English paragraphs for data.train of empty"):
+    with pytest.raises(DataError, match=r"empty: no text files for data.train \(found an empty folder"):
         open_dataset(TextData(**facts | {"classes": ["one", "empty"]}, split="train"))

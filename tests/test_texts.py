@@ -81,12 +81,38 @@ def test_batches_are_padded_to_their_longest(folder):
     assert {"source", "index"} <= batch.keys()
 
 
-def test_missing_texts_and_tokenizers_are_told(folder, tmp_path):
-    (tmp_path / "a.txt").write_text("Short.")
-    with pytest.raises(DataError, match="no English paragraphs"):
-        texts(folder, root=str(tmp_path))
+def test_a_missing_tokenizer_is_told(folder, tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.json"):
         texts(folder, tokenizer=str(tmp_path))
+
+
+PROSE = "This is a paragraph of eight words or more."
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (None, r"no text files for data.train \(found no such folder, expected files of .md, .rst, .txt"),
+        ({}, "no text files for data.train .found an empty folder"),
+        ({"a.csv": PROSE, "b.pdf": ""}, "no text files for data.train .found files of other kinds: 2"),
+        ({"a.txt": ""}, "no paragraphs of prose for data.train .found 1 file, expected prose of 8 words"),
+        (
+            {"a.txt": f"Too short.\n\nToo short, too.\n\n{PROSE[:-1]}\n\n{PROSE.lower()}", "b.md": b"\xff\xfe"},
+            "no paragraphs of prose for data.train .found 2 files, not UTF-8: 1, paragraphs of fewer than 8 words: 2, "
+            "paragraphs ending without . ! .: 1, paragraphs beginning without a capital: 1, expected prose",
+        ),
+        ({"a.txt": f"{PROSE[:-1]} >>> but it is more like code."}, ".*found 1 file, paragraphs like code or tables: 1"),
+        ({"6.txt": PROSE}, "no paragraphs for data.train .found 1 in 1 file, but of the other split.*give more files"),
+    ],
+)
+def test_where_there_is_no_prose_it_is_said_what_there_is(folder, tmp_path, files, words):
+    root = tmp_path / "texts"
+    if files is not None:
+        root.mkdir()
+    for name, content in (files or {}).items():
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=f"(?s){root}: {words}"):
+        texts(folder, root=str(root))
 
 
 def test_documentation_of_installed_packages_is_read_where_no_folder_is_named(folder):

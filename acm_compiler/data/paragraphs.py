@@ -1,4 +1,4 @@
-"""Paragraphs of English in text files, or in the documentation of whatever Python packages are installed."""
+"""Paragraphs of prose in text files, or in the documentation of whatever Python packages are installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import re
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,17 +42,13 @@ def draw_paragraphs(
 ) -> tuple[Paragraph, ...]:
     """At most `count` paragraphs of a split, drawn by `seed`; with `classes`, of these packages or folders alone.
 
-    DataError where there are none, or none of a class.
+    DataError where there are none, or none of a class, with what is there instead.
     """
     every = _labelled(root, classes) if classes else ((name, text, -1) for name, text in _paragraphs(root))
     found = [Paragraph(text, zlib.crc32(name.encode()), label) for name, text, label in every if _is_of(split, name)]
     missing = [name for label, name in enumerate(classes) if not any(p.label == label for p in found)]
     if missing or not found:
-        raise DataError(
-            f"no English paragraphs for data.{split}" + (f" of {', '.join(missing)}" if missing else ""),
-            where=root or "documentation of installed packages",
-            expected=f"text files with paragraphs of {_FEWEST_WORDS} words or more, of several sources",
-        )
+        raise _nothing_found(root, split, missing[0] if missing else None)
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(derive(seed)))[:count].tolist()
     return tuple(found[i] for i in order)
 
@@ -62,7 +59,7 @@ def _labelled(root: str | None, classes: Sequence[str]) -> Iterator[tuple[str, s
     for label, name in enumerate(classes):
         folder = _folder_of(root, name)
         kept = 0
-        for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", *_PROSE)):
+        for path in _files(folder, (".py", *_PROSE)):
             for text in _paragraphs_of(path) if kept < _MOST_OF_CLASS else ():
                 if text not in seen:
                     seen.add(text)
@@ -107,7 +104,7 @@ def _sources(root: str | None) -> Iterator[tuple[str, list[Path]]]:
     """Name and files of each source: each file below a folder, or each installed package."""
     if root is not None:
         folder = Path(installed_path(root))
-        for path in sorted(p for p in folder.rglob("*") if p.suffix in _PROSE):
+        for path in _files(folder, _PROSE):
             yield str(path.relative_to(folder)), [path]
         return
     for place in ("stdlib", "purelib"):
@@ -118,20 +115,73 @@ def _sources(root: str | None) -> Iterator[tuple[str, list[Path]]]:
                 yield entry.name, sorted(p for p in entry.iterdir() if p.suffix in (".py", *_PROSE))
 
 
+def _files(folder: Path, kinds: Sequence[str]) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in kinds)
+
+
 def _paragraphs_of(path: Path) -> Iterator[str]:
+    return (text for text in _parts_of(path) or () if _flaw(text) is None)
+
+
+def _parts_of(path: Path) -> list[str] | None:
+    """All that stands between empty lines of a file, None for one that is no text."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return
-    for part in _QUOTED.findall(text) if path.suffix == ".py" else [text]:
-        for paragraph in re.split(r"\n\s*\n", part):
-            flat = " ".join(paragraph.split())
-            if _is_prose(flat):
-                yield flat
+        return None
+    parts = _QUOTED.findall(text) if path.suffix == ".py" else [text]
+    flat = (" ".join(paragraph.split()) for part in parts for paragraph in re.split(r"\n\s*\n", part))
+    return [paragraph for paragraph in flat if paragraph]
 
 
-def _is_prose(text: str) -> bool:
-    if not text or not text[0].isupper() or text[-1] not in ".!?" or len(text.split()) < _FEWEST_WORDS:
-        return False
+def _flaw(text: str) -> str | None:
+    """Why a paragraph is no prose, None where it is."""
+    if not text[0].isupper():
+        return "paragraphs beginning without a capital"
+    if text[-1] not in ".!?":
+        return "paragraphs ending without . ! ?"
+    if len(text.split()) < _FEWEST_WORDS:
+        return f"paragraphs of fewer than {_FEWEST_WORDS} words"
     letters = sum(c.isalpha() or c == " " for c in text) / len(text)
-    return letters >= _FEWEST_LETTERS and not _NOT_PROSE.search(text)
+    return "paragraphs like code or tables" if letters < _FEWEST_LETTERS or _NOT_PROSE.search(text) else None
+
+
+def _nothing_found(root: str | None, split: str, name: str | None) -> DataError:
+    """What is there instead of paragraphs: of the class `name`, or of all sources where that is None."""
+    where, files = _looked_at(root, name)
+    parts = [_parts_of(path) for path in files]
+    flaws = [_flaw(text) for part in parts if part for text in part]
+    expected = f"prose of {_FEWEST_WORDS} words or more, from a capital to a full stop"
+    fix = "give other texts, or text_rows with a function that reads yours"
+    if not files:
+        what, found, expected = "no text files", _content(Path(where)), f"files of {', '.join(_PROSE)}"
+    elif None in flaws:
+        what, found = "no paragraphs", f"{flaws.count(None):,} in {_count(files, 'file')}, but of the other split"
+        expected = "texts of several sources"
+        fix = "give more files: each is in one split, which its name draws (about a quarter are for eval)"
+    else:
+        left_out = [("not UTF-8", parts.count(None)), *Counter(flaws).most_common()]
+        told = [_count(files, "file"), *(f"{flaw}: {count:,}" for flaw, count in left_out if count)]
+        what, found = "no paragraphs of prose", ", ".join(told)
+    return DataError(f"{what} for data.{split}", where=where, found=found, expected=expected, fix=fix)
+
+
+def _count(things: Sequence[object], noun: str) -> str:
+    return f"{len(things):,} {noun}{'' if len(things) == 1 else 's'}"
+
+
+def _looked_at(root: str | None, name: str | None) -> tuple[str, list[Path]]:
+    """Where texts were looked for, and all files there."""
+    if name is not None:
+        folder = _folder_of(root, name)
+        return str(folder), _files(folder, (".py", *_PROSE))
+    if root is not None:
+        return installed_path(root), _files(Path(installed_path(root)), _PROSE)
+    return "documentation of installed packages", [path for _, paths in _sources(None) for path in paths]
+
+
+def _content(folder: Path) -> str:
+    if not folder.is_dir():
+        return "no such folder"
+    count = sum(path.is_file() for path in folder.rglob("*"))
+    return f"files of other kinds: {count:,}" if count else "an empty folder"

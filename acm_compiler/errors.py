@@ -50,9 +50,9 @@ class RecipeError(AcmError):
 
     exit_code = 2
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], *, fix: str | None = None) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+        super().__init__("\n".join(self.problems), fix=fix)
 
 
 class SelectionError(UsageError):

@@ -117,8 +117,9 @@ def test_validate_accepts_a_recipe_and_notes_what_is_not_set(monkeypatch):
     assert result.exit_code == 0
     assert result.stdout == "vit_b16_imagenet: valid (model torchvision:vit_b_16; phases: distill, gate, finetune)\n"
     assert result.stderr.splitlines()[0] == (
-        "note: vit_b16_imagenet.yaml:8:36: ${IMAGENET} is not set (data.train.root = '${IMAGENET}/train')"
+        "note: vit_b16_imagenet.yaml:9:36: ${IMAGENET} is not set (data.train.root = '${IMAGENET}/train')"
     )
+    assert result.stderr.splitlines()[-1].endswith("export IMAGENET=…")
 
 
 def test_validate_does_without_torch():

@@ -15,7 +15,7 @@ from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.data.clips import load_clip
 from acm_compiler.errors import DataError, SelectionError, UsageError
-from acm_compiler.recipe import load_recipe
+from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.datasets import CommonVoiceData
 from acm_compiler.recipe.tasks import CtcTask
 from acm_compiler.run_recipe import convert
@@ -357,6 +357,23 @@ def test_freezing_nothing_is_refused_with_the_nearest_name(release):
         SelectionError, match=r"speech.yaml:4:\d+: no parameter matches.*did you mean 'wav2vec2.feature_e"
     ):
         convert(load_recipe(release / "speech.yaml"), lambda text: None)
+
+
+@pytest.mark.parametrize("name", ["xlsr300m_calibrate", "xlsr300m_common_voice"])
+def test_the_recipes_of_xlsr_say_what_they_read(name, tmp_path, monkeypatch):
+    for variable in ("XLSR", "COMMON_VOICE"):
+        monkeypatch.delenv(variable, raising=False)
+    rewrite = ["rewrite", "--recipe", name, "--out", str(tmp_path / "out")]
+    unset = CliRunner().invoke(app, rewrite)
+    assert unset.exit_code == 2 and unset.stderr.splitlines()[-1].endswith("export XLSR=… COMMON_VOICE=…")
+    assert f"XLSR=FOLDER COMMON_VOICE=FOLDER acmc rewrite --recipe {name}" in shipped_recipe(name).read_text()
+    monkeypatch.setenv("XLSR", str(tmp_path))
+    monkeypatch.setenv("COMMON_VOICE", str(tmp_path))
+    empty = CliRunner().invoke(app, rewrite)
+    assert empty.exit_code == 1 and "vocab.json that lies in the folder of the model" in empty.stderr
+    (tmp_path / "vocab.json").write_text(json.dumps(VOCABULARY), encoding="utf-8")
+    no_release = CliRunner().invoke(app, rewrite)
+    assert no_release.exit_code == 1 and "train.tsv: the table of the split is missing" in no_release.stderr
 
 
 def test_xlsr_costs_what_the_paper_says(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ class ErrorBoundary(TyperGroup):
 def sentence(error: AcmError) -> str:
     """The error as text, the number of a recipe's problems first when there are several."""
     if isinstance(error, RecipeError) and len(error.problems) > 1:
-        return "\n".join([f"{len(error.problems)} problems", *error.problems])
+        return f"{len(error.problems)} problems\n{error}"
     return str(error)
 
 

@@ -22,7 +22,7 @@ def validate(
 ) -> None:
     """Say that the recipe holds, or everything that is wrong with it."""
     from acm_compiler.errors import RecipeError
-    from acm_compiler.recipe import load_recipe, recipe_hash, unset_variables
+    from acm_compiler.recipe import how_to_set, load_recipe, recipe_hash, unset_variables
 
     out = Output(json=json)
     try:
@@ -34,7 +34,7 @@ def validate(
     notes = [str(note) for note in unset_variables(loaded)]
     phases = ", ".join(phase.phase for phase in loaded.schedule) or "none"
     out.say(f"{loaded.name}: valid (model {loaded.model.source}:{loaded.model.name}; phases: {phases})")
-    for note in notes:
+    for note in [*notes, *([how_to_set(loaded)] if notes else [])]:
         out.note(note)
     facts = {"recipe": loaded.name, "valid": True, "hash": recipe_hash(loaded), "problems": [], "notes": notes}
     out.document(facts)

@@ -196,7 +196,8 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
     try:
         labels = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError("the vocabulary cannot be read", where=str(path), found=error) from error
+        fix = "give the vocab.json that lies in the folder of the model, from its training"
+        raise DataError("the vocabulary cannot be read", where=str(path), found=error, fix=fix) from error
     if not isinstance(labels, dict) or sorted(labels.values()) != list(range(len(labels))):
         raise DataError(
             "this is no vocabulary", where=str(path), expected="a JSON object from letters to 0, 1, 2, … as vocab.json"

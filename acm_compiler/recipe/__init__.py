@@ -4,7 +4,7 @@
 """
 
 from acm_compiler.recipe.differences import differences
-from acm_compiler.recipe.load import expand_paths, load_recipe, unset_variables
+from acm_compiler.recipe.load import expand_paths, how_to_set, load_recipe, unset_variables
 from acm_compiler.recipe.resolved import decisions, recipe_hash, resolved_yaml
 from acm_compiler.recipe.schema import InputConfig, ModelConfig, Recipe
 from acm_compiler.recipe.shipped import shipped_recipe, shipped_recipes
@@ -16,6 +16,7 @@ __all__ = [
     "decisions",
     "differences",
     "expand_paths",
+    "how_to_set",
     "load_recipe",
     "recipe_hash",
     "resolved_yaml",

@@ -39,7 +39,7 @@ def expand_paths(recipe: Recipe, environment: Mapping[str, str] | None = None) -
     """`recipe` with every `${VAR}` and `~/` in its paths replaced; RecipeError for those that are not set."""
     problems = unset_variables(recipe, environment)
     if problems:
-        raise RecipeError(_in_order(problems))
+        raise RecipeError(_in_order(problems), fix=how_to_set(recipe, environment))
     return expand(recipe, os.environ if environment is None else environment)
 
 
@@ -53,6 +53,14 @@ def unset_variables(recipe: Recipe, environment: Mapping[str, str] | None = None
         if is_path
         for name in unset_names(text, known)
     ]
+
+
+def how_to_set(recipe: Recipe, environment: Mapping[str, str] | None = None) -> str:
+    """The remedy for variables that a recipe's paths need and the environment lacks."""
+    known = os.environ if environment is None else environment
+    names = [name for _, text, is_path in texts(recipe) if is_path for name in unset_names(text, known)]
+    setting = " ".join(f"{name}=…" for name in dict.fromkeys(names))
+    return f"set it in the environment, as the recipe's comments say (acmc recipes show): export {setting}"
 
 
 def _read(path_or_name: str) -> Document:

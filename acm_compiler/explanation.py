@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -54,7 +55,9 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         found.extend(lower(graph_module, defaults))
         return graph_module.forward
 
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        # of a library's own cache (transformers asks it whether modules are sharded), which is no matter of the user's
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`", UserWarning)
         torch.compile(live, backend=look)(*inputs, **kwargs)
     named = [_named(site, list(acms)) for site in found]
     seen = {site.site for site in named}

@@ -1,12 +1,14 @@
 """The backend as users reach it: by name, with nothing imported; options, fallbacks, explanations, caches."""
 
+import functools
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, warn_once_cache
 
 import acm_compiler as acm
 from acm_compiler.backend import choose_implementation, split_options
@@ -123,6 +125,34 @@ def test_explain_says_what_runs_each_site():
     assert (plain.site, plain.implementation, plain.reason) == ("acms.1", "cpu", None)
     assert said.graphs == 1 and "2 ACMs in 1 graph" in str(said)
     assert said.as_json()["sites"][1]["implementation"] == "cpu"
+
+
+@functools.lru_cache
+def cached_answer():
+    return 2
+
+
+class Cached(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        warn_here()
+        return self.inner(x) * cached_answer()
+
+
+@torch._dynamo.disable
+def warn_here():
+    warnings.warn("of the model itself", UserWarning, stacklevel=2)
+
+
+def test_explain_keeps_to_itself_what_dynamo_says_of_a_librarys_cache():
+    warn_once_cache.clear()  # Dynamo says it once in a process
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        acm.explain(Cached(stack_of(planned_site("a"))), torch.randn(2, 5, 8))
+    assert {str(warning.message) for warning in said} == {"of the model itself"}
 
 
 def test_explain_names_sites_that_run_their_dense_region():

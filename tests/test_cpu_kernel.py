@@ -1,5 +1,6 @@
 """The native CPU kernel against the reference in float64."""
 
+import os
 import subprocess
 import sys
 
@@ -251,7 +252,7 @@ def test_a_quarter_of_the_dense_hidden_activation_is_memory_enough():
 
 
 SMALL = """
-import ctypes, torch
+import ctypes, sys, torch
 from acm_compiler.acm import Learners, ops
 
 class Info(ctypes.Structure):
@@ -260,23 +261,32 @@ class Info(ctypes.Structure):
 
 library = ctypes.CDLL(None)
 library.mallinfo2.restype = Info
-tokens, d, width = 48, 1024, 128
-first, learners = Learners(8, 8, 4, 8, form="mlp", act="gelu"), Learners(d, d, 4, width, form="mlp", act="gelu")
-x, k = torch.randn(tokens, d), torch.full((tokens,), 4, dtype=torch.int32)
+tokens, d, width, dtype = int(sys.argv[1]), 1024, int(sys.argv[2]), getattr(torch, sys.argv[3])
 with torch.no_grad():
-    ops.learners(x[:, :8], k, first.weights())
+    first, learners = (
+        Learners(d, d, 4, width, form="mlp", act="gelu").to(dtype) for d, width in ((8, 8), (d, width))
+    )
+    x, k = torch.randn(tokens, d, dtype=dtype), torch.full((tokens,), 4, dtype=torch.int32)
+    ops.learners(x[:1, :8], k[:1], first.weights())
     before = library.mallinfo2()
     y = ops.learners(x, k, learners.weights())
     after = library.mallinfo2()
-kept = after.uordblks + after.hblkhd - before.uordblks - before.hblkhd - y.numel() * 4
-print(kept / (tokens * 4 * width * 4))
+kept = after.uordblks + after.hblkhd - before.uordblks - before.hblkhd - y.nbytes
+print(kept / (tokens * 4 * width * dtype.itemsize))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it asks glibc")
-def test_a_small_call_keeps_no_buffer_larger_than_the_dense_hidden_activation():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "width"), [(48, 128), (400, 2)], ids=["wide", "narrow"])
+@pytest.mark.parametrize(
+    "vectors", [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("avx2", "default"))]
+)
+def test_a_small_call_keeps_no_buffer_larger_than_the_dense_hidden_activation(vectors, tokens, width, dtype):
     """Of two buffers, hidden values and a panel of weights."""
-    done = subprocess.run([sys.executable, "-c", SMALL], capture_output=True, text=True, check=True)
+    environment = os.environ if vectors is None else {**os.environ, "ATEN_CPU_CAPABILITY": vectors}
+    command = [sys.executable, "-c", SMALL, str(tokens), str(width), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert 0.9 <= float(done.stdout) <= 2.1
 
 

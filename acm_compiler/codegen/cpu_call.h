@@ -28,10 +28,9 @@ std::optional<Form> find_form(std::string_view name) {
 // T: of the tensors. kPairs: whether products are of pairs of bfloat16, else of floats.
 template <typename T, bool kPairs>
 struct Call : Sorted {
-  using Hidden = std::conditional_t<kPairs, c10::BFloat16, float>;
   using Weights = Matrix<T, kPairs>;
   static constexpr int64_t kPerWord = Weights::kPerWord;
-  static constexpr bool kAsIs = kPairs || std::is_same_v<T, float>;  // rows of x need no conversion
+  static constexpr int64_t kPerVector = kLanes * sizeof(float) / sizeof(T);
 
   int64_t d_in, d_out, width, heads;
   const T *x, *w_in, *b_in, *w_up, *b_up, *w_out, *b_out, *w_top, *residual;
@@ -46,16 +45,16 @@ struct Call : Sorted {
 
   struct Chunk {
     int64_t first, stop;
-    bool shared;                     // it is the only one: threads share its columns
-    std::vector<const float*> x, h;  // its rows, as words
+    bool shared;                 // it is the only one: threads share its columns
+    std::vector<const T*> x, h;  // its rows
     int64_t hidden_stride;
-    Hidden* hidden;
+    T* hidden;
   };
 
   bool has_hidden() const { return form == Form::mlp || form == Form::gated; }
   int64_t clip(const Chunk& c, int64_t place) const { return std::clamp(place, c.first, c.stop) - c.first; }
-  // words of the dense layer's hidden values of all tokens, or of its output where it has none: no buffer is larger
-  int64_t dense_words() const { return tokens * (has_hidden() ? learners * width : d_out) / kPerWord; }
+  // values in the dense layer's hidden activation, or in its output where it has none: no buffer is larger
+  int64_t dense_values() const { return tokens * (has_hidden() ? learners * width : d_out); }
   // how many learners, narrower than a vector, share a product
   int64_t company() const { return std::max<int64_t>(1, kLanes / width); }
 
@@ -70,36 +69,34 @@ struct Call : Sorted {
   }
 
   template <typename Finish>
-  void multiply(const Chunk& c, const std::vector<const float*>& rows, const std::vector<Span>& spans, const Weights& w,
+  void multiply(const Chunk& c, const std::vector<const T*>& rows, const std::vector<Span>& spans, const Weights& w,
                 int64_t first_col, int64_t cols, const Finish& finish) const {
     if (spans.empty()) return;
-    Product<T, kPairs>{rows.data(), spans, w, first_col, cols, tokens, dense_words(), c.shared}.run(finish);
+    const int64_t words = dense_values() * sizeof(T) / sizeof(float);
+    Product<T, kPairs>{rows.data(), spans, w, first_col, cols, tokens, words, c.shared}.run(finish);
   }
 
   static Weights plain(const T* data, int64_t cols, int64_t depth) {
     return {data, cols, depth / kPerWord, depth / kPerWord};
   }
 
-  // this thread's memory for the hidden values of a chunk and, where types differ, its rows of x
-  static float* memory(int64_t words) {
-    static thread_local std::vector<float> kept;
-    return grown(kept, words);
+  // this thread's memory for the hidden values of a chunk, or for slices of its rows
+  static T* memory(int64_t values) {
+    static thread_local std::vector<T> kept;
+    return grown(kept, values);
   }
 
   void run_chunk(int64_t first, int64_t stop, bool shared) const {
     const int64_t rows = stop - first, most = std::min(learners, round_up(k_at(first), company()));
-    Chunk c{first, stop, shared, std::vector<const float*>(rows), std::vector<const float*>(rows)};
-    c.hidden_stride = form == Form::rows || form == Form::cols ? 0 : apart(most * width / kPerWord, rows);
-    const int64_t copied = form == Form::cols ? apart(most * width / kPerWord, rows) : kAsIs ? 0 : apart(d_in, rows);
-    float* own = memory(rows * (c.hidden_stride + copied));
-    c.hidden = reinterpret_cast<Hidden*>(own);
+    Chunk c{first, stop, shared, std::vector<const T*>(rows), std::vector<const T*>(rows)};
+    c.hidden_stride = form == Form::rows ? 0 : apart(most * width, rows);
+    c.hidden = memory(rows * c.hidden_stride);
     for (int64_t i = 0; i < rows; i++) {
+      T* own = c.hidden + i * c.hidden_stride;
       const T* row = x + order[first + i] * x_stride;
-      float* copy = own + rows * c.hidden_stride + i * copied;
-      c.h[i] = own + i * c.hidden_stride;
-      c.x[i] = copied ? copy : reinterpret_cast<const float*>(row);
-      if (form == Form::cols) take_slices(row, k_at(first + i), reinterpret_cast<Hidden*>(copy));
-      else if (!kAsIs) at::vec::convert(row, copy, d_in);
+      if (form == Form::cols) take_slices(row, k_at(first + i), own);
+      c.x[i] = form == Form::cols ? own : row;
+      c.h[i] = own;
     }
     if (form == Form::rows) run_rows(c);
     else if (form == Form::cols) run_columns(c);
@@ -107,20 +104,16 @@ struct Call : Sorted {
   }
 
   // from row to row of a buffer: where there is room an odd number of vectors, for the cache's sake
-  int64_t apart(int64_t words, int64_t rows) const {
-    const int64_t odd = (round_up(words, kLanes) / kLanes | 1) * kLanes;
-    return rows * odd <= dense_words() ? odd : words;
+  int64_t apart(int64_t values, int64_t rows) const {
+    const int64_t odd = (round_up(values, kPerVector) / kPerVector | 1) * kPerVector;
+    return rows * odd <= dense_values() ? odd : values;
   }
 
   // to[k, G, part] = what the first k learners read of a row [G, N, part]
-  void take_slices(const T* row, int64_t k, Hidden* to) const {
+  void take_slices(const T* row, int64_t k, T* to) const {
     const int64_t part = width / heads;
     for (int64_t n = 0; n < k; n++)
-      for (int64_t g = 0; g < heads; g++, to += part) {
-        const T* from = row + (g * learners + n) * part;
-        if constexpr (kAsIs) std::copy_n(from, part, to);
-        else at::vec::convert(from, to, part);
-      }
+      for (int64_t g = 0; g < heads; g++, to += part) std::copy_n(row + (g * learners + n) * part, part, to);
   }
 
   void run_layers(const Chunk& c) const {
@@ -176,19 +169,18 @@ struct Call : Sorted {
   auto finish_hidden(const Chunk& c, int64_t first_col, const T* b, bool up) const {
     return [=, this, &c](int64_t row, int64_t rows, int64_t col, int64_t cols, float* tile, int64_t tile_width) {
       for (int64_t i = 0; i < rows; i++) {
-        Hidden* h = c.hidden + (row + i) * c.hidden_stride * kPerWord + first_col + col;
+        T* h = c.hidden + (row + i) * c.hidden_stride + first_col + col;
         float* from = tile + i * tile_width;
         const auto each = [&](const auto& value) {
           for (int64_t j = 0; j < cols; j += kLanes) {
             const int64_t count = std::min(kLanes, cols - j);
             Vec v = Vec::loadu(from + j);
             if (b) v = v + load(b + first_col + col + j, count);
-            v = value(v, h + j, count);
-            store(std::is_same_v<Hidden, T> ? v : rounded<T>(v), h + j, count);  // as the dense layers round
+            store(value(v, h + j, count), h + j, count);  // rounded as the dense layers do
           }
         };
-        if (up) each([](const Vec& v, const Hidden* old, int64_t count) { return v * load(old, count); });
-        else with_act(act, [&](const auto& f) { each([&](const Vec& v, const Hidden*, int64_t) { return f(v); }); });
+        if (up) each([](const Vec& v, const T* old, int64_t count) { return v * load(old, count); });
+        else with_act(act, [&](const auto& f) { each([&](const Vec& v, const T*, int64_t) { return f(v); }); });
       }
     };
   }

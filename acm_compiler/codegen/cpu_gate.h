@@ -75,21 +75,25 @@ struct Rule {
 template <bool kPairs>
 struct Network {
   using Word = std::conditional_t<kPairs, c10::BFloat16, float>;
+  at::Tensor kept;
   int64_t d_in, words, width, padded, padded_choices;
+  bool few;                                      // so few tokens that rows of w_inner are read where they are
   std::vector<float> panels;                     // w_inner as the inner loop reads it, one after the other
   std::vector<float> b_inner, w_outer, b_outer;  // [G], [G, C], [C], padded with zeros to whole vectors
 
-  // w_inner of Word, its rows packed
-  Network(const at::Tensor& w_in, const at::Tensor& b_in, const at::Tensor& w_out, const at::Tensor& b_out)
-      : d_in(w_in.size(1)), words(d_in / Matrix<Word, kPairs>::kPerWord), width(w_in.size(0)),
-        padded(round_up(width, kLanes)), padded_choices(round_up(w_out.size(0), kLanes)), panels(words * padded),
+  // for so many tokens; w_inner of Word, its rows packed
+  Network(int64_t tokens, const at::Tensor& w_in, const at::Tensor& b_in, const at::Tensor& w_out,
+          const at::Tensor& b_out)
+      : kept(w_in), d_in(w_in.size(1)), words(d_in / Matrix<Word, kPairs>::kPerWord), width(w_in.size(0)),
+        padded(round_up(width, kLanes)), padded_choices(round_up(w_out.size(0), kLanes)),
+        few(tokens <= kDotRows && tokens * kDotDepth <= words), panels(few ? 0 : words * padded),
         b_inner(transposed(b_in, padded)), w_outer(transposed(w_out, padded_choices)),
         b_outer(transposed(b_out, padded_choices)) {
-    const Matrix<Word, kPairs> matrix{w_in.const_data_ptr<Word>(), width, words, words};
-    for (int64_t g = 0; g < width; g += kPanelCols)
-      matrix.pack(g, std::min(kPanelCols, width - g), panel_cols(g), 0, words, panels.data() + g * words);
+    for (int64_t g = 0; g < width && !few; g += kPanelCols)
+      matrix().pack(g, std::min(kPanelCols, width - g), panel_cols(g), 0, words, panels.data() + g * words);
   }
 
+  Matrix<Word, kPairs> matrix() const { return {kept.const_data_ptr<Word>(), width, words, words}; }
   int64_t panel_cols(int64_t g) const { return std::min(kPanelCols, padded - g); }
 
   // h[rows, G] = gelu(w_inner x + b_inner) for up to kTileRows tokens
@@ -97,12 +101,23 @@ struct Network {
     float tile[kTileRows * kPanelCols];
     for (int64_t g = 0; g < padded; g += kPanelCols) {
       const int64_t cols = panel_cols(g);
-      Inner<kPairs>::tile(rows, cols / kLanes)(x, panels.data() + g * words, words, false, tile);
+      if (few) multiply_rows(x, rows, g, cols, tile);
+      else Inner<kPairs>::tile(rows, cols / kLanes)(x, panels.data() + g * words, words, false, tile);
       with_act(Act::gelu, [&](const auto& f) {
         for (int64_t r = 0; r < rows; r++)
           for (int64_t j = 0; j < cols; j += kLanes)
             f(Vec::loadu(tile + r * cols + j) + Vec::loadu(b_inner.data() + g + j)).store(h + r * padded + g + j);
       });
+    }
+  }
+
+  // out[rows, cols] = columns [g, g + cols) of the product, as far as there are so many
+  void multiply_rows(const float* const* x, int64_t rows, int64_t g, int64_t cols, float* out) const {
+    std::fill(out, out + rows * cols, 0.f);
+    for (int64_t j = 0; g + j < std::min(width, g + cols); j += kDotCols) {
+      const float* columns[kDotCols];
+      for (int64_t i = 0; i < kDotCols; i++) columns[i] = matrix().words(std::min(g + j + i, width - 1));
+      Inner<kPairs>::dots(rows)(x, columns, words, cols, out + j);
     }
   }
 
@@ -185,10 +200,10 @@ at::Tensor gate(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor
   const bool halves = x.scalar_type() == at::kBFloat16;
   if constexpr (kHasPairs)
     if (halves && w_inner.scalar_type() == at::kBFloat16 && x.size(1) % 2 == 0) {
-      run(Network<true>(w_inner.contiguous(), b_inner, w_outer, b_outer), rows.const_data_ptr<c10::BFloat16>());
+      run(Network<true>(x.size(0), w_inner.contiguous(), b_inner, w_outer, b_outer), rows.const_data_ptr<c10::BFloat16>());
       return k;
     }
-  const Network<false> network(w_inner.to(at::kFloat).contiguous(), b_inner, w_outer, b_outer);
+  const Network<false> network(x.size(0), w_inner.to(at::kFloat).contiguous(), b_inner, w_outer, b_outer);
   if (halves) run(network, rows.const_data_ptr<c10::BFloat16>());
   else run(network, rows.const_data_ptr<float>());
   return k;

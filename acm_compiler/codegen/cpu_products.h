@@ -1,8 +1,9 @@
 // Products a w^T of scattered rows with a weight matrix, tile by tile; what becomes of a tile is the caller's business.
 //
-// Everything here is 32-bit words: a float, or a pair of bfloat16 where the processor multiplies those. Rows of `a` are
-// read where they are, so that sorting tokens costs nothing; a panel of the weights (as many columns as fill a few
-// vectors) is transposed once and used for all rows. A row's sums are made in one order, whatever its neighbours are.
+// Everything here is 32-bit words: a float, or a pair of bfloat16 where the processor multiplies those (else bfloat16
+// becomes floats as it is read). Rows of `a` are read where they are, so that sorting tokens costs nothing; a panel of
+// the weights (as many columns as fill a few vectors) is transposed once and used for all rows, or, where memory for one
+// is not granted, piece by piece for each tile. A row's sums are made in one order, whatever its neighbours are.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -14,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_vectors.h"
+#include "cpu_matrix.h"
 
 namespace {
 
@@ -131,60 +132,14 @@ struct Inner {
   }
 };
 
-// ---- weights ----------------------------------------------------------------------------------------------------
-
-inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
-
-// A weight matrix [cols, depth]: row j is a column of the product. Its depth may lie in pieces of equal length, piece p
-// at data + p * piece_offset; `stride` from row to row. All counted in words.
-template <typename T, bool kPairs>
-struct Matrix {
-  static constexpr int64_t kPerWord = kPairs ? 2 : 1;
-  const T* data;
-  int64_t cols, depth, stride, pieces = 1, piece_offset = 0;
-
-  const float* words(int64_t col) const { return reinterpret_cast<const float*>(data) + col * stride; }
-
-  // panel[to - from, width] = words [from, to) of columns [col, col + count), zeros beyond them
-  void pack(int64_t col, int64_t count, int64_t width, int64_t from, int64_t to, float* panel) const {
-    if (count < width)
-      for (int64_t d = 0; d < to - from; d++) std::fill(panel + d * width + count, panel + (d + 1) * width, 0.f);
-    const int64_t length = depth / pieces;
-    for (int64_t p = from / length; p * length < to; p++) {
-      const int64_t start = std::max(from, p * length), stop = std::min(to, (p + 1) * length);
-      const T* source = data + (p * piece_offset + col * stride + start - p * length) * kPerWord;
-      for (int64_t j = 0; j < count; j += kLanes)
-        pack_columns(source + j * stride * kPerWord, std::min(kLanes, count - j), stop - start, width,
-                     panel + (start - from) * width + j);
-    }
-  }
-
- private:
-  void pack_columns(const T* source, int64_t count, int64_t length, int64_t width, float* panel) const {
-    constexpr bool kConvert = !kPairs && !std::is_same_v<T, float>;
-    float block[kConvert ? kLanes * kLanes : 1];
-    for (int64_t d = 0; d < length; d += kLanes) {
-      const int64_t depth = std::min(kLanes, length - d);
-      const float* from = reinterpret_cast<const float*>(source) + d;
-      int64_t from_stride = stride;
-      if constexpr (kConvert) {
-        for (int64_t j = 0; j < count; j++) at::vec::convert(source + j * stride + d, block + j * kLanes, depth);
-        from = block, from_stride = kLanes;
-      }
-      float* to = panel + d * width;
-      if (count < kLanes || depth < kLanes) at::vec::transpose_mxn<float>(from, from_stride, to, width, count, depth);
-      else at::vec::transpose_mxn<float, kLanes, kLanes>(from, from_stride, to, width);
-    }
-  }
-};
-
 // ---- a whole product --------------------------------------------------------------------------------------------
 
-// memory that is kept from call to call, grown to so many words if it has fewer; what it held is lost
-inline float* grown(std::vector<float>& memory, int64_t words) {
-  if (static_cast<int64_t>(memory.size()) < words) {
-    std::vector<float>().swap(memory);
-    memory.resize(words);
+// memory that is kept from call to call, grown to so many values if it has fewer; what it held is lost
+template <typename T>
+T* grown(std::vector<T>& memory, int64_t values) {
+  if (static_cast<int64_t>(memory.size()) < values) {
+    std::vector<T>().swap(memory);
+    memory.resize(values);
   }
   return memory.data();
 }
@@ -197,11 +152,11 @@ inline float* panel_memory(int64_t words) {
 
 // One product of rows with columns [first_col, first_col + cols) of a matrix. `finish(row, rows, col, cols, tile,
 // width)` gets every tile of sums, [rows, width], once. `most`: of all rows of the call, these among them; it decides how
-// they are summed. `memory`: so many words a panel may have, if that is more than a vector's columns. `shared`: threads
-// share the columns.
+// they are summed. `memory`: so many words a panel may have. `shared`: threads share the columns.
 template <typename T, bool kPairs>
 struct Product {
-  const float* const* rows;
+  static constexpr bool kAsIs = kPairs || std::is_same_v<T, float>;  // rows are words as they are
+  const T* const* rows;
   const std::vector<Span>& spans;  // one after the other, the deepest first
   const Matrix<T, kPairs>& matrix;
   int64_t first_col, cols, most, memory;
@@ -210,12 +165,12 @@ struct Product {
   template <typename Finish>
   void run(const Finish& finish) const {
     const bool few = most <= kDotRows && most * kDotDepth <= matrix.depth;
-    const bool dots = few && matrix.pieces == 1 && (kPairs || std::is_same_v<T, float>);
-    const int64_t widest = dots ? kPanelCols : panel_cols(), panels = (cols + widest - 1) / widest;
+    const bool dots = few && matrix.pieces == 1 && kAsIs, panel = memory >= column_words() * kLanes;
+    const int64_t widest = dots ? kPanelCols : panel ? panel_cols() : kLanes, panels = (cols + widest - 1) / widest;
     const auto work = [&](int64_t from, int64_t to) {
       for (int64_t p = from; p < to; p++) {
         const int64_t col = p * widest, count = std::min(widest, cols - col);
-        dots ? run_dots(col, count, finish) : run_panel(col, count, finish);
+        dots ? run_dots(col, count, finish) : panel ? run_panel(col, count, finish) : run_pieces(col, count, finish);
       }
     };
     if (shared && panels > 1) at::parallel_for(0, panels, 1, work);
@@ -229,8 +184,25 @@ struct Product {
   int64_t block() const { return (matrix.depth + blocks() - 1) / blocks(); }
   // words of memory for one column: of the panel, and of sums that wait for more depth
   int64_t column_words() const { return block() + (blocks() > 1 ? spans.back().to - spans.front().from : 0); }
-  int64_t panel_cols() const {
-    return std::clamp(memory / column_words() / kLanes * kLanes, kLanes, kPanelCols);
+  int64_t panel_cols() const { return std::min(memory / column_words() / kLanes * kLanes, kPanelCols); }
+
+  // out (+)= words [from, to) of a tile's rows times a panel of so many vectors that begins there
+  void multiply(int64_t row, int64_t height, int64_t from, int64_t to, const float* panel, int64_t vecs,
+                float* out) const {
+    const auto tile = Inner<kPairs>::tile(height, vecs);
+    const float* starts[kTileRows];
+    if constexpr (kAsIs) {
+      for (int64_t i = 0; i < height; i++) starts[i] = reinterpret_cast<const float*>(rows[row + i]) + from;
+      tile(starts, panel, to - from, from > 0, out);
+    } else {
+      float copies[kTileRows * kStretch];
+      for (int64_t i = 0; i < height; i++) starts[i] = copies + i * kStretch;
+      for (int64_t d = from; d < to; d += kStretch) {
+        const int64_t count = std::min(kStretch, to - d);
+        for (int64_t i = 0; i < height; i++) at::vec::convert(rows[row + i] + d, copies + i * kStretch, count);
+        tile(starts, panel + (d - from) * vecs * kLanes, count, d > 0, out);
+      }
+    }
   }
 
   template <typename Finish>
@@ -242,8 +214,28 @@ struct Product {
       for (int64_t row = span.from; row < span.to; row += kTileRows) {
         const int64_t height = std::min(kTileRows, span.to - row);
         for (int64_t j = 0; j < count; j += kDotCols)
-          Inner<kPairs>::dots(height)(rows + row, columns + j, span.depth, kPanelCols, tile + j);
+          Inner<kPairs>::dots(height)(reinterpret_cast<const float* const*>(rows + row), columns + j, span.depth,
+                                      kPanelCols, tile + j);
         finish(row, height, col, count, tile, kPanelCols);
+      }
+  }
+
+  // one vector of columns without a panel of them; the sums are those of run_panel, bit by bit
+  template <typename Finish>
+  void run_pieces(int64_t col, int64_t count, const Finish& finish) const {
+    float tile[kTileRows * kLanes], piece[kStretch * kLanes];
+    for (const Span& span : spans)
+      for (int64_t row = span.from; row < span.to; row += kTileRows) {
+        const int64_t height = std::min(kTileRows, span.to - row);
+        for (int64_t from = 0; from < span.depth; from += block()) {
+          const int64_t stop = std::min(from + block(), span.depth);
+          for (int64_t d = from; d < stop; d += kStretch) {
+            const int64_t to = std::min(d + kStretch, stop);
+            matrix.pack(first_col + col, count, kLanes, d, to, piece);
+            multiply(row, height, d, to, piece, 1, tile);
+          }
+        }
+        finish(row, height, col, count, tile, kLanes);
       }
   }
 
@@ -261,9 +253,7 @@ struct Product {
         for (int64_t row = span.from; row < span.to; row += kTileRows) {
           const int64_t height = std::min(kTileRows, span.to - row);
           float* out = blocks() > 1 ? panel + block * width + (row - first) * width : tile;
-          const float* starts[kTileRows];
-          for (int64_t i = 0; i < height; i++) starts[i] = rows[row + i] + from;
-          Inner<kPairs>::tile(height, vecs)(starts, panel, std::min(to, span.depth) - from, from > 0, out);
+          multiply(row, height, from, std::min(to, span.depth), panel, vecs, out);
           if (span.depth <= to) finish(row, height, col, count, out, width);
         }
       }

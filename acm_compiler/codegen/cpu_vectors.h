@@ -43,11 +43,4 @@ inline void store(const Vec& value, T* to, int64_t count) {
   }
 }
 
-// the values that a T would keep
-template <typename T>
-inline Vec rounded(const Vec& value) {
-  if constexpr (std::is_same_v<T, float>) return value;
-  else return std::get<0>(at::vec::convert_to_float<T>(at::vec::convert_from_float<T>(value, value)));
-}
-
 }  // namespace

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from acm_compiler.base_metric import base_metric
 from acm_compiler.cli import app
 from acm_compiler.conversion import sites
 from acm_compiler.data import BatchStream, open_dataset
+from acm_compiler.errors import RunInterrupted
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.expectation import ExpectConfig
 from acm_compiler.run_folder import RunOptions
@@ -165,6 +167,26 @@ def test_an_evaluation_afterwards_joins_that_of_the_run(folder):
     after = json.loads((folder / "out/eval.json").read_text())
     assert [row["asked"] for row in after["budgets"]] == [0.5, 0.9, 1.0]
     assert after["budgets"][0] == before["budgets"][0] and after["subject"] == before["subject"]
+
+
+def test_a_run_that_replaces_a_result_is_continued_as_such(folder):
+    assert rewrite(folder).exit_code == 0
+    started = contents(folder / "out")["model.safetensors"]
+
+    def stop(model, schedule, job, **_):
+        raise RunInterrupted("stopped before any state was saved", fix=f"start it over: {job.resume_command}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("acm_compiler.run_recipe.run_schedule", stop)
+        stopped = rewrite(folder, "--force")
+    assert stopped.exit_code == 130 and stopped.stderr.rstrip().endswith("--resume --force")
+    assert contents(folder / "out")["model.safetensors"] == started
+    # the result from before is not taken for its own
+    words = shlex.split(stopped.stderr.rstrip().splitlines()[-1])
+    done = CliRunner().invoke(app, words[words.index("rewrite") :])
+    assert done.exit_code == 0 and "finished before" not in done.stderr
+    again = CliRunner().invoke(app, words[words.index("rewrite") : -1])
+    assert again.exit_code == 0 and "finished before" in again.stderr
 
 
 def test_a_result_that_is_replaced_takes_along_what_was_measured_on_it(folder):

@@ -52,7 +52,7 @@ def rewrite(
         force=force,
         until=until,
         strict_budget=strict_budget,
-        resume_command=_resume_command(recipe, directory, overrides or []),
+        resume_command=_resume_command(recipe, directory, overrides or [], force=force),
     )
     output.progress(f"{loaded.name}: the result goes to {directory}")
     evaluation = run_recipe(loaded, options, say=output.progress)
@@ -74,8 +74,10 @@ def _dry_run(recipe: Recipe, output: Output) -> None:
     output.document({"plan": made.as_json()})
 
 
-def _resume_command(recipe: str, directory: Path, overrides: list[str]) -> str:
+def _resume_command(recipe: str, directory: Path, overrides: list[str], *, force: bool) -> str:
     import shlex
 
     changes = [part for override in overrides for part in ("--set", override)]
-    return shlex.join(["acmc", "rewrite", "--recipe", recipe, "--out", str(directory), *changes, "--resume"])
+    # a run that has saved no state yet still has the earlier result in its folder
+    again = ["--resume", "--force"] if force else ["--resume"]
+    return shlex.join(["acmc", "rewrite", "--recipe", recipe, "--out", str(directory), *changes, *again])

@@ -27,7 +27,9 @@ def users_own(tmp_path, monkeypatch):
 
 def test_the_first_example_runs_as_it_stands(users_own, tmp_path):
     exec(PYTHON[0], users_own)
-    assert 0.3 < users_own["usage"].budget < 0.5
+    usage = users_own["usage"]
+    assert 0.3 < usage.budget < 0.5
+    assert len(usage.shares) == len(usage.macs) == 96 and float(usage.shares.mean()) == pytest.approx(usage.budget)
     assert acm.set_budget(acm.load("out/", base_model=tour_model.model()[0]), 0.4) == pytest.approx(0.4)
 
 

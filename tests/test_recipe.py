@@ -23,6 +23,7 @@ from acm_compiler.recipe import (
     unset_variables,
 )
 from acm_compiler.recipe.fields import Every, parse_every
+from acm_compiler.recipe.fitting import AUDIO_RATES
 from acm_compiler.recipe.json_schema import recipe_json_schema
 from acm_compiler.recipe.phases import DistillPhase, FinetunePhase, GatePhase
 from acm_compiler.recipe.schema import AUTO_CLASSES, SOURCES, InputConfig
@@ -261,6 +262,30 @@ def test_a_task_that_does_not_fit_data_or_model_is_refused_before_anything_is_op
     (found,) = problems_of(recipe_file(fitting(task, data, head)))
     line = 4 if "does not fit data." in found else 3
     assert found.startswith(f"r.yaml:{line}:1: ") and problem in found
+
+
+@pytest.mark.parametrize(
+    ("data", "example", "problem"),
+    [
+        (AUDIO, "audio_seconds: 1, sample_rate: 8000", "is 8000, but data.train, common_voice, gives 16000 samples"),
+        (SPOKEN, "audio_seconds: 1", "is 16000, but data.train, spoken_digits, gives 8000 samples"),
+        (AUDIO, "audio_seconds: 1", None),
+        (SPOKEN, "shape: [8000]", None),
+    ],
+)
+def test_a_model_of_another_sampling_rate_than_the_data_s_is_refused(recipe_file, data, example, problem):
+    recipe = recipe_file(fitting("ctc", data, "ForCTC") + f"input: {{{example}}}\n")
+    if problem is None:
+        assert load_recipe(recipe).input is not None
+    else:
+        (found,) = problems_of(recipe)
+        assert found.startswith("r.yaml:8:1: input.sample_rate ") and problem in found
+
+
+def test_the_rates_of_audio_are_those_of_the_data_sets():
+    from acm_compiler.data import common_voice, spoken_words
+
+    assert AUDIO_RATES == {"common_voice": common_voice.RATE, "spoken_digits": spoken_words.RATE}
 
 
 @pytest.mark.parametrize(

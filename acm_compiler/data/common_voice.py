@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 RATE = 16_000
 _SHORTEST = 0.05  # seconds: no frame of wav2vec2's is made of less than half of it
 LABEL_PADDING = -100
+_WORDLESS = "without a letter"
 FAULTS = ("missing", "unreadable", "empty", "too short", "too long")
 _LOOKED_AT = 20_000  # headers that are read when a table is opened, in 5 s from a disk's memory: all of most test sets
 _POOL = 50  # batches that are sorted by length together
@@ -46,11 +47,10 @@ class Clip:
 class CommonVoice(Dataset[dict[str, Any] | None]):
     """`input_values` float [samples] at 16 kHz, standardised, and `labels`, the transcript's characters.
 
-    Transcripts with nothing in them, clips that are missing, and those whose headers show that they are unreadable,
-    empty, or not of .05 to `max_seconds` seconds are left out and counted when the set is opened (headers of 20,000
-    clips of a table are read). A clip that turns out to be so only when it is its turn is None, and counted too. More
-    than `max_broken` of all these together are a DataError, as is a vocabulary that lacks more than `max_unknown` of
-    the letters.
+    Left out when the set is opened, and counted: clips whose transcript holds no letter, and those that are missing, or
+    by their headers unreadable, empty, or not of .05 to `max_seconds` seconds (the headers of 20,000 clips are read).
+    A clip that turns out to be so only when it is its turn is None, and counted too. More than `max_broken` of all
+    these but the transcripts are a DataError, as is a vocabulary that lacks more than `max_unknown` of the letters.
     """
 
     rate = RATE
@@ -58,18 +58,19 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
     def __init__(self, config: CommonVoiceData) -> None:
         self.config = config
         self.vocabulary = read_vocabulary(Path(config.vocabulary))
+        self._wordless: list[str] = []
         rows = self._transcribed(_read_rows(Path(config.root), config.split))
         self._ledger = LeftOutLedger([path.name for path, _ in rows], FAULTS)
         self.clips = self._usable(self._present(rows))
-        if len(self._ledger):
-            _LOG.warning("%s: %d clips left out: %s", config.split, len(self._ledger), told(self.left_out))
+        if self.left_out:
+            _LOG.warning("%s: clips left out: %s", config.split, told(self.left_out))
         if not self.clips:
             raise self._no_clip()
 
     @property
     def left_out(self) -> dict[str, tuple[str, ...]]:
         """The names of the clips that turned out to be of no use so far, by what is wrong with them."""
-        return self._ledger.by_fault()
+        return self._ledger.by_fault() | ({_WORDLESS: tuple(self._wordless)} if self._wordless else {})
 
     def __len__(self) -> int:
         return len(self.clips)
@@ -104,7 +105,9 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
             labels = tuple(known[letter] for letter in "|".join(word for word in readable if word))
             if labels:
                 found.append((folder / name, labels))
-        self._judge(unknown, letters, silent=len(rows) - len(found))
+            else:
+                self._wordless.append(name)
+        self._judge(unknown, letters)
         return found
 
     def _present(self, rows: Sequence[tuple[Path, tuple[int, ...]]]) -> list[Clip]:
@@ -151,13 +154,14 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         return True
 
     def _refuse_too_many(self) -> None:
-        count, most = len(self._ledger), self.config.max_broken
-        if count > most:
-            long = ", or max_seconds" if "too long" in self.left_out else ""
+        most = self.config.max_broken
+        if len(self._ledger) > most:
+            found = self._ledger.by_fault()
+            long = ", or max_seconds" if "too long" in found else ""
             raise DataError(
                 "too many clips cannot be used",
                 where=f"{self.config.root}, {self.config.split}",
-                found=told(self.left_out),
+                found=told(found),
                 expected=f"at most {most:,} together",
                 fix=f"repair the release, or raise max_broken{long}",
             )
@@ -166,7 +170,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         return DataError(
             "the data set is empty",
             where=self.config.root,
-            found=f"no usable clip in {self.config.split}.tsv; {told(self.left_out) or 'no transcript has a letter'}",
+            found=f"no usable clip in {self.config.split}.tsv; {told(self.left_out) or 'no rows'}",
         )
 
     def _normalise(self, sentence: str) -> str:
@@ -174,7 +178,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         text = text.lower() if self.config.case == "lower" else text.upper() if self.config.case == "upper" else text
         return "|".join(text.split())
 
-    def _judge(self, unknown: Counter[str], letters: int, *, silent: int) -> None:
+    def _judge(self, unknown: Counter[str], letters: int) -> None:
         """Say what was left out; refuse where it is too much."""
         lost = sum(unknown.values())
         if lost > self.config.max_unknown * max(letters, 1):
@@ -186,9 +190,8 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
                 expected=f"at most {self.config.max_unknown:.1%}",
                 fix="give the vocab.json of the model, and `case` and `remove` as in its training",
             )
-        for count, what in ((lost, "letters outside the vocabulary"), (silent, "transcripts without a letter")):
-            if count:
-                _LOG.warning("%s: %d %s left out", self.config.split, count, what)
+        if lost:
+            _LOG.warning("%s: %d letters outside the vocabulary left out", self.config.split, lost)
 
 
 def read_vocabulary(path: Path) -> tuple[str, ...]:

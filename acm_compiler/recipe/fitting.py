@@ -24,6 +24,7 @@ _AUTO_CLASSES = {
     "masked_lm": ("AutoModelForMaskedLM",),
     "embed": ("AutoModel",),
 }
+AUDIO_RATES = {"common_voice": 16_000, "spoken_digits": 8_000}  # samples per second, whatever a file has
 PICTURES, TEXTS = "AutoModelForImageClassification", "AutoModelForSequenceClassification"
 _OTHER_CLASSIFIERS = (
     "AutoModelForAudioClassification",
@@ -32,10 +33,11 @@ _OTHER_CLASSIFIERS = (
 )
 
 
-def refuse_unfit(task: TaskConfig, data: DataSection, auto_class: str | None) -> None:
+def refuse_unfit(task: TaskConfig, data: DataSection, *, auto_class: str | None, input_rate: int | None) -> None:
     """Refuse a task that its data or its model cannot serve; functions of the user's are not judged.
 
-    Raises pydantic's error, with the key of the section in question.
+    input_rate: samples per second of the model's audio, None where its input is none. Raises pydantic's error, with
+    the key of the section in question.
     """
     if isinstance(task, PythonTask):
         return
@@ -56,6 +58,7 @@ def refuse_unfit(task: TaskConfig, data: DataSection, auto_class: str | None) ->
                     "hint": hint,
                 },
             )
+    _refuse_other_rate(data, input_rate)
     fit = fitting_classes(task.kind, data.train)
     if auto_class is not None and auto_class not in fit:
         raise PydanticCustomError(
@@ -72,6 +75,19 @@ def fitting_classes(task: str, data: DataConfig | None = None) -> tuple[str, ...
     if isinstance(data, (ImageFolderData, ClutteredDigitsData)):
         return (PICTURES,)
     return (TEXTS,) if isinstance(data, (TextData, TextRowsData)) else (PICTURES, TEXTS, *_OTHER_CLASSIFIERS)
+
+
+def _refuse_other_rate(data: DataSection, input_rate: int | None) -> None:
+    """A model hears audio of another rate than its own faster or slower than it was said."""
+    for name, config in (("train", data.train), ("eval", data.eval)):
+        rate = AUDIO_RATES.get(config.kind)
+        if rate is not None and input_rate is not None and rate != input_rate:
+            raise PydanticCustomError(
+                "acm",
+                "input.sample_rate is {wanted}, but data.{name}, {kind}, gives {rate} samples per second; "
+                "correct it, or give the audio of such a model by a python: data set",
+                {"key": "input", "wanted": input_rate, "name": name, "kind": config.kind, "rate": rate},
+            )
 
 
 def _tasks_of(data: DataConfig) -> tuple[str, tuple[str, ...]]:

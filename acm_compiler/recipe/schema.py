@@ -271,7 +271,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fitting(self) -> Recipe:
         if self.task is not None and self.data is not None:
-            refuse_unfit(self.task, self.data, self.model.auto_class)
+            rate = self.input.sample_rate if self.input and self.input.audio_seconds else None
+            refuse_unfit(self.task, self.data, auto_class=self.model.auto_class, input_rate=rate)
         return self
 
     @property

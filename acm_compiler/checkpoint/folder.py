@@ -47,8 +47,8 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
 
 
 def holds_model(directory: str | os.PathLike[str]) -> bool:
-    """Whether a save has left any of its files in `directory`."""
-    return any((Path(directory) / name).exists() for name in _ORDER)
+    """Whether a save has left weights, or what describes them, in `directory`."""
+    return any((Path(directory) / name).exists() for name in (MODEL, WEIGHTS))
 
 
 def save_id(directory: str | os.PathLike[str]) -> str | None:

@@ -282,6 +282,15 @@ def test_a_model_of_another_sampling_rate_than_the_data_s_is_refused(recipe_file
         assert found.startswith("r.yaml:8:1: input.sample_rate ") and problem in found
 
 
+def test_how_many_broken_clips_are_taken_is_no_decision_about_the_model(recipe_file):
+    recipe = recipe_file(fitting("ctc", AUDIO, "ForCTC"))
+    plain, more, other = (
+        recipe_hash(load_recipe(recipe, overrides))
+        for overrides in ([], ["data.train.max_broken=7", "data.eval.max_broken=9"], ["data.train.max_seconds=7"])
+    )
+    assert plain == more != other
+
+
 def test_the_rates_of_audio_are_those_of_the_data_sets():
     from acm_compiler.data import common_voice, spoken_words
 

@@ -17,12 +17,20 @@ from acm_compiler.recipe.schema import Recipe, Resolved
 
 # what may change between an interrupted run and its continuation
 _HOW = {"workers", "save_every", "eval_every"}
+_ACCEPTED = {"max_broken": True}  # of data: raised, it must not cost a night's training its continuation
+_NO_DECISION = {
+    "resolved": True,
+    "description": True,
+    "expect": True,
+    "run": _HOW,
+    "data": {"train": _ACCEPTED, "eval": _ACCEPTED},
+}
 _VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm", "accelerate")
 
 
 def decisions(recipe: Recipe) -> dict[str, Any]:
     """What makes the model, as plain data: equal whatever is written out, in which order, and how it is run."""
-    return recipe.model_dump(mode="json", exclude={"resolved": True, "description": True, "expect": True, "run": _HOW})
+    return recipe.model_dump(mode="json", exclude=_NO_DECISION)
 
 
 def recipe_hash(recipe: Recipe) -> str:

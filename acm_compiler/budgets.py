@@ -127,7 +127,7 @@ def unreachable(
     if share < low:
         fix = _below(asked, plan, low=low, raised=raised and share >= plan.cost.budget_min - TOLERANCE)
     else:
-        fix = _above(asked, plan)
+        fix = too_much(asked, plan)
     return BudgetUnreachable(
         "no setting of this model reaches this budget",
         where=where,
@@ -137,7 +137,7 @@ def unreachable(
     )
 
 
-def _above(asked: float | str, plan: Plan) -> str:
+def too_much(asked: float | str, plan: Plan) -> str:
     """What else the user of a budget above 1, or of none at all, may have meant."""
     most = max(site.learners for site in plan.sites)
     if not isinstance(asked, str) and not math.isfinite(asked):

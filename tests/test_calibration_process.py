@@ -392,6 +392,8 @@ def test_budgets_that_will_be_asked_for_are_spelt_as_for_set_budget(shared):
             recalibrate(model, DATA, budgets=wrong)
         with pytest.raises(UsageError):
             calibrate(model, DATA, budgets=wrong)
+    with pytest.raises(UsageError, match=r"did you mean '40%'"):
+        calibrate(model, DATA, budgets=[0.4, 40])
 
 
 def test_a_calibration_draws_nothing_from_the_generator_of_the_user():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from acm_compiler.budgets import is_number, parse_budget
+from acm_compiler.budgets import is_number, parse_budget, too_much
 from acm_compiler.calibration.outputs import Answer, default_answer
 from acm_compiler.conversion import conversion
 from acm_compiler.errors import UsageError
@@ -53,10 +53,11 @@ def shares_of(model: nn.Module, budgets: Sequence[float | str]) -> tuple[float, 
         raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
     shares = [parse_budget(budget, conversion(model).plan) for budget in budgets]
     for budget, share in zip(budgets, shares, strict=True):
-        _check_share(share, budget)
+        _check_share(share, budget, advice=too_much(budget, conversion(model).plan) if share > 1 else None)
     return tuple(shares)
 
 
-def _check_share(share: float, asked: float | str) -> None:
+def _check_share(share: float, asked: float | str, *, advice: str | None = None) -> None:
     if not 0 < share <= 1:
-        raise UsageError("a budget outside its range", found=repr(asked), expected="a share of learner MACs in (0, 1]")
+        expected = "a share of learner MACs in (0, 1]"
+        raise UsageError("a budget outside its range", found=repr(asked), expected=expected, fix=advice)

@@ -18,7 +18,7 @@ from acm_compiler.recipe.schema import Recipe, Resolved
 # what may change between an interrupted run and its continuation
 _HOW = {"workers", "save_every", "eval_every"}
 _ACCEPTED = {"max_broken": True}  # of data: raised, it must not cost a night's training its continuation
-_NO_DECISION = {
+_NO_DECISION: dict[str, Any] = {
     "resolved": True,
     "description": True,
     "expect": True,

@@ -46,6 +46,24 @@ def test_choices_of_both_phases_change_without_a_new_graph():
     assert counters["stats"]["unique_graphs"] == 2  # inputs of one token per example have their own
 
 
+@pytest.mark.slow
+def test_a_decoder_of_transformers_has_one_graph_for_all_batches_of_two_and_more():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
+    x = {"input_ids": torch.ones(2, 6, dtype=torch.int64)}
+    model = acm.rewrite(model, acm.plan(model, x, init="random"))
+    compiled = torch.compile(model, backend="acm", dynamic=True)
+    with torch.no_grad():
+        for batch in (8, 3, 2, 64, 1, 5):
+            x = {"input_ids": torch.randint(1, 50, (batch, 6))}
+            for k in (4, 1):
+                control.set_k(model, k)
+                torch.testing.assert_close(compiled(**x).logits, model(**x).logits)
+            assert counters["stats"]["unique_graphs"] == (1 if batch in (8, 3, 2, 64) else 2)
+
+
 def set_k(model, k: int, *, phase=None) -> None:
     for site in model.acms:
         site.set_choices(knob=0.0, k_lo=k, k_hi=k, phase=phase)

@@ -262,6 +262,7 @@ class Info(ctypes.Structure):
 library = ctypes.CDLL(None)
 library.mallinfo2.restype = Info
 tokens, d, width, dtype = int(sys.argv[1]), 1024, int(sys.argv[2]), getattr(torch, sys.argv[3])
+torch.set_num_threads(1)  # each thread has buffers of its own
 with torch.no_grad():
     first, learners = (
         Learners(d, d, 4, width, form="mlp", act="gelu").to(dtype) for d, width in ((8, 8), (d, width))

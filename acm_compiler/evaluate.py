@@ -179,27 +179,29 @@ class _Runs:
         return None if self.likeness is None else self.likeness.compare(tally.kept, torch.cat(self._dense_kept))
 
 
-def _apply(model: nn.Module, setting: Setting) -> float | int:
-    """Set it; returns the budget asked for as a share of learner MACs, or k."""
+def _apply(model: nn.Module, setting: Setting) -> float:
+    """Set it; returns the share of learner MACs that a budget's table expects, or k."""
     if isinstance(setting, FixedK):
         set_k(model, setting.k)
         return setting.k
-    set_budget(model, setting)
-    return parse_budget(setting, conversion(model).plan)
+    expected = set_budget(model, setting)
+    assert isinstance(expected, float)  # one budget, not one per phase
+    return expected
 
 
-def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float | int, Tally]]) -> Evaluation:
+def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float, Tally]]) -> Evaluation:
     sample, dense_E = runs.sample, runs.dense_scores
     budgets, fixed = [], []
     controls = [tally.spent for setting, _, tally in tallies if isinstance(setting, FixedK)]
-    for setting, asked, tally in tallies:
+    plan = conversion(runs.model).plan
+    for setting, expected, tally in tallies:
         found = tally.result(sample, dense_E) | {"likeness": runs.likeness_of(tally)}
         if isinstance(setting, FixedK):
-            fixed.append(FixedResult(k=int(asked), **found))
+            fixed.append(FixedResult(k=setting.k, **found))
         else:
             over_fixed = against_fixed(tally.spent, controls, sample)
-            budgets.append(BudgetResult(asked=float(asked), over_fixed=over_fixed, **found))
-    facts = conversion(runs.model).plan.model
+            asked = parse_budget(setting, plan)
+            budgets.append(BudgetResult(asked=asked, expected=expected, over_fixed=over_fixed, **found))
     return Evaluation(
         metric=MetricResult(
             name=runs.metric.name,
@@ -214,8 +216,9 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float | int, Tally
         n=len(sample.groups_E),
         groups=len(sample.groups_E.unique()),
         masked=runs.masked,
-        model=facts.cls,
-        dense_macs=facts.dense_macs / facts.batch,
+        model=plan.model.cls,
+        dense_macs=plan.model.dense_macs / plan.model.batch,
+        length=tallies[0][2].length if tallies else None,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         versions=versions(),
     )

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from acm_compiler.backend import OPTIONS, lower
 from acm_compiler.conversion import sites
+from acm_compiler.inputs import split_inputs
 from acm_compiler.passes.verify import Lowered
 
 _NOT_SEEN = "its learners were in no graph: "
@@ -40,9 +41,12 @@ class Explanation:
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     """How `torch.compile(model, backend="acm")` runs each ACM: by which implementation, fused with what, and why not.
 
-    model: a rewritten model, compiled or not; `inputs` and `kwargs` as it takes them. Nothing is compiled: the model
-    is traced and run once, without gradients, in the mode that it is in. NotRewritten when it holds no ACMs.
+    model: a rewritten model, compiled or not; `inputs` and `kwargs` as it takes them, or, as in `acm.plan`, one mapping
+    of keyword arguments or one tuple of arguments. Nothing is compiled: the model is traced and run once, without
+    gradients, in the mode that it is in. NotRewritten when it holds no ACMs.
     """
+    if len(inputs) == 1 and not kwargs:
+        inputs, kwargs = split_inputs(inputs[0])
     live = getattr(model, "_orig_mod", model)
     acms = sites(live)
     found: list[Lowered] = []

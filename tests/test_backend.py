@@ -127,6 +127,11 @@ def test_explain_says_what_runs_each_site():
     assert said.as_json()["sites"][1]["implementation"] == "cpu"
 
 
+@pytest.mark.parametrize("inputs", [(torch.zeros(2, 5, 8),), {"x": torch.zeros(2, 5, 8)}])
+def test_explain_takes_inputs_as_plan_does(inputs):
+    assert len(acm.explain(composite(), inputs).sites) == 2
+
+
 @functools.lru_cache
 def cached_answer():
     return 2

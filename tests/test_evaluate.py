@@ -208,6 +208,13 @@ def test_gates_are_compared_with_the_fixed_k_of_the_same_run(model):
     assert evaluate(model, [picture_batch(36)], TASK, budgets=[OPEN]).budgets[0].over_fixed is None
 
 
+def test_the_length_of_examples_is_their_tokens_over_the_plans(model):
+    assert evaluate(model, [picture_batch(5), picture_batch(3)], TASK, budgets=[OPEN]).length == pytest.approx(1)
+    acm = stack_of(planned_site("a", tokens=5))
+    batch = {"x": torch.randn(2, 4, 8), "mask": torch.tensor([[True] * 4, [True, False, False, False]])}
+    assert evaluate(acm, [batch], TokenTask(), budgets=[FixedK(1)]).length == pytest.approx(2.5 / 5)
+
+
 def test_pictures_that_are_all_foreground_count_in_no_ratio(model):
     batch = picture_batch(8)
     batch["foreground"] = torch.ones_like(batch["foreground"])

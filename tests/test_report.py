@@ -330,9 +330,26 @@ def test_the_table_names_missed_budgets_and_the_control(found):
     assert "4.000 ± 0.000, in MACs 4.000; k shuffled over patches" in text
     assert "to fixed k" in text.splitlines()[0] and f"to fixed k: {wording.CONTROL}" in text
     assert "36 examples from 9 sources" in text
-    missed = dataclasses.replace(found.budgets[0], asked=0.3, reached=0.325)
+    missed = dataclasses.replace(found.budgets[0], asked=0.3, expected=0.3, reached=0.325)
     assert "0.30 was missed by +0.025" in evaluation_table(dataclasses.replace(found, budgets=(missed,)))
     assert "to fixed k" not in evaluation_table(dataclasses.replace(found, fixed=()))
+
+
+def test_a_budget_that_no_knob_reaches_is_told_from_one_that_was_missed(found):
+    def table(**changes):
+        changed = dataclasses.replace(found.budgets[0], **changes)
+        return evaluation_table(dataclasses.replace(found, budgets=(changed,)))
+
+    jump = table(asked=0.9, expected=0.712, reached=0.713)
+    assert "budget 0.90: no knob of these gates leads there; the next below it spends 0.712" in jump
+    assert "missed" not in jump
+    assert "budget 0.71 was missed by -0.062" in table(asked=0.9, expected=0.712, reached=0.65)
+
+
+def test_examples_of_another_length_than_the_plans_are_said_to_be_so(found):
+    assert found.length == pytest.approx(1) and "as long as the plan's" not in evaluation_table(found)
+    short = dataclasses.replace(found, length=0.41)
+    assert "these examples are 0.41 times as long as the plan's" in evaluation_table(short)
 
 
 def test_numbers_are_written_for_people():

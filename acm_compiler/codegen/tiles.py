@@ -13,7 +13,9 @@ from acm_compiler.codegen.spec import KernelSpec
 SOME_TOKENS = 2048
 """Up to this many tokens tiles are small, so that more of them exist than the device has processors."""
 
-_COMPILED = "compiled ahead of time for sm_{} by triton 3.8: no spills, r CTAs per SM; not timed on a device"
+_COMPILED = (
+    "compiled ahead of time for sm_{} by triton 3.8: no spills, as many CTAs per SM as r says; not timed on a device"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,13 +106,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetResult(Result):
-    """The gates at one budget: `asked` is the share of learner MACs that was set.
+    """The gates at one budget: `asked` is the share of learner MACs asked for, `expected` the one that the table gives.
 
     `over_fixed` is metric minus that of every token the same k at the share reached, paired over examples; None where
     no fixed k were run, or none enclose that share.
     """
 
     asked: float
+    expected: float | None = None
     over_fixed: Interval | None = None
 
 
@@ -129,7 +130,8 @@ class Evaluation:
 
     `masked`: a padding mask was known, and padding counts nowhere. `dense_macs` is the dense model's per example.
     `subject` is equal for the same saved model on the same data set and task, None where that is not known.
-    `left_out`: names of examples of no use, which count nowhere, by what is wrong with them.
+    `left_out`: names of examples of no use, which count nowhere, by what is wrong with them. `length`: tokens of these
+    examples, weighted by what learners cost, over those of the plan's example.
     """
 
     schema: int = SCHEMA
@@ -145,6 +147,7 @@ class Evaluation:
     left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     subject: str | None = None
+    length: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; SURFACE 2 names the main keys."""

@@ -50,10 +50,12 @@ def _row(result: Result, metric: str) -> list[str]:
 
 def _basis(found: Evaluation) -> str:
     sources = "" if found.groups == found.n else f" from {wording.count(found.groups, 'source')}"
-    return (
+    other_length = wording.other_length(found.length)
+    basis = (
         f"{found.metric.name} measured on {wording.count(found.n, 'example')}{sources}, ± half of a 95 % interval "
         "over sources; MACs modelled: learners that ran, gates included"
     )
+    return basis if other_length is None else f"{basis}\n{other_length}"
 
 
 def _left_out(found: Evaluation) -> list[str]:
@@ -78,8 +80,14 @@ def _foreground(found: Evaluation) -> list[str]:
 
 
 def _missed(budgets: tuple[BudgetResult, ...]) -> list[str]:
-    return [
-        f"budget {b.asked:.2f} was missed by {b.reached - b.asked:+.3f}: the table of knobs was measured on other data"
-        for b in budgets
-        if abs(b.reached - b.asked) > _NEAR
-    ]
+    lines = []
+    for b in budgets:
+        expected = b.asked if b.expected is None else b.expected
+        if b.asked - expected > _NEAR:
+            lines.append(
+                f"budget {b.asked:.2f}: no knob of these gates leads there; the next below it spends {expected:.3f}"
+            )
+        if abs(b.reached - expected) > _NEAR:
+            missed = f"{expected:.2f} was missed by {b.reached - expected:+.3f}"
+            lines.append(f"budget {missed}: the table of knobs was measured on other data")
+    return lines

@@ -90,13 +90,23 @@ class Tally:
             foreground_ratio=self._foreground.site_ratio(name) if self._foreground else None,
         )
 
+    @property
+    def length(self) -> float:
+        """Learner MACs at k = N of the examples over those of as many of the plan's."""
+        examples = sum(len(shares) for shares in self._shares)
+        planned = sum(s.learners * macs_per_learner(s) * s.tokens * s.calls for s in self._plan.sites)
+        return self._full() * self._plan.model.batch / (planned * examples)
+
+    def _full(self) -> float:
+        sites = self._plan.sites
+        return float(sum(s.learners * macs_per_learner(s) * int(self._tokens_by_k[s.name].sum()) for s in sites))
+
     def _pooled(self) -> float:
-        run = full = 0.0
+        run = 0.0
         for site in self._plan.sites:
             counts = self._tokens_by_k[site.name]
-            tokens = int(counts.sum())
-            run += _mean_k(counts) * tokens * macs_per_learner(site)
-            full += site.learners * tokens * macs_per_learner(site)
+            run += _mean_k(counts) * int(counts.sum()) * macs_per_learner(site)
+        full = self._full()
         return run / full if full else 0.0
 
 

@@ -141,6 +141,12 @@ def test_clips_of_no_use_are_named_and_counted_together_before_any_is_read(relea
         open_dataset(config(release))
 
 
+def test_a_clip_with_values_that_are_no_numbers_is_one_of_no_use(release):
+    soundfile.write(release / "es/clips/train3.wav", np.full(16_000, np.nan), 16_000, subtype="FLOAT")
+    dataset = open_dataset(config(release))
+    assert dataset[3] is None and dataset.left_out == {"unreadable": ("train3.wav",)}
+
+
 def test_a_header_that_guesses_a_length_does_not_leave_a_clip_out(release, monkeypatch):
     monkeypatch.setattr("acm_compiler.data.common_voice.promised_seconds", lambda path: 99.0)
     assert len(open_dataset(config(release))) == len(SENTENCES)

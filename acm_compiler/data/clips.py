@@ -42,6 +42,8 @@ def read_clip(file: str | BinaryIO, *, rate: int, name: str) -> np.ndarray:
     if not len(samples):
         raise UnusableClip("empty", where=name, found="0 samples")
     mono = samples.mean(axis=1)
+    if not np.isfinite(mono).all():
+        raise UnusableClip("unreadable", where=name, found="samples that are not finite")
     return mono if found == rate else soxr.resample(mono, found, rate).astype(np.float32)
 
 

@@ -48,8 +48,8 @@ def acm_backend(
     """Compile one Dynamo graph.
 
     `mode` and `options` are Inductor's, plus `fallback` ("warn", "silent", "error": what to do about an ACM that no
-    kernel covers) and one switch per pass. UsageError for an unknown option or value, KernelUnavailable under
-    `fallback="error"`.
+    kernel covers, and where Inductor has no C++ compiler: then the graph runs uncompiled) and one switch per pass.
+    UsageError for an unknown option or value, KernelUnavailable under `fallback="error"`.
     """
     # dynamo and inductor take seconds to import and are there already when torch.compile calls
     import torch._inductor
@@ -63,6 +63,8 @@ def acm_backend(
     if lowered and patches.get("freezing", torch._inductor.config.freezing) and not torch.is_grad_enabled():
         _announce_freezing(any(True for _ in graph_module.parameters()))
     dump("40_lowered.py", lambda: f"# {len(lowered)} ACMs, by the passes of backend 'acm'\n{graph_module.code}")
+    if _lacks_compiler(example_inputs, patches, own["fallback"]):
+        return graph_module.forward
     return compile_fx(graph_module, example_inputs, config_patches=patches)
 
 
@@ -120,6 +122,26 @@ def _known(plain: str, name: str, known: list[str]) -> str:
     if plain not in known:
         raise UsageError(f"unknown option {name!r} of backend 'acm'{did_you_mean(plain, known)}")
     return plain
+
+
+def _lacks_compiler(example_inputs: list[Any], patches: dict[str, Any], fallback: str) -> bool:
+    """Whether Inductor could not compile this graph for want of a C++ compiler; said once per graph."""
+    from torch._inductor import config, cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if not any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in example_inputs):
+        return False
+    try:
+        with config.patch(patches):
+            cpp_builder.get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        if fallback == "error":
+            fix = 'install g++ or clang++, or name one by CXX; options={"fallback": "warn"} runs the graph uncompiled'
+            raise KernelUnavailable("Inductor has no C++ compiler", found=str(error), fix=fix) from None
+        level = logging.WARNING if fallback == "warn" else logging.INFO
+        _LOG.log(level, "Inductor has no C++ compiler (%s): the graph runs uncompiled", error)
+        return True
+    return False
 
 
 def _announce_freezing(frozen: bool) -> None:

@@ -15,7 +15,7 @@ from acm_compiler.backend import choose_implementation, split_options
 from acm_compiler.codegen import compare, cpu
 from acm_compiler.control import set_k
 from acm_compiler.conversion import sites
-from acm_compiler.errors import UsageError, VerificationFailed
+from acm_compiler.errors import KernelUnavailable, UsageError, VerificationFailed
 from acm_compiler.passes.verify import Call
 from tests.build import planned_site, stack_of
 
@@ -92,6 +92,23 @@ def test_an_acm_without_a_kernel_is_named_with_its_line(caplog):
         torch.testing.assert_close(torch.compile(model, backend="acm")(x), model(x))
     (message,) = [record.message for record in caplog.records]
     assert message.startswith("acms.0 (build.py:") and "mul(x, sigmoid(mul(x, 1.5)))" in message
+
+
+def test_without_a_compiler_for_inductor_the_graph_runs_uncompiled(caplog):
+    model, x = stack_of(planned_site("a")), torch.randn(2, 5, 8)
+    expected = model(x)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",)}):
+        with caplog.at_level("WARNING", logger="acm_compiler.backend"):
+            y = torch.compile(model, backend="acm")(x)
+        y.sum().backward()
+        (message,) = [record.message for record in caplog.records]
+        assert "no C++ compiler" in message and "/nonexistent/g++" in message and "uncompiled" in message
+        torch.testing.assert_close(y, expected)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"Inductor has no C\+\+ compiler") as raised:
+            torch.compile(model, backend="acm", options={"fallback": "error"})(x)
+        assert isinstance(getattr(raised.value, "inner_exception", raised.value), KernelUnavailable)
 
 
 def test_what_runs_follows_device_type_and_the_switch(monkeypatch):

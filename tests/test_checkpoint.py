@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -264,8 +265,13 @@ def test_equal_models_make_equal_files_but_for_the_name_of_the_save(saved, tmp_p
     acm.save(copy.deepcopy(copied), again)
     names = [json.loads((path / "model.json").read_text())["save"] for path in (folder, again)]
     assert names[0] != names[1]  # files of two saves are told apart
+    # the file of the weights holds the save's name, too
+    weights = [
+        json.loads((path / "model.json").read_text())["digests"]["model.safetensors"] for path in (folder, again)
+    ]
     for name in ("budgets.json", "model.json", "plan.json"):
-        assert (folder / name).read_text().replace(names[0], names[1]) == (again / name).read_text()
+        there = (folder / name).read_text().replace(names[0], names[1]).replace(weights[0], weights[1])
+        assert there == (again / name).read_text()
     # the library writes the entries of the header in any order
     with safe_open(folder / "model.safetensors", "pt") as one, safe_open(again / "model.safetensors", "pt") as other:
         facts = {key: value.replace(names[0], names[1]) for key, value in one.metadata().items()}
@@ -451,10 +457,35 @@ def test_a_damaged_file_is_named(saved, name):
         acm.load(folder, base_model=model)
 
 
+def test_weights_with_other_bytes_are_refused(saved):
+    model, _, _, folder = saved
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # of the last tensor: sizes, names and header are as they were
+    path.write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()[:16]
+    with pytest.raises(StorageError, match=rf"model\.safetensors: .*damaged.* \(found SHA-256 {digest}….*model\.json"):
+        acm.load(folder, base_model=model)
+
+
+def test_a_folder_that_was_written_before_weights_had_a_digest_loads(saved):
+    model, x, copied, folder = saved
+    forget_digest(folder)
+    assert torch.equal(answer(acm.load(folder, base_model=model), x), answer(copied, x))
+
+
+def forget_digest(folder: Path) -> None:
+    """Make model.json say nothing of the weights' bytes."""
+    digests = json.loads((folder / "model.json").read_text())["digests"]
+    del digests["model.safetensors"]
+    rewrite_json(folder / "model.json", digests=digests)
+
+
 def test_weights_that_do_not_fit_are_refused(saved):
     from safetensors.torch import load_file, save_file
 
     model, _, _, folder = saved
+    forget_digest(folder)
     path = folder / "model.safetensors"
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()

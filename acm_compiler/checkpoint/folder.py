@@ -87,9 +87,9 @@ def write_folder(
 ) -> None:
     """Write files into `directory`, all or none: each first into a sibling folder, then renamed.
 
-    `writers` writes each file at the path it is given; `size_bytes` is about what they need together. Other files of
-    ours in the folder stay; those of others are refused but for `among_others`. StorageError when it cannot be
-    written; what was there before is then untouched.
+    `writers` writes each file at the path it is given, in their order, so that a later one can read an earlier one's;
+    `size_bytes` is about what they need together. Other files of ours in the folder stay; those of others are refused
+    but for `among_others`. StorageError when it cannot be written; what was there before is then untouched.
     """
     if not among_others:
         check_own_folder(directory)

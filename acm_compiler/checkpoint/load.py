@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
 from acm_compiler.checkpoint.hf_files import restore_generation
-from acm_compiler.checkpoint.save import FORMAT, digest, graph_digest
+from acm_compiler.checkpoint.save import FORMAT, digest, file_digest, graph_digest
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import BudgetTable, Conversion, sites
@@ -41,6 +41,7 @@ def load(
     stored = read_tensors(folder / WEIGHTS)
     if stored.save_id != description["save"]:
         raise _mixed(folder, WEIGHTS)
+    _check_weights(folder / WEIGHTS, description["digests"].get(WEIGHTS))
     if base_model is not None:
         model = _from_base(base_model, plan, description, budgets, stored, folder)
     else:
@@ -103,6 +104,18 @@ def _mixed(folder: Path, name: str) -> StorageError:
         found=f"another {name} than the one model.json names",
         fix="save the model again; a save may have been interrupted, or a file was changed by hand",
     )
+
+
+def _check_weights(path: Path, expected: str | None) -> None:
+    """Refuse weights with other bytes than were saved; folders written before there was a digest say nothing of it."""
+    if expected is not None and (found := file_digest(path)) != expected:
+        raise StorageError(
+            "the weights are not the bytes that were saved: the file is damaged, or was changed",
+            where=str(path),
+            found=f"SHA-256 {found[:16]}…",
+            expected=f"{expected[:16]}… as model.json says",
+            fix="copy or download the file again from where it is whole, or save the model again",
+        )
 
 
 def _from_source(

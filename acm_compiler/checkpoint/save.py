@@ -55,10 +55,11 @@ def save(
     source = owner.plan.model.source or infer_source(root, owner.plan)
     extra = hf_files(root, source) | extra
     files = [*extra, *texts, MODEL, WEIGHTS]
-    texts[MODEL] = _json(_description(owner, texts, save_id, source=source, files=files))
+    description = _description(owner, texts, save_id, source=source, files=files)
     writers: dict[str, Writer] = {
         WEIGHTS: lambda path: write_tensors(path, tensors, aliases, save_id=save_id, stop=_stop(root, owner, tensors)),
         **{name: _writes(content) for name, content in (texts | extra).items()},
+        MODEL: lambda path: _write_description(path, description),
     }
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     write_folder(directory, writers, size_bytes=size_bytes, among_others=among_others)
@@ -86,6 +87,12 @@ def _writes(content: bytes | str) -> Writer:
         path.write_bytes(data)
 
     return write
+
+
+def _write_description(path: Path, description: Mapping[str, Any]) -> None:
+    """Write model.json beside the weights, whose digest it holds with those of the texts."""
+    digests = description["digests"] | {WEIGHTS: file_digest(path.with_name(WEIGHTS))}
+    path.write_text(_json({**description, "digests": digests}))
 
 
 def _plan_now(root: nn.Module, owner: Conversion) -> Plan:
@@ -125,6 +132,12 @@ def _description(
 def digest(text: str) -> str:
     """What ties the texts of one save together."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file, as sha256sum prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def graph_digest(graph: fx.Graph | None) -> str | None:

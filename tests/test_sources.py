@@ -1,6 +1,10 @@
 """Model references: what is built from them, how it is built again, and what is refused."""
 
 import json
+import os
+import re
+import socket
+import subprocess
 import sys
 
 import pytest
@@ -131,7 +135,10 @@ def test_models_that_read_values_while_built_are_on_meta_too_and_stay_tied():
             {"source": "timm", "name": "vit_tiny_patch16_224", "weights": "augreg"},
             "write name: vit_tiny_patch16_224.augr",
         ),
-        ({"source": "hf", "name": "/no/such/folder", "weights": None}, "finds no model at '/no/such/folder'"),
+        (
+            {"source": "hf", "name": "/no/such/folder", "weights": None},
+            "no folder or file '/no/such/folder' .found the path ends at /",
+        ),
         ({"source": "shipped", "name": "digits_vti"}, "did you mean 'digits_vit'"),
         ({"source": "shipped", "name": "digits_vit", "weights": "best"}, "have no weights named 'best'"),
         ({"source": "python", "name": "no_module_of_this_name:f"}, "no module 'no_module_of_this_name'"),
@@ -141,6 +148,56 @@ def test_models_that_read_values_while_built_are_on_meta_too_and_stay_tied():
 def test_names_that_nothing_has_are_refused_with_the_nearest(config, message):
     with pytest.raises(UsageError, match=message):
         build(ModelConfig(**config), weights=False, device="meta")
+
+
+@pytest.mark.parametrize("name", ["./minilmm", "models/minilmm", "minilmm", "../here/models/minilmm"])
+def test_a_mistyped_folder_is_met_with_what_lies_beside_it(tmp_path, monkeypatch, name):
+    place = tmp_path / "here"
+    for folder in ("models/minilm", "models/resnet", "minilm"):
+        (place / folder).mkdir(parents=True)
+        (place / folder / "config.json").write_text("{}")
+    monkeypatch.chdir(place)
+    with pytest.raises(ModelSourceError, match=rf"did you mean '{re.escape(name[:-1])}'"):
+        build(parse_reference(f"hf:{name}"), weights=False, device="meta")
+    with pytest.raises(ModelSourceError, match=r"^((?!did you mean)[\s\S])*$"):
+        build(parse_reference(f"hf:{name[:-7]}quite-another"), weights=False, device="meta")
+
+
+def test_the_users_own_folder_is_found_behind_a_source(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse_reference("hf:~/minilm").name == str(tmp_path / "minilm")
+
+
+_WITHOUT_HUB = """
+from acm_compiler.errors import ModelSourceError
+from acm_compiler.sources import build
+from acm_compiler.sources.reference import parse_reference
+
+try:
+    build(parse_reference("hf:owner/name"), weights=False, device="meta")
+except ModelSourceError as error:
+    print(error)
+"""
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        settings = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", _WITHOUT_HUB], env=os.environ | settings, capture_output=True, text=True
+        )
+    assert "Retrying" not in done.stdout + done.stderr
+    assert re.search(
+        r"no model at 'owner/name' .*nothing .* in the hub's cache; the hub cannot be reached", done.stdout
+    )
+
+
+def test_offline_by_choice_is_said(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelSourceError, match=r"HF_HUB_OFFLINE is set\)\n  give a folder"):
+        build(parse_reference("hf:owner/name"), weights=False, device="meta")
 
 
 def test_a_users_function_gives_a_model_and_maybe_inputs(users_module):

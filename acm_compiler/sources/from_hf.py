@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
-from acm_compiler.recipe.package_paths import installed_path
 from acm_compiler.recipe.schema import AUTO_CLASSES, ModelConfig
 from acm_compiler.sources.arguments import refuse_reserved
 from acm_compiler.sources.built import Device, Found, build_on
 from acm_compiler.sources.hf_inputs import default_inputs
+from acm_compiler.sources.hf_place import out_of_reach, place_of, similar_paths
 from acm_compiler.sources.weights import load_own_file, refuse_names
 
 # keys of a saved config that make transformers fetch or run code of others
@@ -21,12 +21,14 @@ _UNSAFE = ("auto_map", "attn_implementation", "experts_implementation", "quantiz
 
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     """The model at `config.name`, built by its auto class; code that comes with it runs only if `config` says so."""
+    place = place_of(config.name)
     _import_transformers()
     refuse_names(config)
-    settings = _settings(config)
+    offline = out_of_reach(place)
+    settings = _settings(config, place, offline=offline)
     auto = _auto_class(config.auto_class or _named_class(settings), settings)
     if weights and config.weights == "default":
-        model = _fetch(auto, settings, config)
+        model = _fetch(auto, settings, config, place, offline=offline)
     else:
         model = build_on(device, lambda: auto.from_config(settings, trust_remote_code=config.trust_remote_code))
         if weights:
@@ -58,32 +60,41 @@ def _import_transformers() -> Any:
     return transformers
 
 
-def _settings(config: ModelConfig) -> Any:
-    """The model's config, with `args` applied."""
+def _settings(config: ModelConfig, place: str, *, offline: str | None) -> Any:
+    """The model's config, with `args` applied; from the hub's cache alone where `offline` says why."""
     from transformers import AutoConfig
 
     refuse_reserved(config)
-    place, trusted = installed_path(config.name), config.trust_remote_code
+    trusted = config.trust_remote_code
     if (Path(place) / "model.json").is_file():
         raise ModelSourceError(
             "this folder holds a model that is converted already", where=place, fix="acm.load it, or plan its base"
         )
     try:
         settings, unused = AutoConfig.from_pretrained(
-            place, trust_remote_code=trusted, return_unused_kwargs=True, **config.args
+            place,
+            trust_remote_code=trusted,
+            return_unused_kwargs=True,
+            **{"local_files_only": offline is not None} | config.args,
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
         if "trust_remote_code" in str(error) and not trusted:
             raise _untrusted(config) from error
         raise ModelSourceError(
-            f"transformers finds no model at {config.name!r}",
-            found=" ".join(str(error).split())[:200],
+            f"transformers finds no model at {config.name!r}{similar_paths(place)}",
+            found=_why(error, offline),
             fix="give a folder or config.json on this machine, or a name on the hub while it can be reached",
         ) from error
     for key in unused:
         hint = did_you_mean(key, settings.to_dict())
         raise ModelSourceError(f"the config of {config.name} has no key {key!r}{hint}")
     return settings
+
+
+def _why(error: Exception, offline: str | None) -> str:
+    if offline is None:
+        return " ".join(str(error).split())[:200]
+    return f"no such folder here, and nothing of that name in the hub's cache; {offline}"
 
 
 def _untrusted(config: ModelConfig) -> ModelSourceError:
@@ -132,10 +143,10 @@ def _auto_class(name: str, settings: Any) -> Any:
     return auto
 
 
-def _fetch(auto: Any, settings: Any, config: ModelConfig) -> nn.Module:
+def _fetch(auto: Any, settings: Any, config: ModelConfig, place: str, *, offline: str | None) -> nn.Module:
     try:
-        place, trusted = installed_path(config.name), config.trust_remote_code
-        return auto.from_pretrained(place, config=settings, trust_remote_code=trusted)
+        trusted, local = config.trust_remote_code, offline is not None
+        return auto.from_pretrained(place, config=settings, trust_remote_code=trusted, local_files_only=local)
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         raise ModelSourceError(
             f"the weights of hf:{config.name} cannot be loaded",

@@ -19,6 +19,8 @@ def parse_reference(text: str, **settings: Any) -> ModelConfig:
     ModelSourceError when it has no such form or the settings do not belong to its source.
     """
     source, colon, name = text.partition(":")
+    if name.startswith("~/"):
+        name = str(Path(name).expanduser())  # the shell leaves it after a colon
     if colon and source in SOURCES and name:
         try:
             return ModelConfig.model_validate({"source": source, "name": name, **settings})

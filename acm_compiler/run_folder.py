@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,9 @@ class RunOptions:
     """How a recipe is carried out: where, from where on, and how far.
 
     resume: continue from the state in `directory`; a finished result of the same recipe stays as it is. force: replace
-    what an earlier run left there. until: the phase after which to stop. strict_budget: a budget missed by more than
-    .01 is an error at the end. resume_command: what an interrupted user is told to type.
+    what an earlier run left there. Both: continue an unfinished run, replace a finished one. until: the phase after
+    which to stop. strict_budget: a budget missed by more than .01 is an error at the end. resume_command: what an
+    interrupted user is told to type.
     """
 
     directory: Path
@@ -56,6 +58,22 @@ def is_finished(recipe: Recipe, options: RunOptions) -> bool:
         _check_same(load_recipe(options.directory / "recipe.yaml"), recipe, options.directory)
         return True
     raise UsageError("the folder holds a saved model", where=str(options.directory), fix=_REMEDY)
+
+
+def fate(options: RunOptions) -> str | None:
+    """What a run that `is_finished` lets begin does with what it finds in its folder; None where that is nothing."""
+    if has_state(options.directory):
+        if options.resume:
+            return f"continues the unfinished run in {options.directory}"
+        return f"--force: starts over, without the state of the unfinished run in {options.directory}"
+    if holds_model(options.directory):
+        return f"--force: replaces the model in {options.directory}, once the new one is complete"
+    return None
+
+
+def still_to_come(phases: Sequence[str], options: RunOptions) -> str:
+    """What is left to do after `options.until`, and how."""
+    return f"stopped after {options.until}; still to come: {', '.join(phases)}\n  go on: {options.resume_command}"
 
 
 def _check_same(made_by: Recipe, recipe: Recipe, directory: Path) -> None:

@@ -31,7 +31,7 @@ from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.report.evaluation import Evaluation, load_evaluation, save_evaluation
-from acm_compiler.run_folder import RunOptions, drop_measured, is_finished, subject_of
+from acm_compiler.run_folder import RunOptions, drop_measured, fate, is_finished, still_to_come, subject_of
 from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.survey import look
@@ -61,6 +61,8 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     if is_finished(recipe, options):
         say("finished before, and left as it is; --force does it again")
         return _judged(load_evaluation(options.directory), options)
+    if before := fate(options):
+        say(before)
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
     workshop = Workshop(recipe, open_machine(recipe.run.precision, recipe.run.device), say)
@@ -70,8 +72,9 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     workshop.model = dense
     if not (options.resume and has_state(options.directory)):
         workshop.expect(dense)
+    done = 0
     if recipe.schedule:
-        run_schedule(model, recipe.schedule, workshop.job(options), resume=options.resume, until=options.until)
+        done = run_schedule(model, recipe.schedule, workshop.job(options), resume=options.resume, until=options.until)
     if not workshop.machine.is_main:
         return None
     evaluation = workshop.judge(model, dense) if recipe.data and recipe.task else None
@@ -82,7 +85,9 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
         evaluation = replace(evaluation, subject=subject_of(options.directory, recipe))
         save_evaluation(options.directory, evaluation)
     drop_measured(options.directory, say, evaluated=evaluation is not None)
-    if options.until is None:
+    if left := recipe.schedule[done:]:
+        say(still_to_come([config.phase for config in left], options))
+    else:
         discard_state(options.directory)
     return _judged(evaluation, options)
 

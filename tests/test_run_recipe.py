@@ -41,6 +41,7 @@ sites: [{match: mlp, init: random}]
 budgets: {report: [0.5, 1.0]}
 schedule: [{phase: distill, steps: 6, batch: 4}]
 """
+TWO_PHASES = ("--set", "schedule=[{phase: distill, steps: 6, batch: 4}, {phase: gate, steps: 2, batch: 4}]")
 
 
 def make_pictures(root, *, count: int = 4, side: int = 20, classes=CLASSES) -> None:
@@ -118,21 +119,58 @@ def test_a_folder_of_pictures_is_enough(folder):
 
 
 def test_an_unfinished_run_is_not_thrown_away(folder):
-    assert rewrite(folder, "--until", "distill").exit_code == 0
-    refused = rewrite(folder)
+    assert rewrite(folder, *TWO_PHASES, "--until", "distill").exit_code == 0
+    refused = rewrite(folder, *TWO_PHASES)
     assert refused.exit_code == 2
     assert "continue it: acmc rewrite" in refused.stderr and "--resume" in refused.stderr
     # what does not change the model may change between the two
-    assert rewrite(folder, "--resume", "--set", "run.save_every=1h").exit_code == 0
+    assert rewrite(folder, *TWO_PHASES, "--resume", "--set", "run.save_every=1h").exit_code == 0
     assert not (folder / "out/state").exists()
 
 
 def test_an_unfinished_run_is_started_over_where_that_is_asked_for(folder):
-    assert rewrite(folder, "--until", "distill").exit_code == 0
+    assert rewrite(folder, *TWO_PHASES, "--until", "distill").exit_code == 0
     lines = (folder / "out/metrics.jsonl").read_text().count("\n")
-    assert rewrite(folder, "--force", "--set", "schedule[0].steps=4").exit_code == 0
+    done = rewrite(folder, "--force", "--set", "schedule[0].steps=4")
+    assert done.exit_code == 0 and "starts over, without the state of the unfinished run in" in said_by(done)
     assert lines > (folder / "out/metrics.jsonl").read_text().count("\n") > 0
     assert not (folder / "out/state").exists()
+
+
+def test_resume_and_force_together_continue_the_unfinished_and_replace_the_finished(folder):
+    words = (*TWO_PHASES, "--resume", "--force")
+    assert rewrite(folder, *TWO_PHASES, "--until", "distill").exit_code == 0
+    lines = (folder / "out/metrics.jsonl").read_bytes()
+    continued = rewrite(folder, *words)
+    assert continued.exit_code == 0 and "continues the unfinished run in" in said_by(continued)
+    assert (folder / "out/metrics.jsonl").read_bytes().startswith(lines)
+    replaced = rewrite(folder, *words, "--set", "run.seed=7")
+    assert replaced.exit_code == 0 and "--force: replaces the model in" in said_by(replaced)
+    assert not (folder / "out/metrics.jsonl").read_bytes().startswith(lines)
+
+
+def test_a_run_that_stops_early_says_what_is_left_and_how_to_go_on(folder):
+    stopped = rewrite(folder, *TWO_PHASES, "--until", "distill")
+    assert "stopped after distill; still to come: gate" in said_by(stopped)
+    words = shlex.split(stopped.stderr.partition("go on: ")[2])
+    metrics = (folder / "out/metrics.jsonl").read_bytes()
+    # what is done is not done again, nor what comes after it
+    assert "still to come: gate" in said_by(rewrite(folder, *TWO_PHASES, "--resume", "--until", "distill"))
+    assert (folder / "out/metrics.jsonl").read_bytes() == metrics
+    done = CliRunner().invoke(app, words[words.index("rewrite") :])
+    assert done.exit_code == 0 and "still to come" not in done.stderr
+    assert not (folder / "out/state").exists()
+
+
+def test_a_run_that_stops_after_its_last_phase_is_finished(folder):
+    last = rewrite(folder, *TWO_PHASES, "--until", "gate")
+    assert last.exit_code == 0 and "still to come" not in last.stderr
+    assert "finished before" in rewrite(folder, *TWO_PHASES, "--resume").stderr
+
+
+def said_by(result) -> str:
+    """What a command said beside its result, on one line."""
+    return " ".join(result.stderr.split())
 
 
 def contents(place) -> dict[str, bytes]:
@@ -308,8 +346,8 @@ def test_a_base_model_that_is_not_what_was_expected_stops_the_run_before_it_begi
     assert message in said and "--set expect=null" in said
     assert not (folder / "out").exists()
     # who disagrees says so, and is not asked again when the run goes on
-    assert rewrite(folder, "--set", "expect=null", "--until", "distill").exit_code == 0
-    assert rewrite(folder, "--resume").exit_code == 0
+    assert rewrite(folder, *TWO_PHASES, "--set", "expect=null", "--until", "distill").exit_code == 0
+    assert rewrite(folder, *TWO_PHASES, "--resume").exit_code == 0
 
 
 def test_a_base_model_that_is_as_expected_is_converted(folder):

@@ -24,8 +24,15 @@ def rewrite(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Stop after the plan; needs no weights and no data.")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run in the folder.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier result in the folder.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an unfinished run in the folder; leave a finished one.")
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Replace what an earlier run left in the folder; with --resume, only what is finished."
+        ),
+    ] = False,
     until: Annotated[str | None, typer.Option(metavar="PHASE", help="Stop after this phase.")] = None,
     strict_budget: Annotated[
         bool, typer.Option("--strict-budget", help="Exit 4 when a budget is missed by more than .01.")

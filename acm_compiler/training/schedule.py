@@ -36,8 +36,10 @@ from acm_compiler.training.watch import warn_of_collapse, warn_of_missed_budget
 
 def run_schedule(
     model: nn.Module, schedule: Sequence[PhaseConfig], job: Job, *, resume: bool = False, until: str | None = None
-) -> None:
-    """Train `model`, in place, by the phases of `schedule`; `until` names the phase after which to stop.
+) -> int:
+    """Train `model`, in place, by the phases of `schedule`, and return how many of them are done then.
+
+    `until` names the phase after which to stop; with `resume`, the next of that name, if there is one.
 
     With `resume`, what a saved state says is done is not done again; the weights at the end are those of a run that
     was never interrupted, bit for bit on the same machine, threads and versions. Without it, or without a saved
@@ -58,13 +60,15 @@ def run_schedule(
     run = Run(model=model, job=job, machine=machine, journal=journal, store=store, interrupts=Interrupts())
     try:
         with run.interrupts.watched():
-            _run_phases(run, schedule, snapshot, until)
+            return _run_phases(run, schedule, snapshot, until)
     finally:
         journal.close()
 
 
-def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | None, until: str | None) -> None:
+def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | None, until: str | None) -> int:
     first = snapshot.position.phase if snapshot else 0
+    if until is not None and until not in [config.phase for config in schedule[first:]]:
+        return first  # it is done already
     for index in range(first, len(schedule)):
         config, began = schedule[index], time.monotonic()
         if isinstance(config, TrainedPhase):
@@ -80,7 +84,8 @@ def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | 
         if stop:
             raise run.interrupted(f"phase {config.phase}")
         if config.phase == until:
-            return
+            return index + 1
+    return len(schedule)
 
 
 def _train(

@@ -12,6 +12,13 @@ from acm_compiler.cli.output import JsonOption, Output, SetOption
 if TYPE_CHECKING:
     from acm_compiler.recipe import Recipe
 
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Replace what an earlier run left in the folder; with --resume, only what is finished."
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -27,12 +34,7 @@ def rewrite(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an unfinished run in the folder; leave a finished one.")
     ] = False,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Replace what an earlier run left in the folder; with --resume, only what is finished."
-        ),
-    ] = False,
+    force: ForceOption = False,
     until: Annotated[str | None, typer.Option(metavar="PHASE", help="Stop after this phase.")] = None,
     strict_budget: Annotated[
         bool, typer.Option("--strict-budget", help="Exit 4 when a budget is missed by more than .01.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from acm_compiler.acm.module import Slot
 from acm_compiler.budgets import setting_of
 from acm_compiler.control import refuse_unfitted
-from acm_compiler.conversion import conversion, sites
+from acm_compiler.conversion import sites, whole_conversion
 from acm_compiler.errors import UsageError
 
 
@@ -24,7 +24,8 @@ def batch(
 
     mask [batch, tokens], True (or non-zero) at real tokens: padding then counts in no loss, budget or record.
     budgets [batch]: one budget per example, in the spellings of `set_budget`, within the model's budget range.
-    Raises UsageError when another `acm.batch` is open, NoBudgetTable and BudgetUnreachable as `set_budget` does.
+    Raises UsageError when another `acm.batch` is open; for budgets also what `set_budget` does, such as
+    BudgetUnreachable.
     """
     acms = sites(model)
     if any(acm.slot is not None for acm in acms.values()):
@@ -55,7 +56,7 @@ def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict
             fix="one budget for all of them: acm.set_budget(model, 0.4)",
         )
     refuse_unfitted(model, "budgets per example")
-    owner = conversion(model)
+    owner = whole_conversion(model, "a budget")
     settings = [setting_of(owner, budget) for budget in each]
     device = next(iter(sites(model).values())).k_lo.device
     return {

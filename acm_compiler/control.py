@@ -16,7 +16,7 @@ from torch import nn
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Phase
 from acm_compiler.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of
-from acm_compiler.conversion import Conversion, conversion, sites
+from acm_compiler.conversion import Conversion, conversion, sites, whole_conversion
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
@@ -56,9 +56,9 @@ def run_mode(acm: ACM) -> FixedK | Gated | Relaxed:
 def set_k(model: nn.Module, k: int | None) -> None:
     """Let every token run `k` learners; None hands the choice back to the gates, at the last budget set.
 
-    A site whose k_min is above `k` runs its k_min, one with fewer learners all of them. UsageError outside
-    [0, largest N]; SitesNotFitted while sites without fitted learners exist and `k` is below N; FixedBudget as
-    `set_budget`.
+    A site whose k_min is above `k` runs its k_min, one with fewer learners all of them. `model` may be a part of a
+    rewritten model: then only the sites in it change. UsageError outside [0, largest N]; SitesNotFitted while sites
+    without fitted learners exist and `k` is below N; FixedBudget as `set_budget`.
     """
     acms = sites(model)
     if k is None:
@@ -77,8 +77,12 @@ def set_k(model: nn.Module, k: int | None) -> None:
 
 def _hand_to_gates(model: nn.Module) -> None:
     owner = conversion(model)
+    if isinstance(owner.budget, dict):
+        for phase in PHASES:
+            _write_setting(model, setting_of(owner, owner.budget[phase]), owner.cap, phase)
+        return
     if owner.budget is not None:
-        set_budget(model, owner.budget, cap=owner.cap)
+        _write_setting(model, setting_of(owner, owner.budget), owner.cap)
         return
     for acm in sites(model).values():
         lowest = acm.count if acm.state == "dense" else acm.k_min
@@ -107,9 +111,9 @@ def set_budget(
     else is prefill; then the shares come back by phase. cap: an upper bound on every token's k, as a share of N.
     The choice holds for the whole model until changed. Raises BudgetUnreachable (with the range), NoBudgetTable when
     no phase has measured the gates, SitesNotFitted, LayoutUnknown where the phases cannot be told apart, FixedBudget
-    for exported graphs and for models frozen for good.
+    for exported graphs and for models frozen for good, UsageError for a part of a rewritten model.
     """
-    owner = conversion(model)
+    owner = whole_conversion(model, "a budget")
     if cap is not None and not (is_number(cap) and 0 < cap <= 1):
         raise UsageError("a cap outside its range", found=repr(cap), expected="a share of N in (0, 1]")
     wanted = owner.default_budget if budget is None else budget

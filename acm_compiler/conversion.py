@@ -166,3 +166,17 @@ def conversion_of(acm: ACM) -> Conversion:
 def conversion(model: nn.Module) -> Conversion:
     """The conversion of a rewritten model; NotRewritten when it is not one."""
     return conversion_of(next(iter(sites(model).values())))
+
+
+def whole_conversion(model: nn.Module, request: str) -> Conversion:
+    """As `conversion`, for what holds for all sites of the plan together; UsageError for a part of the model."""
+    owner, here = conversion(model), sites(model)
+    elsewhere = [site.name for site in owner.plan.sites if site.name not in here]
+    if elsewhere:
+        raise UsageError(
+            f"{request} is for the whole rewritten model, whose plan and budget table belong together",
+            found=f"{type(model).__name__} with {len(here)} of its {len(owner.plan.sites)} sites, "
+            f"without {elsewhere[0]}",
+            fix="name the model that acm.rewrite or acm.load gave; acm.set_k(part, k) fixes the sites of a part",
+        )
+    return owner

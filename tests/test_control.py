@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import re
 import threading
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import acm_compiler.batch_context as batches
+from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.budgets import parse_budget, setting_of
+from acm_compiler.calibration import calibrate, recalibrate
 from acm_compiler.control import FixedK, Gated, Relaxed, relax, run_mode, set_budget, set_k
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.cost import gate_macs_per_token, macs_per_learner
@@ -58,6 +61,39 @@ def test_two_rewritten_models_in_one_are_addressed_one_by_one(model):
         with pytest.raises(UsageError, match="2 models that were rewritten one by one"):
             act(both)
     assert set_budget(both[0], 0.5) == 0.5
+
+
+def test_a_budget_is_not_for_a_part_of_a_model(model):
+    set_budget(model, 0.5)
+    before = [run_mode(acm) for acm in sites(model).values()]
+    part = model.acms[1]
+    for act in (
+        lambda: set_budget(part, 0.4),
+        lambda: set_budget(part, 1.0),
+        lambda: batches.batch(part, budgets=[0.4]).__enter__(),
+        lambda: calibrate(part, [torch.randn(1, 5, 8)]),
+        lambda: recalibrate(part, [torch.randn(1, 5, 8)]),
+    ):
+        with pytest.raises(UsageError, match="with 1 of its 2 sites, without a"):
+            act()
+    assert [run_mode(acm) for acm in sites(model).values()] == before
+    # what only wraps the model holds all of it
+    assert set_budget(torch.nn.Sequential(model), 0.4) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("budget", [0.5, {"prefill": 0.9, "decode": 0.3}])
+def test_the_sites_of_a_part_may_be_given_a_k_and_handed_back(model, budget):
+    set_budget(model, budget)
+    before = [state_of(acm) for acm in model.acms]
+    set_k(model.acms[0], 3)
+    assert run_mode(model.acms[0]) == FixedK(3) and state_of(model.acms[1]) == before[1]
+    set_k(model.acms[0], None)
+    assert [state_of(acm) for acm in model.acms] == before and conversion(model).budget == budget
+
+
+def state_of(acm) -> dict[str, int]:
+    """The run-time choices of an ACM."""
+    return {name: int(getattr(acm, name)) for name in RUN_TIME}
 
 
 def test_set_k_is_clamped_to_each_site(model):
@@ -298,8 +334,16 @@ def test_an_example_of_padding_alone_is_no_part_of_the_budget(model):
         model(x)
     with record(model) as alone:
         model(x[::2])
-    assert padded.shares[1] == 0
+    assert padded.shares.isnan().tolist() == [False, True, False]
     assert padded.budget == pytest.approx(alone.budget)
+    assert padded.pooled_budget == pytest.approx(alone.pooled_budget)
+
+
+def test_padding_alone_has_no_share(model):
+    with batches.batch(model, mask=torch.zeros(2, 6)), record(model) as usage:
+        model(torch.randn(2, 6, 8))
+    assert math.isnan(usage.budget) and math.isnan(usage.pooled_budget) and usage.shares.isnan().all()
+    assert "budget nan reached over 2 examples" in str(usage)
 
 
 def test_a_mask_of_another_length_is_refused_by_site(model):

@@ -14,7 +14,7 @@ from acm_compiler.calibration.install import install
 from acm_compiler.calibration.lowest_k import choose_lowest_k
 from acm_compiler.calibration.options import Options, shares_of
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import conversion
+from acm_compiler.conversion import whole_conversion
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets
@@ -56,7 +56,7 @@ def calibrate_on(
 ) -> Plan:
     """`calibrate` with (inputs, padding mask or None) pairs and all its options."""
     options = options or Options()
-    owner = conversion(model)
+    owner = whole_conversion(model, "calibration")
     for site in owner.plan.sites:
         check_closed_form(site)
     wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))

@@ -10,7 +10,7 @@ from torch import nn
 from acm_compiler.calibration.examples import Examples, masked, run
 from acm_compiler.calibration.options import check_tokens, shares_of
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import BudgetTable, conversion
+from acm_compiler.conversion import BudgetTable, whole_conversion
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.progress import Say, telling
@@ -32,7 +32,7 @@ def recalibrate(
     """
     asked = shares_of(model, budgets)
     check_tokens(tokens)
-    owner = conversion(model)
+    owner = whole_conversion(model, "calibration")
     k_lo = owner.table.points[0].k_lo if owner.table else 0
     with torch.inference_mode(False):
         examples = _enough_of(model, masked(batches), tokens)

@@ -220,7 +220,7 @@ class Workshop:
                 with batch_context(model, mask=self.task.mask(batch)), record(model) as usage:
                     scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))
                 units.append(metric.units(batch).to(self.machine.device))
-                shares.append(usage.shares)
+                shares.append(usage.real_shares)
         return {
             metric.name: metric.value(torch.cat(scores), torch.cat(units)),
             "budget": float(torch.cat(shares).mean()),

@@ -89,26 +89,31 @@ class Usage:
 
     @property
     def shares(self) -> Tensor:
-        """Share of learner MACs of each example, float64 [batch]; padding left out (b_i of SEMANTICS 2)."""
+        """Share of learner MACs of each example, float64 [batch]; padding left out (b_i of SEMANTICS 2).
+
+        nan for an example of padding alone, which has no share.
+        """
         run, full = self.learner_macs
-        return run / full.clamp_min(1)
+        return run / full
 
     @property
     def budget(self) -> float:
-        """The budget reached: the mean over examples, but those of padding alone, of their shares of learner MACs."""
+        """The budget reached: the mean over examples, but those of padding alone, of their shares of learner MACs.
+
+        nan where there are no others.
+        """
         return float(self.real_shares.mean())
 
     @property
     def real_shares(self) -> Tensor:
         """`shares` without the examples that hold no real token."""
-        run, full = self.learner_macs
-        return run[full > 0] / full[full > 0]
+        return self.shares[~self.shares.isnan()]
 
     @property
     def pooled_budget(self) -> float:
-        """The share of learner MACs over all tokens of the batch together."""
+        """The share of learner MACs over all tokens of the batch together; nan without real tokens."""
         run, full = self.learner_macs
-        return float(run.sum() / full.sum().clamp_min(1))
+        return float(run.sum() / full.sum())
 
     @property
     def macs(self) -> Tensor:

@@ -87,9 +87,10 @@ def test_the_reached_budget_is_a_mean_over_examples_and_the_pooled_one_over_toke
     model.acms[1].gate.outer.bias.data[2] = 1e6
     points = (BudgetPoint(share=0.1, knob=0.0, k_lo=0), BudgetPoint(share=1.0, knob=-9.0, k_lo=0))
     conversion(model).table = BudgetTable(rule="logits", points=points, examples=1)
-    batch = {"x": torch.ones(2, 5, 8), "mask": torch.ones(2, 5)}
+    batch = {"x": torch.ones(3, 5, 8), "mask": torch.ones(3, 5)}
     batch["x"][1] = -1.0
     batch["mask"][1, 1:] = 0
+    batch["mask"][2] = 0  # padding alone: no part of either
     found = evaluate(model, [batch], TokenTask(), budgets=[0.1])
     result = found.budgets[0]
     # one learner of the second site costs twice one of the first: shares (4 + 2 * 2) / 12 and (1 + 2 * 2) / 12

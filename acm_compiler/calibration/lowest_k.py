@@ -90,8 +90,8 @@ def _run(model: nn.Module, example: Example, trials: Sequence[_Trial], answer: A
                 acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
             with record(model) as usage:
                 found = answers(call_model(model, example[0]), answer, mask_BS)
-            trial.examples += len(usage.shares)
-            trial.shares += float(usage.shares.sum())
+            trial.examples += len(usage.real_shares)
+            trial.shares += float(usage.real_shares.sum())
             trial.damage += energy([f - w for f, w in zip(found, wanted, strict=True)], mask_BS)
 
 

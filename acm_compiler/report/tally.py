@@ -60,7 +60,7 @@ class Tally:
     @property
     def spent(self) -> Spent:
         """The share that was reached, a mean over examples, and the score of every example."""
-        return Spent(share=float(torch.cat(self._shares).mean()), score_E=torch.cat(self._scores))
+        return Spent(share=float(torch.cat(self._shares).nanmean()), score_E=torch.cat(self._scores))
 
     def result(self, sample: Sample, dense_E: Tensor | None) -> dict[str, Any]:
         """The fields of a `Result`; dense_E is the dense model's scores."""

@@ -188,7 +188,7 @@ class _Step(nn.Module):
         with record(self.model) as usage:
             loss = self._objective(call_model(self.model, self.task.inputs(batch)), batch, wanted)
         none = torch.zeros_like(loss)
-        return loss, _Seen.of((loss, loss, none, none, none), usage.shares.to(loss.device), usage.learner_macs, {})
+        return loss, _Seen.of((loss, loss, none, none, none), usage.real_shares.to(loss.device), usage.learner_macs, {})
 
     def _objective(self, output: Any, batch: Batch, wanted: Tensor | None) -> Tensor:
         if wanted is None:

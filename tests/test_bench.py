@@ -10,9 +10,11 @@ import torch
 
 from acm_compiler.bench import interleave as turns
 from acm_compiler.bench.measure_model import BASE, Contest, Row, break_even, check_answers, measure_model
+from acm_compiler.budgets import parse_budget
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import BudgetPoint, BudgetTable
 from acm_compiler.errors import VerificationFailed
+from acm_compiler.plans import Plan
 from tests.build import planned_site, stack_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,9 +118,11 @@ def test_a_saved_run_is_explained_and_measured(tmp_path):
     said = json.loads(acmc("explain", str(tmp_path / "run"), "--json"))
     assert said["graphs"] == 1 and len(said["sites"]) == 20
     assert {site["implementation"] for site in said["sites"]} == {"cpu"}
-    options = ["--budgets", ".5,1", "--batches", "2,4", "--rounds", "2", "--json"]
+    options = ["--budgets", ".5,80%,1", "--batches", "2,4", "--rounds", "2", "--json"]
     measured = json.loads(acmc("bench", str(tmp_path / "run"), *options))
     assert {"versions", "device", "rows", "break_even_batch"} <= measured.keys()
     keys = {"batch", "budget", "contender", "time_ms", "ratio", "ratio_q1", "ratio_q3", "mac_ratio", "error"}
     assert all(set(row) == keys for row in measured["rows"])
     assert {row["batch"] for row in measured["rows"]} == {2, 4}
+    plan = Plan.from_json((tmp_path / "run/plan.json").read_text())
+    assert {row["budget"] for row in measured["rows"]} == {None, 0.5, 1.0, parse_budget("80%", plan)}

@@ -9,15 +9,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from acm_compiler.budgets import parse_budget
 from acm_compiler.checkpoint import load, save
 from acm_compiler.cli import app
 from acm_compiler.cli.eval import damage_table
+from acm_compiler.cli.saved_run import read_budgets
 from acm_compiler.control import FixedK
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import PackageMissing
 from acm_compiler.evaluate import evaluate
 from acm_compiler.measure import measure_budgets
+from acm_compiler.plans import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
 from acm_compiler.report import wording
 from acm_compiler.report.contents import Report, headline_budget
@@ -110,11 +113,25 @@ def test_eval_measures_the_budgets_asked_for_and_prints_a_table(run):
     assert load_evaluation(run).n == 10
 
 
-@pytest.mark.parametrize(("budgets", "code", "words"), [("1.2", 4, "to 1"), ("lots", 2, "60%"), (",", 2, "--budgets")])
-def test_budgets_that_cannot_be_are_refused(run, budgets, code, words):
-    done = acmc("eval", run, "--budgets", budgets)
+@pytest.mark.parametrize(
+    ("budgets", "code", "words"),
+    [("1.2", 4, "to 1"), ("40", 4, "'40%'"), ("1%", 4, "to 1"), ("lots", 2, "60%"), (",", 2, "--budgets")],
+)
+@pytest.mark.parametrize("verb", ["eval", "bench"])
+def test_budgets_that_cannot_be_are_refused_before_the_model_is_loaded(run, verb, budgets, code, words):
+    (run / "model.safetensors").unlink()
+    done = acmc(verb, run, "--budgets", budgets)
     assert done.exit_code == code and words in done.stderr
     assert load_evaluation(run) is None
+
+
+def test_budgets_are_spelled_alike_everywhere(run):
+    plan = Plan.from_json((run / "plan.json").read_text())
+    spelled = [0.4, "95%", f"{plan.cost.macs(0.7) / 1e6:.9f} MMACs"]
+    shares = read_budgets(run, ",".join(map(str, spelled)))
+    assert shares == [parse_budget(budget, plan) for budget in spelled]
+    assert shares[1] == pytest.approx(plan.cost.budget_of_macs(0.95 * plan.model.dense_macs))
+    assert shares[2] == pytest.approx(0.7)
 
 
 def test_a_quick_look_does_not_replace_a_better_evaluation(run):

@@ -1,7 +1,7 @@
 """Saved models: directories that say themselves how to build, fill and run a rewritten model."""
 
 from acm_compiler.checkpoint.folder import check_own_folder, holds_model, save_id
-from acm_compiler.checkpoint.load import load
+from acm_compiler.checkpoint.load import load, saved_conversion
 from acm_compiler.checkpoint.save import save
 
-__all__ = ["check_own_folder", "holds_model", "load", "save", "save_id"]
+__all__ = ["check_own_folder", "holds_model", "load", "save", "save_id", "saved_conversion"]

@@ -51,6 +51,14 @@ def load(
     return model.eval()
 
 
+def saved_conversion(directory: str | os.PathLike[str]) -> Conversion:
+    """The plan, budget table and default budget of a saved model, without its weights. StorageError as `load`."""
+    _, plan, budgets = _read(Path(directory))
+    owner = Conversion(plan=plan)
+    _restore_facts(owner, budgets)
+    return owner
+
+
 def _read(folder: Path) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
     """model.json, the plan and budgets.json, of one save and of a format that is known here."""
     description = _document(_text(folder, MODEL), folder / MODEL)
@@ -193,11 +201,15 @@ def _restore_budgets(model: nn.Module, budgets: dict[str, Any]) -> None:
     owner: Conversion = next(iter(acms.values())).conversion
     for name, rule in budgets["rules"].items():
         acms[name].gate.rule = rule
+    _restore_facts(owner, budgets)
+    phases = budgets.get("phase_budgets")  # not known to folders that were written before there were any
+    if owner.table is not None and (phases or owner.default_budget is not None):
+        set_budget(model, phases or None)
+
+
+def _restore_facts(owner: Conversion, budgets: dict[str, Any]) -> None:
     table = budgets["table"]
     if table is not None:
         owner.table = BudgetTable.from_plain(table | {"evaluated": budgets.get("budgets", ())})
     owner.damage = {name: tuple(values) for name, values in budgets["damage"].items()}
     owner.teacher, owner.default_budget = budgets["teacher"], budgets["default_budget"]
-    phases = budgets.get("phase_budgets")  # not known to folders that were written before there were any
-    if owner.table is not None and (phases or owner.default_budget is not None):
-        set_budget(model, phases or None)

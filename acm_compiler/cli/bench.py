@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.eval import CodeOption, parse_budgets
+from acm_compiler.cli.eval import CodeOption
 from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
-    budgets: Annotated[str, typer.Option(metavar="B,B,…", help="Shares of learner MACs.")] = ".25,.5,.75,1",
+    budgets: Annotated[
+        str, typer.Option(metavar="B,B,…", help="Shares of learner MACs, or 60%, or 11GMACs.")
+    ] = ".25,.5,.75,1",
     batches: Annotated[str, typer.Option(metavar="N,N,…", help="Batch sizes.")] = "1,8,64",
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Turns that every contender gets.")] = 11,
     verify: Annotated[bool, typer.Option("--verify", help="Only compare answers, at every k.")] = False,
@@ -33,12 +35,12 @@ def bench(
 ) -> None:
     """Check that the compiled model answers as the eager one, then print one row per contender, batch and budget."""
     from acm_compiler.bench.measure_model import as_json, break_even, check_answers, measure_model
-    from acm_compiler.cli.saved_run import open_saved_run
+    from acm_compiler.cli.saved_run import open_saved_run, read_budgets
 
     output = Output(json=json)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)
     sizes = sorted({_whole(part) for part in batches.split(",") if part.strip()})
-    shares = [float(share) for share in _reachable(parse_budgets(budgets))]
+    shares = [] if verify else read_budgets(directory, budgets)
     run = open_saved_run(directory, allow_code=allow_code)
     contest = _contest(run)
     output.progress("compiling, and comparing answers at every k")
@@ -53,7 +55,7 @@ def bench(
     even = break_even(rows, least)
     output.table([_cells(row) for row in rows], headers=_HEADERS)
     where = f"from batch {even} on" if even is not None else "at none of the batch sizes measured"
-    output.say(f"at budget {least:g} it is faster than dense Inductor {where}")
+    output.say(f"at budget {least:.4g} it is faster than dense Inductor {where}")
     output.document({**_machine(), "rows": as_json(rows), "break_even_budget": least, "break_even_batch": even})
 
 
@@ -80,7 +82,7 @@ def _contest(run: SavedRun) -> Contest:
 
 
 def _cells(row: Row) -> list[str]:
-    budget = "" if row.budget is None else f"{row.budget:g}"
+    budget = "" if row.budget is None else f"{row.budget:.4g}"
     error = "" if row.error is None else f"{row.error:.1e}"
     ratios = [f"{value:.3f}" for value in (row.ratio, row.ratio_q1, row.ratio_q3, row.mac_ratio)]
     return [str(row.batch), budget, row.contender, f"{row.time_ms:.3f}", *ratios, error]
@@ -107,12 +109,3 @@ def _whole(text: str) -> int:
     if not text.strip().isdigit() or int(text) < 1:
         raise UsageError("no batch size", where="--batches", found=repr(text), expected="such as 1,8,64")
     return int(text)
-
-
-def _reachable(budgets: list[float | str]) -> list[float]:
-    from acm_compiler.errors import UsageError
-
-    shares = [budget for budget in budgets if isinstance(budget, float)]
-    if len(shares) < len(budgets):
-        raise UsageError("budgets here are shares of learner MACs", where="--budgets", expected="such as .25,.5,1")
-    return shares

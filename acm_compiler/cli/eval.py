@@ -31,7 +31,8 @@ def register(app: typer.Typer) -> None:
 def evaluate(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
     budgets: Annotated[
-        str | None, typer.Option(metavar="B,B,…", help="Shares of learner MACs such as .25,.5,1; unset: the recipe's.")
+        str | None,
+        typer.Option(metavar="B,B,…", help="Shares of learner MACs, or 60%, or 11GMACs; unset: the recipe's."),
     ] = None,
     examples: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Measure on N examples only, drawn at random.")
@@ -44,12 +45,12 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Print the metric and the cost at each budget, and keep them in the folder."""
-    from acm_compiler.cli.saved_run import open_saved_run
+    from acm_compiler.cli.saved_run import open_saved_run, read_budgets
     from acm_compiler.report.table import evaluation_table
 
     output = Output(json=json)
+    asked = None if budgets is None else read_budgets(directory, budgets)
     run = open_saved_run(directory, allow_code=allow_code)
-    asked = None if budgets is None else parse_budgets(budgets)
     found = measure(run, output, budgets=asked, examples=examples, batch=batch)
     keep(run.directory, found, output)
     output.say(evaluation_table(found))
@@ -132,23 +133,6 @@ def keep(directory: Path, found: Evaluation, output: Output) -> None:
 
 def _listed(evaluation: Evaluation) -> str:
     return ", ".join(f"{row.asked:.4g}" for row in evaluation.budgets)
-
-
-def parse_budgets(text: str) -> list[float | str]:
-    """Budgets by commas: shares, or texts as `acm.set_budget` takes them."""
-    from acm_compiler.errors import UsageError
-
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
-        raise UsageError("no budgets given", where="--budgets", found=repr(text), expected="such as .25,.5,1")
-    return [_number(part) for part in parts]
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _with_recorded(found: Evaluation, run: SavedRun, output: Output) -> Evaluation:

@@ -54,7 +54,7 @@ def plan(
 ) -> None:
     """Print the cost report of a recipe or a model."""
     from acm_compiler.budgets import parse_budget
-    from acm_compiler.cli.eval import parse_budgets
+    from acm_compiler.cli.saved_run import parse_budgets
     from acm_compiler.cli.what import read_what
     from acm_compiler.cost_table import BUDGETS, cost_table
     from acm_compiler.pipeline import example_of

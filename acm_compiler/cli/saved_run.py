@@ -109,11 +109,46 @@ def open_saved_run(directory: Path, *, allow_code: bool = False) -> SavedRun:
     )
 
 
+def read_budgets(directory: Path, text: str) -> list[float]:
+    """The budgets in `text`, by commas and as `acm.set_budget` takes them, as shares of learner MACs.
+
+    UsageError and BudgetUnreachable for those that the model saved in `directory` cannot be set to; it is not loaded.
+    """
+    from acm_compiler.budgets import parse_budget, setting_of
+    from acm_compiler.checkpoint import saved_conversion
+
+    asked = parse_budgets(text)
+    _check_folder(directory)
+    owner = saved_conversion(directory)
+    for budget in asked:
+        setting_of(owner, budget)
+    return [parse_budget(budget, owner.plan) for budget in asked]
+
+
+def parse_budgets(text: str) -> list[float | str]:
+    """Budgets by commas: shares, or texts as `acm.set_budget` takes them."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise UsageError("no budgets given", where="--budgets", found=repr(text), expected="such as .25,60%,11GMACs")
+    return [_number(part) for part in parts]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _check_folder(directory: Path) -> None:
+    if not directory.is_dir():
+        raise UsageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")
+
+
 def _recipe(directory: Path) -> Recipe | None:
     from acm_compiler.recipe import load_recipe
 
-    if not directory.is_dir():
-        raise UsageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")
+    _check_folder(directory)
     file = directory / "recipe.yaml"
     return load_recipe(file) if file.is_file() else None
 

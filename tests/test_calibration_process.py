@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import math
 import re
 
 import pytest
@@ -287,6 +288,40 @@ def test_a_site_that_never_ran_is_named():
 def test_values_that_are_not_finite_are_named_by_site():
     poisoned = [{**b, "x": torch.where(torch.rand(b["x"].shape) > 0.99, torch.nan, b["x"])} for b in DATA]
     refused(TrainingFailed, r"blocks\.0\.proj: .*not finite", data=poisoned)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("blocks.0.mlp.dense.2.weight", r"blocks\.0\.mlp\.2\.weight"),
+        ("blocks.0.glu.dense.c.weight", r"blocks\.0\.glu\.c\.weight"),
+        ("blocks.1.norms.0.bias", r"blocks\.1\.norms\.0\.bias"),
+    ],
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_named_and_not_the_site_that_saw_it(name, where, value):
+    model = make_tiny(depth=2)
+    with torch.no_grad():
+        model.get_parameter(name)[..., 0] = value
+    refused_names = rf"^{where}: the model's own weights are not finite \(found nan or infinity in \d+ of \d+ values\)"
+    with pytest.raises(TrainingFailed, match=refused_names):
+        calibrate_on(model, masked(DATA), options=quick())
+
+
+def test_broken_weights_that_no_example_uses_do_no_harm():
+    model = make_tiny()
+    model.unused = torch.nn.Parameter(torch.full((2,), torch.nan))
+    calibrate_on(model, masked(DATA), options=quick(tokens=700))
+
+
+def test_where_the_answer_is_zero_damage_is_that_of_the_sites_outputs():
+    model = make_tiny()
+    with pytest.warns(UserWarning, match="the model's answer is zero on all of the data"):
+        calibrate_on(model, masked(DATA), options=quick(tokens=700, answer=lambda output, mask: output * 0))
+    damages = sensitivity(model).sites
+    assert all(0 <= damage < 100 for site in damages.values() for damage in site.values())
+    assert all(site[1] > site[2] > 0 for site in damages.values())
+    assert set_budget(model, 0.5) == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_model_without_its_dense_weights_is_refused():

@@ -57,6 +57,24 @@ def read_dense(model: nn.Module, plan: Plan) -> dict[str, DenseWeights]:
     return {name: _weights_of(plan.site(name), tensors) for name in acms}
 
 
+def broken_weights(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """The weights of the model before the rewrite that are not finite, by their names there.
+
+    Buffers count where they hold nan: an infinity may be meant there, as in a mask.
+    """
+    acms = sites(model)
+    of_acms = {id(tensor) for acm in acms.values() for tensor in named_tensors(acm).values()}
+    tensors = {name: tensor for name, tensor in named_tensors(model).items() if id(tensor) not in of_acms}
+    for name, acm in acms.items():
+        tensors |= _held_by(acm, plan.site(name))
+    return {name: tensor.detach() for name, tensor in tensors.items() if _is_broken(tensor)}
+
+
+def _is_broken(tensor: Tensor) -> bool:
+    infinite = isinstance(tensor, nn.Parameter) and bool(tensor.isinf().any())
+    return infinite or bool(tensor.isnan().any())
+
+
 def _held_by(acm: ACM, site: PlannedSite) -> dict[str, Tensor]:
     """The tensors of one dense region by their names in the model before the rewrite."""
     if acm.dense is None:

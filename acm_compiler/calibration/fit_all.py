@@ -32,6 +32,10 @@ _PATIENCE = 4
 _TOLD = 10
 # bytes that the sample of a narrow site may take, where so many tokens fit that its gate profits
 _SAMPLE_BYTES, _LARGEST_SAMPLE = 2**23, 4
+_NO_ANSWER = (
+    "the model's answer is zero on all of the data, like that of a head which was never trained: nothing tells which "
+    "sites matter, and expected damage is the mean squared change of a site's own output, summed over its tokens"
+)
 # tokens of each site whose scores guess the first knobs
 _SCORED = 2048
 
@@ -52,6 +56,8 @@ def fit_all(model: nn.Module, examples: Examples, options: Options, say: Teller)
         seen_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
         passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
+        if number == 1 and not seen.energy > 0:
+            warnings.warn(_NO_ANSWER, stacklevel=5)
         say.done(f"read {seen.examples:,} examples, {seen_tokens} tokens{fewer} at each of {len(group)} sites{passes}")
         for fit in _fit_group(model, records, examples, seen, options):
             say(f"{fit.site.name}: {_form(fit.site)}, expected damage {', '.join(f'{d:.1e}' for d in fit.damage)}")
@@ -120,6 +126,11 @@ def _read(model: nn.Module, examples: Examples, records: Records, options: Optio
     return Seen(examples=sum(count for count, _ in joined), energy=sum(energy for _, energy in joined))
 
 
+def _damage_unit(seen: Seen) -> float:
+    """One over the squared norm of one example's answer; 1 where that is zero."""
+    return seen.examples / seen.energy if seen.energy > 0 else 1.0
+
+
 def _fit_group(
     model: nn.Module, records: Records, examples: Examples, seen: Seen, options: Options
 ) -> Iterator[FittedSite]:
@@ -143,8 +154,7 @@ def _fit_group(
 
 def _fitted(model: nn.Module, learned: Learned, seen: Seen) -> FittedSite:
     site, gate = learned.site, learned.gate
-    # in units of the squared norm of one example's answer
-    unit = seen.examples / max(seen.energy, 1e-300)
+    unit = _damage_unit(seen)
     learners = as_module(learned.weights, site, sites(model)[site.name].learners.w_in)
     ranks.from_first([learners])
     with torch.no_grad():

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.calibration.dense_weights import broken_weights
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
 from acm_compiler.calibration.padding import real_tokens
 from acm_compiler.calibration.site_record import SiteRecord
-from acm_compiler.conversion import sites
+from acm_compiler.conversion import conversion, sites
+from acm_compiler.errors import TrainingFailed
 from acm_compiler.measure import Example
 
 
@@ -55,11 +57,29 @@ def observe(
                         wanted, more = [*carriers, *taps.leaves], number < projections - 1
                         torch.autograd.grad(loss / projections**0.5, wanted, allow_unused=True, retain_graph=more)
             taps.leaves.clear()
-            for record in records.values():
-                record.settle()
+            _settle(model, records)
             seen.examples += outputs[0].shape[0]
             seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
     return seen
+
+
+def _settle(model: nn.Module, records: Mapping[str, SiteRecord]) -> None:
+    """After a batch: TrainingFailed where a site saw what is not finite, at the weights that this came from, if any."""
+    try:
+        for record in records.values():
+            record.settle()
+    except TrainingFailed as seen:
+        broken = broken_weights(model, conversion(model).plan)
+        if not broken:
+            raise
+        name, tensor = next(iter(broken.items()))
+        more = f"; {len(broken) - 1} more of the model's weights are broken" if len(broken) > 1 else ""
+        raise TrainingFailed(
+            "the model's own weights are not finite",
+            where=name,
+            found=f"nan or infinity in {int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values{more}",
+            fix="load or train the model anew before the rewrite: nothing can be fitted to such weights",
+        ) from seen
 
 
 class _Taps:

@@ -17,7 +17,8 @@ class Sensitivity:
     """Expected damage by site name and k; `str()` is a table.
 
     One damage is the squared change of the model's output, over its squared norm, if every token ran k learners at
-    that site alone: to first order, on the calibration data.
+    that site alone: to first order, on the calibration data. Where that norm is zero, which `calibrate` warns of, it is
+    the mean squared change of the site's own output, summed over an example's tokens.
     """
 
     sites: dict[str, dict[int, float]]

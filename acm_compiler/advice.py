@@ -1,4 +1,4 @@
-"""What a plan leaves unconverted although it could be: what each class of sites would add, and what it would buy."""
+"""What else a plan could be: what converting more sites would buy, and what keeps k = N exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 from acm_compiler.planner import plan_sites, select
 from acm_compiler.plans import Plan
+from acm_compiler.recipe.phases import Phase
 from acm_compiler.recipe.schema import GateConfig, SiteRule
+from acm_compiler.report import wording
+from acm_compiler.report.evaluation import Evaluation
 from acm_compiler.survey import Findings
 
 _CLASSES = ("mlp", "attn")
@@ -61,6 +64,26 @@ def advise(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> list
                 Advice(match=match, sites=len(left), macs_share=share, model_share=_least(more), model_share_now=now)
             )
     return advice
+
+
+def advise_lossless(found: Evaluation, plan: Plan, schedule: Sequence[Phase]) -> str | None:
+    """What keeps k = N as good as the dense model, where calibration alone has made it worse by more than chance.
+
+    None where it is not worse, where nothing can be kept, and where other phases have trained the model since.
+    """
+    lossy = [site for site in plan.sites if not site.keeps_answers]
+    if not lossy or not found.fixed or any(phase.phase != "calibrate" for phase in schedule) or not schedule:
+        return None
+    full = max(found.fixed, key=lambda result: result.k)
+    metric, to_dense = found.metric, full.difference
+    if to_dense is None or not (to_dense.low > 0 if metric.lower_is_better else to_dense.high < 0):
+        return None
+    size = wording.difference(to_dense, metric.name) + (" points" if wording.is_share(metric.name) else "")
+    return (
+        f"with all learners (k = {full.k}) the {metric.name} is {size} to the dense model: {len(lossy)} of "
+        f"{len(plan.sites)} sites were refitted. `lossless: true` at their entry of the recipe's sites keeps the dense "
+        "answers at that k, for more parameters, which acmc plan prints"
+    )
 
 
 def _least(plan: Plan) -> float:

@@ -71,6 +71,11 @@ class PlannedSite(Site):
         """Whether k = N runs dense weights of its own."""
         return self.second_layer == "shared_top" or (self.kind == "linear" and self.lossless and not self.is_sliced)
 
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether k = N still answers as the dense region once learners have been calibrated."""
+        return self.is_sliced or self.lossless if self.kind == "linear" else self.second_layer != "shared"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:

@@ -14,6 +14,7 @@ from acm_compiler.cli.output import JsonOption, Output
 if TYPE_CHECKING:
     from acm_compiler.cli.saved_run import SavedRun
     from acm_compiler.evaluate import Setting
+    from acm_compiler.recipe import Recipe
     from acm_compiler.report.evaluation import Evaluation
 
 _BATCH = 128
@@ -54,10 +55,21 @@ def evaluate(
     found = measure(run, output, budgets=asked, examples=examples, batch=batch)
     keep(run.directory, found, output)
     output.say(evaluation_table(found))
+    say_advice(directory, found, run.recipe, output)
     damages = known_damages(run) if per_site else None
     if damages is not None:
         output.say("\n" + damage_table(damages))
     output.document(found.as_json() | ({} if damages is None else {"sensitivity": damages}))
+
+
+def say_advice(directory: Path, found: Evaluation, recipe: Recipe | None, output: Output) -> None:
+    """Say what would make the saved model answer as the dense one, where it should and does not."""
+    from acm_compiler.advice import advise_lossless
+    from acm_compiler.checkpoint import saved_conversion
+
+    advice = advise_lossless(found, saved_conversion(directory).plan, recipe.schedule if recipe else ())
+    if advice is not None:
+        output.say(f"advice: {advice}")
 
 
 def known_damages(run: SavedRun) -> dict[str, dict[int, float]]:

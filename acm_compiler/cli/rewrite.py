@@ -50,6 +50,7 @@ def rewrite(
     if dry_run:
         _dry_run(loaded, output)
         return
+    from acm_compiler.cli.eval import say_advice
     from acm_compiler.report.table import evaluation_table
     from acm_compiler.run_folder import RunOptions
     from acm_compiler.run_recipe import run_recipe
@@ -67,6 +68,7 @@ def rewrite(
     evaluation = run_recipe(loaded, options, say=output.progress)
     if evaluation is not None:
         output.say(evaluation_table(evaluation))
+        say_advice(directory, evaluation, loaded, output)
         output.document(evaluation.as_json() | {"directory": str(directory)})
     output.say(f"saved in {directory}")
 

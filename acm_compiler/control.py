@@ -180,8 +180,9 @@ def _no_own_budget(owner: Conversion) -> NoBudgetTable:
 def relax(model: nn.Module, temperature: float | None) -> None:
     """From now on train() samples the gates (Gumbel, straight through), like dropout; eval() stays deterministic.
 
-    None ends it. Sampling goes over all of a site's choices, at the knob set last. SitesNotFitted while sites
-    without fitted learners exist.
+    None ends it. Sampling goes over all of a site's choices, at the knob set last. An optimizer for it is made after
+    `rewrite` and `calibrate`, both of which make new parameters. SitesNotFitted while sites without fitted learners
+    exist.
     """
     if temperature is not None and not (is_number(temperature) and 0 < temperature < math.inf):
         raise UsageError("a temperature must be positive", found=repr(temperature), expected="a number such as 0.8")

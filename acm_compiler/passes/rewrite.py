@@ -59,6 +59,7 @@ def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module
 
     Class, call, and the names in the state dict of what was not replaced stay. It answers as before up to rounding
     (MLPs run all their learners, linear sites their dense region), but for sites planned with init="random".
+    Learners and gates are new parameters, and what they replaced is frozen: make optimizers afterwards.
     Raises PlanMismatch for another model, AlreadyRewritten, and NothingToConvert for a plan without sites.
     """
     check_convertible(model, plan)

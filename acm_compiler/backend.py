@@ -17,6 +17,7 @@ from acm_compiler.acm import ops
 from acm_compiler.dump import dump
 from acm_compiler.errors import KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.passes.acm_nodes import learners_nodes
+from acm_compiler.passes.fold_norm import fold_norm
 from acm_compiler.passes.fuse_gate import fuse_gate
 from acm_compiler.passes.fuse_residual import fuse_residual
 from acm_compiler.passes.merge_gates import merge_gates
@@ -27,6 +28,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "fuse_residual": (True, False),
     "merge_gates": (True, False),
     "fuse_gate": (True, False),
+    "fold_norm": (True, False),
 }
 """Our options, their values, the default first; every other option is Inductor's."""
 
@@ -34,6 +36,7 @@ _PASSES: dict[str, Callable[[fx.Graph], int]] = {
     "merge_gates": merge_gates,
     "fuse_residual": fuse_residual,
     "fuse_gate": fuse_gate,
+    "fold_norm": fold_norm,
 }
 _LOG = logging.getLogger("acm_compiler.backend")
 

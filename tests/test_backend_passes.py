@@ -1,5 +1,7 @@
 """The backend's passes on the graphs that Dynamo makes: before, after, same answers."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,8 @@ from torch import nn
 from acm_compiler.acm import ops
 from acm_compiler.backend import choose_implementation
 from acm_compiler.errors import VerificationFailed
-from acm_compiler.passes.acm_nodes import GATED, GATES, LEARNERS, RESIDUAL, learners_nodes
+from acm_compiler.passes.acm_nodes import GATED, GATES, LEARNERS, NORM_EPS, RESIDUAL, acm_nodes, learners_nodes
+from acm_compiler.passes.fold_norm import fold_norm
 from acm_compiler.passes.fuse_gate import fuse_gate
 from acm_compiler.passes.fuse_residual import fuse_residual
 from acm_compiler.passes.merge_gates import merge_gates
@@ -94,8 +97,20 @@ class Odd(nn.Module):
         lambda x, y: x + F.dropout(y, 0.5, True),
         lambda x, y: x + y.transpose(0, 1).contiguous().transpose(0, 1),
         lambda x, y: x.clone().add_(y),
+        lambda x, y: operator.iadd(x, 1) + y,
     ],
-    ids=["read twice", "itself", "number", "broadcast", "promoted", "alpha", "dropout", "permuted", "in place"],
+    ids=[
+        "read twice",
+        "itself",
+        "number",
+        "broadcast",
+        "promoted",
+        "alpha",
+        "dropout",
+        "permuted",
+        "in place",
+        "input written",
+    ],
 )
 def test_fuse_residual_leaves_alone_what_is_no_plain_bypass(use):
     graph_module, _ = graph_of(Odd(use), torch.randn(5, 5, 8))
@@ -136,6 +151,90 @@ def test_fuse_gate_makes_one_operator_of_every_acm():
     torch.testing.assert_close(run(graph_module, inputs), expected)
     found = verify(graph_module.graph, choose_implementation, expected=5)
     assert [acm.fused for acm in found] == [("gate",)] * 3 + [("gate", "residual")] * 2
+
+
+LAYER_NORMS = (F.layer_norm, torch.layer_norm)
+
+
+def folded(graph) -> list[bool]:
+    return [node.kwargs.get(NORM_EPS) is not None for node in acm_nodes(graph)]
+
+
+def test_fold_norm_takes_a_norm_that_nothing_else_reads():
+    graph_module, inputs = graph_of(Block().eval(), torch.randn(2, 5, 8) * 3 + 2)
+    expected, graph = run(graph_module, inputs), graph_module.graph
+    fuse_residual(graph)
+    assert fold_norm(graph) == 0  # nothing is folded where gates are apart: there may be gradients
+    fuse_gate(graph)
+    assert fold_norm(graph) == 1 and fold_norm(graph) == 0
+    assert folded(graph) == [False, False, False, False, True] and count(graph, LAYER_NORMS) == 1
+    torch.testing.assert_close(run(graph_module, inputs), expected)
+    found = verify(graph, choose_implementation, expected=5)
+    assert found[-1].fused == ("norm", "gate", "residual")
+
+
+class Normed(nn.Module):
+    """One ACM behind a norm that is called, and used, in some way."""
+
+    def __init__(self, use, **site):
+        super().__init__()
+        self.acm, self.use = acm_for(planned_site("mlp", **site)), use
+        self.weight, self.bias = nn.Parameter(torch.rand(8) + 0.5), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+def plain(m, x):
+    return F.layer_norm(x, (8,), m.weight, m.bias, 1e-3)
+
+
+FOLDED = {
+    "by position": lambda m, x: m.acm(plain(m, x)),
+    "by name": lambda m, x: m.acm(F.layer_norm(x, [8], eps=1e-3, bias=m.bias, weight=m.weight)),
+    "without weights": lambda m, x: m.acm(F.layer_norm(x, (8,))),
+    "torch's": lambda m, x: m.acm(torch.layer_norm(x, (8,), m.weight)),
+    "flattened": lambda m, x: m.acm(plain(m, x).view(-1, 8)),
+    "permuted": lambda m, x: m.acm(plain(m, x.transpose(0, 1)).view(-1, 8)),
+    "post": lambda m, x: x + m.acm(plain(m, x + 1)),
+    "part": lambda m, x: m.acm(plain(m, x[:1])),
+}
+KEPT = {
+    "read twice": lambda m, x: (z := plain(m, x)) + m.acm(z),
+    "read elsewhere": lambda m, x: (m.acm(z := plain(m, x)), z.sum()),
+    "more features": lambda m, x: m.acm(F.layer_norm(x, (5, 8))),
+    "other rows": lambda m, x: m.acm(F.layer_norm(x.view(2, 4, 10), (10,)).view(-1, 8)),
+    "transposed": lambda m, x: m.acm(F.layer_norm(x.view(10, 8)[:8], (8,)).t()),
+    "converted": lambda m, x: m.acm(F.layer_norm(x.double(), (8,)).float()),
+    "written": lambda m, x: m.acm((plain(m, x), x.add_(1))[0]),
+    "input written": lambda m, x: m.acm((plain(m, x), operator.iadd(x, 1))[0]),
+    "no norm": lambda m, x: m.acm(x * 2),
+}
+
+
+def fully_fused(module, *inputs):
+    graph_module, held = graph_of(module.eval(), *inputs)
+    # the first run may write to what the second reads
+    expected = run(graph_module, [t.clone() if isinstance(t, torch.Tensor) else t for t in held])
+    fuse_residual(graph_module.graph)
+    fuse_gate(graph_module.graph)
+    folds = fold_norm(graph_module.graph)
+    torch.testing.assert_close(run(graph_module, held), expected)
+    return folds
+
+
+@pytest.mark.parametrize("use", FOLDED.values(), ids=FOLDED)
+def test_fold_norm_reads_every_way_to_call_it(use):
+    assert fully_fused(Normed(use), torch.randn(2, 5, 8) * 3 + 2) == 1
+
+
+@pytest.mark.parametrize("use", KEPT.values(), ids=KEPT)
+def test_fold_norm_leaves_alone_what_it_would_change(use):
+    assert fully_fused(Normed(use), torch.randn(2, 5, 8) * 3 + 2) == 0
+
+
+def test_fold_norm_makes_no_rows_longer_than_the_hidden_ones():
+    assert fully_fused(Normed(FOLDED["by position"], learners=3, width=2), torch.randn(5, 8)) == 0
 
 
 class Reading(nn.Module):

@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.acm import Gate, flops, ops
+from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.cost import gate_macs_per_token, macs_per_learner
 from acm_compiler.errors import UsageError
@@ -134,9 +135,9 @@ def test_gate_and_learners_in_one_operator_are_the_two(kind, dtype):
     args, kwargs, gate, choices = gated_arguments(kind, dtype)
     k = ops.GATE(*gate, **choices)
     apart = ops.LEARNERS(args[0], k, *args[8:], form=kwargs["form"], act=kwargs["act"])
-    assert torch.equal(ops.GATED(*args, **kwargs), apart)
+    assert torch.equal(GATED(*args, **kwargs), apart)
     with FlopCounterMode(display=False) as whole:
-        ops.GATED(*args, **kwargs)
+        GATED(*args, **kwargs)
     with FlopCounterMode(display=False) as both:
         ops.LEARNERS(args[0], ops.GATE(*gate, **choices), *args[8:], form=kwargs["form"], act=kwargs["act"])
     assert whole.get_total_flops() == both.get_total_flops() > 0
@@ -152,8 +153,41 @@ def test_one_operator_of_both_keeps_torchs_rules(kind):
 def test_one_operator_of_both_maps_over_inputs():
     args, kwargs, _, _ = gated_arguments("mlp", torch.float32)
     x, residual = torch.randn(3, T, D), torch.randn(T, 3, OUT)
-    call = lambda x, r: ops.GATED(x, *args[1:-1], r, **kwargs)  # noqa: E731
+    call = lambda x, r: GATED(x, *args[1:-1], r, **kwargs)  # noqa: E731
     mapped = torch.func.vmap(call, in_dims=(0, 1))(x, residual)
     torch.testing.assert_close(mapped, torch.stack([call(x[i], residual[:, i].contiguous()) for i in range(3)]))
     with pytest.raises(UsageError, match="map over the inputs"):
-        torch.func.vmap(lambda b: ops.GATED(*args[:2], b, *args[3:], **kwargs))(torch.stack([args[2], args[2]]))
+        torch.func.vmap(lambda b: GATED(*args[:2], b, *args[3:], **kwargs))(torch.stack([args[2], args[2]]))
+
+
+def normed(args, kwargs):
+    """The same call with a norm in front, and the arguments of one whose tokens are normalised already."""
+    x = args[0] * 3 + 2
+    weight, bias = torch.rand(D, dtype=x.dtype) + 0.5, torch.randn(D, dtype=x.dtype)
+    z = torch.nn.functional.layer_norm(x, (D,), weight, bias, 1e-5)
+    return (x, *args[1:], weight, bias), kwargs | {"norm_eps": 1e-5}, (z, *args[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_norm_in_the_operator_is_the_norm_in_front_of_it(kind, dtype):
+    args, kwargs, _, _ = gated_arguments(kind, dtype)
+    folded, options, apart = normed(args, kwargs)
+    torch.testing.assert_close(GATED(*folded, **options), GATED(*apart, **kwargs))
+    with FlopCounterMode(display=False) as whole:
+        GATED(*folded, **options)
+    with FlopCounterMode(display=False) as both:
+        GATED(*apart, **kwargs)
+    assert whole.get_total_flops() == both.get_total_flops() > 0
+
+
+def test_an_operator_with_a_norm_keeps_torchs_rules_and_maps_over_inputs():
+    args, kwargs, _, _ = gated_arguments("gated", torch.float32)
+    folded, options, _ = normed(args, kwargs)
+    torch.library.opcheck(torch.ops.acm.gated_learners, folded, options)
+    torch.library.opcheck(torch.ops.acm.gated_learners, (*folded[:-3], None, None, None), options)
+    x = torch.randn(3, T, D)
+    call = lambda x: GATED(x, *folded[1:], **options)  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(call)(x), torch.stack([call(part) for part in x]))
+    with pytest.raises(UsageError, match="map over the inputs"):
+        torch.func.vmap(lambda b: GATED(*folded[:-1], b, **options))(torch.stack([folded[-1], folded[-1]]))

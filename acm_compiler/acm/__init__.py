@@ -1,5 +1,6 @@
 """What an ACM is: gate, learners, module, and the plain-torch reference that gives them meaning."""
 
+from acm_compiler.acm import gated_learners as _registered  # noqa: F401
 from acm_compiler.acm.gate import Gate
 from acm_compiler.acm.learners import Learners
 from acm_compiler.acm.module import ACM

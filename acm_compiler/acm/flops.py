@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from acm_compiler.acm.ops import GATE, GATED, LEARNERS, LEARNERS_BACKWARD
+from acm_compiler.acm.gated_learners import GATED, normalised
+from acm_compiler.acm.ops import GATE, LEARNERS, LEARNERS_BACKWARD
 
 
 def learners_macs(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str) -> int:
@@ -57,5 +58,6 @@ def gated_flops(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, *tensor
     """FLOPs of both; the gate runs once more to say what the learners cost."""
     choices = {name: kwargs[name] for name in ("cost", "k_min", "rule")}
     gate = (w_inner, b_inner, w_outer, b_outer)
-    k = GATE(x, *gate, knob.view(torch.float32), k_lo, k_hi, **choices)
+    z = normalised(x, *tensors[8:], eps=kwargs.get("norm_eps"))
+    k = GATE(z, *gate, knob.view(torch.float32), k_lo, k_hi, **choices)
     return gate_flops(x, *gate) + 2 * learners_macs(x, k, *tensors, form=kwargs["form"])

@@ -1,7 +1,6 @@
 """`acm::learners` and `acm::gate`: an ACM's operators, single nodes in compiled and exported graphs.
 
 y = learners(x, k) + residual, where `residual` [T, O] is optional (compilers put the bypass there).
-`acm::gated_learners` is both in one call, which compilers put where nothing is to be differentiated.
 The eager kernel is the reference; backends register faster ones for the same name. Its backward recomputes.
 """
 
@@ -18,23 +17,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from acm_compiler.acm.reference import Weights, choice_costs, choose_k, run_learners, utilities
 from acm_compiler.errors import UsageError
 
-_WEIGHTS = "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top"
-_TENSORS = f"Tensor x, Tensor k, {_WEIGHTS}, Tensor? residual=None"
+WEIGHTS = "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top"
+_TENSORS = f"Tensor x, Tensor k, {WEIGHTS}, Tensor? residual=None"
 LIBRARY = torch.library.Library("acm", "DEF")
 # where the kernels of a device are; imported at the first call on such a device, never before
 _KERNELS = {"cpu": "acm_compiler.codegen.cpu", "cuda": "acm_compiler.codegen.cuda"}
 _ASKED: set[str] = set()
 LIBRARY.define(f"learners({_TENSORS}, *, str form, str act) -> Tensor")
 LIBRARY.define(f"learners_reference({_TENSORS}, *, str form, str act) -> Tensor")
-_GATE_WEIGHTS = "Tensor w_inner, Tensor b_inner, Tensor w_outer, Tensor b_outer"
-_CHOICES = "float cost, int k_min, str rule"
-_GATE = f"Tensor x, {_GATE_WEIGHTS}, Tensor knob, Tensor k_lo, Tensor k_hi, *, {_CHOICES}"
+GATE_WEIGHTS = "Tensor w_inner, Tensor b_inner, Tensor w_outer, Tensor b_outer"
+CHOICES = "float cost, int k_min, str rule"
+_GATE = f"Tensor x, {GATE_WEIGHTS}, Tensor knob, Tensor k_lo, Tensor k_hi, *, {CHOICES}"
 LIBRARY.define(f"gate({_GATE}) -> Tensor")
 LIBRARY.define(f"gate_reference({_GATE}) -> Tensor")
-LIBRARY.define(
-    f"gated_learners(Tensor x, {_GATE_WEIGHTS}, Tensor knob, Tensor k_lo, Tensor k_hi, {_WEIGHTS}, "
-    f"Tensor? residual=None, *, {_CHOICES}, str form, str act) -> Tensor"
-)
 LIBRARY.define(f"learners_backward(Tensor dy, {_TENSORS}, *, str form, str act) -> Tensor[]")
 
 
@@ -213,33 +208,7 @@ def _gate_fake(x: Tensor, *args: Tensor, **kwargs) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.int32)
 
 
-def _gated(x: Tensor, *tensors: Tensor | None, form: str, act: str, **choices) -> Tensor:
-    """The gate, then the learners; the knob may be the bits of its float32."""
-    w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, *weights = tensors
-    assert knob is not None
-    number = knob.view(torch.float32) if knob.dtype == torch.int32 else knob
-    k = GATE(x, w_inner, b_inner, w_outer, b_outer, number, k_lo, k_hi, **choices)
-    return LEARNERS(x, k, *weights, form=form, act=act)
-
-
-def _gated_fake(x: Tensor, *tensors: Tensor | None, **kwargs) -> Tensor:
-    b_out = tensors[12]
-    assert b_out is not None
-    return x.new_empty(x.shape[0], b_out.shape[1])
-
-
-def _gated_vmap(info, in_dims, x, *tensors, **kwargs):
-    if any(dim is not None for dim in in_dims[1:15]):
-        raise UsageError("vmap over the weights of an ACM", fix="map over the inputs only")
-    inputs = [
-        _mapped_tokens(info, value, dim)
-        for value, dim in zip((x, *tensors[14:]), (in_dims[0], *in_dims[15:]), strict=True)
-    ]
-    y = GATED(inputs[0], *tensors[:14], *inputs[1:], **kwargs)
-    return y.unflatten(0, (info.batch_size, -1)), 0
-
-
-def _mapped_tokens(info, value: Tensor | None, dim: int | None) -> Tensor | None:
+def mapped_tokens(info, value: Tensor | None, dim: int | None) -> Tensor | None:
     """[T, D] of all copies as one, [copies * T, D]."""
     if value is None:
         return None
@@ -259,8 +228,8 @@ def _vmap(info, in_dims, x, k, *tensors, **kwargs):
     if any(dim is not None for dim in in_dims[2:9]):
         raise UsageError("vmap over the weights of an ACM", fix="map over the inputs only")
 
-    residual = [_mapped_tokens(info, value, dim) for value, dim in zip(tensors[7:], in_dims[9:], strict=True)]
-    x, k = (_mapped_tokens(info, value, dim) for value, dim in zip((x, k), in_dims[:2], strict=True))
+    residual = [mapped_tokens(info, value, dim) for value, dim in zip(tensors[7:], in_dims[9:], strict=True)]
+    x, k = (mapped_tokens(info, value, dim) for value, dim in zip((x, k), in_dims[:2], strict=True))
     y = LEARNERS(x, k, *tensors[:7], *residual, **kwargs)
     return y.unflatten(0, (info.batch_size, -1)), 0
 
@@ -277,13 +246,8 @@ torch.library.register_fake("acm::learners_backward", _backward_fake, lib=LIBRAR
 torch.library.register_autograd("acm::learners", _run_backward, setup_context=_save_for_backward, lib=LIBRARY)
 torch.library.register_vmap("acm::learners", _vmap, lib=LIBRARY)
 
-torch.library.impl("acm::gated_learners", "CompositeExplicitAutograd", _gated, lib=LIBRARY)
-torch.library.register_fake("acm::gated_learners", _gated_fake, lib=LIBRARY)
-torch.library.register_vmap("acm::gated_learners", _gated_vmap, lib=LIBRARY)
-
 LEARNERS = torch.ops.acm.learners
 REFERENCE = torch.ops.acm.learners_reference
 GATE = torch.ops.acm.gate
-GATED = torch.ops.acm.gated_learners
 GATE_REFERENCE = torch.ops.acm.gate_reference
 LEARNERS_BACKWARD = torch.ops.acm.learners_backward

@@ -48,6 +48,20 @@ class Weights:
         return self.w_out is not None and self.w_out.dim() == 3 and self.w_top is None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A LayerNorm over a token's D features; weight and bias [D] or absent."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+def layer_norm(x_TD: Tensor, norm: Norm) -> Tensor:
+    """LayerNorm(x), [T, D]."""
+    return F.layer_norm(x_TD, x_TD.shape[-1:], norm.weight, norm.bias, norm.eps)
+
+
 def hidden(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     """Hidden activations [T, k * H] of the first k learners."""
     h_TH = resolve(weights.act)(_in_layer(x_TD, weights.w_in, weights.b_in, k))

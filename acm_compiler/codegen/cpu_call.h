@@ -9,6 +9,7 @@
 #include <atomic>
 
 #include "cpu_activations.h"
+#include "cpu_norm.h"
 #include "cpu_products.h"
 #include "cpu_sorted.h"
 
@@ -39,6 +40,7 @@ struct Call : Sorted {
   Form form;
   Act act;
   T* out;
+  const Norm* norm;           // null: rows of x are the tokens as they are
   std::vector<int64_t> cuts;  // borders of the chunks, in sorted places
 
   // ---- one chunk: sorted places [first, stop), rows 0 ... stop - first
@@ -92,12 +94,11 @@ struct Call : Sorted {
     c.hidden_stride = form == Form::rows ? 0 : apart(most * width, rows);
     c.hidden = memory(rows * c.hidden_stride);
     for (int64_t i = 0; i < rows; i++) {
-      T* own = c.hidden + i * c.hidden_stride;
-      const T* row = x + order[first + i] * x_stride;
-      if (form == Form::cols) take_slices(row, k_at(first + i), own);
-      c.x[i] = form == Form::cols ? own : row;
-      c.h[i] = own;
+      c.x[i] = x + order[first + i] * x_stride;
+      c.h[i] = c.hidden + i * c.hidden_stride;
     }
+    if (norm) normalise_rows(c);
+    if (form == Form::cols) take_all_slices(c);
     if (form == Form::rows) run_rows(c);
     else if (form == Form::cols) run_columns(c);
     else run_layers(c);
@@ -107,6 +108,26 @@ struct Call : Sorted {
   int64_t apart(int64_t values, int64_t rows) const {
     const int64_t odd = (round_up(values, kPerVector) / kPerVector | 1) * kPerVector;
     return rows * odd <= dense_values() ? odd : values;
+  }
+
+  // replaces the rows of a chunk by normalised ones, in this thread's memory
+  __attribute__((noinline)) void normalise_rows(Chunk& c) const {
+    static thread_local std::vector<T> kept;
+    const int64_t rows = c.stop - c.first, stride = apart(d_in, rows);
+    T* to = grown(kept, rows * stride);
+    const T *weight = Norm::data_of<T>(norm->weight), *bias = Norm::data_of<T>(norm->bias);
+    for (int64_t i = 0; i < rows; i++, to += stride) {
+      normalise(c.x[i], norm->moments[order[c.first + i]], d_in, weight, bias, to);
+      c.x[i] = to;
+    }
+  }
+
+  void take_all_slices(Chunk& c) const {
+    for (int64_t i = 0; i < c.stop - c.first; i++) {
+      T* own = c.hidden + i * c.hidden_stride;
+      take_slices(c.x[i], k_at(c.first + i), own);
+      c.x[i] = own;
+    }
   }
 
   // to[k, G, part] = what the first k learners read of a row [G, N, part]

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "cpu_activations.h"
+#include "cpu_norm.h"
 #include "cpu_products.h"
 
 #define ACM_GATE_SCHEMA                                                                                         \
@@ -121,6 +122,17 @@ struct Network {
     }
   }
 
+  // to[rows, D] = rows of x, normalised
+  template <typename T>
+  __attribute__((noinline)) void normalise_rows(const T* x, int64_t stride, int64_t rows, const Norm& norm,
+                                                Moments* moments, T* to) const {
+    const T *weight = Norm::data_of<T>(norm.weight), *bias = Norm::data_of<T>(norm.bias);
+    for (int64_t r = 0; r < rows; r++) {
+      moments[r] = moments_of(x + r * stride, d_in, norm.eps);
+      normalise(x + r * stride, moments[r], d_in, weight, bias, to + r * d_in);
+    }
+  }
+
   // scores[C] = w_outer h + b_outer
   void outer(const float* h, float* scores) const {
     for (int64_t c = 0; c < padded_choices; c += kLanes) {
@@ -131,16 +143,19 @@ struct Network {
     }
   }
 
+  // `norm`: null, or tokens are normalised and their moments kept
   template <typename T>
-  void run(const T* x, int64_t stride, int64_t tokens, const Rule& rule, int32_t* k) const {
+  void run(const T* x, int64_t stride, int64_t tokens, const Rule& rule, Norm* norm, int32_t* k) const {
     constexpr bool kAsIs = std::is_same_v<T, Word>;
     at::parallel_for(0, tokens, 64, [&](int64_t from, int64_t to) {
       std::vector<float> copies(kAsIs ? 0 : kTileRows * d_in), h(kTileRows * padded), scores(padded_choices);
+      std::vector<T> normal(norm ? kTileRows * d_in : 0);
       for (int64_t t = from; t < to; t += kTileRows) {
         const int64_t rows = std::min(kTileRows, to - t);
+        if (norm) normalise_rows(x + t * stride, stride, rows, *norm, norm->moments.data() + t, normal.data());
         const float* starts[kTileRows];
         for (int64_t r = 0; r < rows; r++) {
-          const T* row = x + (t + r) * stride;
+          const T* row = norm ? normal.data() + r * d_in : x + (t + r) * stride;
           starts[r] = kAsIs ? reinterpret_cast<const float*>(row) : copies.data() + r * d_in;
           if constexpr (!kAsIs) at::vec::convert(row, copies.data() + r * d_in, d_in);
         }
@@ -180,9 +195,10 @@ Rule make_rule(int64_t choices, const at::Tensor& knob, const at::Tensor& k_lo, 
 
 inline bool is_native(const at::Tensor& t) { return t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16; }
 
-at::Tensor gate(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor& b_inner, const at::Tensor& w_outer,
-                const at::Tensor& b_outer, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi,
-                double cost, int64_t k_min, std::string_view rule_name) {
+// k of every token. `norm`: null, or what normalises them (floats or bfloat16, as the gate)
+at::Tensor choose(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor& b_inner, const at::Tensor& w_outer,
+                  const at::Tensor& b_outer, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi,
+                  double cost, int64_t k_min, std::string_view rule_name, Norm* norm) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, double,
                                int64_t, std::string_view);
@@ -195,7 +211,7 @@ at::Tensor gate(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor
   const at::Tensor rows = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
   at::Tensor k = at::empty({x.size(0)}, x.options().dtype(at::kInt));
   const auto run = [&]<typename T, bool kPairs>(const Network<kPairs>& network, const T* from) {
-    network.run(from, rows.stride(0), rows.size(0), rule, k.mutable_data_ptr<int32_t>());
+    network.run(from, rows.stride(0), rows.size(0), rule, norm, k.mutable_data_ptr<int32_t>());
   };
   const bool halves = x.scalar_type() == at::kBFloat16;
   if constexpr (kHasPairs)
@@ -207,6 +223,12 @@ at::Tensor gate(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor
   if (halves) run(network, rows.const_data_ptr<c10::BFloat16>());
   else run(network, rows.const_data_ptr<float>());
   return k;
+}
+
+at::Tensor gate(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor& b_inner, const at::Tensor& w_outer,
+                const at::Tensor& b_outer, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi,
+                double cost, int64_t k_min, std::string_view rule) {
+  return choose(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, cost, k_min, rule, nullptr);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/layer_norm.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -14,6 +15,7 @@
 #include "cpu_activations.h"
 #include "cpu_call.h"
 #include "cpu_gate.h"
+#include "cpu_norm.h"
 
 namespace {
 
@@ -28,6 +30,7 @@ struct Operands {
   Maybe b_in, w_up, b_up, w_out, w_top, residual;
   Form form;
   Act act;
+  const Norm* norm;
 };
 
 Maybe packed(const Maybe& tensor) { return tensor ? Maybe(tensor->contiguous()) : Maybe(); }
@@ -50,7 +53,7 @@ bool run(const Operands& t, Tensor& y) {
   call.b_in = data_of<T>(t.b_in), call.w_up = data_of<T>(t.w_up), call.b_up = data_of<T>(t.b_up);
   call.w_out = data_of<T>(t.w_out), call.w_top = data_of<T>(t.w_top), call.residual = data_of<T>(t.residual);
   call.form = t.form, call.per_k = t.w_out && t.w_out->dim() == 4, call.act = t.act;
-  call.out = y.mutable_data_ptr<T>();
+  call.out = y.mutable_data_ptr<T>(), call.norm = t.norm;
   const bool legal = t.k.scalar_type() == at::kInt ? call.sort(t.k.const_data_ptr<int32_t>())
                                                    : call.sort(t.k.const_data_ptr<int64_t>());
   if (!legal) return false;
@@ -68,40 +71,70 @@ bool run_any(const Operands& t, Tensor& y) {
   return run<c10::BFloat16, false>(t, y);
 }
 
-bool covered(const Tensor& x, const Tensor& k, const Maybe& w_out, const std::vector<const Maybe*>& others,
-             const std::optional<Form>& form, const std::optional<Act>& act) {
-  const auto type = x.scalar_type();
-  if (!form || !act || (type != at::kFloat && type != at::kBFloat16)) return false;
-  if (!w_out && form != Form::rows && form != Form::cols) return false;
-  if (k.scalar_type() != at::kInt && k.scalar_type() != at::kLong) return false;
-  return std::all_of(others.begin(), others.end(), [&](const Maybe* t) { return !*t || (*t)->scalar_type() == type; });
+// what the schemas call w_in to act
+struct Site {
+  const Tensor& w_in;
+  const Maybe &b_in, &w_up, &b_up, &w_out;
+  const Tensor& b_out;
+  const Maybe &w_top, &residual;
+  std::string_view form_name, act_name;
+  std::optional<Form> form = find_form(form_name);
+  std::optional<Act> act = find_act(act_name);
+
+  bool covers(const Tensor& x) const {
+    const auto type = x.scalar_type();
+    if (!form || !act || (type != at::kFloat && type != at::kBFloat16)) return false;
+    if (!w_out && form != Form::rows && form != Form::cols) return false;
+    const auto fits = [&](const Maybe& t) { return !t || t->scalar_type() == type; };
+    return w_in.scalar_type() == type && b_out.scalar_type() == type && fits(b_in) && fits(w_up) && fits(b_up) &&
+           fits(w_out) && fits(w_top) && fits(residual);
+  }
+};
+
+Tensor normalised(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
+  return at::layer_norm(x, x.sizes().slice(1), weight, bias, eps);
+}
+
+Tensor run_site(const Tensor& x, const Tensor& k, const Site& s, const Norm* norm) {
+  static const auto reference =
+      c10::Dispatcher::singleton().findSchemaOrThrow("acm::learners_reference", "").typed<Signature>();
+  if (s.covers(x) && (k.scalar_type() == at::kInt || k.scalar_type() == at::kLong)) {
+    const Operands operands{x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(), k.contiguous(),
+                            s.w_in.contiguous(), s.b_out.contiguous(), packed(s.b_in), packed(s.w_up), packed(s.b_up),
+                            packed(s.w_out), packed(s.w_top), packed(s.residual), *s.form, *s.act, norm};
+    Tensor y = at::empty({x.size(0), s.b_out.size(1)}, x.options());
+    if (run_any(operands, y)) return y;
+  }
+  const Tensor z = norm ? normalised(x, norm->weight, norm->bias, norm->eps) : x;
+  return reference.call(z, k, s.w_in, s.b_in, s.w_up, s.b_up, s.w_out, s.b_out, s.w_top, s.residual, s.form_name,
+                        s.act_name);
 }
 
 Tensor learners(const Tensor& x, const Tensor& k, const Tensor& w_in, const Maybe& b_in, const Maybe& w_up,
                 const Maybe& b_up, const Maybe& w_out, const Tensor& b_out, const Maybe& w_top, const Maybe& residual,
-                std::string_view form_name, std::string_view act_name) {
-  static const auto reference =
-      c10::Dispatcher::singleton().findSchemaOrThrow("acm::learners_reference", "").typed<Signature>();
-  const auto act = find_act(act_name);
-  const auto form = find_form(form_name);
-  const Maybe first = w_in, last = b_out;
-  if (covered(x, k, w_out, {&first, &b_in, &w_up, &b_up, &w_out, &last, &w_top, &residual}, form, act)) {
-    const Operands operands{x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(), k.contiguous(), w_in.contiguous(),
-                            b_out.contiguous(), packed(b_in), packed(w_up), packed(b_up), packed(w_out), packed(w_top),
-                            packed(residual), *form, *act};
-    Tensor y = at::empty({x.size(0), b_out.size(1)}, x.options());
-    if (run_any(operands, y)) return y;
-  }
-  return reference.call(x, k, w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form_name, act_name);
+                std::string_view form, std::string_view act) {
+  return run_site(x, k, Site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form, act}, nullptr);
 }
 
 Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_inner, const Tensor& w_outer,
                       const Tensor& b_outer, const Tensor& knob, const Tensor& k_lo, const Tensor& k_hi,
                       const Tensor& w_in, const Maybe& b_in, const Maybe& w_up, const Maybe& b_up, const Maybe& w_out,
-                      const Tensor& b_out, const Maybe& w_top, const Maybe& residual, double cost, int64_t k_min,
-                      std::string_view rule, std::string_view form, std::string_view act) {
-  const Tensor k = gate(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, cost, k_min, rule);
-  return learners(x, k, w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form, act);
+                      const Tensor& b_out, const Maybe& w_top, const Maybe& residual, const Maybe& norm_weight,
+                      const Maybe& norm_bias, double cost, int64_t k_min, std::string_view rule, std::string_view form,
+                      std::string_view act, std::optional<double> norm_eps) {
+  const Site site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form, act};
+  const auto run = [&](const Tensor& tokens, Norm* norm) {
+    const Tensor k =
+        choose(tokens, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, cost, k_min, rule, norm);
+    return run_site(tokens, k, site, norm);
+  };
+  if (!norm_eps) return run(x, nullptr);
+  const auto fits = [&](const Maybe& t) { return !t || t->scalar_type() == x.scalar_type(); };
+  const bool native = x.size(0) > 0 && is_native(w_inner) && site.covers(x) && fits(norm_weight) && fits(norm_bias);
+  if (!native) return run(normalised(x, norm_weight.value_or(Tensor()), norm_bias.value_or(Tensor()), *norm_eps), nullptr);
+  Norm norm{packed(norm_weight).value_or(Tensor()), packed(norm_bias).value_or(Tensor()),
+            static_cast<float>(*norm_eps), std::vector<Moments>(x.size(0))};
+  return run(x, &norm);
 }
 
 TORCH_LIBRARY_FRAGMENT(acm, m) {

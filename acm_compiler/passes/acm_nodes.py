@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch import Tensor, fx
 
-from acm_compiler.acm import ops
+from acm_compiler.acm import gated_learners, ops
 from acm_compiler.passes.source_lines import traced_line
+from acm_compiler.passes.writes import written_tensors
 
 LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)
 GATES = (ops.GATE, ops.GATE.default)
-GATED = (ops.GATED, ops.GATED.default)
+GATED = (gated_learners.GATED, gated_learners.GATED.default)
 RESIDUAL = 9
 """Position of the residual among the arguments of `acm::learners`."""
 GATED_RESIDUAL = 15
-"""Position of the residual among the arguments of `acm::gated_learners`."""
+"""Position of the residual among the arguments of `acm::gated_learners`; the norm's weight and bias follow."""
+RESHAPES = {"reshape", "view", "flatten", "unflatten"}
+"""Methods of a tensor that keep its values in their order."""
+NORM_EPS = "norm_eps"
+"""The argument of `acm::gated_learners` that says whether a norm belongs to it."""
 
 
 def learners_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -36,6 +42,31 @@ def value_of(node: object) -> Tensor | None:
     """The fake tensor that Dynamo recorded for a node; None for anything else."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The one node that reads this one, and reads it once."""
+    users = list(node.users)
+    # x + x has one user that reads twice
+    return users[0] if len(users) == 1 and users[0].args.count(node) == 1 else None
+
+
+def something_writes(first: fx.Node, last: fx.Node) -> bool:
+    """Whether a call between these two writes to a tensor: then what is read there must not be read elsewhere."""
+    node = first.next
+    while node is not last:
+        if _writes(node):
+            return True
+        node = node.next
+    return False
+
+
+def _writes(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    called: Any = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    values = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("example_value"))
+    return called is not None and bool(written_tensors(called, *values))
 
 
 def site_of(node: fx.Node) -> str:

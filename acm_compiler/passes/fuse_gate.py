@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from acm_compiler.acm import ops
+from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.passes.acm_nodes import GATES, learners_nodes
 
 _KNOB = 5  # the knob's position among the gate's arguments
@@ -34,7 +34,7 @@ def _fuse(learners: fx.Node) -> bool:
     knob: Any = gate.args[_KNOB]
     with learners.graph.inserting_before(learners):
         args = (x, *gate.args[1:_KNOB], _bits(knob), *gate.args[_KNOB + 1 :], *learners.args[2:])
-        fused = learners.graph.call_function(ops.GATED, args, {**gate.kwargs, **learners.kwargs})
+        fused = learners.graph.call_function(GATED, args, {**gate.kwargs, **learners.kwargs})
     fused.meta = {**learners.meta}
     learners.replace_all_uses_with(fused)
     for node in (learners, gate, *([knob] if len(knob.users) == 1 and knob.op == "call_method" else [])):

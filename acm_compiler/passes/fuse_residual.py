@@ -15,10 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from acm_compiler.passes.acm_nodes import LEARNERS, RESIDUAL, learners_nodes, value_of
+from acm_compiler.passes.acm_nodes import (
+    LEARNERS,
+    RESHAPES,
+    RESIDUAL,
+    learners_nodes,
+    only_user,
+    something_writes,
+    value_of,
+)
 
 _ADDS = (operator.add, torch.add)
-_SHAPES = {"reshape", "view", "flatten", "unflatten"}
 
 
 def fuse_residual(graph: fx.Graph) -> int:
@@ -31,8 +38,8 @@ def _fuse(learners: fx.Node) -> bool:
         return False
     chain = _chain(learners)
     last = chain[-1]
-    add = _only_user(last)
-    if add is None or not _is_plain_add(add):
+    add = only_user(last)
+    if add is None or not _is_plain_add(add) or something_writes(learners, add):
         return False
     other = next((arg for arg in add.args if arg is not last), None)
     if not _same_kind(value_of(other), value_of(last)):
@@ -45,20 +52,14 @@ def _fuse(learners: fx.Node) -> bool:
 def _chain(learners: fx.Node) -> list[fx.Node]:
     """The operator and what only reshapes its result (or is a dropout that does nothing), each read once."""
     chain = [learners]
-    while (user := _only_user(chain[-1])) is not None and user.args[0] is chain[-1] and _passes_on(user):
+    while (user := only_user(chain[-1])) is not None and user.args[0] is chain[-1] and _passes_on(user):
         chain.append(user)
     return chain
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
-    users = list(node.users)
-    # x + x has one user that reads twice
-    return users[0] if len(users) == 1 and users[0].args.count(node) == 1 else None
-
-
 def _passes_on(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return node.target in _SHAPES
+        return node.target in RESHAPES
     return node.target is F.dropout and _argument(node, 2, "training", True) is False
 
 

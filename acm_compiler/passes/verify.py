@@ -9,7 +9,17 @@ import torch
 from torch import fx
 
 from acm_compiler.errors import VerificationFailed
-from acm_compiler.passes.acm_nodes import GATED, GATED_RESIDUAL, GATES, RESIDUAL, acm_nodes, line_of, site_of, value_of
+from acm_compiler.passes.acm_nodes import (
+    GATED,
+    GATED_RESIDUAL,
+    GATES,
+    NORM_EPS,
+    RESIDUAL,
+    acm_nodes,
+    line_of,
+    site_of,
+    value_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,4 +77,5 @@ def _fused(node: fx.Node) -> tuple[str, ...]:
     gate = whole or (isinstance(node.args[1], fx.Node) and node.args[1].target in GATES)
     place = GATED_RESIDUAL if whole else RESIDUAL
     residual = len(node.args) > place and node.args[place] is not None
-    return (*(["gate"] if gate else []), *(["residual"] if residual else []))
+    norm = whole and node.kwargs.get(NORM_EPS) is not None
+    return tuple(name for name, here in (("norm", norm), ("gate", gate), ("residual", residual)) if here)

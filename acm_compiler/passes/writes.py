@@ -39,6 +39,8 @@ def _written_arguments(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
         arguments = enumerate(func._schema.arguments)
         return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
     name = getattr(func, "__name__", "")
+    if getattr(func, "__module__", "") == "_operator":
+        name = f"__{name}__"  # operator.iadd
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or name in _DUNDERS or _sets_data(func):
         return ((0, "self"),)

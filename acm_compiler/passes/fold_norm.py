@@ -1,0 +1,94 @@
+"""The LayerNorm in front of an ACM becomes part of its operator, in graphs through which nothing is differentiated.
+
+before:  z = layer_norm(x, (D,), w, b, eps); y = gated_learners(reshape(z), *w_gate, ..., residual)
+after:   y = gated_learners(reshape(x), *w_gate, ..., residual, w, b, norm_eps=eps)
+
+The normalised tokens are then never written as a tensor of their own: kernels normalise rows where they first read
+them. Only where nothing else reads the norm, as in front of an MLP of a pre-norm block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from acm_compiler.passes.acm_nodes import (
+    GATED,
+    GATED_RESIDUAL,
+    NORM_EPS,
+    RESHAPES,
+    acm_nodes,
+    only_user,
+    something_writes,
+    value_of,
+)
+
+_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    torch.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
+}
+_EPS = 1e-5  # torch's, where a call leaves it out
+
+
+def fold_norm(graph: fx.Graph) -> int:
+    """Fold in place; how many ACMs took the norm in front of them."""
+    return sum(_fold(node) for node in acm_nodes(graph) if node.target in GATED)
+
+
+def _fold(acm: fx.Node) -> bool:
+    chain = _chain(acm)
+    if acm.kwargs.get(NORM_EPS) is not None or not chain or chain[-1].target not in _ARGUMENTS:
+        return False
+    norm = chain[-1]
+    given = dict(zip(_ARGUMENTS[norm.target], norm.args, strict=False)) | norm.kwargs
+    x: Any = given["input"]
+    weights = (given.get("weight"), given.get("bias"))
+    if not _is_over_features(chain, x, weights, given["normalized_shape"]) or not _has_room(acm):
+        return False
+    if something_writes(norm, acm):
+        return False
+    if len(chain) == 1:
+        acm.update_arg(0, x)
+    for node in chain[:-1]:
+        node.target = "reshape" if node.target == "view" else node.target  # x may lie as no result of a norm does
+        node.replace_input_with(norm, x)
+    acm.args = (*acm.args, *[None] * (GATED_RESIDUAL + 1 - len(acm.args)), *weights)
+    acm.kwargs = {**acm.kwargs, NORM_EPS: given.get("eps", _EPS)}
+    acm.graph.erase_node(norm)
+    return True
+
+
+def _chain(acm: fx.Node) -> list[fx.Node]:
+    """From the ACM's tokens up through what only reshapes them, empty where something else reads."""
+    chain: list[Any] = [acm.args[0]]
+    reader = acm
+    while only_user(chain[-1]) is reader and chain[-1].op == "call_method" and chain[-1].target in RESHAPES:
+        reader = chain[-1]
+        chain.append(reader.args[0])
+    return chain if only_user(chain[-1]) is reader else []
+
+
+def _is_over_features(chain: list[fx.Node], x: Any, weights: tuple[Any, ...], shape: Any) -> bool:
+    """Whether it is the features of each token that are normalised, and nothing is converted on the way."""
+    value = value_of(x)
+    if value is None or len(shape) != 1:
+        return False
+    rows = [value, *(value_of(node) for node in chain)]
+    others = [value_of(weight) for weight in weights if weight is not None]
+    return all(_fits(other, value) and other is not None and other.shape[-1] == shape[0] for other in (*rows, *others))
+
+
+def _fits(other: Tensor | None, value: Tensor) -> bool:
+    return other is not None and other.dtype == value.dtype and other.device == value.device
+
+
+def _has_room(acm: fx.Node) -> bool:
+    """Whether normalised rows are no longer than those of the dense hidden layer (the output, where there is none)."""
+    x, w_in, b_out = (value_of(acm.args[place]) for place in (0, 8, 13))
+    if x is None or w_in is None or b_out is None:
+        return False
+    hidden = w_in.shape[0] * w_in.shape[1] if acm.kwargs["form"] in ("mlp", "gated") else b_out.shape[1]
+    return bool(x.shape[1] <= hidden)

@@ -57,7 +57,7 @@ def fit_all(model: nn.Module, examples: Examples, options: Options, say: Teller)
         fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
         passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
         if number == 1 and not seen.energy > 0:
-            warnings.warn(_NO_ANSWER, stacklevel=5)
+            warnings.warn(_NO_ANSWER, stacklevel=4)
         say.done(f"read {seen.examples:,} examples, {seen_tokens} tokens{fewer} at each of {len(group)} sites{passes}")
         for fit in _fit_group(model, records, examples, seen, options):
             say(f"{fit.site.name}: {_form(fit.site)}, expected damage {', '.join(f'{d:.1e}' for d in fit.damage)}")

@@ -45,6 +45,8 @@ def evaluate(
 ) -> Evaluation:
     """The metric and the modelled MACs of `model` in each setting, in one pass over `batches`.
 
+    MACs are of these examples, by their own lengths; a budget in "%" or GMACs speaks of the plan's.
+
     budgets: shares of learner MACs (or texts as `set_budget` takes them); a `FixedK` overrules the gates instead.
     dense: the model before conversion, to compare with. None: the dense regions are run inside today's trunk where
     they are kept, which is the original model as long as the trunk was not trained; else nothing is compared. Budgets
@@ -217,8 +219,7 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float, Tally]]) ->
         groups=len(sample.groups_E.unique()),
         masked=runs.masked,
         model=plan.model.cls,
-        dense_macs=plan.model.dense_macs / plan.model.batch,
-        length=tallies[0][2].length if tallies else None,
+        dense_macs=tallies[0][2].dense_macs if tallies else plan.model.dense_macs / plan.model.batch,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         versions=versions(),
     )

@@ -90,7 +90,7 @@ class _Search:
         return self.probes[knob]
 
     def _shares(self, inputs: Inputs, mask: Tensor | None) -> Tensor:
-        with batch_context(self.model, mask=mask), record(self.model) as usage:
+        with batch_context(self.model, mask=mask), record(self.model, macs=False) as usage:
             call_model(self.model, inputs)
         return usage.real_shares
 

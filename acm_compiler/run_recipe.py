@@ -217,7 +217,7 @@ class Workshop:
         scores, units, shares = [], [], []
         with undisturbed(model):
             for batch in self._first(self.data.eval, _WATCHED_EXAMPLES):
-                with batch_context(model, mask=self.task.mask(batch)), record(model) as usage:
+                with batch_context(model, mask=self.task.mask(batch)), record(model, macs=False) as usage:
                     scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))
                 units.append(metric.units(batch).to(self.machine.device))
                 shares.append(usage.real_shares)

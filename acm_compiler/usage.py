@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.audio_frames import frame_mask
 from acm_compiler.conversion import conversion, sites
-from acm_compiler.cost import gate_macs_per_token, macs_per_learner
+from acm_compiler.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
 from acm_compiler.cost_table import unit_of
 from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
-from acm_compiler.plans import Plan
+from acm_compiler.kept_work import kept_work_watched, real_work
+from acm_compiler.passes.dense_macs import Work
+from acm_compiler.plans import Plan, PlannedSite
 
 PADDING = -1
 
@@ -26,19 +28,23 @@ class Usage:
     """What the forwards inside one `acm.record` ran.
 
     `k` maps a site's name to an int tensor [batch, tokens], -1 at padded positions; repeated calls follow each other
-    along the token axis. `masked` tells whether a padding mask was known.
+    along the token axis. `masked` tells whether a padding mask was known, `counted` whether MACs are.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, *, counted: bool = True) -> None:
+        self._plan, self.counted = plan, counted
         self._calls: dict[str, list[Tensor]] = {}
         self._call_mask: Tensor | None = None
+        self._given_mask: Tensor | None = None
+        self._lengths: dict[int, Tensor | None] = {}
+        self._kept: list[int | Tensor] = []
         self.masked = False
 
     def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None) -> None:
         """Add one call of one ACM."""
         if mask_BS is None and self._call_mask is not None and self._call_mask.shape == k_BS.shape:
             mask_BS = self._call_mask
+        self._lengths.setdefault(k_BS.shape[1], mask_BS)
         if mask_BS is not None:
             self.masked = True
             k_BS = torch.where(mask_BS.to(k_BS.device), k_BS, PADDING)
@@ -59,8 +65,21 @@ class Usage:
         if isinstance(mask, Tensor) and mask.dim() == 2 and first is not None and first.dim() >= 2:
             # with a cache the mask also covers earlier tokens; the sites see the last ones
             self._call_mask = frame_mask(model, first, mask[:, -first.shape[1] :])
+            self._given_mask = mask.bool()
         else:
-            self._call_mask = None
+            self._call_mask = self._given_mask = None
+
+    def end_call(self, works: list[Work]) -> None:
+        """Add what one call of the model, or of a part of it, did outside the ACMs."""
+        lengths, self._lengths = self._lengths, {}
+        given, masks = self._given_mask, [mask for mask in lengths.values() if mask is not None]
+        if not masks:
+            self._kept.append(sum(work.macs for work in works))
+            return
+        batch = masks[0].shape[0]
+        if given is not None and given.shape[0] == batch:
+            lengths.setdefault(given.shape[1], given)
+        self._kept.append(real_work(works, lengths, batch=batch))
 
     @property
     def k(self) -> dict[str, Tensor]:
@@ -117,15 +136,38 @@ class Usage:
 
     @property
     def macs(self) -> Tensor:
-        """MACs of the whole model for each example, gates included, float64 [batch].
+        """MACs of the whole model for each example, gates included, float64 [batch]; padding left out.
 
-        What stays dense counts as for the plan's example inputs.
+        What stays dense counts as it ran: by the example's own length, and in a decoder by what its cache holds.
         """
         run, _ = self.learner_macs
-        gates = torch.zeros_like(run)
-        for name, k_BS in self.k.items():
-            gates += (k_BS != PADDING).sum(1).cpu() * gate_macs_per_token(self._plan.site(name))
-        return self._plan.cost.fixed_macs / self._plan.model.batch + gates + run
+        return self.kept_macs + self._per_token(gate_macs_per_token) + run
+
+    @property
+    def dense_macs(self) -> Tensor:
+        """MACs of the dense model in the same calls, for each example, float64 [batch]; padding left out."""
+        return self.kept_macs + self._per_token(dense_macs_per_token)
+
+    @property
+    def model_share(self) -> float:
+        """The MACs of all examples over the dense model's."""
+        return float(self.macs.sum() / self.dense_macs.sum().clamp_min(1))
+
+    @property
+    def kept_macs(self) -> Tensor:
+        """MACs of what stays dense, for each example, float64 [batch]; padding left out."""
+        if not self.counted:
+            raise NothingRecorded("this record left out what stays dense", fix="acm.record(model), without macs=False")
+        batch = len(self.shares)
+        kept = torch.zeros(batch, dtype=torch.float64)
+        for macs in self._kept:
+            kept += macs if isinstance(macs, Tensor) else macs / batch
+        return kept
+
+    def _per_token(self, macs: Callable[[PlannedSite], int]) -> Tensor:
+        """`macs` of every real token's site, added up for each example."""
+        counts = [(k_BS != PADDING).sum(1).double().cpu() * macs(self._plan.site(n)) for n, k_BS in self.k.items()]
+        return torch.stack(counts).sum(0)
 
     def __str__(self) -> str:
         """What was reached, and a row for every site."""
@@ -136,13 +178,11 @@ class Usage:
             real = k_BS[k_BS != PADDING].float()
             mean = f"{float(real.mean()):.2f}" if real.numel() else "-"
             rows.append([name, mean, self._plan.site(name).learners, real.numel()])
-        macs, examples = self.macs, len(self.macs)
-        of_dense = float(macs.mean()) * self._plan.model.batch / self._plan.model.dense_macs
-        unit, scale = unit_of(float(macs.mean()))
-        head = (
-            f"budget {self.budget:.3f} reached over {examples} examples: {float(macs.mean()) / scale:.2f} {unit} per "
-            f"example, {of_dense:.0%} of the dense model"
-        )
+        head = f"budget {self.budget:.3f} reached over {len(self.shares)} examples"
+        if self.counted:
+            macs = float(self.macs.mean())
+            unit, scale = unit_of(macs)
+            head += f": {macs / scale:.2f} {unit} per example, {self.model_share:.0%} of the dense model"
         return f"{head}\n{tabulate(rows, headers=['site', 'mean k', 'N', 'tokens'], disable_numparse=True)}"
 
     def __repr__(self) -> str:
@@ -161,21 +201,23 @@ class Usage:
 
 
 @contextmanager
-def record(model: nn.Module) -> Iterator[Usage]:
+def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
     """While open, every forward of `model` adds to the `Usage` it yields; nothing stays on the model afterwards.
 
+    macs=False looks at learners alone, which takes less time: `Usage.macs` and `dense_macs` are then refused.
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
     acms = sites(model)
-    usage = Usage(conversion(model).plan)
+    usage = Usage(conversion(model).plan, counted=macs)
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: usage.see_call(model, args, kwargs), with_kwargs=True
     )
     for acm in acms.values():
         acm.observers.append(usage.observe)
     try:
-        yield usage
+        with kept_work_watched(model, usage.end_call) if macs else nullcontext():
+            yield usage
     finally:
         hook.remove()
         for acm in acms.values():

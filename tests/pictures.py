@@ -12,6 +12,7 @@ from tests.build import acm_for, plan_of, planned_site
 
 SIDE, PATCH, GRID = 12, 4, 3
 TOKENS = GRID * GRID + 1
+DENSE_MACS = 2 * TOKENS * 2 * 8 * 32 + 8 * 3  # two MLPs on every token, and the head
 OPEN = (4 + 9 * 1) / (TOKENS * 4)
 TASK = Classify()
 
@@ -34,7 +35,7 @@ def picture_model(*, dense: bool = False) -> Picture:
     """Sites `left` and `right`; at budget OPEN their gates give the bright patch 4 learners and all other tokens 1."""
     torch.manual_seed(0)
     sites = [planned_site(name, tokens=TOKENS) for name in ("left", "right")]
-    plan = plan_of(*sites, dense_macs=20_000)
+    plan = plan_of(*sites, dense_macs=DENSE_MACS)
     acms = [acm_for(site) for site in sites]
     points = (BudgetPoint(share=OPEN, knob=0.0, k_lo=0), BudgetPoint(share=1.0, knob=-99.0, k_lo=0))
     owner = Conversion(plan=plan, table=BudgetTable(rule="logits", points=points, examples=9))

@@ -13,8 +13,8 @@ ROWS = [
     {"errors", "inputs", "site", "env", "dump", "progress", "audio_frames"},
     {"acm", "recipe"},
     {"plans", "cost", "cost_table", "conversion", "loss_terms", "budgets"},
-    {"planner", "control", "batch_context", "usage", "measure", "site_status", "codegen"},
-    {"passes"},
+    {"planner", "control", "batch_context", "site_status", "codegen"},
+    {"passes", "kept_work", "usage", "measure"},
     {
         "data",
         "tasks",

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from acm_compiler.control import FixedK, run_mode, set_budget, set_k
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
-from acm_compiler.cost import gate_macs_per_token, macs_per_learner
+from acm_compiler.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError
 from acm_compiler.evaluate import evaluate, every_k, first_examples, versions
 from acm_compiler.report.against_fixed import Spent, against_fixed
@@ -18,7 +18,7 @@ from acm_compiler.report.foreground import ForegroundTally
 from acm_compiler.report.patches import Grid, grid_of
 from acm_compiler.tasks import Metric
 from tests.build import plan_of, planned_site, stack_of
-from tests.pictures import OPEN, PATCH, TASK, TOKENS, picture_batch, picture_model
+from tests.pictures import DENSE_MACS, OPEN, PATCH, TASK, TOKENS, picture_batch, picture_model
 
 EVERY_KEY = {"asked", "reached", "metric", "model_share", "macs_mean", "macs_p5", "macs_p95"}
 
@@ -60,7 +60,7 @@ def test_a_fixed_k_costs_what_arithmetic_says_for_every_example(model):
     expected = kept + 2 * TOKENS * (gate_macs_per_token(site) + 3 * macs_per_learner(site))
     assert result.reached == result.pooled == 0.75
     assert result.macs_mean == result.macs_p5 == result.macs_p95 == expected
-    assert result.model_share == expected / 20_000
+    assert result.model_share == expected / DENSE_MACS
     assert result.per_site[0].tokens_by_k == (0, 0, 0, 6 * TOKENS, 0)
 
 
@@ -209,11 +209,16 @@ def test_gates_are_compared_with_the_fixed_k_of_the_same_run(model):
     assert evaluate(model, [picture_batch(36)], TASK, budgets=[OPEN]).budgets[0].over_fixed is None
 
 
-def test_the_length_of_examples_is_their_tokens_over_the_plans(model):
-    assert evaluate(model, [picture_batch(5), picture_batch(3)], TASK, budgets=[OPEN]).length == pytest.approx(1)
+def test_every_example_costs_what_its_own_length_costs():
     acm = stack_of(planned_site("a", tokens=5))
+    site = conversion(acm).plan.sites[0]
     batch = {"x": torch.randn(2, 4, 8), "mask": torch.tensor([[True] * 4, [True, False, False, False]])}
-    assert evaluate(acm, [batch], TokenTask(), budgets=[FixedK(1)]).length == pytest.approx(2.5 / 5)
+    found = evaluate(acm, [batch], TokenTask(), budgets=[FixedK(1)])
+    per_token = gate_macs_per_token(site) + macs_per_learner(site)
+    assert found.dense_macs == 2.5 * dense_macs_per_token(site)
+    assert found.fixed[0].macs_mean == pytest.approx(2.5 * per_token)
+    assert found.fixed[0].macs_p95 == pytest.approx((1 + 0.95 * 3) * per_token)
+    assert found.fixed[0].model_share == pytest.approx(per_token / dense_macs_per_token(site))
 
 
 def test_pictures_that_are_all_foreground_count_in_no_ratio(model):

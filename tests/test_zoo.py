@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
 from acm_compiler.inputs import call_model
+from acm_compiler.plans import Plan
+from acm_compiler.usage import Usage
 from tests.zoo import cases
 from tests.zoo.cases import QUICK, answers, assert_alike, case, every, plan_of
 from tests.zoo.catalogue import FAMILIES, MODELS
@@ -34,8 +36,16 @@ def test_a_model_has_the_sites_that_its_source_has(name):
         assert told and all(reason.startswith(beginning) for reason in told), reasons
     _macs_are_torchs(one)
     if one.plan.sites:
-        with torch.no_grad():
-            assert_alike(answers(acm.rewrite(one.model, one.plan), one.inputs), answers(one.model, one.inputs))
+        rewritten = acm.rewrite(one.model, one.plan)
+        with torch.no_grad(), acm.record(rewritten) as usage:
+            assert_alike(answers(rewritten, one.inputs), answers(one.model, one.inputs))
+        _ran_as_planned(usage, one.plan)
+
+
+def _ran_as_planned(usage: Usage, plan: Plan) -> None:
+    """All learners ran, and what stays dense cost as much as the plan says of the dense model."""
+    assert usage.dense_macs.sum() == plan.model.dense_macs
+    assert usage.macs.sum() == plan.cost.macs(1.0)
 
 
 def _macs_are_torchs(one: cases.Case) -> None:

@@ -162,7 +162,7 @@ class ACM(nn.Module):
         self._checked_slot()
         nu_TC = sample_nu(self.utilities(x_TD, self.knob.view(torch.float32)), temperature)
         self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), shape)
-        if torch.is_grad_enabled() and not _recomputing():
+        if torch.is_grad_enabled() and not recomputing():
             nu = tokens.to_batch(nu_TC, shape, self.layout, site=self.name)
             self.choices.append(Choices(nu=nu, mask=self._mask(shape)))
             if len(self.choices) == _MANY:
@@ -191,7 +191,7 @@ class ACM(nn.Module):
         return self.dense
 
     def _report(self, k_T: Tensor, shape: torch.Size) -> None:
-        if self.observers and not _recomputing():
+        if self.observers and not recomputing():
             k_BS = tokens.to_batch(k_T, shape, self.layout, site=self.name)
             for observer in self.observers:
                 observer(self, k_BS, self._mask(shape))
@@ -262,6 +262,6 @@ def _scalar(value: int, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.int32, device=device)
 
 
-def _recomputing() -> bool:
+def recomputing() -> bool:
     """Whether this forward is a checkpoint's recomputation, run by the autograd engine."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

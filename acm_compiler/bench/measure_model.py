@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from acm_compiler.bench.interleave import Timing, interleave
 from acm_compiler.control import set_budget, set_k
-from acm_compiler.conversion import conversion, sites
+from acm_compiler.conversion import sites
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.usage import record
@@ -165,10 +165,9 @@ def _call(model: Any, inputs: Inputs) -> Callable[[], object]:
 
 def _mac_ratio(model: nn.Module, inputs: Inputs) -> float:
     """Executed MACs over the dense model's, gates included, on these inputs."""
-    facts = conversion(model).plan.model
     with record(model) as usage:
         call_model(model, inputs)
-    return float(usage.macs.mean()) / (facts.dense_macs / facts.batch)
+    return usage.model_share
 
 
 def _error(contest: Contest, inputs: Inputs) -> float:

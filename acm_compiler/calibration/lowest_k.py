@@ -88,7 +88,7 @@ def _run(model: nn.Module, example: Example, trials: Sequence[_Trial], answer: A
         for trial in trials:
             for acm in sites(model).values():
                 acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
-            with record(model) as usage:
+            with record(model, macs=False) as usage:
                 found = answers(call_model(model, example[0]), answer, mask_BS)
             trial.examples += len(usage.real_shares)
             trial.shares += float(usage.real_shares.sum())

@@ -55,7 +55,7 @@ def _enough_of(model: nn.Module, batches: Iterable[Example], tokens: int) -> lis
     examples = Examples(batches, held_out=False)
     with undisturbed(model):
         for inputs, _ in examples.read(lambda: max(seen.values(), default=0) >= tokens):
-            with record(model) as usage:
+            with record(model, macs=False) as usage:
                 run(model, inputs)
             for name, k_BS in usage.k.items():
                 seen[name] = seen.get(name, 0) + int((k_BS != PADDING).sum())

@@ -1,14 +1,17 @@
-"""How many multiply-adds each operation of a capture does, by torch's own count (FlopCounterMode halved)."""
+"""How many multiply-adds each operation does, by torch's own count (FlopCounterMode halved)."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from acm_compiler.passes.captured import Capture
+from acm_compiler.passes.nested import leaves
 from acm_compiler.passes.op_names import (
     ATTENTION,
     CONVOLUTIONS,
@@ -25,6 +28,40 @@ Shape = tuple[int, ...]
 _BOOKKEEPING = COPIES | RESHAPES | MOVES | op_set("result cat stack overwritten setitem")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One operation: its name as `op_name` gives it, its arguments (nodes or tensors), and its result's shape."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Multiply-adds of an operation, or of a part of one.
+
+    `rows`: how many vectors of the whole batch meet one matrix, filter or the like; 0 for products of two values per
+    example, such as attention's, whose `lengths` are the sizes among which numbers of tokens may be.
+    """
+
+    macs: int
+    rows: int = 0
+    lengths: tuple[int, ...] = ()
+
+
+def work_of(call: Call) -> tuple[Work, ...]:
+    """The multiply-adds of one operation, empty for one that does none that torch counts."""
+    count = _COUNTS.get(call.name)
+    return () if count is None else tuple(work for work in count(call) if work.macs)
+
+
+def does_macs(name: str) -> bool:
+    """Whether operations of that name do multiply-adds that torch counts."""
+    return name in _COUNTS
+
+
 def count_macs(capture: Capture) -> dict[str, int]:
     """Multiply-adds per captured node that does any, as torch counts them on the dense model.
 
@@ -33,9 +70,10 @@ def count_macs(capture: Capture) -> dict[str, int]:
     """
     macs = {}
     for node in capture.graph.nodes:
-        count = _COUNTS.get(op_name(node)) if node.op == "call_function" else None
-        if count is not None and (number := count(node)):
-            macs[node.name] = number
+        if node.op == "call_function":
+            call = Call(name=op_name(node), args=node.args, kwargs=node.kwargs, shape=_shape(node))
+            if number := sum(work.macs for work in work_of(call)):
+                macs[node.name] = number
     return macs
 
 
@@ -65,49 +103,63 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _shape(operand: object) -> Shape:
-    shape = operand.meta.get("shape") if isinstance(operand, fx.Node) else None
-    return tuple(shape or ())
+    if isinstance(operand, fx.Node):
+        return tuple(operand.meta.get("shape") or ())
+    return tuple(operand.shape) if isinstance(operand, Tensor) else ()
 
 
-def _operands(node: fx.Node) -> list[Shape]:
+def _operands(call: Call) -> list[Shape]:
     """The shapes of the tensor operands, in order, those in lists included."""
-    return [_shape(operand) for operand in data_operands(node)]
+    return [_shape(leaf) for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, (fx.Node, Tensor))]
 
 
-def _linear(node: fx.Node) -> int:
-    weight = _shape(argument(node, 1, "weight"))
-    return math.prod(_shape(node)) * weight[-1]
+def _linear(call: Call) -> list[Work]:
+    weight = _shape(argument(call, 1, "weight"))
+    return [Work(macs=math.prod(call.shape) * weight[-1], rows=math.prod(call.shape[:-1]))]
 
 
-def _matmul(node: fx.Node) -> int:
+def _matmul(call: Call) -> list[Work]:
     """[..., m, k] @ [..., k, n], broadcast; products with a vector on the right are no matrix products to torch."""
-    left, right = _operands(node)[:2]
-    if op_name(node) == "rmatmul":
+    left, right = _operands(call)[:2]
+    if call.name == "rmatmul":
         left, right = right, left
-    return 0 if len(right) < 2 or not left else math.prod(_shape(node)) * left[-1]
+    return [] if len(right) < 2 or not left else [_product(left, right, call.shape)]
 
 
-def _added_matmul(node: fx.Node) -> int:
-    return math.prod(_shape(node)) * _operands(node)[1][-1]
+def _added_matmul(call: Call) -> list[Work]:
+    _, left, right = _operands(call)[:3]
+    return [_product(left, right, call.shape)]
 
 
-def _einsum(node: fx.Node) -> int:
+def _product(left: Shape, right: Shape, out: Shape) -> Work:
+    """A product of matrices; one of two axes at most is the same for all examples."""
+    macs = math.prod(out) * left[-1]
+    if len(left) > 2 and len(right) > 2:
+        return Work(macs=macs, lengths=(out[-2], out[-1], left[-1]))
+    return Work(macs=macs, rows=macs // max(1, math.prod(right if len(right) <= 2 else left)))
+
+
+def _einsum(call: Call) -> list[Work]:
     """Operands are contracted from left to right; a step that contracts nothing is a plain product."""
-    equation = node.args[0]
-    shapes = _operands(node)
+    equation = call.args[0]
+    shapes = _operands(call)
     if not isinstance(equation, str) or len(shapes) < 2:
-        return 0
+        return []
     terms, sizes, output = _labels(equation, shapes)
-    total, left = 0, terms[0]
+    works, left = [], terms[0]
     for i, right in enumerate(terms[1:], start=1):
         later = set(output).union(*terms[i + 1 :])
         left, right = (_summed(own, other, later) for own, other in ((left, right), (right, left)))
         contracted = set(left) & set(right) - later
         both = dict.fromkeys([*left, *right])
         if math.prod(sizes[label] for label in contracted) > 1:
-            total += math.prod(sizes[label] for label in both)
+            macs = math.prod(sizes[label] for label in both)
+            shared = set(left) & set(right) - contracted
+            lengths = tuple(sizes[label] for label in both if label not in shared)
+            kept = math.prod(sizes[label] for label in left if label not in contracted)
+            works.append(Work(macs=macs, lengths=lengths) if shared else Work(macs=macs, rows=kept))
         left = [label for label in both if label not in contracted]
-    return total
+    return works
 
 
 def _summed(own: Sequence[str], other: Sequence[str], later: set[str]) -> list[str]:
@@ -135,44 +187,51 @@ def _labels(equation: str, shapes: Sequence[Shape]) -> tuple[list[list[str]], di
     return terms, sizes, [*before, *(dotted if dots else ()), *after]
 
 
-def _convolution(node: fx.Node) -> int:
+def _convolution(call: Call) -> list[Work]:
     """Each output position meets the whole filter; in a transposed convolution each input position does."""
-    x, weight, out = (*_operands(node)[:2], _shape(node))
-    name = op_name(node)
-    transposed = "transpose" in name or (name == "convolution" and bool(argument(node, 6, "transposed", False)))
+    x, weight, out = (*_operands(call)[:2], call.shape)
+    transposed = "transpose" in call.name or (
+        call.name == "convolution" and bool(argument(call, 6, "transposed", False))
+    )
     spatial = len(weight) - 2
     batch = out[0] if len(out) == len(weight) else 1
-    return math.prod((x if transposed else out)[-spatial:]) * math.prod(weight) * batch
+    positions = math.prod((x if transposed else out)[-spatial:]) * batch
+    return [Work(macs=positions * math.prod(weight), rows=positions)]
 
 
-def _attention(node: fx.Node) -> int:
-    query, key, value = (_shape(argument(node, i, k)) for i, k in enumerate(("query", "key", "value")))
-    rows = math.prod(_shape(node)[:-1])  # batch x heads x queries, broadcast
-    return rows * key[-2] * (query[-1] + value[-1])
+def _attention(call: Call) -> list[Work]:
+    query, key, value = (_shape(argument(call, i, k)) for i, k in enumerate(("query", "key", "value")))
+    rows = math.prod(call.shape[:-1])  # batch x heads x queries, broadcast
+    return [Work(macs=rows * key[-2] * (query[-1] + value[-1]), lengths=(query[-2], key[-2]))]
 
 
-def _opaque_attention(node: fx.Node) -> int:
+def _opaque_attention(call: Call) -> list[Work]:
     """F.multi_head_attention_forward: four projections and the attention between them."""
-    query, key, value = (_shape(argument(node, i, k)) for i, k in enumerate(("query", "key", "value")))
+    query, key, value = (_shape(argument(call, i, k)) for i, k in enumerate(("query", "key", "value")))
     width, batch = query[-1], query[1] if len(query) == 3 else 1
-    keys = key[0] + (argument(node, 7, "bias_k") is not None) + bool(argument(node, 9, "add_zero_attn"))
-    projected = query[0] * 2 * width + key[0] * key[-1] + value[0] * value[-1]
-    return batch * width * (projected + 2 * query[0] * keys)
+    keys = key[0] + (argument(call, 7, "bias_k") is not None) + bool(argument(call, 9, "add_zero_attn"))
+    return [
+        Work(macs=batch * width * query[0] * 2 * width, rows=batch * query[0]),
+        Work(macs=batch * width * key[0] * key[-1], rows=batch * key[0]),
+        Work(macs=batch * width * value[0] * value[-1], rows=batch * value[0]),
+        Work(macs=batch * width * 2 * query[0] * keys, lengths=(query[0], keys)),
+    ]
 
 
-def _inner(node: fx.Node) -> int:
-    left, right = _operands(node)[:2]
-    return math.prod(_shape(node)) * left[-1] if left and right else 0
+def _inner(call: Call) -> list[Work]:
+    left, right = _operands(call)[:2]
+    return [Work(macs=math.prod(call.shape) * left[-1], rows=math.prod(left[:-1]))] if left and right else []
 
 
-def _tensordot(node: fx.Node) -> int:
+def _tensordot(call: Call) -> list[Work]:
     """One product of the flattened operands; contracted entries appear in both, so twice in their sizes."""
-    left, right = _operands(node)[:2]
-    out = math.prod(_shape(node))
-    return out * math.isqrt(math.prod(left) * math.prod(right) // out) if out else 0
+    left, right = _operands(call)[:2]
+    out = math.prod(call.shape)
+    contracted = math.isqrt(math.prod(left) * math.prod(right) // out) if out else 0
+    return [Work(macs=out * contracted, rows=math.prod(left) // contracted)] if contracted else []
 
 
-_COUNTS: dict[str, Callable[[fx.Node], int]] = {
+_COUNTS: dict[str, Callable[[Call], list[Work]]] = {
     "linear": _linear,
     "matmul": _matmul,
     "rmatmul": _matmul,

@@ -107,7 +107,8 @@ _METADATA_SECOND = op_set("type_as view_as expand_as reshape_as to")
 
 
 @functools.cache
-def _name_of(target: Any) -> str:
+def name_of(target: Any) -> str:
+    """The one name of what a function or operator computes."""
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name.split("::")[1]
     elif isinstance(target, torch._ops.OpOverloadPacket):
@@ -133,7 +134,7 @@ def op_name(node: fx.Node) -> str:
         return "result"
     if node.target is getattr:
         return _SAME_AS.get(str(node.args[1]), str(node.args[1]))
-    return _name_of(node.target)
+    return name_of(node.target)
 
 
 def data_operands(node: fx.Node) -> list[fx.Node]:
@@ -148,8 +149,8 @@ def data_operands(node: fx.Node) -> list[fx.Node]:
     return found[:1] if name in _METADATA_SECOND else found
 
 
-def argument(node: fx.Node, position: int, keyword: str, default: Any = None) -> Any:
-    """The argument of `node` at `position` or under `keyword`."""
+def argument(node: Any, position: int, keyword: str, default: Any = None) -> Any:
+    """The argument of `node`, or of anything else with `args` and `kwargs`, at `position` or under `keyword`."""
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(keyword, default)

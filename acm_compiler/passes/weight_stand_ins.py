@@ -9,7 +9,7 @@ The user's forward runs as it was written, control flow included: nothing is tra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,11 +92,10 @@ class WeightStandIn:
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         if not tensors:
             return shown[0]._viewed(func.__name__, args[1:], kwargs)
-        # the matrix speaks for a bias beside it
-        leader = next((s for s in shown if len(s.shape) == 2), shown[0])
+        leader = _leader(shown)
         use = leader.source.use_of(leader.rows)
         if use is None:
-            return func(*(_real(a) for a in args), **{name: _real(value) for name, value in kwargs.items()})
+            return func(*_real(args), **_real(kwargs))
         if func is F.linear and use.part == "last" and len(tensors) == 2:  # with a bias that the model computed
             return use.acm(tensors[0]) + tensors[1]
         if len(tensors) != 1:
@@ -192,6 +191,21 @@ class WeightStandIn:
         return math.prod(self.shape)
 
 
+def _leader(shown: Sequence[WeightStandIn]) -> WeightStandIn:
+    """The one that decides what a call is: the matrix speaks for a bias beside it."""
+    return next((s for s in shown if len(s.shape) == 2), shown[0])
+
+
+def dense_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments with the parameters themselves in place of stand-ins; None where an ACM answers the call."""
+    shown = [operand for operand in _flat((*args, *kwargs.values())) if isinstance(operand, WeightStandIn)]
+    if shown:
+        leader = _leader(shown)
+        if leader.source.use_of(leader.rows) is not None:
+            return None
+    return _real(tuple(args)), _real(dict(kwargs))
+
+
 def stand_in_for(tensor: Tensor, source: Replaced) -> WeightStandIn:
     """The stand-in that shows all of `source`, which `tensor` was."""
     rows = (0, tensor.shape[source.out_axis])
@@ -264,4 +278,6 @@ def _real(value: Any) -> Any:
         return value.real()
     if isinstance(value, (tuple, list)):
         return type(value)(_real(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _real(item) for name, item in value.items()}
     return value

@@ -86,8 +86,9 @@ class Result:
     """The model in one setting.
 
     reached: mean over examples of their MAC-weighted shares; pooled: share over all tokens together. MACs are of the
-    whole model, per example: modelled by counting executed learners, gates included. `difference` is metric minus
-    dense metric, paired over examples. `likeness`: how alike the dense model answers, 1 where it is the same.
+    whole model, per example: modelled by counting what ran, learners and gates included; `model_share` is their sum
+    over the dense model's. `difference` is metric minus dense metric, paired over examples. `likeness`: how alike the
+    dense model answers, 1 where it is the same.
     """
 
     reached: float
@@ -128,10 +129,9 @@ class FixedResult(Result):
 class Evaluation:
     """All results on one data set; n examples from `groups` independent sources.
 
-    `masked`: a padding mask was known, and padding counts nowhere. `dense_macs` is the dense model's per example.
-    `subject` is equal for the same saved model on the same data set and task, None where that is not known.
-    `left_out`: names of examples of no use, which count nowhere, by what is wrong with them. `length`: tokens of these
-    examples, weighted by what learners cost, over those of the plan's example.
+    `masked`: a padding mask was known, and padding counts nowhere. `dense_macs`: the dense model's on these examples,
+    the mean. `subject` is equal for the same saved model on the same data set and task, None where that is not known.
+    `left_out`: names of examples of no use, which count nowhere, by what is wrong with them.
     """
 
     schema: int = SCHEMA
@@ -147,7 +147,6 @@ class Evaluation:
     left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     subject: str | None = None
-    length: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; SURFACE 2 names the main keys."""

@@ -73,7 +73,7 @@ def find_load_maps(model: nn.Module, batch: Batch, task: Task, budgets: Sequence
     with undisturbed(model):
         for budget in budgets:
             set_budget(model, budget)
-            with batch_context(model, mask=task.mask(shown)), record(model) as usage:
+            with batch_context(model, mask=task.mask(shown)), record(model, macs=False) as usage:
                 call_model(model, task.inputs(shown))
             placed = patch_k(usage.k, conversion(model).plan, *image.shape[-2:])
             if not placed:

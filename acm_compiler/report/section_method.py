@@ -43,11 +43,10 @@ def _measured(found: Evaluation) -> str:
 def _modelled(report: Report) -> str:
     not_counted = ", ".join(report.plan.model.not_counted)
     left_out = f" Not counted: {not_counted}." if not_counted else ""
-    other_length = wording.other_length(report.evaluation.length)
-    length = f" {other_length[0].upper()}{other_length[1:]}." if other_length else ""
     return (
         "MACs (1 MAC = 1 multiply-add = 2 FLOPs), by arithmetic: the learners that ran, all gates, and what stays "
-        f"dense.{left_out}{length} MACs are not time; acmc bench measures time."
+        "dense, each example by its own length; those of the dense model likewise."
+        f"{left_out} MACs are not time; acmc bench measures time."
     )
 
 

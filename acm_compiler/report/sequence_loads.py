@@ -108,7 +108,7 @@ def _loads(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float])
     with undisturbed(model):
         for budget in budgets:
             set_budget(model, budget)
-            with batch_context(model, mask=task.mask(there)), record(model) as usage:
+            with batch_context(model, mask=task.mask(there)), record(model, macs=False) as usage:
                 call_model(model, task.inputs(there))
             found[budget] = usage.load().cpu()
     return found

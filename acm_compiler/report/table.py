@@ -50,12 +50,10 @@ def _row(result: Result, metric: str) -> list[str]:
 
 def _basis(found: Evaluation) -> str:
     sources = "" if found.groups == found.n else f" from {wording.count(found.groups, 'source')}"
-    other_length = wording.other_length(found.length)
-    basis = (
+    return (
         f"{found.metric.name} measured on {wording.count(found.n, 'example')}{sources}, ± half of a 95 % interval "
-        "over sources; MACs modelled: learners that ran, gates included"
+        "over sources; MACs modelled: what these examples ran, gates included"
     )
-    return basis if other_length is None else f"{basis}\n{other_length}"
 
 
 def _left_out(found: Evaluation) -> list[str]:

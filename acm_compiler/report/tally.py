@@ -31,6 +31,7 @@ class Tally:
         self._kept: list[Tensor] = []
         self._shares: list[Tensor] = []
         self._macs: list[Tensor] = []
+        self._dense_macs: list[Tensor] = []
         self._tokens_by_k = {site.name: torch.zeros(site.learners + 1, dtype=torch.long) for site in plan.sites}
         self._foreground: ForegroundTally | None = None
 
@@ -39,6 +40,7 @@ class Tally:
         self._scores.append(score_B)
         self._shares.append(usage.shares)
         self._macs.append(usage.macs)
+        self._dense_macs.append(usage.dense_macs)
         used = usage.k
         for name, k_BS in used.items():
             counts = self._tokens_by_k[name]
@@ -66,14 +68,13 @@ class Tally:
         """The fields of a `Result`; dense_E is the dense model's scores."""
         spent, macs = self.spent, torch.cat(self._macs)
         percentiles = torch.quantile(macs, torch.tensor([0.05, 0.95], dtype=macs.dtype))
-        facts = self._plan.model
         return {
             "reached": spent.share,
             "pooled": self._pooled(),
             "metric": sample.value(spent.score_E),
             "metric_error": sample.error(spent.score_E),
             "difference": None if dense_E is None else sample.difference(spent.score_E, dense_E),
-            "model_share": float(macs.mean()) * facts.batch / facts.dense_macs,
+            "model_share": float(macs.mean()) / self.dense_macs,
             "macs_mean": float(macs.mean()),
             "macs_p5": float(percentiles[0]),
             "macs_p95": float(percentiles[1]),
@@ -91,22 +92,16 @@ class Tally:
         )
 
     @property
-    def length(self) -> float:
-        """Learner MACs at k = N of the examples over those of as many of the plan's."""
-        examples = sum(len(shares) for shares in self._shares)
-        planned = sum(s.learners * macs_per_learner(s) * s.tokens * s.calls for s in self._plan.sites)
-        return self._full() * self._plan.model.batch / (planned * examples)
-
-    def _full(self) -> float:
-        sites = self._plan.sites
-        return float(sum(s.learners * macs_per_learner(s) * int(self._tokens_by_k[s.name].sum()) for s in sites))
+    def dense_macs(self) -> float:
+        """The dense model's MACs, the mean over examples."""
+        return float(torch.cat(self._dense_macs).mean())
 
     def _pooled(self) -> float:
-        run = 0.0
+        run = full = 0.0
         for site in self._plan.sites:
             counts = self._tokens_by_k[site.name]
-            run += _mean_k(counts) * int(counts.sum()) * macs_per_learner(site)
-        full = self._full()
+            learners = int(counts.sum()) * macs_per_learner(site)
+            run, full = run + _mean_k(counts) * learners, full + site.learners * learners
         return run / full if full else 0.0
 
 

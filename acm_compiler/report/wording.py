@@ -7,18 +7,6 @@ from acm_compiler.report.evaluation import Interval
 
 CONTROL = "against every token running the same k at the same share; between two k, each on a part of the examples"
 
-_AS_LONG = 0.02  # how far examples may be from the plan's length before it is said
-
-
-def other_length(length: float | None) -> str | None:
-    """What MACs mean where examples are not as long as the plan's; `length` as in `Evaluation`."""
-    if length is None or abs(length - 1) <= _AS_LONG:
-        return None
-    return (
-        f"these examples are {length:.2f} times as long as the plan's: learners and gates count by their tokens, what "
-        "stays dense, and the dense model, as for the plan's"
-    )
-
 
 def percent(share: float, digits: int = 1) -> str:
     """A share for people: 71.4 %."""

@@ -185,7 +185,7 @@ class _Step(nn.Module):
         return total, _Seen.of(terms, choices.shares, choices.macs, choices.counts)
 
     def _at_chosen_k(self, batch: Batch, wanted: Tensor | None) -> tuple[Tensor, _Seen]:
-        with record(self.model) as usage:
+        with record(self.model, macs=False) as usage:
             loss = self._objective(call_model(self.model, self.task.inputs(batch)), batch, wanted)
         none = torch.zeros_like(loss)
         return loss, _Seen.of((loss, loss, none, none, none), usage.real_shares.to(loss.device), usage.learner_macs, {})

@@ -1,0 +1,138 @@
+"""What a model does outside its ACMs, counted call by call while it runs: the MACs of what stays dense.
+
+Shapes: B examples, S the size of an axis of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from acm_compiler.acm import ACM
+from acm_compiler.acm.module import recomputing
+from acm_compiler.passes.dense_macs import Call, Work, does_macs, work_of
+from acm_compiler.passes.op_names import name_of
+from acm_compiler.passes.weight_stand_ins import dense_arguments
+
+
+@contextmanager
+def kept_work_watched(model: nn.Module, done: Callable[[list[Work]], None]) -> Iterator[None]:
+    """While open, `done` gets the work outside the ACMs of every call of `model`, or of a part of it, as it ends.
+
+    Works of equal sizes are added up. A part that is called within another one is counted with that. What a
+    checkpoint computes again in the backward pass is left out, like a model's TorchScript modules' own work.
+    """
+    here = _Here()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if isinstance(module, ACM):
+            here.inside_acms += 1
+        elif here.depth or not recomputing():
+            if not here.depth:
+                here.counting = _Counting(here)
+                here.counting.__enter__()
+            here.depth += 1
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        if isinstance(module, ACM):
+            here.inside_acms -= 1
+        elif here.depth:
+            here.depth -= 1
+            if not here.depth:
+                assert here.counting is not None
+                here.counting.__exit__(None, None, None)
+                done(here.counting.works())
+
+    handles = []
+    try:
+        for module in _outside(model):
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def real_work(works: Sequence[Work], lengths: Mapping[int, Tensor | None], *, batch: int) -> Tensor:
+    """MACs of `works` for each of `batch` examples without what was done for padding, float64 [B].
+
+    lengths: for axes of tokens by their size S, bool [B, S], True at real tokens, or None where all are real. Rows
+    count by the axis whose size is nearest, rows of one per example in full; products of two values by each of their
+    sizes that is one of these, or by the first axis that has padding.
+    """
+    real = {size: torch.ones(batch) if mask is None else mask.double().mean(1).cpu() for size, mask in lengths.items()}
+    padded = next((real[size] for size, mask in lengths.items() if mask is not None), torch.ones(batch))
+    total = torch.zeros(batch, dtype=torch.float64)
+    for work in works:
+        total += work.macs / batch * _real_share(work, {1: torch.ones(batch)} | real, padded, batch)
+    return total
+
+
+def _real_share(work: Work, real: Mapping[int, Tensor], padded: Tensor, batch: int) -> Tensor:
+    """What part of a work is for real tokens, [B]."""
+    if work.rows:
+        rows = work.rows / batch
+        near = [size for size in real if (size > 1) == (rows > 1)]
+        return real[min(near, key=lambda size: abs(math.log(size / rows)))] if near else padded
+    known = [real[size] for size in work.lengths if size in real][:2]
+    return math.prod(known[1:], start=known[0]) if known else padded
+
+
+def _outside(model: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """The modules of the model, each once: ACMs, but nothing inside them."""
+    seen = set() if seen is None else seen
+    if model not in seen and not isinstance(model, torch.jit.ScriptModule):
+        seen.add(model)
+        yield model
+        for part in () if isinstance(model, ACM) else model.children():
+            yield from _outside(part, seen)
+
+
+class _Here(threading.local):
+    """Where one thread is: how many parts deep in the model, and in ACMs."""
+
+    depth = 0
+    inside_acms = 0
+    counting: _Counting | None = None
+
+
+class _Counting(TorchFunctionMode):
+    """Adds up the work of every torch call but those of ACMs."""
+
+    def __init__(self, here: _Here) -> None:
+        super().__init__()
+        self._here = here
+        self._macs: Counter[tuple[int, tuple[int, ...]]] = Counter()
+
+    def works(self) -> list[Work]:
+        """All work so far, equal sizes together."""
+        return [Work(macs=macs, rows=rows, lengths=lengths) for (rows, lengths), macs in self._macs.items()]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._here.inside_acms and does_macs(name_of(func)):
+            self._count(name_of(func), args, kwargs, result)
+        return result
+
+    def _count(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        dense = dense_arguments(args, kwargs)
+        if dense is not None:
+            shape = tuple(result.shape) if isinstance(result, Tensor) else ()
+            for work in work_of(Call(name=name, args=dense[0], kwargs=dense[1], shape=shape)):
+                self._macs[work.rows, work.lengths] += work.macs

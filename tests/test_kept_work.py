@@ -1,0 +1,264 @@
+"""What stays dense, counted as it runs: FlopCounterMode on the dense model is the oracle, at every length."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import _get_current_function_mode
+from torch.utils.flop_counter import FlopCounterMode
+
+import acm_compiler as acm
+from acm_compiler.cost import dense_macs_per_token
+from acm_compiler.errors import NothingRecorded
+from acm_compiler.inputs import call_model
+from tests import models
+from tests.build import planned_site, stack_of
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def torchs_macs(act, *args, **kwargs) -> float:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        act(*args, **kwargs)
+    return counter.get_total_flops() / 2
+
+
+def recorded(model, *calls):
+    """The usage of a converted model over calls of it."""
+    with torch.no_grad(), acm.record(model) as usage:
+        for inputs in calls:
+            call_model(model, inputs)
+    return usage
+
+
+def ids(tokens: int, batch: int = 2):
+    return torch.randint(5, 50, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def built(config, kind):
+    torch.manual_seed(0)
+    return kind(config).eval()
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+
+
+def llama():
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    return built(config, transformers.LlamaForCausalLM), [{"input_ids": ids(n)} for n in (12, 5, 40, 1)]
+
+
+def bert():
+    model = built(transformers.BertConfig(**SIZES, num_labels=3), transformers.BertForSequenceClassification)
+    return model, [{"input_ids": ids(n)} for n in (12, 4, 37)]
+
+
+def t5():
+    config = transformers.T5Config(
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=50,
+        decoder_start_token_id=0,
+        eos_token_id=None,
+    )
+    lengths = ((12, 7), (30, 3), (4, 25))
+    model = built(config, transformers.T5ForConditionalGeneration)
+    return model, [{"input_ids": ids(n), "decoder_input_ids": ids(m)} for n, m in lengths]
+
+
+def wav2vec2():
+    model, inputs = models.hf_wav2vec2()
+    name, example = next(iter(inputs.items())) if isinstance(inputs, dict) else ("input_values", inputs)
+    return model.eval(), [{name: torch.randn(2, samples)} for samples in (example.shape[1], 2500, 6000)]
+
+
+def swin():
+    torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": [4, 4], "num_classes": 3}
+    model = torchvision.models.SwinTransformer(patch_size=[4, 4], **sizes).eval()
+    return model, [torch.randn(2, 3, *size) for size in ((32, 32), (64, 48), (80, 80))]
+
+
+@pytest.mark.parametrize("make", [llama, bert, t5, wav2vec2, swin])
+def test_the_dense_model_costs_what_torch_counts_at_every_length(make):
+    model, calls = make()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp"))
+    for inputs in calls:
+        usage = recorded(converted, inputs)
+        assert len(usage.shares) == 2
+        torch.testing.assert_close(usage.dense_macs.sum().item(), torchs_macs(call_model, model, inputs))
+        assert usage.dense_macs[0] == usage.dense_macs[1]
+        assert float((usage.macs - usage.kept_macs).min()) > 0
+
+
+@pytest.mark.parametrize("make", [llama, t5])
+def test_generating_from_a_cache_costs_what_torch_counts(make):
+    model, calls = make()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp"))
+    asked = {"input_ids": ids(9), "max_new_tokens": 11, "min_new_tokens": 11, "do_sample": False, "pad_token_id": 0}
+    with acm.record(converted) as usage:
+        written = converted.generate(**asked)
+    assert usage.dense_macs.sum().item() == torchs_macs(model.generate, **asked)
+    assert torch.equal(written, model.generate(**asked))
+
+
+def test_calls_recorded_together_cost_what_they_cost_one_by_one():
+    model, calls = llama()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp"))
+    text = ids(9)
+
+    def forwards():
+        out = converted(input_ids=text, use_cache=True)
+        for _ in range(3):
+            yield
+            token = out.logits[:, -1:].argmax(-1)
+            out = converted(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+
+    one_by_one, steps = [], forwards()
+    with torch.no_grad():
+        for _ in range(4):
+            with acm.record(converted) as usage:
+                next(steps, None)
+            one_by_one.append(usage)
+        with acm.record(converted) as together:
+            list(forwards())
+    for total in ("macs", "dense_macs"):
+        each = [getattr(usage, total) for usage in one_by_one]
+        torch.testing.assert_close(getattr(together, total), torch.stack(each).sum(0))
+        assert each[1][0] < each[2][0] < each[3][0] < each[0][0] / 5
+
+
+@pytest.mark.parametrize("make", [llama, bert])
+def test_padding_costs_nothing(make):
+    model, calls = make()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp", init="random"))
+    together = {"input_ids": ids(16), "attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    together["attention_mask"][1, 7:] = 0
+    usage = recorded(converted, together)
+    for row, tokens in enumerate((16, 7)):
+        alone = recorded(converted, {"input_ids": together["input_ids"][row : row + 1, :tokens]})
+        assert float(usage.dense_macs[row]) == pytest.approx(float(alone.dense_macs))
+        assert float(usage.kept_macs[row]) == pytest.approx(float(alone.kept_macs))
+    assert usage.model_share == pytest.approx(float(usage.macs.sum() / usage.dense_macs.sum()))
+
+
+def test_a_padded_prompt_costs_its_own_tokens_also_while_it_goes_on():
+    model, calls = llama()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp"))
+    padded, mask = ids(9), torch.ones(2, 9, dtype=torch.long)
+    padded[1, :4] = mask[1, :4] = 0
+    asked = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with acm.record(converted) as usage:
+        converted.generate(padded, attention_mask=mask, **asked)
+    for row, start in enumerate((0, 4)):
+        alone = torchs_macs(model.generate, padded[row : row + 1, start:], **asked)
+        assert float(usage.dense_macs[row]) == pytest.approx(alone)
+
+
+def test_padded_clips_cost_their_own_samples_to_a_hundredth():
+    model, calls = wav2vec2()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp"))
+    sound, mask = torch.randn(2, 8000), torch.ones(2, 8000, dtype=torch.long)
+    sound[1, 3000:] = mask[1, 3000:] = 0
+    usage = recorded(converted, {"input_values": sound, "attention_mask": mask})
+    for row, samples in enumerate((8000, 3000)):
+        alone = torchs_macs(model, sound[row : row + 1, :samples])
+        assert float(usage.dense_macs[row]) == pytest.approx(alone, rel=0.01)
+
+
+def test_latents_of_which_none_is_padding_count_in_full():
+    class Reader(nn.Module):
+        """Tokens [B, S, 8] read by 3 latents; an ACM on the tokens and one on the latents."""
+
+        def __init__(self, acms) -> None:
+            super().__init__()
+            self.on_tokens, self.on_latents = acms
+            self.latents, self.proj = nn.Parameter(torch.randn(3, 8)), nn.Linear(8, 8)
+
+        def forward(self, x, attention_mask):
+            x = self.on_tokens(x)
+            read = (self.latents.expand(len(x), -1, -1) @ x.mT).softmax(-1) @ x
+            return self.on_latents(self.proj(read))
+
+    model = stack_of(planned_site("tokens", tokens=10), planned_site("latents", tokens=3))
+    reader = Reader(model.acms).eval()
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[1, 5:] = False
+    usage = recorded(reader, {"x": torch.randn(2, 10, 8), "attention_mask": mask})
+    assert (usage.k["latents"] >= 0).all() and (usage.k["tokens"][1, 5:] == -1).all()
+    products, proj = 2 * 3 * 10 * 8, 3 * 8 * 8
+    assert usage.kept_macs.tolist() == [products + proj, products / 2 + proj]
+
+
+class Around(nn.Module):
+    """Linears before and after an ACM; the second one in a checkpoint, if asked for."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inner = stack_of(planned_site("a", tokens=5))
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.checkpointed = checkpointed
+
+    def forward(self, x, stop: bool = False):
+        x = self.inner(self.before(x))
+        if stop:
+            raise ZeroDivisionError
+        if self.checkpointed:
+            return torch.utils.checkpoint.checkpoint(self.after, x, use_reentrant=False)
+        return self.after(x)
+
+
+def test_neither_an_acms_own_products_nor_the_users_count():
+    model, x = Around().eval(), torch.randn(3, 5, 8)
+    with acm.record(model) as usage:
+        y = model(x)
+        _ = y @ y.mT
+    assert usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
+    site = planned_site("a")
+    assert usage.dense_macs.tolist() == [5 * (64 + 32 + dense_macs_per_token(site))] * 3
+
+
+def test_a_part_called_by_itself_counts():
+    model, x = Around().eval(), torch.randn(3, 5, 8)
+    with acm.record(model) as usage:
+        model.after(model.inner(x))
+    assert usage.kept_macs.tolist() == [5 * 32] * 3
+
+
+def test_what_a_checkpoint_computes_again_counts_once():
+    model, x = Around(checkpointed=True), torch.randn(3, 5, 8)
+    with acm.record(model) as usage:
+        model(x).sum().backward()
+    assert usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
+
+
+def test_nothing_stays_on_a_model_that_raised():
+    model, x = Around().eval(), torch.randn(3, 5, 8)
+    with contextlib.suppress(ZeroDivisionError), acm.record(model):
+        model(x, stop=True)
+    with acm.record(model) as usage:
+        with contextlib.suppress(ZeroDivisionError):
+            model(x, stop=True)
+        assert _get_current_function_mode() is None
+        model(x)
+    assert _get_current_function_mode() is None
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert usage.kept_macs.tolist() == [5 * (64 + 64 + 32)] * 3
+
+
+def test_a_record_without_macs_says_so_when_asked_for_them():
+    model, x = Around().eval(), torch.randn(3, 5, 8)
+    with acm.record(model, macs=False) as usage:
+        model(x)
+    assert str(usage).splitlines()[0] == f"budget {usage.budget:.3f} reached over 3 examples"
+    for name in ("macs", "dense_macs", "model_share", "kept_macs"):
+        with pytest.raises(NothingRecorded, match="macs=False"):
+            getattr(usage, name)

@@ -74,7 +74,7 @@ def reachable(model: nn.Module, budgets: Sequence[float], *, say: Callable[[str]
     """
     owner = conversion(model)
     if owner.table is None:
-        say("no phase has measured this model's gates: it is evaluated with all learners, and at every fixed k")
+        say("no phase has measured this model's gates: the only budget is 1, all learners")
         return [1.0]
     near = [budget for budget in budgets if budget >= owner.table_min - TOLERANCE]
     if len(near) < len(budgets):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from acm_compiler.cli.saved_run import SavedRun
 
 
+_BUDGETS = (0.25, 0.5, 0.75, 1.0)
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
     app.command("bench", help="Measure a saved model's time against the dense model's.")(bench)
@@ -25,8 +28,9 @@ def register(app: typer.Typer) -> None:
 def bench(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
     budgets: Annotated[
-        str, typer.Option(metavar="B,B,…", help="Shares of learner MACs, or 60%, or 11GMACs.")
-    ] = ".25,.5,.75,1",
+        str | None,
+        typer.Option(metavar="B,B,…", help="Shares of learner MACs, or 60%, or 11GMACs; unset: .25,.5,.75,1."),
+    ] = None,
     batches: Annotated[str, typer.Option(metavar="N,N,…", help="Batch sizes.")] = "1,8,64",
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Turns that every contender gets.")] = 11,
     verify: Annotated[bool, typer.Option("--verify", help="Only compare answers, at every k.")] = False,
@@ -36,11 +40,12 @@ def bench(
     """Check that the compiled model answers as the eager one, then print one row per contender, batch and budget."""
     from acm_compiler.bench.measure_model import as_json, break_even, check_answers, measure_model
     from acm_compiler.cli.saved_run import open_saved_run, read_budgets
+    from acm_compiler.evaluate import reachable
 
     output = Output(json=json)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)
     sizes = sorted({_whole(part) for part in batches.split(",") if part.strip()})
-    shares = [] if verify else read_budgets(directory, budgets)
+    asked = None if budgets is None else read_budgets(directory, budgets)
     run = open_saved_run(directory, allow_code=allow_code)
     contest = _contest(run)
     output.progress("compiling, and comparing answers at every k")
@@ -49,6 +54,7 @@ def bench(
     if verify:
         output.document({**_machine(), "verified": True, "error": error, "rows": []})
         return
+    shares = asked or [float(share) for share in reachable(run.model, _BUDGETS, say=output.note)]
     inputs = [(size, run.inputs(size)) for size in sizes]
     rows = measure_model(contest, inputs, budgets=shares, rounds=rounds, progress=output.progress)
     least = min(shares)

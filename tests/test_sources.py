@@ -173,14 +173,16 @@ from acm_compiler.errors import ModelSourceError
 from acm_compiler.sources import build
 from acm_compiler.sources.reference import parse_reference
 
-try:
-    build(parse_reference("hf:owner/name"), weights=False, device="meta")
-except ModelSourceError as error:
-    print(error)
+for name in ("hf:owner/name", "timm:vit_tiny_patch16_224"):
+    try:
+        build(parse_reference(name))
+    except ModelSourceError as error:
+        print(" ".join(str(error).split()))
 """
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path):
+    pytest.importorskip("timm")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens there
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"

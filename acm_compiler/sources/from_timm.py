@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 from torch import nn
@@ -11,7 +12,10 @@ from acm_compiler.errors import ModelSourceError, did_you_mean
 from acm_compiler.recipe.schema import ModelConfig
 from acm_compiler.sources.arguments import call_builder
 from acm_compiler.sources.built import Device, Found, build_on
+from acm_compiler.sources.hf_place import out_of_reach
 from acm_compiler.sources.weights import is_file, load_own_file
+
+_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
@@ -42,6 +46,12 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
 
 
 def _fetch(builder: functools.partial[nn.Module], config: ModelConfig) -> nn.Module:
+    if offline := _out_of_reach(config.name):
+        raise ModelSourceError(
+            f"the weights of timm:{config.name} cannot be loaded",
+            found=f"none in the hub's cache; {offline}",
+            fix="set weights: FILE, or weights: null for a random start",
+        )
     try:
         return call_builder(builder, config)
     except (OSError, RuntimeError) as error:
@@ -50,6 +60,19 @@ def _fetch(builder: functools.partial[nn.Module], config: ModelConfig) -> nn.Mod
             found=str(error).splitlines()[0],
             fix="set weights: FILE, or weights: null for a random start",
         ) from error
+
+
+def _out_of_reach(name: str) -> str | None:
+    """Why the hub cannot give the weights of `name` now; None where it can, or where they need not come from there."""
+    import timm
+    from huggingface_hub import try_to_load_from_cache
+
+    place = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
+    # timm's own switch for files that older versions fetched elsewhere
+    if not place or os.environ.get("TIMM_USE_OLD_CACHE"):
+        return None
+    cached = any(isinstance(try_to_load_from_cache(place, file), str) for file in _FILES)
+    return None if cached else out_of_reach(place)
 
 
 def _example(model: nn.Module) -> torch.Tensor | None:

@@ -1,5 +1,6 @@
 """The Triton kernels in Triton's interpreter; run by tests/test_kernels.py in a process of its own."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -9,8 +10,8 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from acm_compiler.acm.activations import NAMES, resolve
-from acm_compiler.acm.reference import choose_k, utilities
-from acm_compiler.codegen import dispatch, launch
+from acm_compiler.acm.reference import Norm, choose_k, layer_norm, run_learners, utilities
+from acm_compiler.codegen import cuda, dispatch, launch
 from acm_compiler.codegen.activation import INTERPRETED
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.gate import run_gate
@@ -226,3 +227,90 @@ def test_tiles_for_every_kind_of_call_exist():
             inputs = inputs_of(dataclasses.replace(case, dtype=dtype))
             spec = spec_of(inputs.x, inputs.weights, inputs.residual)
             assert all(choose_tiles(spec, arch, t) for arch in (80, 86, 89, 90) for t in (1, 65, 3000, 10**6))
+
+
+def norm_of(width: int, dtype: torch.dtype, kind: str = "affine") -> Norm:
+    """A norm with weights of about one."""
+    weight, bias = (torch.rand(width) + 0.5).to(dtype), torch.randn(width).to(dtype)
+    return Norm(weight=weight if kind != "bare" else None, bias=bias if kind == "affine" else None, eps=1e-5)
+
+
+def in_float64(norm: Norm) -> Norm:
+    weight, bias = (None if tensor is None else tensor.double() for tensor in (norm.weight, norm.bias))
+    return Norm(weight=weight, bias=bias, eps=norm.eps)
+
+
+def require_normed(case: Case, machine: Machine, *, mean: float = 2.0, kind: str = "affine") -> None:
+    """Learners that normalise their rows give what they give of rows normalised in float64."""
+    inputs, norm = inputs_of(case), norm_of(case.d_in, case.dtype, kind)
+    x = (torch.randn(case.tokens, case.d_in) + mean).to(case.dtype)
+    expected = run_learners(layer_norm(x.double(), in_float64(norm)), inputs.k, to(inputs.weights, torch.float64))
+    expected = expected if inputs.residual is None else expected + inputs.residual.double()
+    y = launch.run(x, inputs.k, inputs.weights, residual=inputs.residual, norm=norm, machine=machine)
+    require_answer(y, dataclasses.replace(inputs, expected=expected))
+
+
+@pytest.mark.parametrize("case", [*FORMS, *FEW[:6]], ids=str)
+def test_every_form_normalises_its_rows(case):
+    require_normed(dataclasses.replace(case, dtype=torch.bfloat16), HOPPER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_every_form_normalises_its_rows_on_every_machine(case, dtype, machine):
+    require_normed(dataclasses.replace(case, dtype=dtype), MACHINES[machine])
+
+
+@pytest.mark.parametrize("tokens", [20, 257])
+@pytest.mark.parametrize("k", ["none", "all"])
+@pytest.mark.parametrize(("mean", "kind"), [(100.0, "affine"), (-3e4, "weight"), (0.0, "bare")])
+def test_rows_far_from_zero_keep_their_digits(mean, kind, k, tokens):
+    require_normed(Case(tokens=tokens, k=k, d_in=75), AMPERE, mean=mean, kind=kind)
+
+
+def choices_of(x, weights, norm: Norm):
+    """k by the kernel, and how much less its choices are worth than the best in float64."""
+    knob, k_lo, k_hi = torch.tensor(0.1), torch.tensor(0, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
+    k = run_gate(x, weights, (knob, k_lo, k_hi), cost=0.6, k_min=0, rule="logits", machine=HOPPER, norm=norm)
+    z = layer_norm(x.double(), in_float64(norm)).to(x.dtype).double()
+    w, b, w2, b2 = (tensor.double() for tensor in weights)
+    u = utilities(F.linear(F.gelu(F.linear(z, w, b)), w2, b2), knob, torch.arange(5).double() * 0.6, "logits")
+    return k, (u.max(1).values - u.gather(1, k.long()[:, None])[:, 0]).max()
+
+
+@pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("mean", "kind"), [(2.0, "affine"), (100.0, "weight"), (0.0, "bare")])
+@pytest.mark.parametrize("width", [72, 64, 77])
+def test_a_gate_normalises_its_tokens(width, mean, kind, dtype, lost):
+    """In bfloat16 normalised tokens are rounded, as those of a norm by itself."""
+    weights = [torch.randn(24, width) * width**-0.5, torch.randn(24), torch.randn(5, 24), torch.zeros(5)]
+    weights = [tensor.to(dtype) for tensor in weights]
+    x = (torch.randn(131, width) + mean).to(dtype)
+    k, found = choices_of(x, weights, norm_of(width, dtype, kind))
+    assert found <= lost and len(k.unique()) > 1
+
+
+def test_rows_of_one_value_and_rows_with_an_outlier_choose_as_the_reference():
+    x, weights = torch.randn(40, 72), [torch.randn(24, 72), torch.randn(24), torch.randn(5, 24), torch.zeros(5)]
+    x[3], x[4], x[5, 0], x[6, 70] = 5.0, 0.0, 1e4, 1e4
+    assert choices_of(x, weights, norm_of(72, torch.float32))[1] <= 3e-5
+
+
+@pytest.mark.parametrize("tokens", [20, 130])
+def test_gate_and_learners_behind_a_norm_are_one_call(tokens, monkeypatch):
+    monkeypatch.setattr(cuda, "machine_of", lambda device: HOPPER)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    inputs, norm = inputs_of(Case(tokens=tokens)), norm_of(72, torch.float32)
+    gate = [torch.randn(16, 72), torch.randn(16), torch.randn(4, 16), torch.randn(4)]
+    knob, bounds = torch.tensor(-0.7), [torch.tensor(k, dtype=torch.int32) for k in (0, 3)]
+    choices = {"cost": 0.6, "k_min": 0, "rule": "damage"}
+    w = inputs.weights
+    tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
+    given = (inputs.x, *gate, knob.view(torch.int32), *bounds, *tensors, inputs.residual, norm.weight, norm.bias)
+    y = cuda.gated_learners(*given, form="mlp", act="gelu", norm_eps=norm.eps, **choices)
+    k = run_gate(inputs.x, gate, (knob, *bounds), **choices, machine=HOPPER, norm=norm)
+    expected = run_learners(layer_norm(inputs.x.double(), in_float64(norm)), k, to(w, torch.float64))
+    assert len(k.unique()) > 1
+    require_answer(y, dataclasses.replace(inputs, expected=expected + inputs.residual.double()))

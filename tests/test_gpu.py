@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from acm_compiler.acm import ops
+from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.control import set_k
@@ -124,6 +126,32 @@ def test_the_gate_chooses_as_the_reference_but_for_near_ties():
             k = ops.GATE(x, *weights, *choices, **options)
             exact = ops.GATE_REFERENCE(x.double(), *(w.double() for w in weights), *choices, **options)
             assert (k != exact).float().mean() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [20, 3000])
+@pytest.mark.parametrize("mean", [2.0, 100.0])
+def test_a_folded_norm_is_right(mean, tokens, dtype, monkeypatch):
+    inputs = inputs_of(replace(VIT, tokens=tokens, dtype=DTYPES[dtype]), "cuda")
+    x = (torch.randn(tokens, 768, device="cuda") + mean).to(inputs.x.dtype)
+    shapes = ((64, 768), (64,), (5, 64), (5,), (768,), (768,))
+    *gate, weight, bias = ((torch.randn(s, device="cuda") * s[-1] ** -0.5).to(x.dtype) for s in shapes)
+    weights = to(to(inputs.weights, "cpu"), torch.float64)
+    z = F.layer_norm(x.double(), (768,), weight.double(), bias.double(), 1e-5).cpu()
+    poison_memory(monkeypatch)
+    for k in (0, 3, 4):
+        bounds = [torch.tensor(k, dtype=torch.int32, device="cuda")] * 2
+        y = gated(inputs, x, (*gate, torch.tensor(-0.5, device="cuda"), *bounds), weight, bias)
+        exact = run_learners(z, torch.full((tokens,), k), weights) + inputs.residual.double().cpu()
+        assert relative_error(y.cpu(), exact) <= TOLERANCE[x.dtype]
+
+
+def gated(inputs, x, gate, weight, bias):
+    """The operator that is norm, gate and learners."""
+    w = inputs.weights
+    tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
+    options = {"cost": 0.6, "k_min": 0, "rule": "logits", "form": w.form, "act": w.act, "norm_eps": 1e-5}
+    return GATED(x, *gate, *tensors, inputs.residual, weight, bias, **options)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -36,6 +36,7 @@ VIT = KernelSpec(
     bias_in=True,
     second="shared",
     residual=True,
+    norm=False,
     tf32=False,
 )
 PROJECTION = replace(VIT, form="linear", act="identity", width=96, bias_in=False)
@@ -93,7 +94,7 @@ def test_a_k_that_does_not_exist_is_caught_on_the_device():
     assert "__assertfail" in build(count, "bf16", 90).ptx
 
 
-GATE = GateSpec(d_in=768, width=64, columns=5, k_min=0, rule="damage", dtype="bf16", gate_dtype="bf16")
+GATE = GateSpec(d_in=768, width=64, columns=5, k_min=0, rule="damage", dtype="bf16", gate_dtype="bf16", norm=False)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -104,13 +105,43 @@ def test_a_gate_is_built_as_designed(arch):
     assert built.instructions["HGMMA" if arch == 90 else "HMMA"]
 
 
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_folded_norm_is_built_as_designed(arch):
+    gate = build(gate_kernel_of(replace(GATE, norm=True), arch, TOKENS), "bf16", arch)
+    assert gate.spills == 0 and gate.resident >= 4
+    # a normalised block comes from registers, which wgmma must not read with old versions of ptxas
+    assert gate.instructions["HMMA"] and not gate.instructions["HGMMA"] and gate.instructions["LDGSTS"]
+    kernels = {kernel.name: kernel for kernel in kernels_of(replace(VIT, norm=True), arch, TOKENS)}
+    assert list(kernels) == ["count", "place", "permute norm", "layer1", "layer2 w_out"]
+    rows, layer1 = (build(kernels[name], "bf16", arch) for name in ("permute norm", "layer1"))
+    assert rows.spills == layer1.spills == 0 and rows.resident >= 8 and layer1.resident >= 2
+    assert arch == 80 or (layer1.instructions["UTMALDG"] and not layer1.instructions["LDGSTS"])
+    few = kernels_of(replace(VIT, norm=True), arch, 20)
+    assert [kernel.name for kernel in few] == ["norm", "few1", "few2"] and build(few[0], "bf16", arch).spills == 0
+
+
+def test_rows_of_slices_of_the_input_are_normalised_in_the_order_of_tokens():
+    for spec, name in ((COLS, "norm"), (ROWS, "permute norm"), (replace(VIT, d_in=771), "permute norm")):
+        for arch in (80, 90):
+            assert name in {kernel.name for kernel in kernels_of(replace(spec, norm=True), arch, TOKENS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d_in", [64, 1024, 4096, 8192, 16384])
+def test_norms_of_every_width_are_built_without_spills(d_in):
+    spec = replace(VIT, norm=True, d_in=d_in)
+    rows = next(kernel for kernel in kernels_of(spec, 90, TOKENS) if kernel.name == "permute norm")
+    assert build(rows, "bf16", 90).spills == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("width", [16, 128, WIDEST])
 def test_gates_of_every_width_are_built_without_spills(width, arch):
     for dtype, gate_dtype in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
         for tokens in (1, TOKENS):
-            spec = replace(GATE, width=width, dtype=dtype, gate_dtype=gate_dtype, rule="logits")
+            norm = tokens == TOKENS
+            spec = replace(GATE, width=width, dtype=dtype, gate_dtype=gate_dtype, rule="logits", norm=norm)
             built = build(gate_kernel_of(spec, arch, tokens), dtype, arch)
             assert built.spills == 0, built
             # fp32 gates stay off wgmma, whose operands in registers old versions of ptxas get wrong
@@ -186,6 +217,8 @@ def test_acmc_kernels_shows_tiles_and_what_was_built(tmp_path):
     plan.write_text(plan_of(planned_site("a"), planned_site("b")).to_json())
     listed = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "90"])
     assert listed.exit_code == 0 and "not built" in listed.stdout and "2 x mlp 8 -> 4 x 8" in listed.stdout
+    folded = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "90", "--norm"])
+    assert folded.exit_code == 0 and "fused with norm" in folded.stdout and "gate norm" in folded.stdout
     assert CliRunner().invoke(app, ["kernels", str(plan), "--dtype", "bf61"]).exit_code == 2
     missing = CliRunner().invoke(app, ["kernels", str(tmp_path / "none.json")])
     assert missing.exit_code == 2 and "acmc plan" in missing.stderr

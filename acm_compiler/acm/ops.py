@@ -111,11 +111,12 @@ def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
 
 def _run(x: Tensor, k: Tensor, tensors: Sequence[Tensor | None], form: str, act: str) -> Tensor:
     """The reference; `tensors` are the weights in the schema's order and then perhaps the residual."""
-    y = run_learners(x, k, _weights(tensors[:7], form, act))
+    y = run_learners(x, k, weights_of(tensors[:7], form, act))
     return y if len(tensors) < 8 or tensors[7] is None else y + tensors[7]
 
 
-def _weights(tensors: Sequence[Tensor | None], form: str, act: str) -> Weights:
+def weights_of(tensors: Sequence[Tensor | None], form: str, act: str) -> Weights:
+    """The weights from the operators' arguments w_in to w_top."""
     w_in, b_in, w_up, b_up, w_out, b_out, w_top = tensors
     assert w_in is not None and b_out is not None
     return Weights(

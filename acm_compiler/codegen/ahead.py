@@ -19,7 +19,7 @@ from acm_compiler.codegen.few import few1_kernel, few2_kernel
 from acm_compiler.codegen.gate import GateSpec, gate_constants, gate_kernel, gate_options
 from acm_compiler.codegen.layer1 import layer1_kernel
 from acm_compiler.codegen.layer2 import layer2_kernel
-from acm_compiler.codegen.permute import permute_constants, permute_kernel
+from acm_compiler.codegen.permute import permute_constants, permute_kernel, permute_options
 from acm_compiler.codegen.spec import KernelSpec
 from acm_compiler.codegen.stages import (
     POINTERS,
@@ -40,7 +40,7 @@ from acm_compiler.errors import PackageMissing
 
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")
 _NUMBERS = ("T", "D_IN", "BLOCKS", "stride_x", "stride_a", "stride_w", "stride_r")
-_UNALIGNED = ("T", "BLOCKS", "cost", "knob", "k_lo", "k_hi")
+_UNALIGNED = ("T", "BLOCKS", "cost", "eps", "knob", "k_lo", "k_hi")
 _SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 _REGISTERS = 65536
 _INSTRUCTIONS = ("UTCHMMA", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
@@ -77,9 +77,11 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int, tiles: Tiles | None = N
     """The kernels that a call of that many tokens starts on that architecture, in order."""
     machine = _machine(arch)
     tiles = tiles or choose_tiles(spec, arch, tokens)
+    in_order = tiles.sorts and permutes_rows(spec, machine)
+    rows = [_rows_kernel(spec, in_order)] if in_order or spec.norm else []
     if not tiles.sorts:
-        return _few_kernels(spec, machine, tiles)
-    kernels = _dispatch_kernels(spec) + ([_permute_kernel(spec)] if permutes_rows(spec, machine) else [])
+        return rows + _few_kernels(spec, machine, tiles)
+    kernels = _dispatch_kernels(spec) + rows
     if layer1_bands(spec):
         loads = loads_of(spec, machine, None)
         kernels.append(
@@ -150,12 +152,15 @@ def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
     ]
 
 
-def _permute_kernel(spec: KernelSpec) -> Kernel:
+def _rows_kernel(spec: KernelSpec, in_order: bool) -> Kernel:
+    operands = {"perm": in_order, "counts": in_order, "norm_weight": spec.norm, "norm_bias": spec.norm}
+    constants = permute_constants(spec.d_in, in_order=in_order, norm=spec.norm)
     return Kernel(
-        name="permute",
+        name=" ".join(name for name, here in (("permute", in_order), ("norm", spec.norm)) if here),
         function=permute_kernel,
-        constants=permute_constants(spec.d_in),
-        options={"num_warps": 4},
+        constants=constants | {name: None for name, here in operands.items() if not here},
+        options=permute_options(spec.d_in),
+        operands={"eps": "fp32"},
     )
 
 
@@ -180,12 +185,12 @@ def gate_kernel_of(spec: GateSpec, arch: int, tokens: int) -> Kernel:
     constants = gate_constants(spec, tokens, interpret=False)
     gate = f"*{spec.gate_dtype}"
     return Kernel(
-        name="gate",
+        name="gate norm" if spec.norm else "gate",
         function=gate_kernel,
-        constants=constants,
+        constants=constants if spec.norm else constants | {"norm_weight": None, "norm_bias": None},
         options=gate_options(_machine(arch), constants),
         operands={name: gate for name in ("w_inner", "b_inner", "w_outer", "b_outer")}
-        | {"knob": "*fp32", "k_lo": "*i32", "k_hi": "*i32", "k_out": "*i32", "cost": "fp32"},
+        | {"knob": "*fp32", "k_lo": "*i32", "k_hi": "*i32", "k_out": "*i32", "cost": "fp32", "eps": "fp32"},
     )
 
 

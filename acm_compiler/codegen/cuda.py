@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from acm_compiler import env
-from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.gated_learners import run_apart
+from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE, weights_of
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.spec import DTYPES
 from acm_compiler.codegen.stages import Machine, puts_fences
@@ -40,6 +40,8 @@ def take_over() -> bool:
         return False
     torch.library.impl("acm::learners", "CUDA", _checked if env.check() else learners, lib=LIBRARY)
     torch.library.impl("acm::gate", "CUDA", gate, lib=LIBRARY)
+    if not env.check():
+        torch.library.impl("acm::gated_learners", "CUDA", gated_learners, lib=LIBRARY)
     return True
 
 
@@ -52,8 +54,8 @@ def _lacking() -> str | None:
 
 def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     """The operator; where no kernel fits, the reference, said once."""
-    w_in, b_in, w_up, b_up, w_out, b_out, w_top, *residual = tensors
-    assert w_in is not None and b_out is not None
+    w_in = tensors[0]
+    assert w_in is not None
     machine = machine_of(x.device)
     reason = not_covered(act=act, dtype=x.dtype, arch=machine.arch)
     if reason is None and w_in.dtype != x.dtype:
@@ -61,13 +63,11 @@ def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
     if reason is not None:
         _say_once(reason)
         return REFERENCE(x, k, *tensors, form=form, act=act)
-    weights = Weights(
-        w_in=w_in, b_in=b_in, w_up=w_up, b_up=b_up, w_out=w_out, b_out=b_out, w_top=w_top, form=form, act=act
-    )
     from acm_compiler.codegen.launch import run  # imports triton
 
     with torch.cuda.device(x.device):  # kernels start on the current device
-        return run(x, k, weights, residual=residual[0] if residual else None, machine=machine)
+        weights = weights_of(tensors[:7], form, act)
+        return run(x, k, weights, residual=tensors[7] if len(tensors) > 7 else None, machine=machine)
 
 
 def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
@@ -81,6 +81,23 @@ def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Ten
 
     with torch.cuda.device(x.device):
         return run_gate(x, tensors[:4], tensors[4:], cost=cost, k_min=k_min, rule=rule, machine=machine)
+
+
+def gated_learners(*tensors: Tensor | None, norm_eps: float | None = None, form: str, act: str, **choices) -> Tensor:
+    """The operator that is gate and learners, and perhaps the norm in front of them: then rows are normalised where
+    kernels first read them.
+    """
+    x, w_inner, w_in = tensors[0], tensors[1], tensors[8]
+    assert x is not None and w_inner is not None and w_in is not None
+    machine = machine_of(x.device)
+    reason = gate_not_covered(dtypes=(x.dtype, w_inner.dtype), width=w_inner.shape[0], arch=machine.arch)
+    reason = reason or not_covered(act=act, dtype=x.dtype, arch=machine.arch)
+    if norm_eps is None or reason is not None or w_in.dtype != x.dtype:
+        return run_apart(*tensors, norm_eps=norm_eps, form=form, act=act, **choices)
+    from acm_compiler.codegen.normed import run_normed  # imports triton
+
+    with torch.cuda.device(x.device):
+        return run_normed(tensors, form=form, act=act, eps=norm_eps, choices=choices, machine=machine)
 
 
 def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:

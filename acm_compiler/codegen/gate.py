@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.activation import INTERPRETED, gelu
 from acm_compiler.codegen.spec import DTYPES
 from acm_compiler.codegen.stages import Machine
@@ -24,7 +25,9 @@ _LARGE = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSpec:
-    """One gate as its kernel sees it: dtype of the tokens and of the gate itself, sizes, rule."""
+    """One gate as its kernel sees it: dtype of the tokens and of the gate itself, sizes, rule; norm: tokens are
+    normalised first.
+    """
 
     d_in: int
     width: int
@@ -33,6 +36,35 @@ class GateSpec:
     rule: str
     dtype: str
     gate_dtype: str
+    norm: bool
+
+
+@triton.jit
+def _moments(x_at, shift, steps, D_IN, eps, BK: tl.constexpr):
+    """Mean, as a distance from `shift`, and one over the deviation of rows, merged block by block; fp32."""
+    mean = tl.zeros_like(shift)
+    squares = tl.zeros_like(shift)
+    for k in range(0, D_IN, BK):
+        here = (k + steps < D_IN)[None, :]
+        off = tl.where(here, tl.load(x_at + k, mask=here, other=0.0).to(tl.float32) - shift[:, None], 0.0)
+        count = tl.minimum(D_IN - k, BK) * 1.0
+        part = tl.sum(off, 1) / count
+        off = tl.where(here, off - part[:, None], 0.0)
+        further = part - mean
+        squares += tl.sum(off * off, 1) + further * further * (k * count / (k + count))
+        mean += further * (count / (k + count))
+    return mean, tl.rsqrt(squares / D_IN + eps)
+
+
+@triton.jit
+def _normalised(a, shift, mean, scale, weight, bias, columns, D_IN):
+    """A block of rows, normalised and rounded to their type."""
+    y = (a.to(tl.float32) - shift[:, None] - mean[:, None]) * scale[:, None]
+    if weight is not None:
+        y *= tl.load(weight + columns, mask=columns < D_IN, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        y += tl.load(bias + columns, mask=columns < D_IN, other=0.0).to(tl.float32)[None, :]
+    return y.to(a.dtype)
 
 
 @triton.jit
@@ -46,20 +78,26 @@ def _utility(score, k, knob, cost, RULE: tl.constexpr):
         return score - knob * price
 
 
-@triton.jit(do_not_specialize=["T", "cost"])
+@triton.jit(do_not_specialize=["T", "cost", "eps"])
 def gate_kernel(
-    k_out, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, T, D_IN, stride_x, cost,
-    G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr,
+    k_out, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, norm_weight, norm_bias, T, D_IN, stride_x, cost,
+    eps, G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr, EVEN: tl.constexpr,
+    NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """k_out [T]; w_inner [G, D_IN], w_outer [C, G]; knob fp32, k_lo and k_hi int32 scalars in memory."""
+    """k_out [T]; w_inner [G, D_IN], w_outer [C, G]; knob fp32, k_lo and k_hi int32 scalars in memory.
+
+    NORM: x is read twice, the second time from a cache.
+    """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inner = tl.arange(0, GP)
     outer = tl.arange(0, CP)
     steps = tl.arange(0, BK)
     x_at = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * stride_x + steps[None, :]
     w_at = w_inner + tl.minimum(inner, G - 1)[None, :] * D_IN + steps[:, None]
+    if NORM:
+        shift = tl.load(x + tl.minimum(rows, T - 1).to(tl.int64) * stride_x).to(tl.float32)
+        mean, scale = _moments(x_at, shift, steps, D_IN, eps, BK)
     acc = tl.zeros((BM, GP), tl.float32)
     for k in range(0, D_IN, BK):
         if EVEN:
@@ -68,6 +106,8 @@ def gate_kernel(
         else:
             a = tl.load(x_at + k, mask=(k + steps < D_IN)[None, :], other=0.0)
             b = tl.load(w_at + k, mask=(k + steps < D_IN)[:, None], other=0.0)
+        if NORM:
+            a = _normalised(a, shift, mean, scale, norm_weight, norm_bias, k + steps, D_IN)
         if INTERPRET:  # the interpreter's dot takes bf16 for its bit pattern
             acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
         else:
@@ -86,7 +126,7 @@ def gate_kernel(
     tl.store(k_out + rows, tl.argmax(u, 1).to(tl.int32) + K_MIN, mask=rows < T)
 
 
-def gate_spec_of(x_TD: Tensor, w_inner: Tensor, w_outer: Tensor, *, k_min: int, rule: str) -> GateSpec:
+def gate_spec_of(x_TD: Tensor, w_inner: Tensor, w_outer: Tensor, *, k_min: int, rule: str, norm: bool) -> GateSpec:
     """The spec of a call; both dtypes must be among DTYPES."""
     return GateSpec(
         d_in=x_TD.shape[1],
@@ -96,10 +136,11 @@ def gate_spec_of(x_TD: Tensor, w_inner: Tensor, w_outer: Tensor, *, k_min: int, 
         rule=rule,
         dtype=DTYPES[x_TD.dtype],
         gate_dtype=DTYPES[w_inner.dtype],
+        norm=norm,
     )
 
 
-def gate_spec_of_site(site: PlannedSite, dtype: str) -> GateSpec:
+def gate_spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> GateSpec:
     """The spec of a planned site's gate, in the type of its tokens, by the rule of a calibrated one."""
     kind = "fp32" if dtype == "tf32" else dtype
     return GateSpec(
@@ -110,6 +151,7 @@ def gate_spec_of_site(site: PlannedSite, dtype: str) -> GateSpec:
         rule="damage",
         dtype=kind,
         gate_dtype=kind,
+        norm=norm,
     )
 
 
@@ -118,14 +160,16 @@ def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str,
     width = max(_NARROWEST, triton.next_power_of_2(spec.width))
     exact = "fp32" in (spec.dtype, spec.gate_dtype)
     step = 64 // (2 if exact else 1) // (2 if width > _LARGE else 1)
-    # fp32 gates take 32 rows: their three-part products stay off wgmma, whose register operands old ptxas gets wrong
-    rows = 32 if exact or width > _LARGE // 2 else 64
+    # products of three parts and of normalised blocks take 32 rows: they stay off wgmma, whose register operands old
+    # ptxas gets wrong
+    rows = 32 if exact or spec.norm or width > _LARGE // 2 else 64
     return {
         "G": spec.width,
         "C": spec.columns,
         "K_MIN": spec.k_min,
         "RULE": spec.rule,
         "EVEN": spec.d_in % step == 0,
+        "NORM": spec.norm,
         "PRECISION": "tf32x3",
         "INTERPRET": interpret,
         "GP": width,
@@ -150,10 +194,12 @@ def run_gate(
     k_min: int,
     rule: str,
     machine: Machine,
+    norm: Norm | None = None,
 ) -> Tensor:
     """k of every token, int32 [T], as `acm::gate` gives it; scores are kept in fp32 throughout.
 
-    weights: of the two linears, weight and bias each; choices: knob, k_lo and k_hi, scalars in memory.
+    weights: of the two linears, weight and bias each; choices: knob, k_lo and k_hi, scalars in memory; norm: applied to
+    the tokens first.
     """
     tokens = x_TD.shape[0]
     k_T = torch.empty(tokens, dtype=torch.int32, device=x_TD.device)
@@ -161,9 +207,9 @@ def run_gate(
         return k_T
     x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
     w_inner, b_inner, w_outer, b_outer = (tensor.contiguous() for tensor in weights)
-    constants = gate_constants(
-        gate_spec_of(x_TD, w_inner, w_outer, k_min=k_min, rule=rule), tokens, interpret=INTERPRETED
-    )
+    spec = gate_spec_of(x_TD, w_inner, w_outer, k_min=k_min, rule=rule, norm=norm is not None)
+    constants = gate_constants(spec, tokens, interpret=INTERPRETED)
+    affine = [None, None] if norm is None else [norm.weight, norm.bias]
     gate_kernel[(triton.cdiv(tokens, constants["BM"]),)](
         k_T,
         x_TD,
@@ -172,10 +218,12 @@ def run_gate(
         w_outer,
         b_outer,
         *choices,
+        *(None if tensor is None else tensor.contiguous() for tensor in affine),
         tokens,
         x_TD.shape[1],
         x_TD.stride(0),
         cost,
+        0.0 if norm is None else norm.eps,
         **constants,
         **gate_options(machine, constants),
     )

@@ -9,13 +9,13 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen.activation import INTERPRETED
 from acm_compiler.codegen.dispatch import Order, sort_by_k
 from acm_compiler.codegen.few import few1_kernel, few2_kernel
 from acm_compiler.codegen.layer1 import layer1_kernel
 from acm_compiler.codegen.layer2 import layer2_kernel
-from acm_compiler.codegen.permute import PERMUTED_ROWS, permute_constants, permute_kernel
+from acm_compiler.codegen.permute import permute_constants, permute_kernel, permute_options
 from acm_compiler.codegen.spec import KernelSpec, spec_of
 from acm_compiler.codegen.stages import (
     BULK_COPY_BYTES,
@@ -67,21 +67,30 @@ class Few:
     x_TD: Tensor
 
 
-def run(x_TD: Tensor, k_T: Tensor, weights: Weights, *, residual: Tensor | None = None, machine: Machine) -> Tensor:
-    """y_{k(t)}(x_t) + residual_t, [T, O], for a call that the kernels cover; no host sync.
+def run(
+    x_TD: Tensor,
+    k_T: Tensor,
+    weights: Weights,
+    *,
+    residual: Tensor | None = None,
+    norm: Norm | None = None,
+    machine: Machine,
+) -> Tensor:
+    """y_{k(t)}(x_t) + residual_t, [T, O], for a call that the kernels cover; no host sync. norm: applied to x first.
 
     A k outside [0, N] stops the kernel with an assertion on the device, or, among few tokens, gives NaN.
     """
     if not x_TD.shape[0]:
         return x_TD.new_empty(0, weights.b_out.shape[1])
     x_TD, k_T = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous(), k_T.contiguous()
-    spec = spec_of(x_TD, weights, residual)
+    spec = spec_of(x_TD, weights, residual, norm=norm is not None)
     tiles = choose_tiles(spec, machine.arch, x_TD.shape[0])
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     if tiles.sorts:
         order = sort_by_k(k_T, spec.learners)
         call = Call(spec=spec, machine=machine, tiles=tiles, order=order, x_TD=x_TD)
-        return run_call(call, weights, residual)
+        return run_call(call, weights, residual, norm)
+    x_TD = x_TD if norm is None else _written_rows(x_TD, None, norm)
     few = Few(spec=spec, machine=machine, tiles=tiles, k_T=k_T, x_TD=x_TD)
     return _run_few(few, weights, residual)
 
@@ -121,25 +130,38 @@ def _run_few(few: Few, weights: Weights, residual: Tensor | None) -> Tensor:
     return y_TO
 
 
-def run_call(call: Call, weights: Weights, residual: Tensor | None) -> Tensor:
+def run_call(call: Call, weights: Weights, residual: Tensor | None, norm: Norm | None = None) -> Tensor:
     """y_{k(t)}(x_t) + residual_t of T >= 1 tokens, [T, O]; rows of the residual are contiguous."""
     spec = call.spec
     y_TO = call.x_TD.new_empty(call.tokens, spec.d_out)
-    if permutes_rows(spec, call.machine):
-        call = replace(call, x_TD=_sorted_rows(call.x_TD, call.order))
+    in_order = call.order if permutes_rows(spec, call.machine) else None
+    if in_order or norm:
+        call = replace(call, x_TD=_written_rows(call.x_TD, in_order, norm))
     h = _run_layer1(call, weights) if layer1_bands(spec) else call.x_TD
     for product in products_of(spec):
         _run_layer2(call, product, call.x_TD if product.from_x else h, weights, y_TO=y_TO, residual=residual)
     return y_TO
 
 
-def _sorted_rows(x_TD: Tensor, order: Order) -> Tensor:
+def _written_rows(x_TD: Tensor, order: Order | None, norm: Norm | None) -> Tensor:
+    """The rows in that order, or in their own, normalised where there is a norm."""
     tokens, d_in = x_TD.shape
     rows = x_TD.new_empty(tokens, d_in)
-    permute_kernel[(triton.cdiv(tokens, PERMUTED_ROWS),)](
-        rows, x_TD, order.perm, order.counts, tokens, x_TD.stride(0),
-        **permute_constants(d_in), num_warps=4,
-    )  # fmt: skip
+    weight, bias, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+    constants = permute_constants(d_in, in_order=order is not None, norm=norm is not None)
+    permute_kernel[(triton.cdiv(tokens, constants["BM"]),)](
+        rows,
+        x_TD,
+        None if order is None else order.perm,
+        None if order is None else order.counts,
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        tokens,
+        x_TD.stride(0),
+        eps,
+        **constants,
+        **permute_options(d_in),
+    )
     return rows
 
 

@@ -23,8 +23,8 @@ class KernelSpec:
     """One ACM as its kernels see it: D = d_in, O = d_out, N = learners, H = width, of a slice too.
 
     second: what follows the hidden layer: one w_out for all k, w_out with w_top at k = N, one w_out per k, or none
-    (slices). head: features of one head in one slice, 1 without heads. tf32: fp32 products may be rounded to tf32, as
-    torch's own setting says.
+    (slices). head: features of one head in one slice, 1 without heads. norm: x is normalised first. tf32: fp32 products
+    may be rounded to tf32, as torch's own setting says.
     """
 
     form: Form
@@ -38,13 +38,15 @@ class KernelSpec:
     bias_in: bool
     second: SecondLayer
     residual: bool
+    norm: bool
     tf32: bool
 
     def __str__(self) -> str:
-        """In one line: form, shape, activation, dtype."""
+        """In one line: form, shape, activation, dtype, and what is fused with it."""
         second = "" if self.second in ("shared", "none") else f" {self.second}"
         dtype = "tf32" if self.tf32 else self.dtype
-        return f"{self.form}{second} {self.d_in} -> {self.learners} x {self.width} -> {self.d_out} {self.act} {dtype}"
+        shape = f"{self.d_in} -> {self.learners} x {self.width} -> {self.d_out}"
+        return f"{self.form}{second} {shape} {self.act} {dtype}{' fused with norm' * self.norm}"
 
     @property
     def hidden_row(self) -> int:
@@ -57,7 +59,7 @@ class KernelSpec:
         return 4 if self.dtype == "fp32" else 2
 
 
-def spec_of(x_TD: Tensor, weights: Weights, residual: Tensor | None) -> KernelSpec:
+def spec_of(x_TD: Tensor, weights: Weights, residual: Tensor | None, *, norm: bool = False) -> KernelSpec:
     """The spec of a call; its dtype must be one of DTYPES."""
     w = weights
     return KernelSpec(
@@ -72,11 +74,12 @@ def spec_of(x_TD: Tensor, weights: Weights, residual: Tensor | None) -> KernelSp
         bias_in=w.b_in is not None,
         second=_second_layer(w),
         residual=residual is not None,
+        norm=norm,
         tf32=x_TD.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
     )
 
 
-def spec_of_site(site: PlannedSite, dtype: str) -> KernelSpec:
+def spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> KernelSpec:
     """The spec of a planned site's calls, without a residual; dtype bf16, fp16, fp32, or tf32 for rounded fp32."""
     tops: dict[str, SecondLayer] = {"per_k": "per_k", "shared": "shared", "original": "shared", "shared_top": "top"}
     second: SecondLayer = "none" if site.is_sliced else "top" if site.has_top else tops[site.second_layer]
@@ -92,6 +95,7 @@ def spec_of_site(site: PlannedSite, dtype: str) -> KernelSpec:
         bias_in=site.has_bias_in,
         second=second,
         residual=False,
+        norm=norm,
         tf32=dtype == "tf32",
     )
 

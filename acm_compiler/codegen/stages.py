@@ -113,7 +113,9 @@ def loads_of(spec: KernelSpec, machine: Machine, product: Product | None) -> Loa
 
 
 def permutes_rows(spec: KernelSpec, machine: Machine) -> bool:
-    """Whether x is first copied in sorted order."""
+    """Whether x is first copied in sorted order; rows that are normalised first are written in that order."""
+    if spec.norm:
+        return spec.form != "cols"
     plain = on_tensor_cores(spec) and spec.form != "cols" and _aligned(spec.d_in, spec)
     return machine.bulk_copies and not machine.fenced and plain
 

@@ -81,23 +81,62 @@ class TextSet(TokenizedTexts):
 
 
 class TextRows(TokenizedTexts):
-    """The rows that a user's function gives. DataError where they lack the keys that the recipe names."""
+    """The rows that a user's function gives. DataError where there are none, or a text or class in them is none."""
 
     def __init__(self, config: TextRowsData) -> None:
-        rows = call_function(config.rows, config.args)
-        if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or not len(rows):
-            found = f"{type(rows).__name__} without rows"
-            raise DataError("the function gave no rows", where=config.rows, found=found, expected="mappings")
+        every = _rows(config)
         keys = [config.text, *([config.label] if config.label else [])]
-        missing = [key for key in keys if not isinstance(rows[0], Mapping) or key not in rows[0]]
+        missing = [key for key in keys if not isinstance(every[0], Mapping) or key not in every[0]]
         if missing:
-            found = ", ".join(map(str, rows[0])) if isinstance(rows[0], Mapping) else type(rows[0]).__name__
+            found = ", ".join(map(str, every[0])) if isinstance(every[0], Mapping) else type(every[0]).__name__
             raise DataError(f"the rows have no {missing[0]!r}", where=config.rows, found=found)
-        every = [rows[i] for i in range(len(rows))]
-        facts = {"label": [int(row[config.label]) for row in every]} if config.label else {}
-        super().__init__(
-            [str(row[config.text]) for row in every], config.tokenizer, max_tokens=config.max_tokens, **facts
+        texts = [row[config.text] for row in every]
+        _refuse_odd(texts, [isinstance(text, str) for text in texts], config, "text", fix="leave such rows out")
+        facts: dict[str, list[int]] = {}
+        if config.label:
+            labels = [row[config.label] for row in every]
+            fix = "number the classes (datasets: class_encode_column), and leave out rows without one"
+            _refuse_odd(labels, [_is_class(label) for label in labels], config, "class 0, 1, 2, …", fix=fix)
+            facts["label"] = [int(label) for label in labels]
+        super().__init__(texts, config.tokenizer, max_tokens=config.max_tokens, **facts)
+
+
+def _rows(config: TextRowsData) -> list[Any]:
+    """All that the function gives; DataError where that is not a sequence with entries."""
+    try:
+        rows = call_function(config.rows, config.args)
+    except OSError as error:
+        raise DataError("the function of the rows finds no data", where=config.rows, found=error) from error
+    if isinstance(rows, Mapping):
+        raise DataError(
+            "the function gave several sets of rows",
+            where=config.rows,
+            found=", ".join(map(str, rows)),
+            expected="one",
+            fix="ask for one in `args`, as in {split: train}, or give the folder of that one alone",
         )
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or not len(rows):
+        found = f"{type(rows).__name__} without rows"
+        fix = "give a list, or a set that is not streamed"
+        raise DataError("the function gave no rows", where=config.rows, found=found, expected="mappings", fix=fix)
+    return [rows[i] for i in range(len(rows))]
+
+
+def _refuse_odd(values: Sequence[Any], good: Sequence[bool], config: TextRowsData, what: str, *, fix: str) -> None:
+    """DataError, with the first of them and their number, where `values` are not all good."""
+    if not all(good):
+        first, count = good.index(False), good.count(False)
+        raise DataError(
+            f"{count} of {len(good)} rows have no {what}",
+            where=config.rows,
+            found=f"{values[first]!r} in row {first}",
+            fix=fix,
+        )
+
+
+def _is_class(label: Any) -> bool:
+    whole = isinstance(label, (int, Tensor)) or hasattr(label, "__index__")
+    return whole and int(label) >= 0
 
 
 def _tokenized(tokenizer: Any, texts: Sequence[str], most: int) -> tuple[int, list[list[int]]]:

@@ -15,7 +15,7 @@ from torch import fx
 from acm_compiler import env
 from acm_compiler.acm import ops
 from acm_compiler.dump import dump
-from acm_compiler.errors import KernelUnavailable, UsageError, did_you_mean
+from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.passes.acm_nodes import learners_nodes
 from acm_compiler.passes.fold_norm import fold_norm
 from acm_compiler.passes.fuse_gate import fuse_gate
@@ -52,13 +52,21 @@ def acm_backend(
 
     `mode` and `options` are Inductor's, plus `fallback` ("warn", "silent", "error": what to do about an ACM that no
     kernel covers, and where Inductor has no C++ compiler: then the graph runs uncompiled) and one switch per pass.
-    UsageError for an unknown option or value, KernelUnavailable under `fallback="error"`.
+    UsageError for an unknown option or value, KernelUnavailable under `fallback="error"`: at the first call, as Dynamo
+    does not ask a backend before.
     """
+    try:
+        return _compile(graph_module, example_inputs, mode, options or {})
+    except AcmError as error:
+        raise _past_dynamo(error) from None
+
+
+def _compile(graph_module: fx.GraphModule, example_inputs: list[Any], mode: str | None, options: dict[str, Any]) -> Any:
     # dynamo and inductor take seconds to import and are there already when torch.compile calls
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx
 
-    own, patches = split_options(options or {}, torch._inductor.list_options())
+    own, patches = split_options(options, torch._inductor.list_options())
     if mode:
         patches = {**torch._inductor.list_mode_options(mode), **patches}
     lowered = lower(graph_module, own)
@@ -69,6 +77,21 @@ def acm_backend(
     if _lacks_compiler(example_inputs, patches, own["fallback"]):
         return graph_module.forward
     return compile_fx(graph_module, example_inputs, config_patches=patches)
+
+
+def _past_dynamo(error: AcmError) -> AcmError:
+    """The same error as one that Dynamo passes on as it is, instead of wrapping it; the traceback begins here."""
+    import inspect
+
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind: Any = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
+    plain = kind.__new__(kind)
+    frame = inspect.currentframe()
+    ShortenTraceback.__init__(plain, first_useful_frame=frame and frame.f_back)
+    plain.args = error.args
+    plain.__dict__.update(error.__dict__)
+    return plain.with_traceback(error.__traceback__)
 
 
 def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, ...]:

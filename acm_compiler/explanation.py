@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import fx, nn
 
 from acm_compiler.backend import OPTIONS, lower
 from acm_compiler.conversion import sites
+from acm_compiler.dynamo_remarks import without_remarks
 from acm_compiler.inputs import split_inputs
 from acm_compiler.passes.verify import Lowered
 
@@ -59,9 +59,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         found.extend(lower(graph_module, defaults))
         return graph_module.forward
 
-    with torch.no_grad(), warnings.catch_warnings():
-        # of a library's own cache (transformers asks it whether modules are sharded), which is no matter of the user's
-        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`", UserWarning)
+    with torch.no_grad(), without_remarks():
         torch.compile(live, backend=look)(*inputs, **kwargs)
     named = [_named(site, list(acms)) for site in found]
     seen = {site.site for site in named}

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import warn_once_cache
 
 from acm_compiler.bench import interleave as turns
 from acm_compiler.bench.measure_model import BASE, Contest, Row, break_even, check_answers, measure_model
@@ -16,6 +18,7 @@ from acm_compiler.conversion import BudgetPoint, BudgetTable
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.plans import Plan
 from tests.build import planned_site, stack_of
+from tests.test_backend import Cached
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -95,6 +98,22 @@ def test_rows_hold_every_contender_at_every_budget(contest):
     whole = next(row for row in rows if row.budget == 1.0)
     set_budget(contest.converted, 1.0)
     assert whole.mac_ratio > next(row for row in rows if row.budget == 0.5).mac_ratio
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [check_answers, lambda contest, x: measure_model(contest, [(3, x)], budgets=(1.0,), rounds=2)],
+    ids=["answers", "times"],
+)
+def test_measuring_keeps_to_itself_what_dynamo_says_of_a_librarys_cache(contest, measure):
+    warn_once_cache.clear()  # Dynamo says it once in a process
+    model = Cached(contest.converted).eval()
+    cached = replace(contest, converted=model, compiled=torch.compile(model, backend="acm", dynamic=True))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        measure(cached, torch.randn(3, 5, 8))
+    said = [str(warning.message) for warning in caught]
+    assert "of the model itself" in said and not [text for text in said if "lru_cache" in text]
 
 
 def test_wrong_answers_are_no_contest(contest):

@@ -230,6 +230,17 @@ def test_doctor_says_what_is_there():
     assert document["recipes"] == list(shipped_recipes())
 
 
+def test_doctor_names_the_compiler_that_inductor_takes(monkeypatch):
+    import torch._inductor
+
+    assert "g++" in json.loads(run("doctor", "--json").stdout)["compiler"]
+    monkeypatch.setenv("CXX", "/nonexistent/g++")  # Inductor read it at its import; the CPU kernel looks further
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent/g++")}):
+        document, shown = json.loads(run("doctor", "--json").stdout), run("doctor").stdout
+    assert document["compiler"] is None and "g++" in document["kernel_compiler"]
+    assert "none found (CXX=/nonexistent/g++): graphs run uncompiled" in shown
+
+
 def test_doctor_fails_when_the_backend_cannot_be_loaded(monkeypatch):
     from acm_compiler.cli import doctor
 

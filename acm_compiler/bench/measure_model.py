@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from acm_compiler.bench.interleave import Timing, interleave
 from acm_compiler.control import set_budget, set_k
 from acm_compiler.conversion import sites
+from acm_compiler.dynamo_remarks import without_remarks
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.usage import record
@@ -66,6 +67,7 @@ class Contest:
         )
 
 
+@without_remarks()
 def check_answers(contest: Contest, inputs: Inputs) -> float:
     """The largest relative error of the compiled converted model against the eager one, over every k.
 
@@ -91,6 +93,7 @@ def check_answers(contest: Contest, inputs: Inputs) -> float:
     return worst
 
 
+@without_remarks()
 def measure_model(
     contest: Contest,
     batches: Iterable[tuple[int, Inputs]],

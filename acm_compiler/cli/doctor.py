@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shlex
 import subprocess
 from importlib.metadata import entry_points
 from typing import Any
@@ -24,15 +26,17 @@ def doctor(json: JsonOption = False) -> None:
     """Print the facts; exit code 1 when something is broken that every run needs."""
     out = Output(json=json)
     versions, devices, backend = _versions(), _devices(), _backend()
-    compiler, recipes = _compiler(), _recipes()
+    compiler, kernel_compiler, recipes = _inductors_compiler(), _kernels_compiler(), _recipes()
     rows = [(name, version or "not installed") for name, version in versions.items()]
     rows += [("device", device) for device in devices]
     rows += [("backend", backend["error"] or f"torch.compile(model, backend={_BACKEND!r}) finds it")]
-    rows += [("C++ compiler", compiler or "none found: torch.compile needs one on the CPU")]
+    rows += [("C++ compiler of Inductor", compiler or f"none found{_named()}: graphs run uncompiled on the CPU")]
+    rows += [("C++ compiler of the CPU kernel", kernel_compiler or "none found: ACMs run on plain torch operations")]
     rows += [("recipes", ", ".join(recipes) or "none found")]
     out.table(rows)
     problems = _problems(backend, recipes)
-    facts = {"versions": versions, "devices": devices, "backend": backend, "compiler": compiler, "recipes": recipes}
+    compilers = {"compiler": compiler, "kernel_compiler": kernel_compiler}
+    facts = {"versions": versions, "devices": devices, "backend": backend, **compilers, "recipes": recipes}
     out.document({**facts, "problems": problems})
     for problem in problems:
         out.error(problem)
@@ -66,15 +70,33 @@ def _backend() -> dict[str, Any]:
     return {"visible": True, "error": None}
 
 
-def _compiler() -> str | None:
-    """The C++ compiler that torch would take, and its version."""
+def _inductors_compiler() -> str | None:
+    """The C++ compiler that Inductor takes here, and its version; it looks no further than CXX where that is set."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return _with_version(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None
+
+
+def _kernels_compiler() -> str | None:
     from acm_compiler.codegen.build_cpu import find_compiler
 
     path = find_compiler()
-    if path is None:
-        return None
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20)
-    return f"{path} ({answer.stdout.splitlines()[0]})" if answer.stdout else path
+    return None if path is None else _with_version(path)
+
+
+def _with_version(command: str) -> str:
+    call = [*shlex.split(command), "--version"]
+    answer = subprocess.run(call, capture_output=True, text=True, check=False, timeout=20)
+    return f"{command} ({answer.stdout.splitlines()[0]})" if answer.stdout else command
+
+
+def _named() -> str:
+    name = os.environ.get("CXX")
+    return f" (CXX={name})" if name else ""
 
 
 def _recipes() -> list[str]:

@@ -134,7 +134,11 @@ def test_clips_of_no_use_are_named_and_counted_together_before_any_is_read(relea
         dataset = open_dataset(config(release, max_broken=5))
     assert dataset.left_out == {fault: (f"train{i}.wav",) for i, fault in enumerate(faults)}
     assert len(dataset) == 1 and dataset[0]["labels"] and "train: clips left out: 1 missing (train3.wav)" in caplog.text
-    with pytest.raises(DataError, match=r"too many clips.*found 1 missing.*at most 4 together\)\s+repair.*max_seconds"):
+    order = ((3, "missing"), (0, "unreadable"), (1, "empty"), (4, "too short"), (2, "too long"))
+    found = ", ".join(rf"1 {fault} \(train{i}.wav\)" for i, fault in order)
+    with pytest.raises(
+        DataError, match=rf"too many clips.*found {found}, expected at most 4 together\)\s+repair.*max_seconds"
+    ):
         open_dataset(config(release, max_broken=4))
     (release / "es/clips/train5.wav").unlink()
     with pytest.raises(DataError, match=r"the data set is empty.*no usable clip in train.tsv; 2 missing"):

@@ -62,6 +62,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         rows = self._transcribed(_read_rows(Path(config.root), config.split))
         self._ledger = LeftOutLedger([path.name for path, _ in rows], FAULTS)
         self.clips = self._usable(self._present(rows))
+        self._refuse_too_many()  # not before all are looked at: what is wrong is told at once
         if self.left_out:
             _LOG.warning("%s: clips left out: %s", config.split, told(self.left_out))
         if not self.clips:
@@ -111,18 +112,17 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         return found
 
     def _present(self, rows: Sequence[tuple[Path, tuple[int, ...]]]) -> list[Clip]:
-        """The clips whose files are there. DataError where too many are not."""
+        """The clips whose files are there."""
         found = []
         for row, (path, labels) in enumerate(rows):
             if path.is_file():
                 found.append(Clip(row, path, path.stat().st_size, labels))
             else:
                 self._ledger.add(row, "missing")
-        self._refuse_too_many()
         return found
 
     def _usable(self, clips: Sequence[Clip]) -> list[Clip]:
-        """The clips without those of which their headers show that they are of no use. DataError for too many."""
+        """The clips without those of which their headers show that they are of no use."""
         looked_at, usable = range(0, len(clips), max(1, -(-len(clips) // _LOOKED_AT))), []
         for number, clip in enumerate(clips):
             try:
@@ -131,7 +131,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
                     self._samples(clip)
                 usable.append(clip)
             except UnusableClip as error:
-                self._leave_out(clip, error)
+                self._ledger.add(clip.row, error.fault)
         return usable
 
     def _samples(self, clip: Clip) -> np.ndarray:

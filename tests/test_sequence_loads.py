@@ -1,6 +1,8 @@
 """Loads along sequences: what a record says by place, clips over time, texts by token, and the page about them."""
 
 import dataclasses
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from acm_compiler.report.clip_chart import clip_chart, envelope, stretches
 from acm_compiler.report.contents import Report
 from acm_compiler.report.figures import as_svg, drawing
 from acm_compiler.report.frames import frame_foreground
-from acm_compiler.report.sequence_loads import Clip, ClipLoads, find_clip_loads, find_text_loads
+from acm_compiler.report.section_sequences import texts_section
+from acm_compiler.report.sequence_loads import Clip, ClipLoads, Text, TextLoads, find_clip_loads, find_text_loads
 from acm_compiler.report.table import evaluation_table
 from acm_compiler.report.theme import LIGHT
 from acm_compiler.report.write import write_report
@@ -162,8 +165,23 @@ def test_the_page_shades_tokens_and_escapes_them(tmp_path):
     report = Report(title="x", evaluation=evaluation, plan=conversion(model).plan, texts=found)
     page = write_report(tmp_path, report).read_text()
     assert "Each token is shaded" in page and "&lt;3&gt;" in page and "<3>" not in page
-    light, dark = (page.index(f'title="{share}"') for share in ("1.00", "0.25"))
-    assert page[light - 30 : light] != page[dark - 30 : dark]
+    shades = [re.search(rf'style="background:(#\w+);color:(#\w+)" title="{share}"', page) for share in ("1.00", "0.25")]
+    assert shades[0].group(1) != shades[1].group(1) and (shades[0].group(2), shades[1].group(2)) == ("#000", "#fff")
+    assert 'class="load"' in page and 'class="load words"' not in page
+
+
+def test_parts_of_a_word_stand_together_where_words_are_told():
+    text = Text(pieces=("<s>", "A", " wo", "rd", "\n"), loads={0.5: torch.linspace(0, 1, 5)})
+    without = SimpleNamespace(evaluation=SimpleNamespace(budgets=()))
+    section = texts_section(without, TextLoads(texts=(text,)))
+    assert section.count('class="load words"') == 1
+    assert re.findall(r'<span style="[^"]*" title="0.\d\d"( class="first")?>([^<]*)<', section) == [
+        ("", "&lt;s&gt;"),
+        ("", "A"),
+        (' class="first"', "wo"),
+        ("", "rd"),
+    ]
+    assert ">·<" in section
 
 
 def test_an_envelope_holds_the_extremes_of_a_long_waveform():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from acm_compiler.data import BatchStream, open_dataset
+from acm_compiler.data.texts import TokenizedTexts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.recipe.package_paths import installed_path
@@ -152,3 +153,21 @@ def test_what_has_no_hidden_states_or_no_teacher_is_refused():
         Embed().answer({"logits": torch.zeros(2, 3)})
     with pytest.raises(DataError, match="not known"):
         Embed().score(torch.zeros(2, 3, 4), {"attention_mask": torch.ones(2, 3)})
+
+
+def test_tokens_are_written_as_text_with_spaces_where_words_begin(tmp_path):
+    from tokenizers import Tokenizer, decoders, models
+
+    def pieces(model, decoder, tokens):
+        tokenizer = Tokenizer(model)
+        tokenizer.decoder = decoder
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        read = TokenizedTexts([], str(tmp_path), max_tokens=8)
+        return read.pieces([read.tokenizer.token_to_id(token) for token in tokens])
+
+    vocabulary = {token: i for i, token in enumerate(("<s>", "Ġna", "Ã¯", "ve", "[UNK]", "##ve", "na", "▁na"))}
+    words = models.WordLevel(vocabulary, "[UNK]")
+    assert pieces(words, decoders.ByteLevel(), ["<s>", "Ġna", "Ã¯", "ve"]) == ["<s>", " na", "ï", "ve"]
+    assert pieces(words, decoders.WordPiece(), ["na", "##ve"]) == [" na", "ve"]
+    assert pieces(words, decoders.Metaspace(), ["▁na", "ve"]) == [" na", "ve"]
+    assert pieces(words, None, ["na"]) == ["na"]

@@ -58,8 +58,8 @@ class TokenizedTexts(Dataset[Batch]):
         }
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token, as the tokenizer has it."""
-        return [self.tokenizer.id_to_token(i) or str(i) for i in ids]
+        """The text of each token, with a space where a word begins if the tokenizer tells words from their parts."""
+        return [_written(self.tokenizer, self.tokenizer.id_to_token(i) or str(i)) for i in ids]
 
 
 class TextSet(TokenizedTexts):
@@ -150,6 +150,16 @@ def _tokenized(tokenizer: Any, texts: Sequence[str], most: int) -> tuple[int, li
 
 def _first_id(tokenizer: Any, names: Sequence[str]) -> int | None:
     return next((i for name in names if (i := tokenizer.token_to_id(name)) is not None), None)
+
+
+def _written(tokenizer: Any, token: str) -> str:
+    """A token without the marks of its kind: of bytes (Ġmodel), of parts of words (##el), of words (▁model)."""
+    kind = type(tokenizer.decoder).__name__
+    if kind == "ByteLevel":
+        return str(tokenizer.decoder.decode([token]))
+    if kind == "WordPiece":
+        return token[2:] if token.startswith("##") else f" {token}"
+    return token.replace("▁", " ")
 
 
 def _open_tokenizer(where: str) -> Any:

@@ -35,7 +35,7 @@ def texts_section(report: Report, loads: TextLoads) -> Markup:
     budgets = list(loads.texts[0].loads) if loads.texts else []
     parts = [
         tag("h3", f"Budget {budget:.2f}")
-        + "".join(tag("p", *_shaded(text, budget, low, high), class_="load") for text in loads.texts)
+        + "".join(tag("p", *_shaded(text, budget, low, high), class_=_kind(text)) for text in loads.texts)
         for budget in budgets
     ]
     return tag(
@@ -58,16 +58,29 @@ def _ends(loads: TextLoads) -> tuple[float, float]:
     return min(float(load.min()) for load in every), max(float(load.max()) for load in every)
 
 
-def _shaded(text: Text, budget: float, low: float, high: float) -> list[Markup]:
-    from matplotlib.colors import to_hex
+def _kind(text: Text) -> str:
+    """Tokens stand apart, unless they say where words begin: then parts of a word stand together."""
+    return "load words" if any(piece[:1].isspace() for piece in text.pieces) else "load"
 
+
+def _shaded(text: Text, budget: float, low: float, high: float) -> list[Markup]:
     spans = []
     for piece, load in zip(text.pieces, text.loads[budget].tolist(), strict=True):
         share = (load - low) / max(high - low, 1e-6)
-        # the scale rises from dark to bright; white can be read on all of it
-        style = f"background:{to_hex(load_scale()(share))}"
-        spans.append(tag("span", piece, style=style, title=f"{load:.2f}"))
+        style = _on(load_scale()(share))
+        first = "first" if piece[:1].isspace() else None
+        spans.append(tag("span", piece.strip() or "·", style=style, title=f"{load:.2f}", class_=first))
     return spans
+
+
+def _on(colour: tuple[float, float, float, float]) -> str:
+    """A ground of that colour, and of black and white the one that stands out more from it (WCAG's contrast)."""
+    from matplotlib.colors import to_hex
+
+    red, green, blue = ((c / 12.92) if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3])
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    ink = "#000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#fff"
+    return f"background:{to_hex(colour)};color:{ink}"
 
 
 def _scale(low: float, high: float) -> Markup:

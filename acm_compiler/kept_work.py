@@ -6,10 +6,11 @@ Shapes: B examples, S the size of an axis of tokens.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def kept_work_watched(model: nn.Module, done: Callable[[list[Work]], None]) -> I
     """While open, `done` gets the work outside the ACMs of every call of `model`, or of a part of it, as it ends.
 
     Works of equal sizes are added up. A part that is called within another one is counted with that. What a
-    checkpoint computes again in the backward pass is left out, like a model's TorchScript modules' own work.
+    checkpoint computes again in the backward pass is left out, like a model's TorchScript modules' own work. Functions
+    that the user compiled run as the eager code that they were.
     """
     here = _Here()
 
@@ -37,8 +39,7 @@ def kept_work_watched(model: nn.Module, done: Callable[[list[Work]], None]) -> I
             here.inside_acms += 1
         elif here.depth or not recomputing():
             if not here.depth:
-                here.counting = _Counting(here)
-                here.counting.__enter__()
+                here.open()
             here.depth += 1
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
@@ -47,9 +48,7 @@ def kept_work_watched(model: nn.Module, done: Callable[[list[Work]], None]) -> I
         elif here.depth:
             here.depth -= 1
             if not here.depth:
-                assert here.counting is not None
-                here.counting.__exit__(None, None, None)
-                done(here.counting.works())
+                done(here.close())
 
     handles = []
     try:
@@ -98,11 +97,26 @@ def _outside(model: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[n
 
 
 class _Here(threading.local):
-    """Where one thread is: how many parts deep in the model, and in ACMs."""
+    """Where one thread is: how many parts deep in the model, and in ACMs; `opened` is what counts meanwhile."""
 
     depth = 0
     inside_acms = 0
-    counting: _Counting | None = None
+    opened: tuple[_Counting, ExitStack] | None = None
+
+    def open(self) -> None:
+        """Count from now on."""
+        counting, stack = _Counting(self), ExitStack()
+        stack.enter_context(counting)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self.opened = counting, stack
+
+    def close(self) -> list[Work]:
+        """What was counted since `open`."""
+        assert self.opened is not None
+        (counting, stack), self.opened = self.opened, None
+        stack.close()
+        return counting.works()
 
 
 class _Counting(TorchFunctionMode):

@@ -240,6 +240,25 @@ def test_what_a_checkpoint_computes_again_counts_once():
     assert usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
 
 
+def test_a_function_that_the_user_compiled_counts_and_stays_compiled():
+    class Compiled(Around):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = torch.compile(torch.nn.functional.linear, backend="eager", fullgraph=True)
+
+        def forward(self, x):
+            return self.part(self.inner(self.before(x)), self.after.weight)
+
+    model, x = Compiled().eval(), torch.randn(3, 5, 8)
+    with torch.no_grad():
+        expected = model(x)
+        with acm.record(model) as usage:
+            assert torch.equal(model(x), expected)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(model(x), expected)
+    assert usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
+
+
 def test_nothing_stays_on_a_model_that_raised():
     model, x = Around().eval(), torch.randn(3, 5, 8)
     with contextlib.suppress(ZeroDivisionError), acm.record(model):

@@ -1,6 +1,7 @@
 """The closed forms against brute force in float64: second layers, neuron orders, low-rank factors."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from acm_compiler.calibration.damage import Judged, together, token_damage
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.low_rank import nested_factors, prefix_biases
 from acm_compiler.calibration.neuron_order import RIDGE, greedy_order, neuron_order, variance_order
-from acm_compiler.calibration.second_layer import Hidden, fit_second_layer, weight_of_k
+from acm_compiler.calibration.second_layer import Hidden, fit_second_layer, refit_ridge, weight_of_k
 from acm_compiler.calibration.symmetric import roots, solve
 from acm_compiler.calibration.whole_examples import Whole
 
@@ -26,10 +27,11 @@ def activations(features=F, tokens=T):
 def seen(h_TF, w_OF=None, b_O=None):
     w_OF = torch.randn(OUT, h_TF.shape[1], dtype=torch.float64) if w_OF is None else w_OF
     b_O = torch.randn(OUT, dtype=torch.float64) if b_O is None else b_O
-    return Hidden(c_FF=torch.cov(h_TF.T, correction=0), mean_F=h_TF.mean(0), w_OF=w_OF, b_O=b_O)
+    c_FF = torch.cov(h_TF.T, correction=0)
+    return Hidden(tokens=len(h_TF), c_FF=c_FF, mean_F=h_TF.mean(0), w_OF=w_OF, b_O=b_O)
 
 
-def prefix_errors(fit, hidden, h_TF, order):
+def prefix_errors(fit, hidden, h_TF, order, width=H):
     """Mean squared error of every prefix against the dense second layer."""
     y_TO = h_TF @ hidden.w_OF.T + hidden.b_O
     ordered = h_TF[:, order]
@@ -37,31 +39,51 @@ def prefix_errors(fit, hidden, h_TF, order):
     for k in range(1, N + 1):
         w_ONH = fit.w_out[k - 1] if fit.w_out.dim() == 4 else fit.w_out
         w = w_ONH[:, :k].flatten(1) if k < N or fit.w_top is None else fit.w_top
-        s = min(k * H, ordered.shape[1])
+        s = min(k * width, ordered.shape[1])
         errors.append((ordered[:, :s] @ w[:, :s].T + fit.b_out[k] - y_TO).square().sum(1).mean())
     return torch.stack(errors)
 
 
-def test_per_k_is_the_ridge_regression_of_each_prefix():
-    h_TF = activations()
+@pytest.mark.parametrize("tokens", [T, 30])
+def test_per_k_is_the_ridge_regression_of_each_prefix(tokens):
+    h_TF = activations(tokens=tokens)
     hidden, order = seen(h_TF), torch.randperm(F)
     fit = fit_second_layer(hidden, order, "per_k", learners=N, width=H)
-    y_TO, ridge = h_TF @ hidden.w_OF.T, RIDGE * hidden.c_FF.diagonal().mean()
+    y_TO, root_F = h_TF @ hidden.w_OF.T, refit_ridge(hidden).sqrt()
     for k in range(1, N):
         picked = order[: k * H]
-        x = (h_TF - h_TF.mean(0))[:, picked] / T**0.5
-        a = torch.cat([x, ridge.sqrt() * torch.eye(k * H, dtype=torch.float64)])
-        b = torch.cat([(y_TO - y_TO.mean(0)) / T**0.5, ridge.sqrt() * hidden.w_OF[:, picked].T])
+        x = (h_TF - h_TF.mean(0))[:, picked] / tokens**0.5
+        a = torch.cat([x, torch.diag(root_F[picked])])
+        b = torch.cat([(y_TO - y_TO.mean(0)) / tokens**0.5, root_F[picked, None] * hidden.w_OF[:, picked].T])
         wanted = torch.linalg.lstsq(a, b).solution
         torch.testing.assert_close(fit.w_out[k - 1, :, :k].flatten(1), wanted.T, rtol=1e-7, atol=1e-9)
         assert not fit.w_out[k - 1, :, k:].any()
 
 
-def test_shared_is_where_the_gradient_of_the_loss_over_all_k_vanishes():
-    h_TF = activations()
+def test_a_refit_from_few_tokens_is_held_to_the_dense_layer_and_serves_others_better():
+    torch.manual_seed(3)
+    mix, w_OF = torch.randn(60, 60, dtype=torch.float64), torch.randn(OUT, 60, dtype=torch.float64)
+
+    def drawn(tokens):
+        return torch.relu(torch.randn(tokens, 60, dtype=torch.float64) @ mix + 0.3)
+
+    few, others, order = seen(drawn(120), w_OF), drawn(4000), torch.arange(60)
+    learners = {"learners": 3, "width": 20}
+    bold = replace(few, tokens=1e9)  # as if all that varies were known
+    errors = {
+        tokens: prefix_errors(fit_second_layer(hidden, order, "per_k", **learners), few, others, order, width=20)
+        for tokens, hidden in (("few", few), ("many", bold))
+    }
+    assert torch.allclose(refit_ridge(bold), RIDGE * few.c_FF.diagonal().mean())
+    assert errors["few"][1] < 0.95 * errors["many"][1] and errors["few"][2] < 0.8 * errors["many"][2]
+
+
+@pytest.mark.parametrize("tokens", [T, 30])
+def test_shared_is_where_the_gradient_of_the_loss_over_all_k_vanishes(tokens):
+    h_TF = activations(tokens=tokens)
     hidden, order = seen(h_TF), torch.randperm(F)
     fit = fit_second_layer(hidden, order, "shared", learners=N, width=H)
-    ridge = RIDGE * hidden.c_FF.diagonal().mean()
+    ridge_F = refit_ridge(hidden)[order]
     x, w = (h_TF - h_TF.mean(0))[:, order], hidden.w_OF[:, order]
 
     def gradient(v_OF):
@@ -70,7 +92,8 @@ def test_shared_is_where_the_gradient_of_the_loss_over_all_k_vanishes():
         for k, weight in enumerate(weight_of_k(N), start=1):
             s = k * H
             error = x @ w.T - x[:, :s] @ v[:, :s].T
-            loss = loss + weight * (error.square().sum(1).mean() + ridge * (v[:, :s] - w[:, :s]).square().sum())
+            held = (ridge_F[:s] * (v[:, :s] - w[:, :s]).square()).sum()
+            loss = loss + weight * (error.square().sum(1).mean() + held)
         return torch.autograd.grad(loss, v)[0]
 
     assert gradient(fit.w_out.flatten(1)).norm() < 1e-9 * gradient(w).norm()

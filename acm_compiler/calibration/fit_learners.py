@@ -44,7 +44,8 @@ def _fit_mlp(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weig
     c_FF = record.moments.covariance
     # neurons are ordered by what they do to the model's output, refits are best in every metric at once
     weighted_OF = metric_root(record.metric.value(site.d_out, record.home)) @ w_OF
-    hidden = Hidden(c_FF=c_FF, mean_F=record.moments.mean, w_OF=w_OF, b_O=b_O)
+    moments = record.moments
+    hidden = Hidden(tokens=moments.count, c_FF=c_FF, mean_F=moments.mean, w_OF=w_OF, b_O=b_O)
     if site.second_layer == "original":
         order = variance_order(c_FF, weighted_OF)
     else:

@@ -16,12 +16,17 @@ from acm_compiler.calibration.symmetric import mean_diagonal, solve
 from acm_compiler.plans import SecondLayer
 
 _TOP_WEIGHT = 8.0
+_PLENTY, _IMAGINED = 10, 0.2  # tokens for every neuron; how many are imagined for one that is missing to that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hidden:
-    """What is known of an MLP: covariance and mean of its hidden activation, weight and bias of its second layer."""
+    """What is known of an MLP: covariance and mean of its hidden activation, weight and bias of its second layer.
 
+    tokens: how many the covariance was taken over.
+    """
+
+    tokens: float
     c_FF: Tensor
     mean_F: Tensor
     w_OF: Tensor
@@ -71,6 +76,16 @@ def fit_second_layer(
     return SecondLayerFit(w_out=w_out, b_out=b_out, w_top=fit.padded(prefixes[-1]) if top else None)
 
 
+def refit_ridge(hidden: Hidden) -> Tensor:
+    """How firmly each neuron's column is held to the dense one, [F].
+
+    A refit from few tokens learns them by heart. For every five that are missing to ten per neuron one more is
+    imagined, in which neurons vary independently and the dense layer is right.
+    """
+    missing = max(0.0, _PLENTY * len(hidden.c_FF) - hidden.tokens)
+    return RIDGE * mean_diagonal(hidden.c_FF) + _IMAGINED * missing / hidden.tokens * hidden.c_FF.diagonal()
+
+
 def weight_of_k(learners: int) -> list[float]:
     """How much the error of each k = 1 .. N counts in a matrix shared by all, from 1 to 8.
 
@@ -90,7 +105,7 @@ class _Fit:
         self.c_KK = hidden.c_FF[self.order][:, self.order]
         self.cross_KO = hidden.c_FF[self.order] @ hidden.w_OF.T
         self.dense_KO = hidden.w_OF[:, self.order].T
-        self.ridge = RIDGE * mean_diagonal(hidden.c_FF)
+        self.ridge_K = refit_ridge(hidden)[self.order]
 
     def neurons(self, k: int) -> int:
         """How many kept neurons k learners hold."""
@@ -120,8 +135,9 @@ class _Fit:
         s = self.neurons(k)
         if s == len(self.hidden.c_FF):
             return self.dense_KO
-        a_SS = self.c_KK[:s, :s] + self.ridge * torch.eye(s, dtype=self.c_KK.dtype, device=self.c_KK.device)
-        return solve(a_SS, self.cross_KO[:s] + self.ridge * self.dense_KO[:s])
+        ridge_S = self.ridge_K[:s]
+        a_SS = self.c_KK[:s, :s] + torch.diag(ridge_S)
+        return solve(a_SS, self.cross_KO[:s] + ridge_S[:, None] * self.dense_KO[:s])
 
     def _minimiser(self, weights: list[float]) -> Tensor:
         """argmin over V of sum_k w_k (|y - V_k h_k|^2 + ridge |V_k - W_k|^2), V_k the first k learners' part of V.
@@ -134,8 +150,9 @@ class _Fit:
         learner_S = torch.arange(s, device=self.c_KK.device) // self.width
         omega_S = omega_N[learner_S]
         omega_SS = omega_N[torch.maximum(learner_S[:, None], learner_S[None])]
-        a_SS = self.c_KK[:s, :s] * omega_SS + torch.diag(self.ridge * omega_S)
-        return solve(a_SS, omega_S[:, None] * (self.cross_KO[:s] + self.ridge * self.dense_KO[:s]))
+        ridge_S = self.ridge_K[:s]
+        a_SS = self.c_KK[:s, :s] * omega_SS + torch.diag(ridge_S * omega_S)
+        return solve(a_SS, omega_S[:, None] * (self.cross_KO[:s] + ridge_S[:, None] * self.dense_KO[:s]))
 
     def bias(self, v_SO: Tensor) -> Tensor:
         """The bias [O] with which a prefix has the mean output of the whole."""

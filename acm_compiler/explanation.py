@@ -43,7 +43,8 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
     model: a rewritten model, compiled or not; `inputs` and `kwargs` as it takes them, or, as in `acm.plan`, one mapping
     of keyword arguments or one tuple of arguments. Nothing is compiled: the model is traced and run once, without
-    gradients, in the mode that it is in. NotRewritten when it holds no ACMs.
+    gradients, in the mode that it is in, with the backend's default options, whatever a compiled model was given.
+    NotRewritten when it holds no ACMs.
     """
     if len(inputs) == 1 and not kwargs:
         inputs, kwargs = split_inputs(inputs[0])

@@ -78,6 +78,11 @@ def test_an_unknown_option_or_value_is_refused_with_the_nearest_name(options, hi
     assert hint in str(raised.value) and raised.value.exit_code == 2
 
 
+def test_an_unknown_mode_is_refused_with_the_nearest_name():
+    with pytest.raises(UsageError, match=r"unknown mode 'max-autotun' of backend 'acm' .did you mean 'max-autotune'"):
+        torch.compile(torch.nn.Linear(4, 4), backend="acm", mode="max-autotun")(torch.randn(2, 4))
+
+
 def test_inductors_options_are_passed_on():
     own, inductors = split_options({"max-autotune": True, "fallback": "silent"}, torch._inductor.list_options())
     assert own["fallback"] == "silent" and inductors == {"max_autotune": True}

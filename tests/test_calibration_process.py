@@ -290,6 +290,19 @@ def test_values_that_are_not_finite_are_named_by_site():
     refused(TrainingFailed, r"blocks\.0\.proj: .*not finite", data=poisoned)
 
 
+def test_a_model_that_overwrites_what_gradients_need_is_told_so():
+    model = make_tiny()
+
+    def forward(self, x, mask):
+        x = x + self.proj(self.norms[0](x))
+        z = self.norms[1](x)
+        x += self.mlp(z)
+        return x + self.glu(z.mul_(2))
+
+    model.blocks[0].__class__ = type("InPlace", (type(model.blocks[0]),), {"forward": forward})
+    refused(UsageError, "the model overwrites values that its gradients need", model=model)
+
+
 @pytest.mark.parametrize(
     ("name", "where"),
     [

@@ -461,6 +461,14 @@ def test_a_resolved_recipe_loads_again_and_says_the_same(recipe_file, tmp_path):
     assert again.model_dump(exclude={"resolved"}) == recipe.model_dump(exclude={"resolved"})
 
 
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_the_recipe_that_a_run_keeps_loads_again(name, tmp_path):
+    recipe = load_recipe(shipped_recipes()[name])
+    (tmp_path / "recipe.yaml").write_text(resolved_yaml(recipe))
+    again = load_recipe(tmp_path / "recipe.yaml")
+    assert again.model_dump(exclude={"resolved"}) == recipe.model_dump(exclude={"resolved"})
+
+
 def test_the_hash_tells_settings_apart_and_not_spellings(recipe_file):
     recipe = load_recipe(recipe_file(SMALL))
     assert recipe_hash(load_recipe(recipe_file(SMALL), ["gate.share=0.01", "run.save_every=600s"])) == recipe_hash(

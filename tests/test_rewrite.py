@@ -63,6 +63,14 @@ def test_revert_gives_the_original_back(name):
         assert type(module) is type(original), path
 
 
+def test_a_part_of_a_model_is_not_reverted():
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)))
+    copied = acm.rewrite(whole, acm.plan(whole, torch.randn(3, 8)))
+    with pytest.raises(UsageError, match=r"acm\.revert is for the whole rewritten model"):
+        acm.revert(copied[0])
+    assert len(acm.sites(copied)) > 1
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_what_was_not_replaced_keeps_its_names_and_values(name):
     model, _, copied = rewritten(ALL[name])

@@ -17,7 +17,7 @@ from acm_compiler.calibration.outputs import Answer, answers, energy, random_pro
 from acm_compiler.calibration.padding import real_tokens
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
-from acm_compiler.errors import TrainingFailed
+from acm_compiler.errors import TrainingFailed, UsageError
 from acm_compiler.measure import Example
 
 
@@ -55,12 +55,26 @@ def observe(
                     loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
                     if loss.requires_grad:
                         wanted, more = [*carriers, *taps.leaves], number < projections - 1
-                        torch.autograd.grad(loss / projections**0.5, wanted, allow_unused=True, retain_graph=more)
+                        _differentiate(loss / projections**0.5, wanted, more)
             taps.leaves.clear()
             _settle(model, records)
             seen.examples += outputs[0].shape[0]
             seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
     return seen
+
+
+def _differentiate(loss: Tensor, wanted: list[Tensor], more: bool) -> None:
+    """Run the gradient's hooks; UsageError where the model overwrote what a gradient needs."""
+    try:
+        torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=more)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise UsageError(
+            "the model overwrites values that its gradients need, and calibration asks for gradients",
+            found=str(error).partition(". Hint:")[0],
+            fix="write x = x + f(x) in the model's forward where it says x += f(x)",
+        ) from error
 
 
 def _settle(model: nn.Module, records: Mapping[str, SiteRecord]) -> None:

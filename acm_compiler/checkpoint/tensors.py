@@ -107,8 +107,9 @@ def read_tensors(path: Path) -> Stored:
             tensors = {name: file.get_tensor(name).clone() for name in names}
         aliases = json.loads(metadata.get("aliases", "{}"))
     except (OSError, SafetensorError, ValueError) as error:
+        fix = "copy or download the file again from where it is whole, or save the model again"
         raise StorageError(
-            "the weights cannot be read", where=str(path), found=str(error).splitlines()[0], fix="save the model again"
+            "the weights cannot be read", where=str(path), found=str(error).splitlines()[0], fix=fix
         ) from error
     return Stored(tensors, aliases, metadata.get("save"))
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import conversion, sites
+from acm_compiler.conversion import sites, whole_conversion
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.passes.dense_region import DenseRegion
 from acm_compiler.passes.extra_state import drop_budgets
@@ -23,9 +23,10 @@ def revert(model: nn.Module) -> nn.Module:
     """Put the dense modules and parameters back where ACMs are, in place; gives `model`.
 
     The dense weights are the ones from before the rewrite; the rest of the model stays as it was trained since.
-    NotRewritten without ACMs; NoDenseRegion after `finalize`, or after a load without the base model.
+    NotRewritten without ACMs; UsageError for a part of a rewritten model; NoDenseRegion after `finalize`, or after a
+    load without the base model.
     """
-    acms = sites(model)
+    undo, acms = whole_conversion(model, "acm.revert").undo, sites(model)
     gone = [name for name, acm in acms.items() if acm.dense is None]
     if gone:
         raise NoDenseRegion(
@@ -33,7 +34,7 @@ def revert(model: nn.Module) -> nn.Module:
             found=", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else ""),
             fix="give the original model: acm.load(directory, base_model=model)",
         )
-    undo, root = conversion(model).undo, rewritten_root(model)
+    root = rewritten_root(model)
     if isinstance(root, fx.GraphModule) and undo.graph is None:
         raise NoDenseRegion("the graph from before the rewrite was not pickled", fix="use acm.save and acm.load")
     for acm in acms.values():

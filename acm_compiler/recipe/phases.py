@@ -97,8 +97,9 @@ class FinetunePhase(TrainedPhase):
 
     @model_validator(mode="after")
     def _gates_are_led(self) -> FinetunePhase:
-        led = [key for key in _LEADING if key in self.model_fields_set] if self.update == "learners" else []
-        if led:
+        # a run's own recipe has every default written out
+        led = [key for key in _LEADING if getattr(self, key) != type(self).model_fields[key].default]
+        if led and self.update == "learners":
             context = {"key": led[0], "led": ", ".join(led)}
             raise PydanticCustomError("acm", "{led} leads gates, which update: learners leaves as they are", context)
         return self

@@ -127,7 +127,7 @@ def _no_acms(model: nn.Module) -> AcmError:
     name = type(model).__name__
     if _holds_operators(model):
         return _exported(name)
-    fix = "convert it first: acm.rewrite(model, acm.plan(model, inputs))"
+    fix = "convert it first: acm.rewrite(model, acm.plan(model, inputs)); of a rewritten model name a part with sites"
     return NotRewritten(f"this {name} holds no ACMs", fix=fix)
 
 

@@ -36,7 +36,9 @@ class Status:
         if self.budget_range is None:
             return f"{table}\nbudgets: none measured yet"
         asked = "none set" if self.budget is None else _budget_text(self.budget)
-        return f"{table}\nbudget: {asked} (range {self.budget_range[0]:.3f} to {self.budget_range[1]:.3f})"
+        held = sum(row.mode.startswith("FixedK") for row in self.sites)
+        overruled = f"; {held} of {len(self.sites)} sites run a fixed k" if held else ""
+        return f"{table}\nbudget: {asked} (range {self.budget_range[0]:.3f} to {self.budget_range[1]:.3f}){overruled}"
 
 
 def _budget_text(budget: float | dict[str, float]) -> str:

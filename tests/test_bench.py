@@ -57,7 +57,9 @@ def test_a_machine_that_slows_down_does_not_change_ratios(monkeypatch):
     assert found["same"].ratio == pytest.approx(1, abs=1e-3)
 
 
-def row(batch: int, ratio: float, budget: float = 0.25, contender: str = "acm compiled") -> Row:
+def row(
+    batch: int, ratio: float, budget: float = 0.25, contender: str = "acm compiled", q3: float | None = None
+) -> Row:
     return Row(
         batch=batch,
         budget=budget,
@@ -65,7 +67,7 @@ def row(batch: int, ratio: float, budget: float = 0.25, contender: str = "acm co
         time_ms=1.0,
         ratio=ratio,
         ratio_q1=ratio,
-        ratio_q3=ratio,
+        ratio_q3=ratio if q3 is None else q3,
         mac_ratio=0.4,
         error=None,
     )
@@ -76,6 +78,7 @@ def test_break_even_is_the_batch_from_which_on_it_is_faster():
     assert break_even(rows, 0.25) == 16
     assert break_even(rows, 0.5) == 1
     assert break_even([row(1, 1.4), row(64, 1.2)], 0.25) is None
+    assert break_even([row(8, 0.98, q3=1.02), row(64, 0.9)], 0.25) == 64
 
 
 @pytest.fixture

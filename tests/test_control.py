@@ -436,3 +436,10 @@ def test_status_tells_state_and_mode(model):
     text = str(status(model))
     assert "a" in text and "4 x 8" in text and "budget: 0.500 (range 0.100 to 1.000)" in text
     assert setting_of(conversion(model), 0.5).knob == 1.0
+
+
+def test_status_tells_how_many_sites_do_not_follow_the_budget(model):
+    set_budget(model, 0.5)
+    assert "fixed k" not in str(status(model))
+    set_k(model.acms[1], 2)
+    assert str(status(model)).endswith(f"; 1 of {len(model.acms)} sites run a fixed k")

@@ -71,6 +71,16 @@ def test_a_part_of_a_model_is_not_reverted():
     assert len(acm.sites(copied)) > 1
 
 
+def test_a_part_with_every_site_is_neither_reverted_nor_saved(tmp_path):
+    body = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)))
+    whole = nn.Sequential(body, nn.LayerNorm(8))
+    copied = acm.rewrite(whole, acm.plan(whole, torch.randn(3, 8)))
+    for act in (acm.revert, lambda part: acm.save(part, tmp_path / "out")):
+        with pytest.raises(UsageError, match="this is a part of a rewritten model"):
+            act(copied[0])
+    assert set(acm.sites(copied)) == {"0.0"} and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_what_was_not_replaced_keeps_its_names_and_values(name):
     model, _, copied = rewritten(ALL[name])

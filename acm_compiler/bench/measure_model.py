@@ -118,11 +118,11 @@ def measure_model(
 
 
 def break_even(rows: Sequence[Row], budget: float) -> int | None:
-    """The smallest measured batch from which on the compiled converted model is faster than dense Inductor."""
+    """The smallest measured batch from which on compiled ACMs are faster than dense Inductor, upper quartiles too."""
     found = None
     ours = [row for row in rows if row.contender == "acm compiled" and row.budget == budget]
     for row in sorted(ours, key=lambda row: -row.batch):
-        if row.ratio >= 1:
+        if row.ratio_q3 >= 1:
             break
         found = row.batch
     return found

@@ -93,7 +93,12 @@ def _document(text: str, path: Path) -> dict[str, Any]:
         number, written_by = document["format"], document["versions"].get("acm_compiler", "unknown")
         known = {"class", "source", "graph", "save", "digests"} <= set(document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError("this is no description of a saved model", where=str(path), found=repr(error)) from None
+        raise StorageError(
+            "this is no description of a saved model",
+            where=str(path),
+            found=repr(error),
+            fix="copy the folder again from where it is whole, or save the model again",
+        ) from None
     if number != FORMAT or not known:
         raise StorageError(
             "the model was saved in a format that this version does not read",

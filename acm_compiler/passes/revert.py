@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.conversion import sites, whole_conversion
-from acm_compiler.errors import NoDenseRegion
+from acm_compiler.errors import NoDenseRegion, UsageError
 from acm_compiler.passes.dense_region import DenseRegion
 from acm_compiler.passes.extra_state import drop_budgets
 from acm_compiler.passes.graft import put_module, registry_of
@@ -62,11 +62,20 @@ def finalize(model: nn.Module) -> nn.Module:
 
 
 def rewritten_root(model: nn.Module) -> nn.Module:
-    """The model that was rewritten, which `model` may wrap (DDP, compiled)."""
+    """The model that was rewritten, which `model` may wrap (DDP, compiled). UsageError for a part of it."""
     name, acm = next(iter(sites(model).items()))
     paths = [path for path, module in model.named_modules(remove_duplicate=False) if module is acm]
     prefix = next((path.removesuffix(name) for path in paths if path.endswith(name)), "")
-    return model.get_submodule(prefix.rstrip("."))
+    root = model.get_submodule(prefix.rstrip("."))
+    try:
+        root.get_submodule(name)
+    except AttributeError:
+        raise UsageError(
+            "this is a part of a rewritten model",
+            found=f"a {type(model).__name__} without {name}, by that name",
+            fix="name the model that acm.rewrite or acm.load gave",
+        ) from None
+    return root
 
 
 def _put_back(root: nn.Module, acm: ACM) -> None:

@@ -63,13 +63,16 @@ def _kind(text: Text) -> str:
     return "load words" if any(piece[:1].isspace() for piece in text.pieces) else "load"
 
 
-def _shaded(text: Text, budget: float, low: float, high: float) -> list[Markup]:
-    spans = []
+def _shaded(text: Text, budget: float, low: float, high: float) -> list[str]:
+    """The pieces on grounds of their loads, with blanks between words, so that text copied from here has them, too."""
+    whole_words = _kind(text) == "load words"
+    spans: list[str] = []
     for piece, load in zip(text.pieces, text.loads[budget].tolist(), strict=True):
         share = (load - low) / max(high - low, 1e-6)
         style = _on(load_scale()(share))
-        first = "first" if piece[:1].isspace() else None
-        spans.append(tag("span", piece.strip() or "·", style=style, title=f"{load:.2f}", class_=first))
+        if spans and (piece[:1].isspace() or not whole_words):
+            spans.append(" ")
+        spans.append(tag("span", piece.strip() or "·", style=style, title=f"{load:.2f}"))
     return spans
 
 

@@ -77,10 +77,9 @@ tbody+tbody tr:first-child>*{border-top:2px solid var(--line)}
 }
 .scale i{flex:1;height:.7rem;border-radius:.2rem}
 .load span{
-  display:inline-block;padding:0 .25rem;margin:0 .1rem .15rem 0;border-radius:.2rem;font-size:.875rem;
+  display:inline-block;padding:0 .25rem;margin:0 0 .15rem;border-radius:.2rem;font-size:.875rem;
 }
-.words span{padding:0 .08rem;margin-right:0;border-radius:.1rem}
-.words .first{margin-left:.35rem}
+.words span{padding:0 .08rem;border-radius:.1rem}
 .terms{display:grid;grid-template-columns:minmax(0,1fr);gap:0 2rem;margin:1rem 0 0}
 .terms dt{font-weight:600;margin-top:.9rem}
 .terms dd{margin:.1rem 0 0;color:var(--muted);max-width:42rem;overflow-wrap:anywhere}

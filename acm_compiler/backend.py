@@ -17,6 +17,7 @@ from acm_compiler.acm import ops
 from acm_compiler.dump import dump
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.passes.acm_nodes import learners_nodes
+from acm_compiler.passes.drop_stand_ins import drop_stand_ins
 from acm_compiler.passes.fold_norm import fold_norm
 from acm_compiler.passes.fuse_gate import fuse_gate
 from acm_compiler.passes.fuse_residual import fuse_residual
@@ -101,6 +102,7 @@ def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, .
     count = len(learners_nodes(graph))
     if not count:
         return ()
+    _LOG.debug("stand-ins dropped: %d", drop_stand_ins(graph))
     for name, rewrite in _PASSES.items():
         if own[name] and not (rewrite is fuse_gate and torch.is_grad_enabled()):
             _LOG.debug("%s: %d", name, rewrite(graph))

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import acm_compiler as acm
 from acm_compiler.acm import ops
 from acm_compiler.backend import choose_implementation
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.passes.acm_nodes import GATED, GATES, LEARNERS, NORM_EPS, RESIDUAL, acm_nodes, learners_nodes
+from acm_compiler.passes.drop_stand_ins import drop_stand_ins
 from acm_compiler.passes.fold_norm import fold_norm
 from acm_compiler.passes.fuse_gate import fuse_gate
 from acm_compiler.passes.fuse_residual import fuse_residual
@@ -210,6 +212,13 @@ KEPT = {
     "input written": lambda m, x: m.acm((plain(m, x), operator.iadd(x, 1))[0]),
     "no norm": lambda m, x: m.acm(x * 2),
 }
+IN_PLACE = {
+    "relu": nn.ReLU(inplace=True),
+    "relu6": nn.ReLU6(inplace=True),
+    "hardswish": nn.Hardswish(inplace=True),
+    "leaky relu": nn.LeakyReLU(inplace=True),
+    "elu": nn.ELU(inplace=True),
+}
 
 
 def fully_fused(module, *inputs):
@@ -231,6 +240,52 @@ def test_fold_norm_reads_every_way_to_call_it(use):
 @pytest.mark.parametrize("use", KEPT.values(), ids=KEPT)
 def test_fold_norm_leaves_alone_what_it_would_change(use):
     assert fully_fused(Normed(use), torch.randn(2, 5, 8) * 3 + 2) == 0
+
+
+@pytest.mark.parametrize("act", IN_PLACE.values(), ids=IN_PLACE)
+def test_nothing_moves_past_an_activation_that_works_in_place(act):
+    """torch's modules ask for it by position."""
+
+    def use(m, x):
+        x = x * 1.0
+        z = plain(m, x)
+        x = act(x)
+        return m.acm(z) * x
+
+    assert fully_fused(Normed(use), torch.randn(2, 5, 8) * 3 + 2) == 0
+    graph_module, _ = graph_of(Odd(lambda x, y: act(x) + y), torch.randn(5, 5, 8))
+    assert fuse_residual(graph_module.graph) == 0
+
+
+def test_a_dropout_in_place_that_only_passes_on_hides_no_bypass():
+    drop = nn.Dropout(0.5, inplace=True).eval()
+    graph_module, _ = graph_of(Odd(lambda x, y: x + drop(y)), torch.randn(5, 5, 8))
+    assert fuse_residual(graph_module.graph) == 1
+
+
+class WrittenOut(nn.Module):
+    """A pre-norm block whose MLP calls its activation as a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+def test_what_a_graft_left_behind_does_not_read_the_norm():
+    block = nn.Sequential(WrittenOut(), nn.Linear(8, 8)).eval()
+    x = torch.randn(2, 5, 8)
+    model = acm.rewrite(block, acm.plan(block, x, sites="mlp"))
+    graph_module, inputs = graph_of(model, x)
+    expected, graph = run(graph_module, inputs), graph_module.graph
+    before = len(graph.nodes)
+    assert drop_stand_ins(graph) == before - len(graph.nodes) == 2
+    fuse_residual(graph)
+    fuse_gate(graph)
+    assert fold_norm(graph) == 1
+    torch.testing.assert_close(run(graph_module, inputs), expected)
 
 
 def test_fold_norm_makes_no_rows_longer_than_the_hidden_ones():

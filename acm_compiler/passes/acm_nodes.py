@@ -55,13 +55,14 @@ def something_writes(first: fx.Node, last: fx.Node) -> bool:
     """Whether a call between these two writes to a tensor: then what is read there must not be read elsewhere."""
     node = first.next
     while node is not last:
-        if _writes(node):
+        if writes(node):
             return True
         node = node.next
     return False
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Whether this call writes to a tensor."""
     if node.op not in ("call_function", "call_method"):
         return False
     called: Any = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +26,26 @@ def written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             found += tensors(kwargs[name])
     if kwargs:
         found += tensors(kwargs.get("out"))
-        if kwargs.get("inplace") is True:
-            found += tensors(args[0] if args else kwargs.get("input"))
+    if _works_in_place(func, args, kwargs):
+        found += tensors(args[0] if args else kwargs.get("input"))
     return found
+
+
+def _works_in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `inplace` is asked for, by name or, as torch's modules do, by place; not of a dropout in eval mode."""
+    asked = dict(zip(_parameters(func), args, strict=False)) | dict(kwargs)
+    if "dropout" in getattr(func, "__name__", "") and asked.get("training") is False:
+        return False
+    return asked.get("inplace") is True
+
+
+@functools.cache
+def _parameters(func: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters of a function of Python; none of a builtin, which has no `inplace`."""
+    try:
+        return tuple(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        return ()
 
 
 @functools.cache

@@ -145,6 +145,37 @@ def test_one_complete_state_is_kept_and_holds_no_foreign_objects(tmp_path):
     assert not has_state(tmp_path) and not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize(
+    ("at", "until", "message"),
+    [
+        (BATCHES["gate"], "distill", r"step 4 of gate.*\n  leave out --until, or .*: gate, finetune$"),
+        (2 * STEPS, "distill", r"step 5 of gate.*\n.*: gate, finetune$"),
+        (BATCHES["finetune"], "gate", r"step 4 of finetune.*\n.*: finetune$"),
+    ],
+)
+def test_a_run_that_is_past_a_phase_cannot_stop_after_it(at, until, message, tmp_path):
+    with pytest.raises(RunInterrupted):
+        train(tmp_path, at=at)
+    files = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match=message) as caught:
+        train(tmp_path, resume=True, until=until)
+    assert f"past the end of phase {until!r}" in str(caught.value)
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == files
+
+
+def test_a_run_that_has_done_a_later_phase_cannot_stop_after_an_earlier_one(tmp_path):
+    train(tmp_path, until="gate")
+    lines = metrics(tmp_path)
+    train(tmp_path, resume=True, until="gate")
+    assert metrics(tmp_path) == lines
+    with pytest.raises(UsageError, match=r"found a state after gate\).*\n.*: finetune$"):
+        train(tmp_path, resume=True, until="distill")
+    train(tmp_path, resume=True)
+    with pytest.raises(UsageError, match=r"found a state after finetune\)\n  leave out --until$"):
+        train(tmp_path, resume=True, until="gate")
+    assert len(metrics(tmp_path)) > len(lines)
+
+
 def test_a_finished_run_has_nothing_left_to_do(uninterrupted, tmp_path):
     first = train(tmp_path)
     again = train(tmp_path, resume=True)

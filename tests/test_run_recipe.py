@@ -162,6 +162,16 @@ def test_a_run_that_stops_early_says_what_is_left_and_how_to_go_on(folder):
     assert not (folder / "out/state").exists()
 
 
+def test_a_run_past_the_phase_to_stop_after_is_left_as_it_is(folder):
+    phases = ", ".join(f"{{phase: {name}, steps: 1, batch: 4}}" for name in ("distill", "gate", "finetune"))
+    words = ("--set", f"schedule=[{phases}]")
+    assert rewrite(folder, *words, "--until", "gate").exit_code == 0
+    files = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
+    refused = rewrite(folder, *words, "--resume", "--until", "distill")
+    assert refused.exit_code == 2 and "the run is past the end of phase 'distill'" in said_by(refused)
+    assert {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()} == files
+
+
 def test_a_run_that_stops_after_its_last_phase_is_finished(folder):
     last = rewrite(folder, *TWO_PHASES, "--until", "gate")
     assert last.exit_code == 0 and "still to come" not in last.stderr

@@ -33,11 +33,13 @@ class Signalling(Task):
         return super().inputs(batch)
 
 
-def train(directory: Path, *, resume: bool = False, at: int = 0, number: int = signal.SIGINT) -> nn.Module:
-    """The model after the whole schedule, or after its rest; saves its state every second step."""
+def train(
+    directory: Path, *, resume: bool = False, until: str | None = None, at: int = 0, number: int = signal.SIGINT
+) -> nn.Module:
+    """The model after the whole schedule, or after its rest, up to `until`; saves its state every second step."""
     model = make_model()
     job = job_in(directory, padded=True, save_every="2steps", task=Signalling(at, number))
-    run_schedule(model, SCHEDULE, job, resume=resume)
+    run_schedule(model, SCHEDULE, job, resume=resume, until=until)
     return model
 
 

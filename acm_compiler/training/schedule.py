@@ -39,7 +39,8 @@ def run_schedule(
 ) -> int:
     """Train `model`, in place, by the phases of `schedule`, and return how many of them are done then.
 
-    `until` names the phase after which to stop; with `resume`, the next of that name, if there is one.
+    `until` names the phase after which to stop; with `resume`, the next of that name, if there is one. UsageError where
+    there is none, and the saved state is past the end of the last.
 
     With `resume`, what a saved state says is done is not done again; the weights at the end are those of a run that
     was never interrupted, bit for bit on the same machine, threads and versions. Without it, or without a saved
@@ -53,6 +54,8 @@ def run_schedule(
     snapshot = None
     if resume:
         snapshot = store.load(model)
+        if until is not None and snapshot is not None:
+            _refuse_past(until, schedule, snapshot.position, where=store.directory)
     else:
         store.discard()
     path = job.directory / "metrics.jsonl" if machine.is_main else None
@@ -168,6 +171,21 @@ def _check(model: nn.Module, schedule: Sequence[PhaseConfig], job: Job, until: s
     owner, acms = conversion(model), sites(model)
     now = [dataclasses.replace(site, state=acms[site.name].state) for site in owner.plan.sites]
     check_schedule(schedule, now, measured=owner.table is not None)
+
+
+def _refuse_past(until: str, schedule: Sequence[PhaseConfig], position: Position, *, where: Path) -> None:
+    """UsageError where a later phase has changed the model since the last end of phase `until`."""
+    names = [config.phase for config in schedule]
+    done, ahead = names[: position.phase], names[position.phase :]
+    if until in ahead or (position.step == 0 and done[-1] == until):
+        return
+    rest = f", or name a phase that is not over: {', '.join(dict.fromkeys(ahead))}" if ahead else ""
+    raise UsageError(
+        f"the run is past the end of phase {until!r}",
+        where=str(where),
+        found=f"a state after step {position.step} of {ahead[0]}" if position.step else f"a state after {done[-1]}",
+        fix=f"leave out --until{rest}",
+    )
 
 
 def check_phase(until: str | None, schedule: Sequence[PhaseConfig]) -> None:

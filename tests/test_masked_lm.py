@@ -134,7 +134,7 @@ def test_rows_of_a_function_are_texts_with_labels(place):
     assert batch["label"].tolist() == [0, 1, 0, 1, 0] and batch["attention_mask"].sum(1).tolist() == [4, 5, 6, 7, 8]
     assert dataset.pieces([2, 5]) == ["[CLS]", "agrgument"] and dataset.mask_id == 1 and {0, 1, 2, 3} <= dataset.marks
     assert "label" not in open_dataset(TextRowsData(**config, text="sentence"))[0]
-    with pytest.raises(DataError, match=r"the rows have no 'text' .*found sentence, kind"):
+    with pytest.raises(DataError, match=r"row 0 has no 'text' .*found sentence, kind"):
         open_dataset(TextRowsData(**config))
     with pytest.raises(DataError, match="gave no rows"):
         open_dataset(TextRowsData(**config, args={"count": 0}))

@@ -4,6 +4,7 @@ import csv
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from acm_compiler.cli import app
@@ -35,10 +36,26 @@ run: {{seed: 1}}
 """
 
 
-def rows(count: int = 40, **odd):
-    """Sentences of two classes; `odd` values stand in the third row."""
+def rows(count: int = 40, *, without: str | None = None, **odd):
+    """Sentences of two classes; `odd` values stand in the third row, which has no key `without`."""
     made = [{"sentence": " ".join(WORDS[i % 5 :] + WORDS[: i % 3]), "kind": i % 2} for i in range(count)]
-    return [row | odd if i == 2 else row for i, row in enumerate(made)]
+    made[2] = {key: value for key, value in (made[2] | odd).items() if key != without}
+    return made
+
+
+def rows_of_pairs():
+    """Rows that name nothing."""
+    return [("red green", 0)]
+
+
+def frame():
+    """The rows as a table of pandas."""
+    return pytest.importorskip("pandas").DataFrame(rows())
+
+
+def split_of(split: str):
+    """What a function does whose data has no such split; the package datasets says so too."""
+    raise ValueError(f"Unknown split \"{split}\". Should be one of ['train'].")
 
 
 def splits():
@@ -71,11 +88,19 @@ def place(tmp_path_factory):
     [
         ("splits", {}, r"several sets of rows \(found train, test, expected one\).*split: train"),
         ("missing", {}, "no folder called data"),
+        ("split_of", {"split": "trian"}, 'Unknown split "trian"'),
+        ("frame", {}, r"no rows by number \(found DataFrame: KeyError\(0\), .*frame.to_dict\('records'\)"),
+        ("rows_of_pairs", {}, r"row 0 has no 'sentence' \(found tuple, expected a mapping"),
+        ("rows", {"without": "sentence"}, r"row 2 has no 'sentence' \(found kind,"),
+        ("rows", {"without": "kind"}, r"row 2 has no 'kind' \(found sentence,"),
         ("rows", {"sentence": None}, r"1 of 40 rows have no text \(found None in row 2\)"),
         ("rows", {"kind": "red"}, r"1 of 40 rows have no class 0, 1, 2, … \(found 'red' in row 2\)"),
         ("rows", {"kind": None}, "class_encode_column"),
         ("rows", {"kind": -1}, r"found -1 in row 2"),
         ("rows", {"kind": 0.5}, r"found 0.5 in row 2"),
+        ("rows", {"kind": torch.tensor(0.5)}, r"found tensor\(0.5000\) in row 2"),
+        ("rows", {"kind": torch.tensor([0, 1])}, r"found tensor\(\[0, 1\]\) in row 2"),
+        ("rows", {"kind": torch.tensor(-1)}, r"found tensor\(-1\) in row 2"),
     ],
 )
 def test_rows_of_no_use_are_told(place, function, options, message):
@@ -83,6 +108,12 @@ def test_rows_of_no_use_are_told(place, function, options, message):
     config = {"kind": "text_rows", "rows": reference, "args": options, "text": "sentence", "label": "kind"}
     with pytest.raises(DataError, match=rf"(?s){reference}.*{message}"):
         open_dataset(TextRowsData(**config, tokenizer=str(place)))
+
+
+def test_a_tensor_of_one_whole_number_is_a_class(place):
+    config = {"kind": "text_rows", "rows": "python:tests.test_text_rows:rows", "args": {"kind": torch.tensor(1)}}
+    read = open_dataset(TextRowsData(**config, text="sentence", label="kind", tokenizer=str(place)))
+    assert read.facts["label"][:4] == [0, 1, 1, 1]
 
 
 def saved_rows(datasets, root):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,19 +86,14 @@ class TextRows(TokenizedTexts):
 
     def __init__(self, config: TextRowsData) -> None:
         every = _rows(config)
-        keys = [config.text, *([config.label] if config.label else [])]
-        missing = [key for key in keys if not isinstance(every[0], Mapping) or key not in every[0]]
-        if missing:
-            found = ", ".join(map(str, every[0])) if isinstance(every[0], Mapping) else type(every[0]).__name__
-            raise DataError(f"the rows have no {missing[0]!r}", where=config.rows, found=found)
-        texts = [row[config.text] for row in every]
+        texts = _column(every, config.text, config)
         _refuse_odd(texts, [isinstance(text, str) for text in texts], config, "text", fix="leave such rows out")
         facts: dict[str, list[int]] = {}
         if config.label:
-            labels = [row[config.label] for row in every]
+            labels = _column(every, config.label, config)
             fix = "number the classes (datasets: class_encode_column), and leave out rows without one"
             _refuse_odd(labels, [_is_class(label) for label in labels], config, "class 0, 1, 2, …", fix=fix)
-            facts["label"] = [int(label) for label in labels]
+            facts["label"] = [operator.index(label) for label in labels]
         super().__init__(texts, config.tokenizer, max_tokens=config.max_tokens, **facts)
 
 
@@ -105,7 +101,7 @@ def _rows(config: TextRowsData) -> list[Any]:
     """All that the function gives; DataError where that is not a sequence with entries."""
     try:
         rows = call_function(config.rows, config.args)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise DataError("the function of the rows finds no data", where=config.rows, found=error) from error
     if isinstance(rows, Mapping):
         raise DataError(
@@ -119,7 +115,30 @@ def _rows(config: TextRowsData) -> list[Any]:
         found = f"{type(rows).__name__} without rows"
         fix = "give a list, or a set that is not streamed"
         raise DataError("the function gave no rows", where=config.rows, found=found, expected="mappings", fix=fix)
-    return [rows[i] for i in range(len(rows))]
+    try:
+        return [rows[i] for i in range(len(rows))]
+    except LookupError as error:
+        raise DataError(
+            "the function gave no rows by number",
+            where=config.rows,
+            found=f"{type(rows).__name__}: {error!r}",
+            expected="a sequence of mappings",
+            fix="give a list of mappings, such as frame.to_dict('records') of a table of pandas",
+        ) from error
+
+
+def _column(rows: Sequence[Any], key: str, config: TextRowsData) -> list[Any]:
+    """What all rows hold under `key`; DataError, with the first of them, where a row does not."""
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping) or key not in row:
+            raise DataError(
+                f"row {number} has no {key!r}",
+                where=config.rows,
+                found=", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__,
+                expected=f"a mapping with {key!r}",
+                fix="name the rows' own keys by `text` and `label`, or leave such rows out",
+            )
+    return [row[key] for row in rows]
 
 
 def _refuse_odd(values: Sequence[Any], good: Sequence[bool], config: TextRowsData, what: str, *, fix: str) -> None:
@@ -135,8 +154,10 @@ def _refuse_odd(values: Sequence[Any], good: Sequence[bool], config: TextRowsDat
 
 
 def _is_class(label: Any) -> bool:
-    whole = isinstance(label, (int, Tensor)) or hasattr(label, "__index__")
-    return whole and int(label) >= 0
+    try:
+        return operator.index(label) >= 0
+    except TypeError:
+        return False
 
 
 def _tokenized(tokenizer: Any, texts: Sequence[str], most: int) -> tuple[int, list[list[int]]]:

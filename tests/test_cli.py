@@ -81,6 +81,8 @@ def test_an_unknown_option_is_a_usage_error():
         (["eval", "x", "--examples", "0"], "'--examples': found '0', expected at least 1"),
         (["plan", "x", "--learners", "many"], "'--learners': found 'many', expected a whole number"),
         (["plan", "x", "--bduget", "3"], "--budget"),
+        (["plan", "--recipe", "vit.yaml"], "No such option: --recipe; the recipe is an argument here: acmc plan WHAT"),
+        (["validate", "--recipe", "vit.yaml"], "an argument here: acmc validate RECIPE"),
         (["plan", "shipped:digits_vit", "--learners", "0"], "learners: found 0, expected at least 1"),
     ],
 )

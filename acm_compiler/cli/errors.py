@@ -13,6 +13,8 @@ from acm_compiler.errors import AcmError, RecipeError, UsageError
 _INTERRUPTED = 130
 # typer's own error for a command line that cannot be meant; only this subclass of it has a public name
 _Misuse: Any = typer.BadParameter.__base__
+# what verbs call an argument that names a recipe
+_RECIPES = {"WHAT", "RECIPE"}
 
 
 class ErrorBoundary(TyperGroup):
@@ -49,7 +51,10 @@ def _report(error: AcmError, ctx: typer.Context) -> None:
 
 
 def _reword(misuse: Any) -> None:
-    """Put a value that an option cannot have into our words; typer words it as pydantic does."""
+    """Put a value that an option cannot have into our words, as typer words it as pydantic does; hint at arguments."""
+    if getattr(misuse, "option_name", None) == "--recipe":
+        for name in {parameter.metavar for parameter in misuse.ctx.command.params} & _RECIPES:
+            misuse.message += f"; the recipe is an argument here: {misuse.ctx.command_path} {name}"
     cause = misuse.__cause__
     if cause is None or type(cause).__module__.partition(".")[0] != "pydantic_core":
         return

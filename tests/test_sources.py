@@ -190,10 +190,27 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path):
         done = subprocess.run(
             [sys.executable, "-c", _WITHOUT_HUB], env=os.environ | settings, capture_output=True, text=True
         )
+    assert done.returncode == 0, done.stderr
     assert "Retrying" not in done.stdout + done.stderr
-    assert re.search(
-        r"no model at 'owner/name' .*nothing .* in the hub's cache; the hub cannot be reached", done.stdout
-    )
+    hf, timm = done.stdout.splitlines()
+    assert re.search(r"no model at 'owner/name' .*nothing .* in the hub's cache; the hub cannot be reached", hf)
+    assert re.search(r"weights of timm:vit_tiny.* .found none in the hub's cache; the hub cannot be reached", timm)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_tiny_patch16_224.nonsense", "has no pretrained tag 'nonsense' .expected augreg_in21k, augreg_in21k_ft_i"),
+        ("vit_tiny_patch16_224.augreg_in12k", r"'augreg_in12k' \(did you mean 'augreg_in21k'\?\)"),
+        ("vit_tiny_patch16_224.", "has no pretrained tag ''"),
+        ("mvitv2_small_cls.augreg", "'augreg' .expected none"),
+    ],
+)
+def test_a_pretrained_tag_that_timm_lacks_is_met_with_those_it_has(name, message, weights):
+    pytest.importorskip("timm")
+    with pytest.raises(ModelSourceError, match=message):
+        build(parse_reference(f"timm:{name}"), weights=weights, device="meta")
 
 
 def test_offline_by_choice_is_said(monkeypatch):

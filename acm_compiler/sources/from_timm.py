@@ -24,10 +24,12 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
         import timm
     except ImportError as error:
         raise ModelSourceError("timm is not installed", fix="pip install 'acm_compiler[timm]'") from error
-    architecture = config.name.partition(".")[0]
+    architecture, dot, tag = config.name.partition(".")
     if not timm.is_model(architecture):
         known = did_you_mean(architecture, timm.list_models(), count=3)
         raise ModelSourceError(f"timm has no model {architecture!r}{known}")
+    if dot:
+        _check_tag(architecture, tag)
     pretrained = weights and config.weights == "default"
     if config.weights not in (None, "default") and not is_file(config.weights):
         raise ModelSourceError(
@@ -43,6 +45,19 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
         if weights:
             load_own_file(model, config)
     return Found(model=model, example=_example)
+
+
+def _check_tag(architecture: str, tag: str) -> None:
+    import timm
+
+    names = timm.list_models(f"{architecture}.*", include_tags=True)
+    tags = [name.partition(".")[2] for name in names]
+    if tag not in tags:
+        raise ModelSourceError(
+            f"timm's {architecture} has no pretrained tag {tag!r}{did_you_mean(tag, tags)}",
+            expected=", ".join(tags) or "none",
+            fix=f"leave the tag out: timm:{architecture}",
+        )
 
 
 def _fetch(builder: functools.partial[nn.Module], config: ModelConfig) -> nn.Module:

@@ -178,9 +178,9 @@ class Usage:
             real = k_BS[k_BS != PADDING].float()
             mean = f"{float(real.mean()):.2f}" if real.numel() else "-"
             rows.append([name, mean, self._plan.site(name).learners, real.numel()])
-        head = f"budget {self.budget:.3f} reached over {len(self.shares)} examples"
+        head = f"budget {self.budget:.3f} reached over {len(self.real_shares)} examples"
         if self.counted:
-            macs = float(self.macs.mean())
+            macs = float(self.macs[~self.shares.isnan()].mean())
             unit, scale = unit_of(macs)
             head += f": {macs / scale:.2f} {unit} per example, {self.model_share:.0%} of the dense model"
         return f"{head}\n{tabulate(rows, headers=['site', 'mean k', 'N', 'tokens'], disable_numparse=True)}"

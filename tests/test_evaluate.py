@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.control import FixedK, run_mode, set_budget, set_k
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
@@ -17,6 +18,7 @@ from acm_compiler.report.evaluation import Evaluation, load_evaluation, save_eva
 from acm_compiler.report.foreground import ForegroundTally
 from acm_compiler.report.patches import Grid, grid_of
 from acm_compiler.tasks import Metric
+from acm_compiler.usage import record
 from tests.build import plan_of, planned_site, stack_of
 from tests.pictures import DENSE_MACS, OPEN, PATCH, TASK, TOKENS, picture_batch, picture_model
 
@@ -98,6 +100,24 @@ def test_the_reached_budget_is_a_mean_over_examples_and_the_pooled_one_over_toke
     assert result.reached == pytest.approx((8 / 12 + 5 / 12) / 2)
     assert result.pooled == pytest.approx((5 * 8 + 1 * 5) / (6 * 12))
     assert result.per_site[0].tokens_by_k == (0, 1, 0, 0, 5), "padding counts nowhere"
+
+
+def test_an_example_of_padding_alone_has_no_part_in_the_macs_either():
+    model = stack_of(planned_site("only"))
+    batch = {"x": torch.ones(3, 5, 8), "mask": torch.ones(3, 5)}
+    batch["mask"][2] = 0
+    usages, results = [], []
+    for rows in (2, 3):
+        part = {name: values[:rows] for name, values in batch.items()}
+        with torch.no_grad(), batch_context(model, mask=part["mask"]), record(model) as usage:
+            model(part["x"])
+        usages.append(usage)
+        results.append(evaluate(model, [part], TokenTask(), budgets=[FixedK(2)]))
+    assert str(usages[0]) == str(usages[1]), "means per example"
+    assert results[0].dense_macs == results[1].dense_macs > 0
+    real, together = (result.fixed[0] for result in results)
+    for name in ("reached", "model_share", "macs_mean", "macs_p5", "macs_p95"):
+        assert getattr(together, name) == pytest.approx(getattr(real, name))
 
 
 def test_the_model_comes_back_as_it_was(model):

@@ -22,6 +22,7 @@ from acm_compiler.usage import Usage
 class Tally:
     """Scores, shares and MACs of every example, and how many tokens of every site ran how many learners.
 
+    Examples of padding alone have a score, but no share and no MACs: they are left out of means and percentiles.
     `seed` is that of its foreground control, which should differ from setting to setting.
     """
 
@@ -39,8 +40,9 @@ class Tally:
         """Add what one forward used and how it scored."""
         self._scores.append(score_B)
         self._shares.append(usage.shares)
-        self._macs.append(usage.macs)
-        self._dense_macs.append(usage.dense_macs)
+        padding = usage.shares.isnan()
+        self._macs.append(usage.macs.masked_fill(padding, torch.nan))
+        self._dense_macs.append(usage.dense_macs.masked_fill(padding, torch.nan))
         used = usage.k
         for name, k_BS in used.items():
             counts = self._tokens_by_k[name]
@@ -67,15 +69,15 @@ class Tally:
     def result(self, sample: Sample, dense_E: Tensor | None) -> dict[str, Any]:
         """The fields of a `Result`; dense_E is the dense model's scores."""
         spent, macs = self.spent, torch.cat(self._macs)
-        percentiles = torch.quantile(macs, torch.tensor([0.05, 0.95], dtype=macs.dtype))
+        percentiles = torch.nanquantile(macs, torch.tensor([0.05, 0.95], dtype=macs.dtype))
         return {
             "reached": spent.share,
             "pooled": self._pooled(),
             "metric": sample.value(spent.score_E),
             "metric_error": sample.error(spent.score_E),
             "difference": None if dense_E is None else sample.difference(spent.score_E, dense_E),
-            "model_share": float(macs.mean()) / self.dense_macs,
-            "macs_mean": float(macs.mean()),
+            "model_share": float(macs.nanmean()) / self.dense_macs,
+            "macs_mean": float(macs.nanmean()),
             "macs_p5": float(percentiles[0]),
             "macs_p95": float(percentiles[1]),
             "per_site": tuple(self._site(name) for name in self._tokens_by_k),
@@ -94,7 +96,7 @@ class Tally:
     @property
     def dense_macs(self) -> float:
         """The dense model's MACs, the mean over examples."""
-        return float(torch.cat(self._dense_macs).mean())
+        return float(torch.cat(self._dense_macs).nanmean())
 
     def _pooled(self) -> float:
         run = full = 0.0

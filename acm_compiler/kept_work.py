@@ -6,7 +6,6 @@ Shapes: B examples, S the size of an axis of tokens.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +28,8 @@ def kept_work_watched(model: nn.Module, done: Callable[[list[Work]], None]) -> I
     """While open, `done` gets the work outside the ACMs of every call of `model`, or of a part of it, as it ends.
 
     Works of equal sizes are added up. A part that is called within another one is counted with that. What a
-    checkpoint computes again in the backward pass is left out, like a model's TorchScript modules' own work. Functions
-    that the user compiled run as the eager code that they were.
+    checkpoint computes again in the backward pass is left out, like a model's TorchScript modules' own work. Whatever
+    the user compiled runs as the eager code that it was, in every thread.
     """
     here = _Here()
 
@@ -55,10 +54,13 @@ def kept_work_watched(model: nn.Module, done: Callable[[list[Work]], None]) -> I
         for module in _outside(model):
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(leave, always_call=True))
-        yield
+        with _EAGER.held():
+            yield
     finally:
         for handle in handles:
             handle.remove()
+        if here.opened is not None:  # torch calls no hooks after Ctrl-C
+            done(here.close())
 
 
 def real_work(works: Sequence[Work], lengths: Mapping[int, Tensor | None], *, batch: int) -> Tensor:
@@ -101,22 +103,43 @@ class _Here(threading.local):
 
     depth = 0
     inside_acms = 0
-    opened: tuple[_Counting, ExitStack] | None = None
+    opened: _Counting | None = None
 
     def open(self) -> None:
         """Count from now on."""
-        counting, stack = _Counting(self), ExitStack()
-        stack.enter_context(counting)
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        self.opened = counting, stack
+        self.opened = _Counting(self).__enter__()
 
     def close(self) -> list[Work]:
         """What was counted since `open`."""
         assert self.opened is not None
-        (counting, stack), self.opened = self.opened, None
-        stack.close()
+        counting, self.opened = self.opened, None
+        counting.__exit__(None, None, None)
         return counting.works()
+
+
+class _Eager:
+    """Turns torch.compile off while anyone holds it; its stance is one for all threads, so the last one restores it."""
+
+    def __init__(self) -> None:
+        self._lock, self._holders, self._stance = threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Compiled functions run as the eager code that they were within it."""
+        with self._lock:
+            if not self._holders:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._stance.close()
+
+
+_EAGER = _Eager()
 
 
 class _Counting(TorchFunctionMode):

@@ -205,7 +205,7 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
     """While open, every forward of `model` adds to the `Usage` it yields; nothing stays on the model afterwards.
 
     macs=False looks at learners alone, which takes less time: `Usage.macs` and `dense_macs` are then refused. Else
-    functions that the user compiled inside the model run as eager code meanwhile, so that what they do can be counted.
+    all that is compiled runs as eager code meanwhile, in every thread, so that what it does can be counted.
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")

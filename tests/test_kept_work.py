@@ -1,6 +1,8 @@
 """What stays dense, counted as it runs: FlopCounterMode on the dense model is the oracle, at every length."""
 
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -271,6 +273,72 @@ def test_nothing_stays_on_a_model_that_raised():
     assert _get_current_function_mode() is None
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     assert usage.kept_macs.tolist() == [5 * (64 + 64 + 32)] * 3
+
+
+class Halted(Around):
+    """`Around`, in whose forward someone presses Ctrl-C."""
+
+    def forward(self, x):
+        super().forward(x)
+        raise KeyboardInterrupt
+
+
+def compiles() -> bool:
+    """Whether torch.compile is on: whether it hands a function to its backend."""
+    seen = []
+    torch.compile(lambda x: x + 1, backend=lambda graph, _: seen.append(graph) or graph.forward)(torch.ones(2))
+    return bool(seen)
+
+
+def test_ctrl_c_in_a_forward_leaves_nothing_behind():
+    model, x = Halted().eval(), torch.randn(3, 5, 8)
+    with pytest.raises(KeyboardInterrupt), acm.record(model) as usage:
+        model(x)
+    assert _get_current_function_mode() is None
+    assert compiles()
+    assert usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
+
+
+def test_compiling_goes_on_after_two_threads_recorded_at_the_same_time():
+    class Meeting(Around):
+        def __init__(self, meet) -> None:
+            super().__init__()
+            self.meet = meet
+
+        def forward(self, x):
+            self.meet()
+            return super().forward(x)
+
+    def recorded_kept(meet) -> list[float]:
+        model = Meeting(meet).eval()
+        with torch.no_grad(), acm.record(model) as usage:
+            model(torch.randn(3, 5, 8))
+        return usage.kept_macs.tolist()
+
+    inside, go_on = threading.Event(), threading.Event()
+    with ThreadPoolExecutor() as pool:
+        second = []
+
+        def start_the_second() -> None:
+            second.append(pool.submit(recorded_kept, lambda: inside.set() or go_on.wait(60)))
+            assert inside.wait(60)
+
+        kept = recorded_kept(start_the_second)
+        still_off = not compiles()
+        go_on.set()
+        assert kept == second[0].result() == [5 * (64 + 32)] * 3
+    assert still_off and compiles()
+
+
+def test_a_model_that_a_compiled_function_calls_is_recorded_as_eager_code():
+    model, x = Around().eval(), torch.randn(3, 5, 8)
+    step = torch.compile(lambda x: model(x), backend="eager")
+    with torch.no_grad():
+        expected = step(x)
+        with acm.record(model) as usage:
+            assert torch.equal(step(x), expected)
+        assert torch.equal(step(x), expected)
+    assert usage.k["a"].shape == (3, 5) and usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
 
 
 def test_a_record_without_macs_says_so_when_asked_for_them():

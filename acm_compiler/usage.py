@@ -34,6 +34,7 @@ class Usage:
     def __init__(self, plan: Plan, *, counted: bool = True) -> None:
         self._plan, self.counted = plan, counted
         self._calls: dict[str, list[Tensor]] = {}
+        self._batch: int | None = None
         self._call_mask: Tensor | None = None
         self._given_mask: Tensor | None = None
         self._lengths: dict[int, Tensor | None] = {}
@@ -42,21 +43,28 @@ class Usage:
 
     def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None) -> None:
         """Add one call of one ACM."""
+        self._take_batch(acm, k_BS.shape[0])
         if mask_BS is None and self._call_mask is not None and self._call_mask.shape == k_BS.shape:
             mask_BS = self._call_mask
         self._lengths.setdefault(k_BS.shape[1], mask_BS)
         if mask_BS is not None:
             self.masked = True
             k_BS = torch.where(mask_BS.to(k_BS.device), k_BS, PADDING)
-        calls = self._calls.setdefault(acm.name, [])
-        if calls and calls[0].shape[0] != k_BS.shape[0]:
+        self._calls.setdefault(acm.name, []).append(k_BS.detach())
+
+    def _take_batch(self, acm: ACM, batch: int) -> None:
+        """UsageError where a site sees another number of examples than those before it."""
+        if acm.layout is None or acm.layout.batch_axis is None:
+            return  # all its tokens are one example's
+        self._batch = self._batch or batch
+        if self._batch != batch:
             raise UsageError(
                 "batches of different sizes in one record",
-                found=k_BS.shape[0],
-                expected=calls[0].shape[0],
-                fix="open one acm.record per batch",
+                where=acm.name,
+                found=batch,
+                expected=self._batch,
+                fix="open one acm.record per batch, and give all parts of the model as many examples",
             )
-        calls.append(k_BS.detach())
 
     def see_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the padding mask from the model's own call, where it has one [batch, tokens]."""
@@ -206,7 +214,8 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
 
     macs=False looks at learners alone, which takes less time: `Usage.macs` and `dense_macs` are then refused. Else
     all that is compiled runs as eager code meanwhile, in every thread, so that what it does can be counted.
-    CompiledModelError for a compiled model, whose graphs cannot be observed.
+    CompiledModelError for a compiled model, whose graphs cannot be observed; UsageError from a forward whose sites see
+    another number of examples than those before.
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
     acms = sites(model)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
 from acm_compiler.cost import dense_macs_per_token
-from acm_compiler.errors import NothingRecorded
+from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.inputs import call_model
 from tests import models
 from tests.build import planned_site, stack_of
@@ -339,6 +339,26 @@ def test_a_model_that_a_compiled_function_calls_is_recorded_as_eager_code():
             assert torch.equal(step(x), expected)
         assert torch.equal(step(x), expected)
     assert usage.k["a"].shape == (3, 5) and usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
+
+
+def test_sites_that_see_batches_of_different_sizes_are_refused():
+    class Towers(nn.Module):
+        """Texts [B, S, 8] and images [B, P, 8], each with an ACM of its own."""
+
+        def __init__(self, acms) -> None:
+            super().__init__()
+            self.texts, self.images = acms
+
+        def forward(self, texts, images):
+            return self.texts(texts).mean(1) @ self.images(images).mean(1).T
+
+    model = Towers(stack_of(planned_site("texts"), planned_site("images")).acms).eval()
+    with torch.no_grad(), acm.record(model) as usage:
+        model(torch.randn(3, 5, 8), torch.randn(3, 4, 8))
+        assert len(usage.macs) == 3
+        for texts, images in ((3, 5), (3, 1)):
+            with pytest.raises(UsageError, match=rf"images: batches of different sizes.*found {images}, expected 3"):
+                model(torch.randn(texts, 5, 8), torch.randn(images, 4, 8))
 
 
 def test_a_record_without_macs_says_so_when_asked_for_them():

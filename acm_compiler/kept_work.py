@@ -6,6 +6,7 @@ Shapes: B examples, S the size of an axis of tokens.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,7 +128,7 @@ class _Eager:
     def held(self) -> Iterator[None]:
         """Compiled functions run as the eager code that they were within it."""
         with self._lock:
-            if not self._holders:
+            if not self._holders and "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes seconds
                 self._stance.enter_context(torch.compiler.set_stance("force_eager"))
             self._holders += 1
         try:

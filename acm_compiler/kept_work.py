@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,14 +25,16 @@ from acm_compiler.passes.weight_stand_ins import dense_arguments
 
 
 @contextmanager
-def kept_work_watched(model: nn.Module, done: Callable[[list[Work]], None]) -> Iterator[None]:
+def kept_work_watched(
+    model: nn.Module, done: Callable[[dict[Any, list[Work]]], None], *, side: Callable[[], Hashable]
+) -> Iterator[None]:
     """While open, `done` gets the work outside the ACMs of every call of `model`, or of a part of it, as it ends.
 
-    Works of equal sizes are added up. A part that is called within another one is counted with that. What a
-    checkpoint computes again in the backward pass is left out, like a model's TorchScript modules' own work. Whatever
-    the user compiled runs as the eager code that it was, in every thread.
+    Works are told apart by what `side()` is meanwhile; those of equal sizes are added up. A part that is called within
+    another one is counted with that. What a checkpoint computes again in the backward pass is left out, like a model's
+    TorchScript modules' own work. Whatever the user compiled runs as the eager code that it was, in every thread.
     """
-    here = _Here()
+    here = _Here(side)
 
     def enter(module: nn.Module, args: Any) -> None:
         if isinstance(module, ACM):
@@ -52,7 +54,7 @@ def kept_work_watched(model: nn.Module, done: Callable[[list[Work]], None]) -> I
 
     handles = []
     try:
-        for module in _outside(model):
+        for module in outside_acms(model):
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(leave, always_call=True))
         with _EAGER.held():
@@ -67,12 +69,12 @@ def kept_work_watched(model: nn.Module, done: Callable[[list[Work]], None]) -> I
 def real_work(works: Sequence[Work], lengths: Mapping[int, Tensor | None], *, batch: int) -> Tensor:
     """MACs of `works` for each of `batch` examples without what was done for padding, float64 [B].
 
-    lengths: for axes of tokens by their size S, bool [B, S], True at real tokens, or None where all are real. Rows
-    count by the axis whose size is nearest, rows of one per example in full; products of two values by each of their
-    sizes that is one of these, or by the first axis that has padding.
+    lengths: for axes of tokens by their size, what part of them is real, [B], or None where all is. Rows count by the
+    axis whose size is nearest, rows of one per example in full; products of two values by each of their sizes that is
+    one of these, or by the first axis that has padding.
     """
-    real = {size: torch.ones(batch) if mask is None else mask.double().mean(1).cpu() for size, mask in lengths.items()}
-    padded = next((real[size] for size, mask in lengths.items() if mask is not None), torch.ones(batch))
+    real = {size: torch.ones(batch) if part is None else part for size, part in lengths.items()}
+    padded = next((part for part in lengths.values() if part is not None), torch.ones(batch))
     total = torch.zeros(batch, dtype=torch.float64)
     for work in works:
         total += work.macs / batch * _real_share(work, {1: torch.ones(batch)} | real, padded, batch)
@@ -89,14 +91,14 @@ def _real_share(work: Work, real: Mapping[int, Tensor], padded: Tensor, batch: i
     return math.prod(known[1:], start=known[0]) if known else padded
 
 
-def _outside(model: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+def outside_acms(model: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
     """The modules of the model, each once: ACMs, but nothing inside them."""
     seen = set() if seen is None else seen
     if model not in seen and not isinstance(model, torch.jit.ScriptModule):
         seen.add(model)
         yield model
         for part in () if isinstance(model, ACM) else model.children():
-            yield from _outside(part, seen)
+            yield from outside_acms(part, seen)
 
 
 class _Here(threading.local):
@@ -106,11 +108,14 @@ class _Here(threading.local):
     inside_acms = 0
     opened: _Counting | None = None
 
+    def __init__(self, side: Callable[[], Hashable]) -> None:
+        self.side = side
+
     def open(self) -> None:
         """Count from now on."""
         self.opened = _Counting(self).__enter__()
 
-    def close(self) -> list[Work]:
+    def close(self) -> dict[Any, list[Work]]:
         """What was counted since `open`."""
         assert self.opened is not None
         counting, self.opened = self.opened, None
@@ -149,11 +154,14 @@ class _Counting(TorchFunctionMode):
     def __init__(self, here: _Here) -> None:
         super().__init__()
         self._here = here
-        self._macs: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        self._macs: Counter[tuple[Hashable, int, tuple[int, ...]]] = Counter()
 
-    def works(self) -> list[Work]:
-        """All work so far, equal sizes together."""
-        return [Work(macs=macs, rows=rows, lengths=lengths) for (rows, lengths), macs in self._macs.items()]
+    def works(self) -> dict[Any, list[Work]]:
+        """All work so far by sides, equal sizes together."""
+        works: dict[Any, list[Work]] = {}
+        for (side, rows, lengths), macs in self._macs.items():
+            works.setdefault(side, []).append(Work(macs=macs, rows=rows, lengths=lengths))
+        return works
 
     def __torch_function__(
         self,
@@ -173,4 +181,4 @@ class _Counting(TorchFunctionMode):
         if dense is not None:
             shape = tuple(result.shape) if isinstance(result, Tensor) else ()
             for work in work_of(Call(name=name, args=dense[0], kwargs=dense[1], shape=shape)):
-                self._macs[work.rows, work.lengths] += work.macs
+                self._macs[self._here.side(), work.rows, work.lengths] += work.macs

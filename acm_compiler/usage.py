@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from acm_compiler.audio_frames import frame_mask
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
 from acm_compiler.cost_table import unit_of
+from acm_compiler.decoder_tokens import DecoderTokens, Lengths, Side, decoder_watched, half_of, lengths_of
 from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
 from acm_compiler.kept_work import kept_work_watched, real_work
 from acm_compiler.passes.dense_macs import Work
@@ -37,16 +38,20 @@ class Usage:
         self._batch: int | None = None
         self._call_mask: Tensor | None = None
         self._given_mask: Tensor | None = None
-        self._lengths: dict[int, Tensor | None] = {}
+        self._lengths: dict[Side | None, Lengths] = {}
+        self._decoder = DecoderTokens()
         self._kept: list[int | Tensor] = []
         self.masked = False
 
     def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None) -> None:
         """Add one call of one ACM."""
         self._take_batch(acm, k_BS.shape[0])
-        if mask_BS is None and self._call_mask is not None and self._call_mask.shape == k_BS.shape:
-            mask_BS = self._call_mask
-        self._lengths.setdefault(k_BS.shape[1], mask_BS)
+        side = self._decoder.side
+        if mask_BS is None:
+            own = self._decoder.own if side == "own" else {}
+            mask_BS = own.get(k_BS.shape[1], self._call_mask)
+            mask_BS = mask_BS if mask_BS is not None and mask_BS.shape == k_BS.shape else None
+        self._lengths.setdefault(side, {}).setdefault(k_BS.shape[1], mask_BS)
         if mask_BS is not None:
             self.masked = True
             k_BS = torch.where(mask_BS.to(k_BS.device), k_BS, PADDING)
@@ -77,17 +82,21 @@ class Usage:
         else:
             self._call_mask = self._given_mask = None
 
-    def end_call(self, works: list[Work]) -> None:
-        """Add what one call of the model, or of a part of it, did outside the ACMs."""
-        lengths, self._lengths = self._lengths, {}
-        given, masks = self._given_mask, [mask for mask in lengths.values() if mask is not None]
+    def end_call(self, works: Mapping[Side | None, list[Work]]) -> None:
+        """Add what one call of the model, or of a part of it, did outside the ACMs, by whose tokens it was done for."""
+        seen, self._lengths = self._lengths, {}
+        own, others = dict(seen.get("own", {})), dict(seen.get(None, {}))
+        if "own" in works:
+            own, others = self._decoder.own | own, self._decoder.memory | others
+        masks = [mask for mask in (*own.values(), *others.values()) if mask is not None]
         if not masks:
-            self._kept.append(sum(work.macs for work in works))
+            self._kept.append(sum(work.macs for part in works.values() for work in part))
             return
-        batch = masks[0].shape[0]
+        batch, given = masks[0].shape[0], self._given_mask
         if given is not None and given.shape[0] == batch:
-            lengths.setdefault(given.shape[1], given)
-        self._kept.append(real_work(works, lengths, batch=batch))
+            others.setdefault(given.shape[1], given)
+        for side, part in works.items():
+            self._kept.append(real_work(part, lengths_of(side, own, others), batch=batch))
 
     @property
     def k(self) -> dict[str, Tensor]:
@@ -220,16 +229,25 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
     acms = sites(model)
     usage = Usage(conversion(model).plan, counted=macs)
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: usage.see_call(model, args, kwargs), with_kwargs=True
-    )
+
+    def see(part: nn.Module, args: Any, kwargs: Any) -> None:
+        if part is model or kwargs.get("attention_mask") is not None:
+            usage.see_call(part, args, kwargs)
+
+    # generate() calls an encoder by itself
+    seen = [part for part in (model, half_of(model, "encoder")) if part is not None]
+    hooks = [part.register_forward_pre_hook(see, with_kwargs=True) for part in seen]
     for acm in acms.values():
         acm.observers.append(usage.observe)
     try:
-        with kept_work_watched(model, usage.end_call) if macs else nullcontext():
+        with (
+            decoder_watched(model, usage._decoder),
+            kept_work_watched(model, usage.end_call, side=lambda: usage._decoder.side) if macs else nullcontext(),
+        ):
             yield usage
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         for acm in acms.values():
             acm.observers.remove(usage.observe)
 

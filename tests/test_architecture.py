@@ -14,7 +14,7 @@ ROWS = [
     {"acm", "recipe"},
     {"plans", "cost", "cost_table", "conversion", "loss_terms", "budgets"},
     {"planner", "control", "batch_context", "site_status", "codegen"},
-    {"passes", "kept_work", "usage", "measure"},
+    {"passes", "kept_work", "decoder_tokens", "usage", "measure"},
     {
         "data",
         "tasks",

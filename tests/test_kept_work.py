@@ -1,6 +1,7 @@
 """What stays dense, counted as it runs: FlopCounterMode on the dense model is the oracle, at every length."""
 
 import contextlib
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,6 +74,14 @@ def t5():
     lengths = ((12, 7), (30, 3), (4, 25))
     model = built(config, transformers.T5ForConditionalGeneration)
     return model, [{"input_ids": ids(n), "decoder_input_ids": ids(m)} for n, m in lengths]
+
+
+def bart():
+    halves = [
+        {f"{half}_layers": 2, f"{half}_attention_heads": 4, f"{half}_ffn_dim": 64} for half in ("encoder", "decoder")
+    ]
+    config = transformers.BartConfig(vocab_size=50, d_model=32, decoder_start_token_id=1, **halves[0], **halves[1])
+    return built(config, transformers.BartForConditionalGeneration), [{"input_ids": ids(12)}]
 
 
 def wav2vec2():
@@ -162,6 +171,46 @@ def test_a_padded_prompt_costs_its_own_tokens_also_while_it_goes_on():
         converted.generate(padded, attention_mask=mask, **asked)
     for row, start in enumerate((0, 4)):
         alone = torchs_macs(model.generate, padded[row : row + 1, start:], **asked)
+        assert float(usage.dense_macs[row]) == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("make", [t5, bart])
+@pytest.mark.parametrize("sites", ["mlp", ["mlp", "attn"]], ids=["mlp", "all"])
+@pytest.mark.parametrize(("tokens", "real"), [(7, 7), (12, 12), (12, 5)])
+def test_a_decoder_has_a_padding_of_its_own(make, sites, tokens, real):
+    model, calls = make()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites=sites, init="random"))
+    read, written = ids(12), ids(tokens)
+    inputs = {"input_ids": read, "attention_mask": torch.ones(2, 12).long(), "decoder_input_ids": written}
+    inputs["attention_mask"][1, 4:] = 0
+    if real < tokens:
+        inputs["decoder_attention_mask"] = torch.ones(2, tokens).long()
+        inputs["decoder_attention_mask"][1, real:] = 0
+    usage = recorded(converted, inputs)
+    for row, (heard, said) in enumerate(((12, tokens), (4, real))):
+        alone = {"input_ids": read[row : row + 1, :heard], "decoder_input_ids": written[row : row + 1, :said]}
+        assert float(usage.dense_macs[row]) == pytest.approx(torchs_macs(call_model, model, alone))
+    with torch.no_grad(), acm.record(converted, macs=False) as again:
+        call_model(converted, inputs)
+    for name, k_BS in again.k.items():
+        reads = "encoder." in name or name.endswith(("EncDecAttention.k", "EncDecAttention.v"))
+        reads = reads or name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj"))
+        assert (k_BS >= 0).sum(1).tolist() == ([12, 4] if reads else [tokens, real]), name
+        assert torch.equal(k_BS, usage.k[name])
+    assert torch.equal(copy.deepcopy(usage).macs, usage.macs)
+
+
+@pytest.mark.parametrize("make", [t5, bart])
+def test_a_padded_prompt_of_an_encoder_costs_its_own_tokens_also_while_the_decoder_goes_on(make):
+    model, calls = make()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp"))
+    padded, mask = ids(9), torch.ones(2, 9, dtype=torch.long)
+    padded[1, 4:] = mask[1, 4:] = 0
+    asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "num_beams": 1}
+    with acm.record(converted) as usage:
+        converted.generate(padded, attention_mask=mask, **asked)
+    for row, tokens in enumerate((9, 4)):
+        alone = torchs_macs(model.generate, padded[row : row + 1, :tokens], **asked)
         assert float(usage.dense_macs[row]) == pytest.approx(alone)
 
 

@@ -36,7 +36,7 @@ def real_tokens(acm: ACM, x: Tensor, mask_BS: Tensor | None) -> Tensor | None:
     """True at the real tokens of `x` [..., D], flat [T]; None: all are.
 
     A mask given by `acm.batch` must fit. That of the call, `mask_BS`, need not: it may speak of the other half
-    of an encoder-decoder; then all tokens count here, as in `acm.record`.
+    of an encoder-decoder; then all tokens count here.
     """
     given_T = acm.mask_of(x)
     if given_T is not None or mask_BS is None or not fits(acm, x.shape[:-1], mask_BS):

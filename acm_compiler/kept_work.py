@@ -113,6 +113,7 @@ class _Here(threading.local):
 
     def open(self) -> None:
         """Count from now on."""
+        _EAGER.force()
         self.opened = _Counting(self).__enter__()
 
     def close(self) -> dict[Any, list[Work]]:
@@ -128,21 +129,29 @@ class _Eager:
 
     def __init__(self) -> None:
         self._lock, self._holders, self._stance = threading.Lock(), 0, ExitStack()
+        self._forced = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Compiled functions run as the eager code that they were within it."""
         with self._lock:
-            if not self._holders and "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes seconds
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
             self._holders += 1
         try:
+            self.force()
             yield
         finally:
             with self._lock:
                 self._holders -= 1
                 if not self._holders:
+                    self._forced = False
                     self._stance.close()
+
+    def force(self) -> None:
+        """See to it while it is held, once anything is compiled: before, the import would take seconds."""
+        with self._lock:
+            if self._holders and not self._forced and "torch._dynamo" in sys.modules:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+                self._forced = True
 
 
 _EAGER = _Eager()

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -291,15 +292,18 @@ def test_what_a_checkpoint_computes_again_counts_once():
     assert usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
 
 
+class Compiled(Around):
+    """`Around`, whose second linear is a compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.compile(torch.nn.functional.linear, backend="eager", fullgraph=True)
+
+    def forward(self, x):
+        return self.part(self.inner(self.before(x)), self.after.weight)
+
+
 def test_a_function_that_the_user_compiled_counts_and_stays_compiled():
-    class Compiled(Around):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = torch.compile(torch.nn.functional.linear, backend="eager", fullgraph=True)
-
-        def forward(self, x):
-            return self.part(self.inner(self.before(x)), self.after.weight)
-
     model, x = Compiled().eval(), torch.randn(3, 5, 8)
     with torch.no_grad():
         expected = model(x)
@@ -308,6 +312,17 @@ def test_a_function_that_the_user_compiled_counts_and_stays_compiled():
         with torch.compiler.set_stance("fail_on_recompile"):
             assert torch.equal(model(x), expected)
     assert usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
+
+
+def test_a_function_first_compiled_while_recording_counts(monkeypatch):
+    model, x = Compiled().eval(), torch.randn(3, 5, 8)
+    with torch.no_grad(), contextlib.ExitStack() as recording:
+        with monkeypatch.context() as nothing_compiled:
+            nothing_compiled.delitem(sys.modules, "torch._dynamo")
+            usage = recording.enter_context(acm.record(model))
+        model(x)
+    assert usage.kept_macs.tolist() == [5 * (64 + 32)] * 3
+    assert compiles()
 
 
 def test_nothing_stays_on_a_model_that_raised():

@@ -46,7 +46,6 @@ from acm_compiler.usage import record
 MISSED = 0.01
 _MEASURED_EXAMPLES = 512
 _WATCHED_EXAMPLES = 1024
-_BATCH = 128
 
 
 def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation | None:
@@ -228,7 +227,8 @@ class Workshop:
 
     def judge(self, model: nn.Module, dense: nn.Module) -> Evaluation:
         """The finished model at every budget of the recipe, beside the dense one and beside every fixed k."""
-        stream = BatchStream(dataset=self._dataset(self.data.eval), batch=_BATCH, workers=self.recipe.run.workers)
+        run = self.recipe.run
+        stream = BatchStream(dataset=self._dataset(self.data.eval), batch=run.eval_batch, workers=run.workers)
         budgets = reachable(model, self.recipe.budgets.report, say=self.say)
         settings: list[Setting] = [*budgets, *every_k(model)]
         batches = with_progress(stream.epoch(), "evaluate", total=len(stream), say=self.say)
@@ -239,7 +239,8 @@ class Workshop:
 
     def _first(self, config: DataConfig, count: int) -> Iterator[Batch]:
         """The first examples of a data set, on the run's device."""
-        stream = BatchStream(dataset=self._dataset(config), batch=_BATCH, seed=self.recipe.run.seed, shuffle=True)
+        run = self.recipe.run
+        stream = BatchStream(dataset=self._dataset(config), batch=run.eval_batch, seed=run.seed, shuffle=True)
         for batch in first_examples(stream.epoch(), count):
             yield {name: value.to(self.machine.device) for name, value in batch.items()}
 

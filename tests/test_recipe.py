@@ -551,7 +551,7 @@ def test_what_differs_between_two_recipes_is_told_by_key(recipe_file):
     def plain(*overrides):
         return decisions(load_recipe(recipe_file(SMALL), overrides))
 
-    assert differences(plain(), plain("run.save_every=1h", "run.workers=3")) == []
+    assert differences(plain(), plain("run.save_every=1h", "run.workers=3", "run.eval_batch=4")) == []
     told = differences(plain(), plain("gate.share=0.02", "run.seed=9"))
     assert told == ["gate.share: 0.01 -> 0.02", "run.seed: 0 -> 9"]
     assert differences({"a": [{"phase": "gate"}]}, {"a": [], "b": None}) == ["a: [gate] -> []", "b: nothing -> null"]

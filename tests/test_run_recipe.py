@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from acm_compiler import evaluate, run_recipe
 from acm_compiler.base_metric import base_metric
 from acm_compiler.cli import app
 from acm_compiler.conversion import sites
@@ -203,6 +204,26 @@ def test_a_finished_result_is_not_replaced_unasked(folder):
     assert done.exit_code == 0 and "finished before" in done.stderr
     assert contents(folder / "out") == before
     assert json.loads(done.stdout)["budgets"] == json.loads(before["eval.json"])["budgets"]
+
+
+def test_evaluations_run_as_many_examples_at_once_as_the_recipe_says(folder, monkeypatch):
+    sizes = []
+    watched = evaluate.with_progress
+
+    def watch(batches, *args, **kwargs):
+        for batch in watched(batches, *args, **kwargs):
+            sizes.append(len(next(iter(batch.values()))))
+            yield batch
+
+    for place in (evaluate, run_recipe):
+        monkeypatch.setattr(place, "with_progress", watch)
+    assert rewrite(folder, "--set", "run.eval_batch=3").exit_code == 0
+    first = sizes.copy()
+    assert max(first) == 3 and len(first) > 1
+    for words in ([], ["--batch", "2"]):
+        sizes.clear()
+        assert CliRunner().invoke(app, ["eval", f"{folder}/out", "--allow-code", *words]).exit_code == 0
+        assert max(sizes) == (2 if words else 3) and sum(sizes) == sum(first)
 
 
 def test_an_evaluation_afterwards_joins_that_of_the_run(folder):

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from acm_compiler.recipe import Recipe
     from acm_compiler.report.evaluation import Evaluation
 
-_BATCH = 128
-BatchOption = Annotated[int, typer.Option("--batch", min=1, metavar="B", help="Examples per forward.")]
 CodeOption = Annotated[
     bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
 ]
@@ -38,7 +36,9 @@ def evaluate(
     examples: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Measure on N examples only, drawn at random.")
     ] = None,
-    batch: BatchOption = _BATCH,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="B", help="Examples per forward; unset: the recipe's eval_batch.")
+    ] = None,
     per_site: Annotated[
         bool, typer.Option("--per-site", help="Also show what each k is expected to do at every site.")
     ] = False,
@@ -98,11 +98,15 @@ def measure(
     *,
     budgets: Sequence[Setting] | None = None,
     examples: int | None = None,
-    batch: int = _BATCH,
+    batch: int | None = None,
 ) -> Evaluation:
-    """The evaluation of a saved run; `budgets` None means those of its recipe that it can reach, and every fixed k."""
+    """The evaluation of a saved run, at every fixed k, too; `budgets` None: those of its recipe that it can reach.
+
+    `batch`: examples per forward; None: the recipe's.
+    """
     from acm_compiler.data import BatchStream, left_out
     from acm_compiler.evaluate import evaluate, every_k, first_examples, reachable, with_progress
+    from acm_compiler.recipe.schema import RunConfig
 
     data = run.data()
     task = run.task(data)
@@ -110,9 +114,10 @@ def measure(
         budgets = reachable(run.model, run.recipe.budgets.report if run.recipe else (), say=output.note)
     settings = [*budgets, *every_k(run.model)]
     count = len(data) if examples is None else min(examples, len(data))  # type: ignore[arg-type]
-    stream = BatchStream(dataset=data, batch=batch, shuffle=examples is not None)
+    size = batch or (run.recipe.run if run.recipe else RunConfig()).eval_batch
+    stream = BatchStream(dataset=data, batch=size, shuffle=examples is not None)
     batches = with_progress(
-        first_examples(stream.epoch(), count), "evaluate", total=-(-count // batch), say=output.progress
+        first_examples(stream.epoch(), count), "evaluate", total=-(-count // size), say=output.progress
     )
     found = evaluate(run.model, batches, task, budgets=settings, dense=run.dense)
     found = dataclasses.replace(found, subject=run.subject, left_out=left_out(data))

@@ -16,7 +16,7 @@ from ruamel.yaml.representer import BaseRepresenter
 from acm_compiler.recipe.schema import Recipe, Resolved
 
 # what may change between an interrupted run and its continuation
-_HOW = {"workers", "save_every", "eval_every"}
+_HOW = {"workers", "save_every", "eval_every", "eval_batch"}
 _ACCEPTED = {"max_broken": True}  # of data: raised, it must not cost a night's training its continuation
 _NO_DECISION: dict[str, Any] = {
     "resolved": True,

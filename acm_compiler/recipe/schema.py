@@ -201,6 +201,8 @@ class RunConfig(Section):
     """How often the state is saved for --resume."""
     eval_every: StepInterval = Every(amount=1, unit="epoch")
     """How often the model is measured while it is finetuned."""
+    eval_batch: Count = 128
+    """Examples per forward of evaluations and of what measures budgets after training."""
     workers: Whole = 0
     """Processes that load data; 0: the training process itself."""
     threads: Count | None = None

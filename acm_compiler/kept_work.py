@@ -6,11 +6,10 @@ Shapes: B examples, S the size of an axis of tokens.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import recomputing
 from acm_compiler.passes.dense_macs import Call, Work, does_macs, work_of
+from acm_compiler.passes.eager import EAGER
 from acm_compiler.passes.op_names import name_of
 from acm_compiler.passes.weight_stand_ins import dense_arguments
 
@@ -57,7 +57,7 @@ def kept_work_watched(
         for module in outside_acms(model):
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(leave, always_call=True))
-        with _EAGER.held():
+        with EAGER.held():
             yield
     finally:
         for handle in handles:
@@ -113,7 +113,7 @@ class _Here(threading.local):
 
     def open(self) -> None:
         """Count from now on."""
-        _EAGER.force()
+        EAGER.force()
         self.opened = _Counting(self).__enter__()
 
     def close(self) -> dict[Any, list[Work]]:
@@ -122,39 +122,6 @@ class _Here(threading.local):
         counting, self.opened = self.opened, None
         counting.__exit__(None, None, None)
         return counting.works()
-
-
-class _Eager:
-    """Turns torch.compile off while anyone holds it; its stance is one for all threads, so the last one restores it."""
-
-    def __init__(self) -> None:
-        self._lock, self._holders, self._stance = threading.Lock(), 0, ExitStack()
-        self._forced = False
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Compiled functions run as the eager code that they were within it."""
-        with self._lock:
-            self._holders += 1
-        try:
-            self.force()
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self._forced = False
-                    self._stance.close()
-
-    def force(self) -> None:
-        """See to it while it is held, once anything is compiled: before, the import would take seconds."""
-        with self._lock:
-            if self._holders and not self._forced and "torch._dynamo" in sys.modules:
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-                self._forced = True
-
-
-_EAGER = _Eager()
 
 
 class _Counting(TorchFunctionMode):

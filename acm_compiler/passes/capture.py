@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -16,6 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from acm_compiler.errors import CaptureFailed
 from acm_compiler.inputs import Inputs, call_model, split_inputs
 from acm_compiler.passes.captured import Capture, ModuleCall, Signature
+from acm_compiler.passes.eager import EAGER
 from acm_compiler.passes.nested import map_tensors, tensors
 from acm_compiler.passes.recorder import Recorder, UnseenTensor
 from acm_compiler.passes.source_lines import raising_line
@@ -188,11 +188,7 @@ def _recordable(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    # a part that the user compiled runs as the eager code that it was
-    with torch.compiler.set_stance("force_eager"):
+    with EAGER.held():
         yield
 
 

@@ -35,7 +35,6 @@ class Usage:
     def __init__(self, plan: Plan, *, counted: bool = True) -> None:
         self._plan, self.counted = plan, counted
         self._calls: dict[str, list[Tensor]] = {}
-        self._batch: int | None = None
         self._call_mask: Tensor | None = None
         self._given_mask: Tensor | None = None
         self._lengths: dict[Side | None, Lengths] = {}
@@ -45,7 +44,6 @@ class Usage:
 
     def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None) -> None:
         """Add one call of one ACM."""
-        self._take_batch(acm, k_BS.shape[0])
         side = self._decoder.side
         if mask_BS is None:
             own = self._decoder.own if side == "own" else {}
@@ -55,26 +53,22 @@ class Usage:
         if mask_BS is not None:
             self.masked = True
             k_BS = torch.where(mask_BS.to(k_BS.device), k_BS, PADDING)
-        self._calls.setdefault(acm.name, []).append(k_BS.detach())
-
-    def _take_batch(self, acm: ACM, batch: int) -> None:
-        """UsageError where a site sees another number of examples than those before it."""
-        if acm.layout is None or acm.layout.batch_axis is None:
-            return  # all its tokens are one example's
-        self._batch = self._batch or batch
-        if self._batch != batch:
+        calls = self._calls.setdefault(acm.name, [])
+        if calls and calls[0].shape[0] != k_BS.shape[0]:
             raise UsageError(
                 "batches of different sizes in one record",
                 where=acm.name,
-                found=batch,
-                expected=self._batch,
-                fix="open one acm.record per batch, and give all parts of the model as many examples",
+                found=k_BS.shape[0],
+                expected=calls[0].shape[0],
+                fix="open one acm.record per batch",
             )
+        calls.append(k_BS.detach())
 
     def see_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the padding mask from the model's own call, where it has one [batch, tokens]."""
         mask = kwargs.get("attention_mask")
-        first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        named = (value for name, value in kwargs.items() if not name.startswith("decoder_") and value is not mask)
+        first = next((value for value in (*args, *named) if isinstance(value, Tensor)), mask)
         if isinstance(mask, Tensor) and mask.dim() == 2 and first is not None and first.dim() >= 2:
             # with a cache the mask also covers earlier tokens; the sites see the last ones
             self._call_mask = frame_mask(model, first, mask[:, -first.shape[1] :])
@@ -89,7 +83,7 @@ class Usage:
         if "own" in works:
             own, others = self._decoder.own | own, self._decoder.memory | others
         masks = [mask for mask in (*own.values(), *others.values()) if mask is not None]
-        if not masks:
+        if len({len(mask) for mask in masks}) != 1:
             self._kept.append(sum(work.macs for part in works.values() for work in part))
             return
         batch, given = masks[0].shape[0], self._given_mask
@@ -207,7 +201,8 @@ class Usage:
 
     @property
     def learner_macs(self) -> tuple[Tensor, Tensor]:
-        """Learner MACs run and learner MACs at k = N, each float64 [batch]."""
+        """Learner MACs run and those at k = N, each float64 [batch]; UsageError where sites saw several batch sizes."""
+        self._refuse_sizes()
         run = full = torch.zeros((), dtype=torch.float64)
         for name, k_BS in self.k.items():
             site = self._plan.site(name)
@@ -216,6 +211,18 @@ class Usage:
             full = full + real.sum(1).double().cpu() * macs_per_learner(site) * site.learners
         return run, full
 
+    def _refuse_sizes(self) -> None:
+        layouts = {site.name: site.layout for site in self._plan.sites}
+        sizes = {  # a site without a batch axis sees all its tokens as one example's
+            len(k_BS): name for name, k_BS in self.k.items() if (at := layouts[name]) and at.batch_axis is not None
+        }
+        if len(sizes) > 1:
+            raise UsageError(
+                "the parts of this model saw batches of different sizes, so nothing adds up by example",
+                found=", ".join(f"{name}: {size}" for size, name in sizes.items()),
+                fix="usage.k holds what each site ran; else give all parts as many examples (generate(): no beams)",
+            )
+
 
 @contextmanager
 def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
@@ -223,8 +230,7 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
 
     macs=False looks at learners alone, which takes less time: `Usage.macs` and `dense_macs` are then refused. Else
     all that is compiled runs as eager code meanwhile, in every thread, so that what it does can be counted.
-    CompiledModelError for a compiled model, whose graphs cannot be observed; UsageError from a forward whose sites see
-    another number of examples than those before.
+    CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
     acms = sites(model)

@@ -1,5 +1,7 @@
 """What the README and the docs show is what the package does."""
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -35,13 +37,26 @@ def test_the_first_example_runs_as_it_stands(users_own, tmp_path):
 
 def test_the_three_lines_for_the_users_own_loop_run_as_they_stand(users_own):
     model = acm.rewrite(users_own["model"], acm.plan(users_own["model"], users_own["example_inputs"], init="random"))
-    before, forward, after = PYTHON[1].partition("extra")
+    before, forward, after = PYTHON[2].partition("extra")
     names = users_own | {"acm": acm, "model": model.train()}
     exec(before, names)
     names["task_loss"] = names["model"](users_own["x"]).square().mean()
     exec(forward + after, names)
     names["loss"].backward()
     assert all(a.gate.outer.weight.grad is not None for a in acm.sites(model).values())
+
+
+def test_the_list_of_calls_names_their_arguments_and_defaults():
+    calls = [call for call in ast.walk(ast.parse(PYTHON[1])) if isinstance(call, ast.Call)]
+    assert len(calls) > 8
+    for call in calls:
+        parameters = inspect.signature(getattr(acm, call.func.attr)).parameters
+        positional = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+        assert [arg.id for arg in call.args if isinstance(arg, ast.Name)] == positional[: len(call.args)] or (
+            call.func.attr == "set_budget"
+        )
+        for keyword in call.keywords:
+            assert parameters[keyword.arg].default == ast.literal_eval(keyword.value), (call.func.attr, keyword.arg)
 
 
 def test_every_verb_of_the_readme_exists():

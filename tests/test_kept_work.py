@@ -202,9 +202,10 @@ def test_a_decoder_has_a_padding_of_its_own(make, sites, tokens, real):
 
 
 @pytest.mark.parametrize("make", [t5, bart])
-def test_a_padded_prompt_of_an_encoder_costs_its_own_tokens_also_while_the_decoder_goes_on(make):
+@pytest.mark.parametrize("sites", ["mlp", ["mlp", "attn"]], ids=["mlp", "all"])
+def test_a_padded_prompt_of_an_encoder_costs_its_own_tokens_also_while_the_decoder_goes_on(make, sites):
     model, calls = make()
-    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp"))
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites=sites))
     padded, mask = ids(9), torch.ones(2, 9, dtype=torch.long)
     padded[1, 4:] = mask[1, 4:] = 0
     asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "num_beams": 1}
@@ -213,6 +214,16 @@ def test_a_padded_prompt_of_an_encoder_costs_its_own_tokens_also_while_the_decod
     for row, tokens in enumerate((9, 4)):
         alone = torchs_macs(model.generate, padded[row : row + 1, :tokens], **asked)
         assert float(usage.dense_macs[row]) == pytest.approx(alone)
+
+
+def test_beams_leave_each_sites_k_but_no_sums_by_example():
+    model, calls = t5()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp"))
+    with acm.record(converted) as usage:
+        converted.generate(ids(9), max_new_tokens=3, num_beams=3, do_sample=False, pad_token_id=0)
+    assert {len(k_BS) for k_BS in usage.k.values()} == {2, 6}
+    with pytest.raises(UsageError, match=r"encoder.*: 2, decoder.*: 6"):
+        _ = usage.macs
 
 
 def test_padded_clips_cost_their_own_samples_to_a_hundredth():
@@ -417,12 +428,20 @@ def test_sites_that_see_batches_of_different_sizes_are_refused():
             return self.texts(texts).mean(1) @ self.images(images).mean(1).T
 
     model = Towers(stack_of(planned_site("texts"), planned_site("images")).acms).eval()
-    with torch.no_grad(), acm.record(model) as usage:
-        model(torch.randn(3, 5, 8), torch.randn(3, 4, 8))
-        assert len(usage.macs) == 3
-        for texts, images in ((3, 5), (3, 1)):
-            with pytest.raises(UsageError, match=rf"images: batches of different sizes.*found {images}, expected 3"):
-                model(torch.randn(texts, 5, 8), torch.randn(images, 4, 8))
+    for images in (3, 5, 1):
+        with torch.no_grad(), acm.record(model) as usage:
+            model(torch.randn(3, 5, 8), torch.randn(images, 4, 8))
+        assert usage.k["images"].shape == (images, 4)
+        for asked in (
+            lambda usage=usage: usage.macs,
+            lambda usage=usage: usage.dense_macs,
+            lambda usage=usage: usage.shares,
+        ):
+            if images == 3:
+                assert len(asked()) == 3
+                continue
+            with pytest.raises(UsageError, match=f"texts: 3, images: {images}"):
+                asked()
 
 
 def test_a_record_without_macs_says_so_when_asked_for_them():

@@ -21,7 +21,7 @@ from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.state import has_state
 from tests.build import acm_for
 from tests.training_process import SCHEDULE, STEPS, Signalling, train, weights
-from tests.training_runs import distill, job_in, metrics
+from tests.training_runs import distill, fitted, gate, job_in, metrics
 from tests.training_tiny import Task, make_model
 
 ROOT = Path(__file__).parent.parent
@@ -319,6 +319,23 @@ def test_states_rules_and_budgets_survive(tmp_path):
     restore_facts(other, json.loads(json.dumps(live_facts(model))))
     assert conversion(other) == conversion(model)
     assert live_facts(other) == live_facts(model)
+
+
+def test_measuring_budgets_is_stopped_at_once_and_starts_over(tmp_path):
+    def interrupt(model):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            torch.ones(1).add_(1)
+        pytest.fail("the signal was put off")
+
+    with pytest.raises(RunInterrupted, match=r"measuring budgets after phase gate[\s\S]*acmc rewrite --resume"):
+        run_schedule(fitted(make_model()), [gate()], job_in(tmp_path, measure=interrupt))
+    lines, model, measured = metrics(tmp_path), fitted(make_model()), []
+    run_schedule(model, [gate()], job_in(tmp_path, measure=measured.append), resume=True)
+    straight = fitted(make_model())
+    run_schedule(straight, [gate()], job_in(tmp_path / "straight", measure=measured.append))
+    assert measured == [model, straight] and metrics(tmp_path) == lines
+    assert same(weights(model), weights(straight))
 
 
 def test_a_calibration_is_stopped_at_once_and_starts_over(tmp_path):

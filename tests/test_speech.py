@@ -248,7 +248,7 @@ def test_a_vocabulary_that_lacks_letters_is_refused(release):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"split": "tran"}, r"tran.tsv: the table of the split is missing; there are train"),
+        ({"split": "tran"}, r"tran.tsv: the table of the split is missing \(found tables of train"),
         ({"root": "/nowhere"}, "the table of the split is missing"),
         ({"vocabulary": "/nowhere/vocab.json"}, "the vocabulary cannot be read"),
     ],

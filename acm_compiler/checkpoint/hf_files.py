@@ -39,8 +39,8 @@ from transformers import {auto_class}
 model = {auto_class}.from_pretrained("this/folder")
 ```
 
-`pipeline(task, model="this/folder")` works alike where the folder also holds what prepares the inputs:
-`tokenizer.save_pretrained("this/folder")`.
+`pipeline(task, model="this/folder")` works alike where the folder also holds what prepares the inputs, a tokenizer or a
+processor of pictures or sound: `processor.save_pretrained("this/folder")`.
 """
 
 

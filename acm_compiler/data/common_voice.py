@@ -214,8 +214,13 @@ def _read_rows(root: Path, split: str) -> list[tuple[str, str]]:
     table = root / f"{split}.tsv"
     if not table.is_file():
         others = [path.stem for path in root.glob("*.tsv")]
-        hint = f"; there are {', '.join(nearest(split, others) or sorted(others))}" if others else ""
-        raise DataError(f"the table of the split is missing{hint}", where=str(table), fix="check root and split")
+        there = ", ".join(dict.fromkeys([*nearest(split, others), *sorted(others)]))
+        raise DataError(
+            "the table of the split is missing",
+            where=str(table),
+            found=f"tables of {there}" if others else "no tables",
+            fix="check root and split",
+        )
     with table.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         if not {"path", "sentence"} <= set(rows.fieldnames or ()):

@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
@@ -102,15 +103,32 @@ def _train(
     loop.train(snapshot)
     phase.complete()
     # learners that moved under measured gates reach other budgets than before
-    if isinstance(config, DistillPhase) and conversion(run.model).table is not None and job.measure is not None:
-        job.measure(run.model)
+    if isinstance(config, DistillPhase) and conversion(run.model).table is not None:
+        _measure(run, phase.name)
     if isinstance(config, (GatePhase, FinetunePhase)):
         if machine.is_main:
             warn_of_collapse(loop.watch, phase.name, {name: acm.k_min for name, acm in sites(run.model).items()})
             if isinstance(config, FinetunePhase) and config.budget_range is None:
                 warn_of_missed_budget(loop.watch, job.budget)
-        if job.measure is not None and not _frees_gates(config, follows):
-            job.measure(run.model)
+        if not _frees_gates(config, follows):
+            _measure(run, phase.name)
+
+
+def _measure(run: Run, phase: str) -> None:
+    """Measure budgets, if this run does. The state after the phase's last step is there: Ctrl-C ends it at once."""
+    if run.job.measure is not None:
+        with _ended_at_once(run, f"stopped while measuring budgets after phase {phase}, whose state is saved"):
+            run.job.measure(run.model)
+
+
+@contextmanager
+def _ended_at_once(run: Run, stopped: str) -> Iterator[None]:
+    """Work without steps, which starts over in a resumed run: Ctrl-C ends it as RunInterrupted, in these words."""
+    try:
+        with run.interrupts.paused():
+            yield
+    except KeyboardInterrupt:
+        raise RunInterrupted(stopped, fix=f"continue: {run.job.resume_command}") from None
 
 
 def _frees_gates(config: TrainedPhase, follows: PhaseConfig | None) -> bool:
@@ -119,7 +137,7 @@ def _frees_gates(config: TrainedPhase, follows: PhaseConfig | None) -> bool:
 
 
 def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
-    """One calibration. It has no steps whose state could be saved: Ctrl-C ends it at once, and it starts over."""
+    """One calibration, of which nothing is kept when it is interrupted."""
     job, device = run.job, run.machine.device
     seed_generators(job.run.seed, index)
 
@@ -129,13 +147,8 @@ def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
             yield job.task.inputs(batch), job.task.mask(batch)
 
     assert job.calibrate is not None
-    try:
-        with run.interrupts.paused():
-            job.calibrate(run.model, config, examples())
-    except KeyboardInterrupt:
-        raise RunInterrupted(
-            "stopped inside phase calibrate, of which nothing is kept", fix=f"start it over: {job.resume_command}"
-        ) from None
+    with _ended_at_once(run, "stopped inside phase calibrate, of which nothing is kept"):
+        job.calibrate(run.model, config, examples())
 
 
 def _open_data(run: Run, batch: int, index: int) -> Batches:

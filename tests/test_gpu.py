@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU; `pytest -m gpu` on a machine that has one. Nothing else of the suite needs it."""
+"""Triton kernels and calibration on a GPU; `pytest -m gpu` on a machine that has one. Nothing else here needs it."""
 
 from dataclasses import replace
 
@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from acm_compiler.acm import ops
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.reference import run_learners
+from acm_compiler.calibration import calibrate
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from acm_compiler.control import set_k
+from acm_compiler.control import set_budget, set_k
+from acm_compiler.usage import record
 from tests.build import planned_site, sliced_site, stack_of
+from tests.calibration_tiny import make_tiny, texts
 from tests.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -168,6 +171,27 @@ def test_a_compiled_model_answers_as_eager_at_every_k_without_recompiling():
             set_k(model, k)
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
     assert dynamo.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_was_calibrated_there_serves_its_budgets():
+    model = make_tiny(second_layer="shared_top", lossless=True).cuda()
+    batches = [{name: value.cuda() for name, value in batch.items()} for batch in texts(batches=60)]
+    with torch.no_grad():
+        dense = model(**batches[0])
+    calibrate(model, batches, budgets=(0.5,))
+    assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
+    lost, real = [], batches[0]["attention_mask"].bool()
+    with torch.no_grad():
+        for k in (1, 2, 3, 4):
+            set_k(model, k)
+            lost.append(relative_error(model(**batches[0])[real].cpu(), dense[real].cpu()))
+        set_budget(model, 0.5)
+        with record(model) as usage:
+            for batch in batches:
+                model(**batch)
+    assert lost[3] <= 1e-4 < lost[2] < lost[0]
+    assert abs(usage.budget - 0.5) < 0.05
 
 
 def test_gradients_equal_those_of_the_reference():

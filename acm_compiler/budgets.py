@@ -17,6 +17,7 @@ TOLERANCE = 1e-6
 NEAR = 0.002
 _WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(?:(%)|([kMGT])?MACs?)\s*")
 _UNTYPED = re.compile(r"\s*([0-9]*[.,]?[0-9]+)\s*(percent)?\s*")
+_ALL = "1 runs every learner: there is nothing more that this model could spend"
 _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -66,8 +67,12 @@ def _reading(text: object) -> str | None:
     return _in_percent(number) if found[2] or number > 1 else f"a share is a number, without quotes: {number:g}"
 
 
-def _in_percent(number: float) -> str:
-    return f"did you mean '{number:g}%', of the whole model's MACs, or {number / 100:g}, of the learners'?"
+def _in_percent(number: float, *, of_model: bool = True, of_learners: bool = True) -> str:
+    """The question whether percent were meant, of what they can be."""
+    model = [f"'{number:g}%', of the whole model's MACs"] if of_model else []
+    learners = [f"{number / 100:g}, of the learners'"] if of_learners else []
+    meant = ", or ".join(model + learners)
+    return f"did you mean {meant}?" if meant else _ALL
 
 
 def setting_of(owner: Conversion, asked: float | str) -> Setting:
@@ -127,7 +132,7 @@ def unreachable(
     if share < low:
         fix = _below(asked, plan, low=low, raised=raised and share >= plan.cost.budget_min - TOLERANCE)
     else:
-        fix = too_much(asked, plan)
+        fix = too_much(asked, plan, low=low)
     return BudgetUnreachable(
         "no setting of this model reaches this budget",
         where=where,
@@ -137,16 +142,17 @@ def unreachable(
     )
 
 
-def too_much(asked: float | str, plan: Plan) -> str:
-    """What else the user of a budget above 1, or of none at all, may have meant."""
+def too_much(asked: float | str, plan: Plan, *, low: float) -> str:
+    """What else the user of a budget above 1, or of none at all, may have meant; `low`: the least share in reach."""
     most = max(site.learners for site in plan.sites)
     if not isinstance(asked, str) and not math.isfinite(asked):
         return "a budget is a finite number: the share of the learners' MACs to spend"
     if isinstance(asked, str) or not 2 <= asked <= 100:
-        return "1 runs every learner: there is nothing more that this model could spend"
+        return _ALL
     if asked <= most and asked == int(asked):
         return f"a budget is a share; for {asked:g} learners at every token: acm.set_k(model, {asked:g})"
-    return _in_percent(asked)
+    share = parse_budget(f"{asked:g}%", plan)
+    return _in_percent(asked, of_model=low <= share <= 1, of_learners=low <= asked / 100)
 
 
 def _below(asked: float | str, plan: Plan, *, low: float, raised: bool) -> str:

@@ -174,6 +174,8 @@ def test_unreachable_budgets_name_the_range(model, budget):
     ("budget", "advice"),
     [
         (40, "did you mean '40%', of the whole model's MACs, or 0.4, of the learners'?"),
+        (12, "did you mean 0.12, of the learners'?"),
+        (9, "1 runs every learner"),
         ("40", "did you mean '40%'"),
         ("40 percent", "did you mean '40%'"),
         ("0.4", "a share is a number, without quotes: 0.4"),

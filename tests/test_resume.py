@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.errors import RunInterrupted, StorageError, UsageError
+from acm_compiler.measure import measure_budgets
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.training.live_state import live_facts, restore_facts
 from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.state import has_state
 from tests.build import acm_for
 from tests.training_process import SCHEDULE, STEPS, Signalling, train, weights
-from tests.training_runs import distill, fitted, gate, job_in, metrics
+from tests.training_runs import distill, examples, finetune, fitted, gate, job_in, metrics
 from tests.training_tiny import Task, make_model
 
 ROOT = Path(__file__).parent.parent
@@ -174,6 +175,22 @@ def test_a_run_that_has_done_a_later_phase_cannot_stop_after_an_earlier_one(tmp_
     with pytest.raises(UsageError, match=r"found a state after finetune\)\n  leave out --until$"):
         train(tmp_path, resume=True, until="gate")
     assert len(metrics(tmp_path)) > len(lines)
+
+
+def test_a_run_that_was_stopped_before_a_finetune_and_is_to_end_there_gets_its_budgets(tmp_path):
+    def interrupt(model, config, seconds):
+        if config.phase == "gate":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def measure(model):
+        measure_budgets(model, [(examples(8)["x"], None)])
+
+    schedule = [distill(steps=2), gate(steps=2), finetune(steps=2)]
+    with pytest.raises(RunInterrupted, match="SIGTERM after phase gate"):
+        run_schedule(make_model(), schedule, job_in(tmp_path, measure=measure, on_phase_end=interrupt))
+    model = make_model()
+    assert run_schedule(model, schedule, job_in(tmp_path, measure=measure), resume=True, until="gate") == 2
+    assert conversion(model).table is not None
 
 
 def test_a_finished_run_has_nothing_left_to_do(uninterrupted, tmp_path):

@@ -51,9 +51,10 @@ def shares_of(model: nn.Module, budgets: Sequence[float | str]) -> tuple[float, 
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     if isinstance(budgets, str) or not isinstance(budgets, Sequence):
         raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
-    shares = [parse_budget(budget, conversion(model).plan) for budget in budgets]
+    plan = conversion(model).plan
+    shares = [parse_budget(budget, plan) for budget in budgets]
     for budget, share in zip(budgets, shares, strict=True):
-        _check_share(share, budget, advice=too_much(budget, conversion(model).plan) if share > 1 else None)
+        _check_share(share, budget, advice=too_much(budget, plan, low=plan.cost.budget_min) if share > 1 else None)
     return tuple(shares)
 
 

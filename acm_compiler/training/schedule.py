@@ -72,7 +72,9 @@ def run_schedule(
 def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | None, until: str | None) -> int:
     first = snapshot.position.phase if snapshot else 0
     if until is not None and until not in [config.phase for config in schedule[first:]]:
-        return first  # it is done already
+        if isinstance(schedule[first - 1], GatePhase) and conversion(run.model).table is None:
+            _measure(run, until)  # it was stopped on its way into a phase that needs no budgets
+        return first
     for index in range(first, len(schedule)):
         config, began = schedule[index], time.monotonic()
         if isinstance(config, TrainedPhase):

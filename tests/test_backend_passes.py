@@ -119,6 +119,25 @@ def test_fuse_residual_leaves_alone_what_is_no_plain_bypass(use):
     assert fuse_residual(graph_module.graph) == 0
 
 
+class BranchWithoutGradients(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.acm = acm_for(planned_site("mlp"))
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.acm(x)
+        return x + y
+
+
+def test_a_branch_without_gradients_gets_none_when_compiled():
+    module, x = BranchWithoutGradients().eval(), torch.randn(2, 5, 8, requires_grad=True)
+    torch._dynamo.reset()
+    torch.compile(module, backend="acm", fullgraph=True)(x).sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    torch.testing.assert_close(x.grad, torch.ones_like(x))
+
+
 def test_a_residual_that_is_computed_later_is_fused_too():
     module = Odd(lambda x, y: y + torch.sin(x) * 3).eval()
     graph_module, inputs = graph_of(module, torch.randn(3, 5, 8))
@@ -135,6 +154,28 @@ def test_merge_gates_shares_the_first_product_of_q_k_and_v(monkeypatch):
     assert count(graph_module.graph, {torch._C._nn.linear, F.linear}) == before - 2
     torch.testing.assert_close(run(graph_module, inputs), expected)
     assert merge_gates(graph_module.graph) == 0
+
+
+class Written(nn.Module):
+    """Two ACMs of one tensor, which something else is written into between their calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = projection("first"), projection("second")
+
+    def forward(self, x):
+        x = x * 1.0
+        y = self.first(x)
+        x.mul_(-3.0)
+        return y + self.second(x)
+
+
+def test_merge_gates_keeps_apart_what_reads_other_values_of_a_tensor(monkeypatch):
+    monkeypatch.setattr(ops, "gate_is_operator", lambda x: False)
+    graph_module, inputs = graph_of(Written().eval(), torch.randn(2, 5, 8))
+    expected = run(graph_module, inputs)
+    assert merge_gates(graph_module.graph) == 0
+    torch.testing.assert_close(run(graph_module, inputs), expected)
 
 
 def test_merge_gates_leaves_operators_alone():

@@ -145,6 +145,31 @@ def test_a_model_may_be_mapped_over(compiled):
         torch.testing.assert_close(answer, torch.stack([model(part) for part in x]))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_that_learns_may_be_mapped_over(compiled):
+    model, x = stack_of(planned_site("a", k_min=1), planned_site("b")), torch.randn(4, 3, 5, 8)
+    set_k(model, 3)
+    learned = [p for name, p in model.named_parameters() if ".learners." in name]
+    mapped = torch.func.vmap(lambda part: model(part))
+    answer = torch.compile(mapped, backend="acm", fullgraph=True)(x) if compiled else mapped(x)
+    expected = torch.stack([model(part) for part in x])
+    torch.testing.assert_close(answer, expected)
+    grads, expected_grads = (torch.autograd.grad(y.square().sum(), learned) for y in (answer, expected))
+    torch.testing.assert_close(grads, expected_grads, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_directional_derivatives_go_through_learners(learns):
+    model = stack_of(planned_site("a", k_min=1), planned_site("b")).double().requires_grad_(learns)
+    set_k(model, 3)
+    x, direction = torch.randn(3, 5, 8, dtype=torch.float64), torch.randn(3, 5, 8, dtype=torch.float64)
+    with torch.set_grad_enabled(learns):
+        _, slope = torch.func.jvp(lambda part: model(part), (x,), (direction,))
+    with torch.no_grad():
+        ahead, behind = (model(x + step * direction) for step in (1e-5, -1e-5))
+    torch.testing.assert_close(slope, (ahead - behind) / 2e-5, atol=1e-6, rtol=1e-6)
+
+
 @pytest.fixture
 def one_rank(tmp_path):
     """A process group of this process alone."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from acm_compiler.acm.reference import Weights, choice_costs, choose_k, run_learners, utilities
@@ -45,9 +46,11 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
             return learners(x_TD.to(dtype), k_T, cast_weights(weights, dtype))
     w = weights
     tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
-    if torch.compiler.is_compiling():
+    pushed_forward = forward_ad._current_level >= 0  # the operator has no rule for tangents
+    if torch.compiler.is_compiling() or (mapped() and not pushed_forward):
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=w.form, act=w.act)
-    if observed() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))):
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
+    if observed() or differentiated or pushed_forward:
         return run_learners(x_TD, k_T, weights)
     # nothing to differentiate: past the autograd rule, which costs more than a small site's kernel
     with torch._C._AutoDispatchBelowAutograd():
@@ -80,6 +83,12 @@ def is_freezing() -> bool:
     from torch._inductor import config  # there already when this is traced
 
     return config.freezing
+
+
+def mapped() -> bool:
+    """Whether vmap is what calls: it takes the operator, whose rule makes one call of all copies."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() == torch._C._functorch.TransformType.Vmap
 
 
 def observed() -> bool:

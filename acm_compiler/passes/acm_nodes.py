@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from acm_compiler.acm import gated_learners, ops
@@ -20,6 +21,11 @@ GATED_RESIDUAL = 15
 """Position of the residual among the arguments of `acm::gated_learners`; the norm's weight and bias follow."""
 RESHAPES = {"reshape", "view", "flatten", "unflatten"}
 """Methods of a tensor that keep its values in their order."""
+_GRADIENT_SWITCHES = (
+    torch._C._set_grad_enabled,
+    torch.autograd.grad_mode._enter_inference_mode,
+    torch.autograd.grad_mode._exit_inference_mode,
+)
 NORM_EPS = "norm_eps"
 """The argument of `acm::gated_learners` that says whether a norm belongs to it."""
 
@@ -51,11 +57,11 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return users[0] if len(users) == 1 and users[0].args.count(node) == 1 else None
 
 
-def something_writes(first: fx.Node, last: fx.Node) -> bool:
-    """Whether a call between these two writes to a tensor: then what is read there must not be read elsewhere."""
+def keeps_apart(first: fx.Node, last: fx.Node) -> bool:
+    """Whether a call between these two writes to a tensor or switches gradients: then neither moves to the other."""
     node = first.next
     while node is not last:
-        if writes(node):
+        if writes(node) or node.target in _GRADIENT_SWITCHES:
             return True
         node = node.next
     return False

@@ -22,7 +22,7 @@ from acm_compiler.passes.acm_nodes import (
     RESHAPES,
     acm_nodes,
     only_user,
-    something_writes,
+    keeps_apart,
     value_of,
 )
 
@@ -48,7 +48,7 @@ def _fold(acm: fx.Node) -> bool:
     weights = (given.get("weight"), given.get("bias"))
     if not _is_over_features(chain, x, weights, given["normalized_shape"]) or not _has_room(acm):
         return False
-    if something_writes(norm, acm):
+    if keeps_apart(norm, acm):
         return False
     if len(chain) == 1:
         acm.update_arg(0, x)

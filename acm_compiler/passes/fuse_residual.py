@@ -21,7 +21,7 @@ from acm_compiler.passes.acm_nodes import (
     RESIDUAL,
     learners_nodes,
     only_user,
-    something_writes,
+    keeps_apart,
     value_of,
 )
 
@@ -39,7 +39,7 @@ def _fuse(learners: fx.Node) -> bool:
     chain = _chain(learners)
     last = chain[-1]
     add = only_user(last)
-    if add is None or not _is_plain_add(add) or something_writes(learners, add):
+    if add is None or not _is_plain_add(add) or keeps_apart(learners, add):
         return False
     other = next((arg for arg in add.args if arg is not last), None)
     if not _same_kind(value_of(other), value_of(last)):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from acm_compiler.passes.acm_nodes import learners_nodes, value_of
+from acm_compiler.passes.acm_nodes import learners_nodes, keeps_apart, value_of
 
 _LINEAR = (F.linear, torch._C._nn.linear)
 _SAME_TOKENS = {"reshape", "view", "flatten", "to", "float", "contiguous"}
@@ -25,12 +25,23 @@ _SAME_TOKENS = {"reshape", "view", "flatten", "to", "float", "contiguous"}
 
 def merge_gates(graph: fx.Graph) -> int:
     """Merge in place; how many products went away."""
-    groups: dict[tuple[fx.Node, object], list[fx.Node]] = {}
+    groups: list[list[fx.Node]] = []
     for learners in learners_nodes(graph):
         first = _first_product(learners)
-        if first is not None and first not in (node for group in groups.values() for node in group):
-            groups.setdefault((_tokens(first.args[0]), _kind(first)), []).append(first)
-    return sum(_merge(group) for group in groups.values() if len(group) > 1)
+        if first is None or any(first in group for group in groups):
+            continue
+        group = next((group for group in groups if _share(group[0], first)), None)
+        if group is None:
+            groups.append([first])
+        else:
+            group.append(first)
+    return sum(_merge(group) for group in groups if len(group) > 1)
+
+
+def _share(linear: fx.Node, later: fx.Node) -> bool:
+    """Whether both read the same tokens, with the same values in them."""
+    same = _tokens(linear.args[0]) is _tokens(later.args[0]) and _kind(linear) == _kind(later)
+    return same and not keeps_apart(linear, later)
 
 
 def _first_product(learners: fx.Node) -> fx.Node | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 from torch import fx
@@ -68,6 +68,7 @@ def _compile(graph_module: fx.GraphModule, example_inputs: list[Any], mode: str 
     from torch._inductor.compile_fx import compile_fx
 
     own, patches = split_options(options, torch._inductor.list_options())
+    _require_types(patches)
     if mode:
         _require_mode(mode, list(torch._inductor.list_mode_options()))
         patches = {**torch._inductor.list_mode_options(mode), **patches}
@@ -152,6 +153,16 @@ def _require_mode(mode: str, known: list[str]) -> None:
         raise UsageError(
             f"unknown mode {mode!r} of backend 'acm'{did_you_mean(mode, known)}", expected=" | ".join(known)
         )
+
+
+def _require_types(patches: dict[str, Any]) -> None:
+    """Refuse values of Inductor's options that Inductor would refuse; compile_fx does not look."""
+    from torch._inductor import config
+
+    for name, value in patches.items():
+        kind = config.get_type(name)  # type: ignore[attr-defined]
+        if get_origin(kind) is None and not isinstance(value, kind):
+            raise UsageError(f"option {name!r} of Inductor: no such value", found=repr(value), expected=kind.__name__)
 
 
 def _known(plain: str, name: str, known: list[str]) -> str:

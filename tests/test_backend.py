@@ -83,6 +83,11 @@ def test_an_unknown_mode_is_refused_with_the_nearest_name():
         torch.compile(torch.nn.Linear(4, 4), backend="acm", mode="max-autotun")(torch.randn(2, 4))
 
 
+def test_a_value_that_inductors_option_cannot_have_is_refused():
+    with pytest.raises(UsageError, match=r"option 'max_autotune' of Inductor: .*found 'yes', expected bool"):
+        torch.compile(torch.nn.Linear(4, 4), backend="acm", options={"max_autotune": "yes"})(torch.randn(2, 4))
+
+
 def test_inductors_options_are_passed_on():
     own, inductors = split_options({"max-autotune": True, "fallback": "silent"}, torch._inductor.list_options())
     assert own["fallback"] == "silent" and inductors == {"max_autotune": True}

@@ -21,8 +21,8 @@ from acm_compiler.passes.acm_nodes import (
     NORM_EPS,
     RESHAPES,
     acm_nodes,
-    only_user,
     keeps_apart,
+    only_user,
     value_of,
 )
 

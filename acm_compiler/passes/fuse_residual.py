@@ -19,9 +19,9 @@ from acm_compiler.passes.acm_nodes import (
     LEARNERS,
     RESHAPES,
     RESIDUAL,
+    keeps_apart,
     learners_nodes,
     only_user,
-    keeps_apart,
     value_of,
 )
 

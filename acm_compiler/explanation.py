@@ -14,20 +14,27 @@ from acm_compiler.conversion import sites
 from acm_compiler.dynamo_remarks import without_remarks
 from acm_compiler.inputs import split_inputs
 from acm_compiler.passes.verify import Lowered
+from acm_compiler.size_conditions import SizeCondition, size_conditions
 
 _NOT_SEEN = "its learners were in no graph: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What became of every site; `str()` is a table. `graphs`: into how many graphs the model falls."""
+    """What became of every site; `str()` is a table.
+
+    graphs: into how many graphs the model falls. conditions: what they ask of the sizes of its inputs; for others, and
+    for a size of 0 or 1 where the example has more, more are compiled.
+    """
 
     sites: tuple[Lowered, ...]
     graphs: int
+    conditions: tuple[SizeCondition, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain data."""
-        return {"schema": 1, "graphs": self.graphs, "sites": [asdict(site) for site in self.sites]}
+        sites, conditions = ([asdict(part) for part in parts] for parts in (self.sites, self.conditions))
+        return {"schema": 1, "graphs": self.graphs, "sites": sites, "conditions": conditions}
 
     def __str__(self) -> str:
         rows = [
@@ -35,15 +42,18 @@ class Explanation:
             for site in self.sites
         ]
         table = tabulate(rows, headers=["site", "runs on", "fused with", "why", "line"])
-        return f"{table}\n{len(rows)} ACMs in {self.graphs} graph{'s' * (self.graphs != 1)}"
+        graphs = f"{len(rows)} ACMs in {self.graphs} graph{'s' * (self.graphs != 1)}"
+        asked = "".join(f"\n  {condition}" for condition in self.conditions)
+        return f"{table}\n{graphs}" + (f", compiled with dynamic=True for inputs with{asked}" if asked else "")
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     """How `torch.compile(model, backend="acm")` runs each ACM: by which implementation, fused with what, and why not.
 
     model: a rewritten model, compiled or not; `inputs` and `kwargs` as it takes them, or, as in `acm.plan`, one mapping
-    of keyword arguments or one tuple of arguments. Nothing is compiled: the model is traced and run once, without
-    gradients, in the mode that it is in, with the backend's default options, whatever a compiled model was given.
+    of keyword arguments or one tuple of arguments. Nothing is compiled: the model is traced, with dynamic=True, and run
+    once, without gradients, in the mode that it is in, with the backend's default options, whatever a compiled model
+    was given.
     NotRewritten when it holds no ACMs.
     """
     if len(inputs) == 1 and not kwargs:
@@ -51,21 +61,23 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     live = getattr(model, "_orig_mod", model)
     acms = sites(live)
     found: list[Lowered] = []
+    conditions: list[SizeCondition] = []
     graphs = 0
     defaults = {name: values[0] for name, values in OPTIONS.items()}
 
     def look(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
         nonlocal graphs
         graphs += 1
+        conditions.extend(size_conditions())
         found.extend(lower(graph_module, defaults))
         return graph_module.forward
 
     with torch.no_grad(), without_remarks():
-        torch.compile(live, backend=look)(*inputs, **kwargs)
+        torch.compile(live, backend=look, dynamic=True)(*inputs, **kwargs)
     named = [_named(site, list(acms)) for site in found]
     seen = {site.site for site in named}
     missing = [_not_seen(name, acm.state) for name, acm in acms.items() if name not in seen]
-    return Explanation(sites=(*named, *missing), graphs=graphs)
+    return Explanation(sites=(*named, *missing), graphs=graphs, conditions=tuple(dict.fromkeys(conditions)))
 
 
 def _named(site: Lowered, names: list[str]) -> Lowered:

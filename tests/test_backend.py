@@ -194,6 +194,41 @@ def test_explain_names_sites_that_run_their_dense_region():
     assert said["b"].implementation == "dense" and "learners are fitted" in said["b"].reason
 
 
+class Choosy(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, *rest, **kwargs):
+        return self.inner(x) * 2 if x.shape[0] < 16 else self.inner(x + rest[0] + kwargs["y"])
+
+
+def choosy_conditions(*shapes):
+    torch.compiler.reset()
+    x, rest, y = (torch.randn(shape) for shape in shapes)
+    said = acm.explain(Choosy(stack_of(planned_site("a"))), x, rest, y=y)
+    assert said.as_json()["conditions"] == [{"expression": c.expression, "line": c.line} for c in said.conditions]
+    assert str(said).count("\n  ") == len(said.conditions)
+    return {condition.expression: condition.line for condition in said.conditions}
+
+
+def test_explain_names_what_its_graph_asks_of_sizes_and_the_line_that_does():
+    asked = choosy_conditions((4, 5, 8), (1, 5, 1), (1, 1, 8))
+    assert asked["x.size(0) < 16"].rpartition(" in ")[0].endswith(f"tests/test_backend.py:{line_of(Choosy.forward)}")
+    assert "x.size(2) == 8" in asked and not [c for c in asked if "x.size(1)" in c or "rest" in c or "y" in c]
+    asked = choosy_conditions((20, 5, 8), (20, 5, 1), (1, 1, 8))
+    assert {"x.size(0) >= 16", "x.size(0) == rest[0].size(0)", "x.size(2) == y.size(2)"} <= asked.keys()
+
+
+def test_explain_asks_nothing_of_sizes_that_are_free():
+    said = acm.explain(stack_of(planned_site("a")), torch.randn(2, 5, 8))
+    assert {c.expression for c in said.conditions} == {"x.size(2) == 8"}
+
+
+def line_of(function):
+    return function.__code__.co_firstlineno + 1
+
+
 def test_one_graph_serves_all_batches_and_choices_but_the_empty_and_the_single_one():
     model = stack_of(planned_site("a"), planned_site("b", k_min=1))
     compiled = torch.compile(model, backend="acm", fullgraph=True, dynamic=True)

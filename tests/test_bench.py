@@ -140,6 +140,7 @@ def test_a_saved_run_is_explained_and_measured(tmp_path):
     said = json.loads(acmc("explain", str(tmp_path / "run"), "--json"))
     assert said["graphs"] == 1 and len(said["sites"]) == 20
     assert {site["implementation"] for site in said["sites"]} == {"cpu"}
+    assert {"x.size(1) == 3", "x.size(0) < 16"} <= {condition["expression"] for condition in said["conditions"]}
     options = ["--budgets", ".5,80%,1", "--batches", "2,4", "--rounds", "2", "--json"]
     measured = json.loads(acmc("bench", str(tmp_path / "run"), *options))
     assert {"versions", "device", "rows", "break_even_batch"} <= measured.keys()

@@ -72,6 +72,7 @@ class _Search:
 
     def __init__(self, model: nn.Module, examples: list[Example], k_lo: int, progress: Progress | None) -> None:
         self.model, self.examples, self.k_lo, self.progress = model, examples, k_lo, progress
+        self.device = next(iter(sites(model).values())).k_lo.device
         self.probes: dict[float, float] = {}
         self.missed: list[float] = []
         self.count = 0
@@ -83,7 +84,7 @@ class _Search:
                 acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
             shares = torch.cat([self._shares(inputs, mask) for inputs, mask in self.examples])
             self.count = shares.numel()
-            self.probes[knob] = _mean_over_ranks(shares)
+            self.probes[knob] = _mean_over_ranks(shares, self.device)
             if self.progress is not None:
                 self.progress(f"measuring budgets: {self.probes[knob]:.3f}")
             _LOG.debug("knob %+.3f: budget %.3f", knob, self.probes[knob])
@@ -167,9 +168,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             acm.set_run_time(values)
 
 
-def _mean_over_ranks(shares: Tensor) -> float:
-    total = torch.stack([shares.sum(), torch.tensor(float(shares.numel()), dtype=shares.dtype)])
+def _mean_over_ranks(shares: Tensor, device: torch.device) -> float:
+    """The mean over all processes, which talk to each other by tensors on `device`: NCCL knows no others."""
+    total = torch.stack([shares.sum(), shares.new_tensor(float(shares.numel()))])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        total = total.to(device)
         torch.distributed.all_reduce(total)
     if not total[1]:
         raise DataError("the examples to measure budgets on hold no real token", fix="give batches that are not empty")

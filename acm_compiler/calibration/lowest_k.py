@@ -115,9 +115,10 @@ def _share_of(model: nn.Module, scores: Mapping[str, Tensor], knob: float, k_lo:
     run = full = 0.0
     for name, score_TC in scores.items():
         acm, site = acms[name], plan.site(name)
-        utility_TC = utilities(score_TC, torch.tensor(knob), acm.choice_costs(score_TC.device), acm.gate.rule)
-        lowest = torch.tensor(max(acm.k_min, min(k_lo, acm.count)))
-        k_T = choose_k(utility_TC, lowest, torch.tensor(acm.count), acm.k_min)
+        there = score_TC.device
+        utility_TC = utilities(score_TC, torch.tensor(knob, device=there), acm.choice_costs(there), acm.gate.rule)
+        lowest = torch.tensor(max(acm.k_min, min(k_lo, acm.count)), device=there)
+        k_T = choose_k(utility_TC, lowest, torch.tensor(acm.count, device=there), acm.k_min)
         weight = macs_per_learner(site) * site.tokens * site.calls
         run += float(k_T.double().mean()) * weight
         full += acm.count * weight

@@ -56,14 +56,23 @@ def _generators_restored() -> Iterator[None]:
     python_state = random.getstate()
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     numpy_state = numpy_random.get_state() if numpy_random else None
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with _forked():
             yield
     finally:
         random.setstate(python_state)
         if numpy_random:
             numpy_random.set_state(numpy_state)
+
+
+def _forked() -> contextlib.AbstractContextManager[None]:
+    """Within it torch's generators may be drawn from: the CPU's, and those of an accelerator that is in use."""
+    found = torch.accelerator.current_accelerator()
+    kind = "cuda" if found is None else found.type
+    module = torch.get_device_module(kind)
+    # mps does not say, and draws for no capture: its generator cannot be forked
+    in_use = getattr(module, "is_initialized", lambda: False)()
+    return torch.random.fork_rng(devices=range(module.device_count()) if in_use else (), device_type=kind)
 
 
 class _State:

@@ -33,8 +33,8 @@ def generator_states(device: torch.device) -> dict[str, Any]:
             float(gauss),
         ),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(*_named(device))
     return states
 
 
@@ -44,5 +44,10 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], *_named(device))
+
+
+def _named(device: torch.device) -> tuple[torch.device, ...]:
+    """How a device module is told which device: by no argument where there is only one."""
+    return () if device.type == "mps" else (device,)

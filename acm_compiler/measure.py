@@ -26,6 +26,8 @@ GRID = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
 _NEAR = 0.006
 # a wider gap between two rows that the search could not halve is a jump: no knob leads into it
 _JUMP = 0.02
+# rows further apart than this leave budgets between them to a straight line that may miss by more than .02
+_WIDE = 0.05
 _STEPS = 14
 _STRONGEST_KNOB = 2.0**12
 
@@ -58,6 +60,7 @@ def measure_budgets(
         for target, within in sorted((dict.fromkeys(GRID, _NEAR) | exactly).items(), key=lambda row: (-row[1], row[0])):
             if least < target < most:
                 search.bisect(target, within)
+        search.fill()
         jumps = search.jumps()
     owner = conversion(model)
     rule = next(iter(sites(model).values())).gate.rule
@@ -119,6 +122,16 @@ class _Search:
             place = 0.5 if step % 2 else (shares[right - 1] - target) / (shares[right - 1] - shares[right])
             self.probe(knobs[right - 1] + min(max(place, 0.1), 0.9) * (knobs[right] - knobs[right - 1]))
         self.missed.append(target)
+
+    def fill(self) -> None:
+        """Add probes until no two rows are far apart, but for gaps that no knob leads into."""
+        for _ in range(_STEPS):
+            wide = [(low.share, high.share) for low, high in pairwise(self.points()) if high.share - low.share > _WIDE]
+            wide = [(low, high) for low, high in wide if not any(low < target < high for target in self.missed)]
+            if not wide:
+                return
+            for low, high in wide:
+                self.bisect((low + high) / 2, (high - low) / 4)
 
     def jumps(self) -> tuple[float, ...]:
         """The shares of the rows before gaps that no knob leads into.

@@ -277,6 +277,11 @@ def test_no_batches_is_refused():
     refused(DataError, "no batches", data=[])
 
 
+def test_nothing_but_padding_to_measure_budgets_on_is_refused():
+    empty = {**DATA[0], "attention_mask": torch.zeros_like(DATA[0]["attention_mask"])}
+    refused(DataError, "no real token", data=[empty if place % 6 == 5 else b for place, b in enumerate(DATA)])
+
+
 def test_a_site_that_never_ran_is_named():
     model = make_tiny()
     model.blocks[0].__class__ = type(

@@ -58,6 +58,19 @@ def reached_on(model, data) -> float:
     return float(usage.shares.mean())
 
 
+@pytest.mark.parametrize("rule", ["logits", "damage"])
+def test_budgets_between_the_rows_are_reached_to_a_fiftieth(model, rule):
+    data = examples()
+    with torch.no_grad():
+        for acm, scale in zip(sites(model).values(), (1, 0.05), strict=True):
+            acm.gate.rule = rule
+            acm.gate.outer.weight.mul_(scale)
+    table = measure_budgets(model, data)
+    for budget in torch.linspace(table.points[0].share, table.points[-1].share, 40).tolist():
+        set_budget(model, budget)
+        assert reached_on(model, data) == pytest.approx(budget, abs=0.02)
+
+
 @pytest.mark.parametrize("kinds", [1, 2])
 @pytest.mark.parametrize("rule", ["logits", "damage"])
 def test_where_tokens_are_alike_what_a_budget_is_said_to_reach_is_reached_and_no_more_than_asked(model, rule, kinds):

@@ -75,6 +75,8 @@ def choose_lowest_k(
     for row in trials.values():
         for trial in row:
             trial.join()
+    if not trials[0][0].examples:
+        return 0  # measuring budgets on these examples says what is wrong with them
     gains = [_log_damage(trials[0], t) - _log_damage(trials[1], t) for t in targets]
     return 1 if sum(gains) / len(gains) > _WORTH else 0
 

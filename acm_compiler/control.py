@@ -104,7 +104,8 @@ def set_budget(
 ) -> float | dict[str, float]:
     """Let the gates spend `budget` and return the share of learner MACs that the table expects of it.
 
-    That is less than was asked where no setting reaches it, as on data whose tokens are all alike.
+    That is less than was asked where no setting reaches it, as on data whose tokens are all alike; under a `cap`, which
+    the table does not know, it is the most that can be.
 
     budget: a share of learner MACs (0.4), "60%" of the dense model's MACs, "11 GMACs", or None for the recipe's own;
     or one per phase of a decoder, {"prefill": 0.8, "decode": 0.4}: decode is a call with one token per sequence, all

@@ -158,6 +158,30 @@ def test_a_model_that_learns_may_be_mapped_over(compiled):
     torch.testing.assert_close(grads, expected_grads, atol=1e-4, rtol=1e-4)
 
 
+MAPPED_SITES = {
+    "mlp": {"k_min": 0},
+    "per_k": {"second_layer": "per_k"},
+    "lossless": {"kind": "linear", "form": "svd", "lossless": True},
+    "gated": {"kind": "gated_mlp", "learner_act": "silu"},
+}
+
+
+@pytest.mark.parametrize("options", MAPPED_SITES.values(), ids=MAPPED_SITES)
+def test_every_example_of_a_batch_may_have_gradients_of_its_own(options):
+    model, x = stack_of(planned_site("a", **options)).double(), torch.randn(4, 3, 5, 8, dtype=torch.float64)
+    learned = {name: p.detach() for name, p in model.named_parameters() if ".learners." in name}
+
+    def loss(parameters, part):
+        return torch.func.functional_call(model, parameters, part).square().sum()
+
+    own = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(learned, x)
+    for i, part in enumerate(x):
+        expected = torch.func.grad(loss)(learned, part)
+        torch.testing.assert_close({name: g[i] for name, g in own.items()}, expected)
+    together = torch.func.grad(lambda p, x: torch.func.vmap(loss, in_dims=(None, 0))(p, x).sum())(learned, x)
+    torch.testing.assert_close(together, {name: g.sum(0) for name, g in own.items()})
+
+
 @pytest.mark.parametrize("learns", [False, True])
 def test_directional_derivatives_go_through_learners(learns):
     model = stack_of(planned_site("a", k_min=1), planned_site("b")).double().requires_grad_(learns)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from acm_compiler.acm.reference import Weights, choice_costs, choose_k, run_learners, utilities
+from acm_compiler.acm.reference import Weights, branchless_output, choice_costs, choose_k, run_learners, utilities
 from acm_compiler.errors import UsageError
 
 WEIGHTS = "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top"
@@ -47,7 +47,10 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     w = weights
     tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
     pushed_forward = forward_ad._current_level >= 0  # the operator has no rule for tangents
-    if torch.compiler.is_compiling() or (mapped() and not pushed_forward):
+    mapped, transformed = (False, False) if torch.compiler.is_compiling() else transforms()
+    if mapped and (transformed or pushed_forward):
+        return branchless_output(x_TD, k_T, weights)
+    if mapped or torch.compiler.is_compiling():
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=w.form, act=w.act)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
     if observed() or differentiated or pushed_forward:
@@ -85,10 +88,14 @@ def is_freezing() -> bool:
     return config.freezing
 
 
-def mapped() -> bool:
-    """Whether vmap is what calls: it takes the operator, whose rule makes one call of all copies."""
-    innermost = torch._C._functorch.peek_interpreter_stack()
-    return innermost is not None and innermost.key() == torch._C._functorch.TransformType.Vmap
+def transforms() -> tuple[bool, bool]:
+    """Whether vmap is among the `torch.func` transforms that call, and whether any other is.
+
+    Alone it takes the operator, whose rule makes one call of all copies; with others it needs plain operations.
+    """
+    kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
+    vmap = torch._C._functorch.TransformType.Vmap
+    return vmap in kinds, bool(kinds - {vmap})
 
 
 def observed() -> bool:

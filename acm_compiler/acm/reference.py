@@ -160,6 +160,12 @@ def relaxed_output(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) ->
     return y_TO + (nu_TC @ weights.b_out[k_min:].to(nu_TC.dtype)).to(y_TO.dtype)
 
 
+def branchless_output(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
+    """`run_learners` without looking at k: everything is computed for every token, and what is not run counts zero."""
+    chosen_TC = k_T[..., None] == torch.arange(weights.learners + 1, device=k_T.device)
+    return relaxed_output(x_TD, chosen_TC.to(x_TD.dtype), weights, 0)
+
+
 def _weighed_slices(x_TD: Tensor, m_TN: Tensor, weights: Weights) -> Tensor:
     """sum_n m_n s_n(x) of slices, [T, O]."""
     if weights.form == "rows":

@@ -33,12 +33,17 @@ def batch(
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise UsageError("a padding mask of another kind", found=found, expected="a tensor [batch, tokens]")
-    settings = {} if budgets is None else _settings(model, budgets)
-    device = next(iter(acms.values())).k_lo.device
-    real = None if mask is None else mask.to(device=device, dtype=torch.bool)
+    said = {} if budgets is None else _settings(model, budgets)
+    if mask is not None:
+        said["mask"] = mask.bool()
+    # a model may lie on several devices
+    there = {
+        device: {name: tensor.to(device) for name, tensor in said.items()}
+        for device in {acm.k_lo.device for acm in acms.values()}
+    }
     try:
         for acm in acms.values():
-            acm.slot = Slot(thread=threading.get_ident(), mask=real, **settings)
+            acm.slot = Slot(thread=threading.get_ident(), **there[acm.k_lo.device])
         yield
     finally:
         for acm in acms.values():
@@ -58,8 +63,7 @@ def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict
     refuse_unfitted(model, "budgets per example")
     owner = whole_conversion(model, "a budget")
     settings = [setting_of(owner, budget) for budget in each]
-    device = next(iter(sites(model).values())).k_lo.device
     return {
-        "knob": torch.tensor([s.knob for s in settings], device=device),
-        "k_lo": torch.tensor([s.k_lo for s in settings], dtype=torch.int32, device=device),
+        "knob": torch.tensor([s.knob for s in settings]),
+        "k_lo": torch.tensor([s.k_lo for s in settings], dtype=torch.int32),
     }

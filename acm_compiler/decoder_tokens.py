@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from acm_compiler.float64 import to_float64
 from acm_compiler.kept_work import outside_acms
 
 # "own": the decoder's tokens; "both": attention of those to the encoder's; None stands for all else
@@ -107,7 +108,7 @@ def lengths_of(side: Side | None, own: Lengths, others: Lengths) -> Lengths:
 
 
 def _parts(lengths: Lengths) -> Lengths:
-    return {size: None if mask is None else mask.double().mean(1).cpu() for size, mask in lengths.items()}
+    return {size: None if mask is None else to_float64(mask).mean(1).cpu() for size, mask in lengths.items()}
 
 
 def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from acm_compiler.cost import dense_macs_per_token, gate_macs_per_token, macs_pe
 from acm_compiler.cost_table import unit_of
 from acm_compiler.decoder_tokens import DecoderTokens, Lengths, Side, decoder_watched, half_of, lengths_of
 from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
+from acm_compiler.float64 import to_float64
 from acm_compiler.kept_work import kept_work_watched, real_work
 from acm_compiler.passes.dense_macs import Work
 from acm_compiler.plans import Plan, PlannedSite
@@ -100,7 +101,7 @@ class Usage:
         return {name: torch.cat(calls, dim=1) for name, calls in self._calls.items()}
 
     def load(self, tokens: int | None = None) -> Tensor:
-        """Share of learners run at each place of a sequence: float [batch, tokens], nan at padding.
+        """Share of learners run at each place of a sequence: float [batch, tokens] on the CPU, nan at padding.
 
         k / N, the mean over the sites that see `tokens` tokens per call (unset: as most sites do) and over their
         calls. Frames of a clip and tokens of a text are such places. NothingRecorded without a site of that kind.
@@ -109,7 +110,7 @@ class Usage:
         for name, k_BS in self.k.items():
             site = self._plan.site(name)
             if k_BS.shape[1] % site.calls == 0:
-                share = torch.where(k_BS == PADDING, torch.nan, k_BS.float() / site.learners)
+                share = torch.where(k_BS == PADDING, torch.nan, k_BS.float() / site.learners).cpu()
                 loads.setdefault(k_BS.shape[1] // site.calls, []).append(share.unflatten(1, (site.calls, -1)).mean(1))
         if tokens is None and loads:
             tokens = max(loads, key=lambda count: len(loads[count]))
@@ -177,7 +178,7 @@ class Usage:
 
     def _per_token(self, macs: Callable[[PlannedSite], int]) -> Tensor:
         """`macs` of every real token's site, added up for each example."""
-        counts = [(k_BS != PADDING).sum(1).double().cpu() * macs(self._plan.site(n)) for n, k_BS in self.k.items()]
+        counts = [to_float64((k_BS != PADDING).sum(1)).cpu() * macs(self._plan.site(n)) for n, k_BS in self.k.items()]
         return torch.stack(counts).sum(0)
 
     def __str__(self) -> str:
@@ -207,8 +208,8 @@ class Usage:
         for name, k_BS in self.k.items():
             site = self._plan.site(name)
             real = k_BS != PADDING
-            run = run + (k_BS * real).sum(1).double().cpu() * macs_per_learner(site)
-            full = full + real.sum(1).double().cpu() * macs_per_learner(site) * site.learners
+            run = run + to_float64((k_BS * real).sum(1)).cpu() * macs_per_learner(site)
+            full = full + to_float64(real.sum(1)).cpu() * macs_per_learner(site) * site.learners
         return run, full
 
     def _refuse_sizes(self) -> None:

@@ -4,14 +4,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from acm_compiler.acm.reference import choose_k
-from acm_compiler.calibration import lowest_k
-from acm_compiler.conversion import sites
+from acm_compiler import batch, float64, measure, plan, record, rewrite, set_budget
+from acm_compiler.acm.reference import choice_costs, choose_k, utilities
+from acm_compiler.calibration import Options, calibrate_on, lowest_k, ranks
+from acm_compiler.calibration.examples import masked
+from acm_compiler.conversion import conversion, sites
 from acm_compiler.measure import _mean_over_ranks, _Search
 from acm_compiler.passes.capture import capture
+from acm_compiler.tasks.metric import Metric
+from acm_compiler.training.finetune import _Seen
 from acm_compiler.training.generators import generator_states, restore_generators
+from acm_compiler.usage import Usage
 from tests.build import planned_site, stack_of
+from tests.calibration_tiny import make_tiny, texts
 
 
 @pytest.mark.parametrize("rule", ["damage", "logits"])
@@ -44,6 +52,115 @@ def test_processes_add_up_shares_on_the_models_device(monkeypatch):
     search = _Search(stack_of(planned_site("a")).to("meta"), [], 0, None)
     with pytest.raises(Sent, match="meta"):
         _mean_over_ranks(torch.rand(3, dtype=torch.float64), search.device)
+
+
+def test_processes_add_up_sums_of_the_cpu_where_their_group_carries_none(monkeypatch):
+    def send(tensor):
+        raise Sent(tensor.device.type)
+
+    asked = torch.distributed
+    monkeypatch.setattr(asked, "is_initialized", lambda: True)
+    monkeypatch.setattr(asked, "get_world_size", lambda: 2)
+    monkeypatch.setattr(asked, "all_reduce", send)
+    monkeypatch.setattr(asked, "all_gather_object", lambda every, own: every.__setitem__(slice(None), [own, own + 1]))
+    sums = torch.rand(3, dtype=torch.float64)
+    monkeypatch.setattr(asked, "get_backend_config", lambda: "xpu:xccl")
+    assert torch.equal(ranks.total(sums), sums + (sums + 1))
+    monkeypatch.setattr(asked, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    with pytest.raises(Sent, match="cpu"):
+        ranks.total(sums)
+
+
+class Float64Apart(TorchDispatchMode):
+    """On a device that has no float64 none can be made of its tensors: `to_float64` alone takes them elsewhere."""
+
+    taken = 0
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        where = float64.float64_device
+
+        def leave(device):
+            self.taken += 1
+            return where(device)
+
+        monkeypatch.setattr(float64, "float64_device", leave)
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        wide = [t for t in tree_iter(made) if isinstance(t, torch.Tensor) and t.dtype == torch.float64]
+        if given and wide and all(t.dtype != torch.float64 for t in given):
+            self.seen += 1
+            assert func is torch.ops.aten._to_copy.default and self.seen <= self.taken, func
+        return made
+
+
+def attention():
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    return rewrite(model, plan(model, torch.randn(1, 5, 16))), list(torch.randn(12, 8, 5, 16))
+
+
+@pytest.mark.filterwarnings("ignore:too few tokens")
+@pytest.mark.parametrize("kind", ["shared_top", "slices"])
+def test_calibration_makes_float64_on_devices_that_have_it_alone(kind, monkeypatch):
+    monkeypatch.setattr(measure, "GRID", (0.5,))
+    model, batches = attention() if kind == "slices" else (make_tiny(second_layer=kind), texts(12))
+    with Float64Apart(monkeypatch) as mode:
+        calibrate_on(model, masked(batches), options=Options(tokens=200, gate_steps=2, sample=200))
+        set_budget(model, 0.8)
+        with record(model) as usage, torch.no_grad():
+            model(**batches[0]) if isinstance(batches[0], dict) else model(batches[0])
+        assert 0 < usage.budget < 1 and usage.macs.sum() > 0
+    assert mode.seen
+
+
+@pytest.mark.parametrize("rule", ["damage", "logits"])
+def test_costs_of_choices_need_no_float64_where_the_tokens_are(rule):
+    costs = choice_costs(0.5, k_min=1, n_learners=4, device=torch.device("mps"))
+    assert costs.device.type == "cpu" and costs.tolist() == [0.5, 1.0, 1.5, 2.0]
+    u_TC = utilities(torch.empty(7, 4, device="meta"), torch.empty((), device="meta"), costs, rule)
+    assert (u_TC.device.type, u_TC.shape, u_TC.dtype) == ("meta", (7, 4), torch.float32)
+
+
+def test_every_site_gets_what_a_batch_says_on_its_own_device():
+    model = stack_of(planned_site("a"), planned_site("b"))
+    sites(model)["b"].to("meta")
+    with batch(model, mask=torch.ones(2, 5), budgets=[1.0, 1.0]):
+        slots = {name: (site.slot.mask, site.slot.knob, site.slot.k_lo) for name, site in sites(model).items()}
+    assert [{t.device.type for t in slots[name]} for name in "ab"] == [{"cpu"}, {"meta"}]
+    assert [t.dtype for t in slots["b"]] == [torch.bool, torch.float32, torch.int32]
+    assert slots["a"][0].all() and slots["a"][2].tolist() == [4, 4]
+
+
+def test_metrics_and_figures_of_training_need_no_float64_where_the_model_is(monkeypatch):
+    metric = Metric(name="accuracy", lower_is_better=False, units=len, scale=torch.as_tensor)
+    with Float64Apart(monkeypatch) as mode:
+        assert metric.value(torch.tensor([1.0, 0.0]), torch.ones(2)) == 0.5
+    assert mode.seen == 2
+    shares_B = torch.tensor([0.25, 0.5], dtype=torch.float64)
+    seen = _Seen.of([torch.empty((), device="meta")] * 5, shares_B, (shares_B, shares_B), {})
+    assert (seen.shares.device.type, seen.shares.dtype, seen.shares.shape) == ("meta", torch.float32, (4,))
+
+
+class MetaHoldsOnes(TorchDispatchMode):
+    """What is copied from `meta` to the CPU is all ones."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
+            return torch.ones(args[0].shape, dtype=args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_loads_of_a_model_on_two_devices_are_averaged():
+    model = stack_of(planned_site("a"), planned_site("b"))
+    usage = Usage(conversion(model).plan)
+    usage.observe(sites(model)["a"], torch.full((2, 5), 2), None)
+    usage.observe(sites(model)["b"], torch.full((2, 5), 2, device="meta"), None)
+    with MetaHoldsOnes():
+        assert torch.equal(usage.load(), torch.full((2, 5), 0.75))
 
 
 class Accelerator(SimpleNamespace):

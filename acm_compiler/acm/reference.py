@@ -14,6 +14,7 @@ from torch import Tensor
 
 from acm_compiler.acm.activations import resolve
 from acm_compiler.errors import UsageError
+from acm_compiler.float64 import float64_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +192,15 @@ def utilities(score_TC: Tensor, knob: Tensor, cost_C: Tensor, rule: str) -> Tens
     """
     score_TC = score_TC if score_TC.dtype == torch.float64 else score_TC.float()
     knob = knob.to(score_TC.dtype)[..., None]
-    cost_C = cost_C.to(score_TC.dtype)
+    cost_C = cost_C.to(score_TC)
     if rule == "damage":
         return -torch.logaddexp(score_TC, knob + cost_C.log())
     return score_TC - knob * cost_C
 
 
 def choice_costs(cost: float, *, k_min: int, n_learners: int, device: torch.device) -> Tensor:
-    """c_k of every choice, float64 [C]: k times a site's cost of one learner."""
-    return torch.arange(k_min, n_learners + 1, device=device, dtype=torch.float64) * cost
+    """c_k of every choice for tokens on `device`, float64 [C]: k times a site's cost of one learner."""
+    return torch.arange(k_min, n_learners + 1, device=float64_device(device), dtype=torch.float64) * cost
 
 
 def choose_k(u_TC: Tensor, k_lo: Tensor, k_hi: Tensor, k_min: int) -> Tensor:

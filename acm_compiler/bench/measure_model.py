@@ -16,6 +16,7 @@ from acm_compiler.control import set_budget, set_k
 from acm_compiler.conversion import sites
 from acm_compiler.dynamo_remarks import without_remarks
 from acm_compiler.errors import VerificationFailed
+from acm_compiler.float64 import to_float64
 from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.usage import record
 
@@ -175,8 +176,8 @@ def _mac_ratio(model: nn.Module, inputs: Inputs) -> float:
 
 def _error(contest: Contest, inputs: Inputs) -> float:
     """Relative norm of the difference between the compiled and the eager converted model."""
-    eager = contest.answer(call_model(contest.converted, inputs)).double()
-    compiled = contest.answer(call_model(contest.compiled, inputs)).double()
+    eager = to_float64(contest.answer(call_model(contest.converted, inputs)))
+    compiled = to_float64(contest.answer(call_model(contest.compiled, inputs)))
     return float((compiled - eager).norm() / eager.norm().clamp_min(1e-30))
 
 

@@ -13,6 +13,7 @@ import torch
 
 from acm_compiler.calibration.learn_sites import Learned
 from acm_compiler.cost import macs_per_learner
+from acm_compiler.float64 import to_float64
 
 Unit = list[Learned]
 
@@ -71,6 +72,6 @@ def _run(unit: Unit, price: float) -> tuple[float, float]:
         expected_TC, learner = part.expected_TC, macs_per_learner(part.site)
         k_C = torch.arange(part.site.k_min, part.site.learners + 1, device=expected_TC.device)
         c_T = (expected_TC + k_C * (price * learner)).argmin(1)
-        damage += part.tokens * float(part.damage_TC[: len(c_T)].gather(1, c_T[:, None]).double().mean())
-        macs += part.tokens * learner * float(k_C[c_T].double().mean())
+        damage += part.tokens * float(to_float64(part.damage_TC[: len(c_T)]).gather(1, c_T[:, None]).mean())
+        macs += part.tokens * learner * float(to_float64(k_C[c_T]).mean())
     return damage, macs

@@ -20,6 +20,7 @@ from acm_compiler.calibration import ranks
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.calibration.whole_examples import Whole
+from acm_compiler.float64 import to_float64
 
 _BLOCK = 2048
 # as many examples in which tokens do damage by themselves are imagined beside those seen
@@ -90,7 +91,7 @@ def together(weights: Weights, judged: Judged, k_min: int) -> Tensor:
     examples = sum(ranks.gathered(examples))
     # where k learners are exact, both are rounding
     seen = torch.where(alone > 0, joined / alone.clamp_min(torch.finfo(alone.dtype).tiny), 1.0)
-    return ((seen * examples + _IMAGINED) / (examples + _IMAGINED)).to(judged.x_TD.device)
+    return ((seen * examples + _IMAGINED) / (examples + _IMAGINED)).to(judged.x_TD)
 
 
 def _on_whole(weights: Weights, judged: Judged, whole: Whole, k_min: int) -> Tensor:
@@ -103,7 +104,7 @@ def _on_whole(weights: Weights, judged: Judged, whole: Whole, k_min: int) -> Ten
         d_CTO = all_outputs(x_TD, weights, k_min) - judged.dense.output(x_TD)
         moved_CEP.index_add_(1, example_T, torch.einsum("cto,tpo->ctp", d_CTO, g_TPO))
         alone_C += (_size(d_CTO, judged) * listens_T[:, None]).sum(0)
-    return torch.stack([moved_CEP.double().square().sum((1, 2)), alone_C.double()]).to(judged.metric.device)
+    return torch.stack([to_float64(moved_CEP).square().sum((1, 2)), to_float64(alone_C)])
 
 
 def _size(d_CTO: Tensor, judged: Judged) -> Tensor:

@@ -21,6 +21,7 @@ from acm_compiler.calibration.observe_model import Seen, observe, reading
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
+from acm_compiler.float64 import to_float64
 from acm_compiler.measure import Example, undisturbed
 from acm_compiler.plans import PlannedSite
 from acm_compiler.progress import Teller
@@ -162,7 +163,7 @@ def _fitted(model: nn.Module, learned: Learned, seen: Seen) -> FittedSite:
         scores = gate(learned.judged.x_TD[:_SCORED]).float()
     # one example's damage is the sum over its tokens
     per_example = unit * learned.tokens / seen.examples
-    damage = tuple(float(value) * per_example for value in learned.damage_TC.double().mean(0))
+    damage = tuple(float(value) * per_example for value in to_float64(learned.damage_TC).mean(0))
     return FittedSite(site=site, learners=learners, gate=gate, damage=damage, scores=scores)
 
 

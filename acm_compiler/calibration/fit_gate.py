@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
+from acm_compiler.float64 import to_float64
 
 _BATCH, _CLIP = 1024, 1.0
 # Adam moves every weight alike, so what a step does to a hidden unit grows with its inputs: the rate is _SPEED over
@@ -72,8 +73,8 @@ def _start(student: Gate, target_TC: Tensor, generator: torch.Generator) -> None
 @torch.no_grad()
 def _fold(student: Gate, gate: Gate, mean_D: Tensor, spread_D: Tensor) -> None:
     """Write the student into `gate`, with the standardisation of its input in the first layer."""
-    weight = student.inner.weight.double() / spread_D.double()
+    weight = to_float64(student.inner.weight) / to_float64(spread_D)
     gate.inner.weight.copy_(weight)
-    gate.inner.bias.copy_(student.inner.bias.double() - weight @ mean_D.double())
+    gate.inner.bias.copy_(to_float64(student.inner.bias) - weight @ to_float64(mean_D))
     gate.outer.weight.copy_(student.outer.weight)
     gate.outer.bias.copy_(student.outer.bias)

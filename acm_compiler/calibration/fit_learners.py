@@ -14,6 +14,7 @@ from acm_compiler.calibration.low_rank import metric_root, nested_factors, prefi
 from acm_compiler.calibration.neuron_order import neuron_order, variance_order
 from acm_compiler.calibration.second_layer import Hidden, fit_second_layer
 from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.float64 import to_float64
 from acm_compiler.passes.build_acm import new_learners
 from acm_compiler.planner import matched_width
 from acm_compiler.plans import PlannedSite
@@ -40,7 +41,7 @@ def fit_learners(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> 
 
 def _fit_mlp(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weights:
     assert dense.last is not None
-    w_OF, b_O = dense.last[0].to(record.home, torch.float64), _bias(dense.last, record.home)
+    w_OF, b_O = to_float64(dense.last[0]), _bias(dense.last)
     c_FF = record.moments.covariance
     # neurons are ordered by what they do to the model's output, refits are best in every metric at once
     weighted_OF = metric_root(record.metric.value(site.d_out, record.home)) @ w_OF
@@ -89,7 +90,7 @@ def _split(w_FD: Tensor, b_F: Tensor | None, order: Tensor, site: PlannedSite) -
 
 
 def _fit_linear(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weights:
-    w_OD, b_O = dense.first[0][0].to(record.home, torch.float64), _bias(dense.first[0], record.home)
+    w_OD, b_O = to_float64(dense.first[0][0]), _bias(dense.first[0])
     metric = record.metric.value(site.d_out, record.home)
     factors = nested_factors(w_OD, record.inputs, metric, site.learners * site.width)
     b_out = prefix_biases(w_OD, b_O, record.moments.mean, factors, site.learners)
@@ -109,11 +110,9 @@ def _fit_linear(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> W
     )
 
 
-def _bias(linear: tuple[Tensor, Tensor | None], device: torch.device) -> Tensor:
+def _bias(linear: tuple[Tensor, Tensor | None]) -> Tensor:
     weight, bias = linear
-    return (
-        torch.zeros(len(weight), dtype=torch.float64, device=device) if bias is None else bias.to(device, torch.float64)
-    )
+    return to_float64(weight.new_zeros(len(weight)) if bias is None else bias)
 
 
 @torch.no_grad()

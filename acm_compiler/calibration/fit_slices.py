@@ -18,6 +18,7 @@ from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.head_bases import HeadBases, bases_of_scores, bases_of_values, head_blocks
 from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.float64 import to_float64
 from acm_compiler.plans import PlannedSite
 
 
@@ -42,7 +43,7 @@ def fit_slices(first: SiteRecord, second: SiteRecord, judged: Mapping[str, Judge
     records = {record.site.role: record for record in (first, second)}
     if "o" in records:
         v, o = records["v"], records["o"]
-        weight = o.dense.first[0][0].to(o.home, torch.float64)
+        weight = to_float64(o.dense.first[0][0])
         blocks = head_blocks(o.moments.covariance, _heads(o))
         of_v, of_o = bases_of_values(blocks, weight, judged[o.site.name].metric, heads=_heads(v))
         return [_rows(v, of_v, judged[v.site.name]), _columns(o, of_o, judged[o.site.name])]
@@ -62,8 +63,8 @@ def _heads(record: SiteRecord) -> int:
 
 def _double(record: SiteRecord) -> tuple[Tensor, Tensor]:
     weight, bias = record.dense.first[0]
-    w = weight.to(record.home, torch.float64)
-    return w, w.new_zeros(len(w)) if bias is None else bias.to(w)
+    w = to_float64(weight)
+    return w, w.new_zeros(len(w)) if bias is None else to_float64(bias)
 
 
 def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
@@ -80,7 +81,7 @@ def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     dense = _dense(record.dense, w_OD, b_O)
     whole = judged.whole
     if whole is not None:
-        turned_TO = bases.turned_columns(whole.g_TPO.flatten(0, 1).to(w_OD))
+        turned_TO = bases.turned_columns(to_float64(whole.g_TPO.flatten(0, 1)))
         whole = dataclasses.replace(whole, g_TPO=turned_TO.view_as(whole.g_TPO).to(whole.g_TPO))
     turned = dataclasses.replace(judged, dense=dense, metric=bases.turned_metric(judged.metric), whole=whole)
     return Fit(site=site, weights=_weights(w_NGhD, b_KO, "rows", like=judged.x_TD), judged=turned)

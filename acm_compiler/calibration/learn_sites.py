@@ -20,6 +20,7 @@ from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.prove_slices import proven
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import sites
+from acm_compiler.float64 import to_float64
 from acm_compiler.measure import Example
 from acm_compiler.plans import PlannedSite
 
@@ -100,7 +101,7 @@ def _learned(model: nn.Module, record: SiteRecord, fit: Fit, options: Options) -
     fit_gate(gate, x_TD, damage_TC, steps=options.gate_steps, seed=record.seed)
     ranks.from_first([gate])
     with torch.no_grad():
-        expected_TC = gate(x_TD[:_TOKENS]).double().exp()
+        expected_TC = to_float64(gate(x_TD[:_TOKENS])).exp()
     return Learned(
         site=site,
         weights=fit.weights,

@@ -17,6 +17,7 @@ from acm_compiler.calibration.observe_model import tapped
 from acm_compiler.calibration.outputs import Answer, answers, energy
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import macs_per_learner
+from acm_compiler.float64 import to_float64
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, undisturbed
 from acm_compiler.usage import record
@@ -122,6 +123,6 @@ def _share_of(model: nn.Module, scores: Mapping[str, Tensor], knob: float, k_lo:
         lowest = torch.tensor(max(acm.k_min, min(k_lo, acm.count)), device=there)
         k_T = choose_k(utility_TC, lowest, torch.tensor(acm.count, device=there), acm.k_min)
         weight = macs_per_learner(site) * site.tokens * site.calls
-        run += float(k_T.double().mean()) * weight
+        run += float(to_float64(k_T).mean()) * weight
         full += acm.count * weight
     return run / full

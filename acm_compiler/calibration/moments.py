@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 from acm_compiler.calibration import ranks
+from acm_compiler.float64 import float64_device, to_float64
 
 _BLOCK = 4096
-
-
-def accumulator_device(device: torch.device) -> torch.device:
-    """Where float64 sums for data on `device` live."""
-    return device if device.type in ("cpu", "cuda") else torch.device("cpu")
 
 
 class Moments:
@@ -33,7 +29,7 @@ class Moments:
         """Take in `v_TF`, every vector once or as often as `weight_T` says."""
         if not v_TF.shape[0]:
             return
-        home = accumulator_device(v_TF.device)
+        home = float64_device(v_TF.device)
         if self._shift is None:
             self._shift = v_TF.mean(0)
             features = v_TF.shape[1]
@@ -43,15 +39,15 @@ class Moments:
         for block, weight in zip(v_TF.split(_BLOCK), weight_T.split(_BLOCK), strict=True):
             shifted = block - self._shift
             weighed = shifted * weight[:, None]
-            self._sum += weighed.sum(0).to(home, torch.float64)
+            self._sum += to_float64(weighed.sum(0))
             self._products += (shifted.T @ weighed).to(home)
-        self.count += float(weight_T.double().sum())
+        self.count += float(to_float64(weight_T).sum())
 
     @property
     def mean(self) -> Tensor:
         """Mean [F], float64."""
         assert self._shift is not None
-        return self._shift.to(self._sum) + self._sum / self.count
+        return to_float64(self._shift) + self._sum / self.count
 
     @property
     def covariance(self) -> Tensor:
@@ -90,7 +86,7 @@ class SecondMoment:
 
     def add(self, g_TF: Tensor) -> None:
         """Take in `g_TF`."""
-        product = (g_TF.T @ g_TF).to(accumulator_device(g_TF.device), torch.float64)
+        product = to_float64(g_TF.T @ g_TF)
         self._products = product if self._products is None else self._products + product
 
     def count_tokens(self, tokens: int) -> None:
@@ -111,7 +107,7 @@ class SecondMoment:
     def value(self, features: int, device: torch.device) -> Tensor:
         """E[g g^T], zeros if there never was a `g`."""
         if self._products is None:
-            return torch.zeros(features, features, dtype=torch.float64, device=accumulator_device(device))
+            return torch.zeros(features, features, dtype=torch.float64, device=float64_device(device))
         return self._products / max(1, self.count)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.errors import UsageError
+from acm_compiler.float64 import to_float64
 
 Answer = Callable[[Any, Tensor | None], Tensor | list[Tensor]]
 _NAMED = ("logits", "last_hidden_state")
@@ -91,4 +92,4 @@ def random_projection(
 def energy(tensors: list[Tensor], mask_BS: Tensor | None) -> float:
     """|output|^2, padding left out."""
     rows = [values for tensor in tensors for values in real_rows(tensor, mask_BS)]
-    return sum(float(values.double().square().sum()) for values in rows)
+    return sum(float(to_float64(values).square().sum()) for values in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -21,6 +22,9 @@ def rank() -> int:
 
 def total(tensor: Tensor) -> Tensor:
     """The sum of `tensor` over all processes."""
+    if tensor.device.type == "cpu" and world() > 1 and "cpu:" not in dist.get_backend_config():
+        # float64 sums of accelerators without float64, in a group that carries no tensors of the CPU
+        return torch.stack(gathered(tensor)).sum(0)
     tensor = tensor.clone()
     if world() > 1:
         dist.all_reduce(tensor)

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.dense_weights import DenseWeights
-from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment, accumulator_device
+from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.whole_examples import WholeExamples
 from acm_compiler.errors import DataError, TrainingFailed
+from acm_compiler.float64 import float64_device
 from acm_compiler.plans import PlannedSite
 
 # tokens of the examples that are kept whole, as a part of the sample
@@ -28,7 +29,7 @@ class SiteRecord:
         self.site, self.dense, self.seed = site, dense, seed
         self.moments, self.heard, self.metric = Moments(), Moments(), SecondMoment()
         self.sample, self.whole = Reservoir(sample, seed), WholeExamples(int(sample * _WHOLE))
-        self.home = accumulator_device(dense.device)
+        self.home = float64_device(dense.device)
 
     @property
     def tokens(self) -> int:

@@ -48,7 +48,7 @@ class ForegroundTally:
         parts, costs = [], []
         for size in {k_BP.shape[1] for k_BP in placed.values()}:
             names = [name for name, k_BP in placed.items() if k_BP.shape[1] == size]
-            k_LBP = torch.stack([placed[name] for name in names]).cpu().double()
+            k_LBP = torch.stack([placed[name].cpu() for name in names]).double()
             means_LB4 = self._means(k_LBP, _foreground_places(mask, size).cpu())
             known_B = ~means_LB4[0].isnan().any(1)
             for name, sums in zip(names, means_LB4[:, known_B, :2].sum(1), strict=True):

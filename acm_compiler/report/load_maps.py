@@ -105,7 +105,7 @@ def _mean_load(model: nn.Module, placed: dict[str, Tensor]) -> Tensor:
     side = max(k.shape[-1] for k in placed.values())
     acms = sites(model)
     loads = [F.interpolate((k / acms[name].count)[:, None], size=(side, side))[:, 0] for name, k in placed.items()]
-    return torch.stack(loads).mean(0).cpu()
+    return torch.stack([load.cpu() for load in loads]).mean(0)
 
 
 def _for_eyes(image: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def _loads(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float])
             set_budget(model, budget)
             with batch_context(model, mask=task.mask(there)), record(model, macs=False) as usage:
                 call_model(model, task.inputs(there))
-            found[budget] = usage.load().cpu()
+            found[budget] = usage.load()
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.data.batch import Batch
+from acm_compiler.float64 import to_float64
 from acm_compiler.tasks.base import Task
 
 
@@ -41,4 +42,4 @@ class Metric:
 
     def value(self, score_E: Tensor, unit_E: Tensor) -> float:
         """The metric over E examples."""
-        return float(self.scale(score_E.double().sum() / unit_E.double().sum()))
+        return float(self.scale(to_float64(score_E).sum() / to_float64(unit_E).sum()))

@@ -157,11 +157,11 @@ class _Seen:
     @torch.no_grad()
     def of(terms: Sequence[Tensor], shares_B: Tensor, macs: tuple[Tensor, Tensor], counts: dict[str, Tensor]) -> _Seen:
         """From the terms' values, each example's share, and the MACs run and at k = N of each."""
-        run, full = (part.to(shares_B.device).sum() for part in macs)
+        run, full = (part.sum() for part in macs)
         examples = torch.tensor(float(len(shares_B)), device=shares_B.device)
         return _Seen(
             terms=torch.stack([term.float() for term in terms]),
-            shares=torch.stack([shares_B.sum(), examples, run, full]).float(),
+            shares=torch.stack([shares_B.sum(), examples, run, full]).float().to(terms[0].device),
             counts=counts,
         )
 
@@ -188,7 +188,7 @@ class _Step(nn.Module):
         with record(self.model, macs=False) as usage:
             loss = self._objective(call_model(self.model, self.task.inputs(batch)), batch, wanted)
         none = torch.zeros_like(loss)
-        return loss, _Seen.of((loss, loss, none, none, none), usage.real_shares.to(loss.device), usage.learner_macs, {})
+        return loss, _Seen.of((loss, loss, none, none, none), usage.real_shares, usage.learner_macs, {})
 
     def _objective(self, output: Any, batch: Batch, wanted: Tensor | None) -> Tensor:
         if wanted is None:

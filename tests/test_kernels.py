@@ -75,7 +75,9 @@ def require_good(spec: KernelSpec, arch: int, tokens: int) -> None:
         newest = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[arch]
         few = kernel.name.startswith("few")  # of which 16 or 32 rows are too few for the newest
         assert newest in found or (few and "HMMA" in found) or exact, built
-        assert found & {"UTMALDG", "LDGSTS"}, built
+        # without fences what no descriptor can load is not copied ahead of wgmma: slices by columns
+        waits = arch == 90 and not puts_fences() and (spec.form, kernel.name) == ("cols", "layer2 w_in")
+        assert found & {"UTMALDG", "LDGSTS"} or waits, built
 
 
 @pytest.mark.parametrize("arch", [80, 90])

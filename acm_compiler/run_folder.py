@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from acm_compiler.checkpoint import check_own_folder, holds_model, save_id
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import RunInterrupted, UsageError
 from acm_compiler.progress import Say
 from acm_compiler.recipe import Recipe, decisions, differences, expand_paths, load_recipe
 from acm_compiler.report.evaluation import FILE
@@ -108,3 +109,15 @@ def drop_measured(directory: Path, say: Say, *, evaluated: bool) -> None:
             path.unlink()
     if stale:
         say(f"removed what was measured on the model that was here: {', '.join(path.name for path in stale)}")
+
+
+@contextmanager
+def in_words(options: RunOptions) -> Iterator[None]:
+    """Work after the phases, which starts over in a resumed run: Ctrl-C ends it as RunInterrupted, if they are kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not has_state(options.directory):
+            raise
+        stopped = "stopped while evaluating, with all phases done and saved"
+        raise RunInterrupted(stopped, fix=f"continue: {options.resume_command}") from None

@@ -31,7 +31,7 @@ from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.report.evaluation import Evaluation, load_evaluation, save_evaluation
-from acm_compiler.run_folder import RunOptions, drop_measured, fate, is_finished, still_to_come, subject_of
+from acm_compiler.run_folder import RunOptions, drop_measured, fate, in_words, is_finished, still_to_come, subject_of
 from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.survey import look
@@ -76,7 +76,8 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
         done = run_schedule(model, recipe.schedule, workshop.job(options), resume=options.resume, until=options.until)
     if not workshop.machine.is_main:
         return None
-    evaluation = workshop.judge(model, dense) if recipe.data and recipe.task else None
+    with in_words(options):
+        evaluation = workshop.judge(model, dense) if recipe.data and recipe.task else None
     if evaluation is not None:
         _note_budgets(model, evaluation)
     save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe), **processor_files(recipe.model)})

@@ -287,6 +287,13 @@ def test_errors_for_users_become_a_message_and_their_exit_code(error, code):
     }
 
 
+def test_what_ends_a_job_is_an_interrupt():
+    code = "import os, signal; from acm_compiler.cli import app, main\n"
+    code += "app.command('end')(lambda: os.kill(os.getpid(), signal.SIGTERM)); main()"
+    done = subprocess.run([sys.executable, "-c", code, "end"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
 def test_an_interrupt_is_130_and_a_bug_keeps_its_traceback():
     result = CliRunner().invoke(failing_app(KeyboardInterrupt()), ["fail"])
     assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")

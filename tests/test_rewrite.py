@@ -51,6 +51,11 @@ def test_a_fresh_rewrite_answers_as_the_original_and_leaves_it_untouched(name):
     assert all(isinstance(copied.get_submodule(site.name), ACM) for site in plan.sites)
 
 
+def test_inputs_in_the_place_of_a_plan_are_refused():
+    with pytest.raises(UsageError, match=r"no plan \(found Tensor\)\n  plan = acm\.plan"):
+        acm.rewrite(nn.Linear(4, 4), torch.zeros(2, 4))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_revert_gives_the_original_back(name):
     model, x, copied = rewritten(ALL[name])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -127,6 +128,17 @@ def test_an_unfinished_run_is_not_thrown_away(folder):
     # what does not change the model may change between the two
     assert rewrite(folder, *TWO_PHASES, "--resume", "--set", "run.save_every=1h").exit_code == 0
     assert not (folder / "out/state").exists()
+
+
+def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on_from_there(folder, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Workshop, "judge", lambda *_: signal.default_int_handler(signal.SIGINT, None))
+        stopped = rewrite(folder)
+    assert stopped.exit_code == 130 and "stopped while evaluating, with all phases done and saved" in stopped.stderr
+    command = stopped.stderr.partition("continue: acmc ")[2].strip()
+    lines = (folder / "out/metrics.jsonl").read_text()
+    assert CliRunner().invoke(app, shlex.split(command)).exit_code == 0
+    assert (folder / "out/metrics.jsonl").read_text() == lines
 
 
 def test_an_unfinished_run_is_started_over_where_that_is_asked_for(folder):

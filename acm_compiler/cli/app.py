@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -49,5 +50,6 @@ for _verb in VERBS:
 
 def main() -> None:
     """Run `acmc` with the arguments of this process; `python:` names are also looked for where the user stands."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a job ends it as Ctrl-C does
     sys.path.append(os.getcwd())
     app(prog_name="acmc")

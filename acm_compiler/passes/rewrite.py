@@ -74,6 +74,8 @@ def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module
 
 def check_convertible(model: nn.Module, plan: Plan) -> None:
     """Raise the AcmError that says why `plan` cannot be applied to `model`, if it cannot."""
+    if not isinstance(plan, Plan):
+        raise UsageError("this is no plan", found=type(plan).__name__, fix="plan = acm.plan(model, example_inputs)")
     if hasattr(model, "_orig_mod"):
         raise CompiledModelError("a compiled model cannot be rewritten", fix="rewrite the eager model, then compile it")
     if any(isinstance(module, ACM) for module in model.modules()):

@@ -115,7 +115,13 @@ def test_eval_measures_the_budgets_asked_for_and_prints_a_table(run):
 
 @pytest.mark.parametrize(
     ("budgets", "code", "words"),
-    [("1.2", 4, "to 1"), ("40", 4, "mean 0.4, of the learners'"), ("1%", 4, "to 1"), ("lots", 2, "60%"), (",", 2, "--budgets")],
+    [
+        ("1.2", 4, "to 1"),
+        ("40", 4, "mean 0.4, of the learners'"),
+        ("1%", 4, "to 1"),
+        ("lots", 2, "60%"),
+        (",", 2, "--budgets"),
+    ],
 )
 @pytest.mark.parametrize("verb", ["eval", "bench"])
 def test_budgets_that_cannot_be_are_refused_before_the_model_is_loaded(run, verb, budgets, code, words):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
@@ -59,14 +61,16 @@ class BudgetTable:
 class Conversion:
     """The state of a rewritten model that is not tensors.
 
-    `teacher` is the digest of the dense weights that were replaced; `default_budget` is the recipe's own, what
-    `set_budget(model, None)` means; `budget` is the budget set last, one per phase where it was set so, None when the
-    gates were not asked to keep one; `cap` bounds every token's k with it, as a share of N.
+    `teacher` is the digest of the dense weights that were replaced, `start_gates` that of the gates before anything
+    trained them, where it is known; `default_budget` is the recipe's own, what `set_budget(model, None)` means;
+    `budget` is the budget set last, one per phase where it was set so, None when the gates were not asked to keep one;
+    `cap` bounds every token's k with it, as a share of N.
     `damage` is what the last calibration expects of every k at every site, from k_min to N.
     """
 
     plan: Plan
     teacher: str | None = None
+    start_gates: str | None = None
     table: BudgetTable | None = None
     default_budget: float | None = None
     budget: float | dict[str, float] | None = None
@@ -155,6 +159,16 @@ def _refuse_discarded(name: str, acm: ACM) -> None:
             where=name,
             fix="load the model anew, acm.set_budget, then compile; or freeze without freezing_discard_parameters",
         )
+
+
+@torch.no_grad()
+def gates_digest(acms: Iterable[ACM]) -> str:
+    """A digest of the last layers of gates, all of which any training of gates changes; of fp32 values."""
+    digest = hashlib.sha256()
+    for acm in acms:
+        for tensor in (acm.gate.outer.weight, acm.gate.outer.bias):
+            digest.update(tensor.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def conversion_of(acm: ACM) -> Conversion:

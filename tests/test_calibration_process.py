@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 
+import acm_compiler
 import acm_compiler.calibration.process as process
 import acm_compiler.measure as measure
 from acm_compiler.acm.reference import prefix_output
@@ -22,6 +23,7 @@ from acm_compiler.errors import (
     CompiledModelError,
     DataError,
     LayoutUnknown,
+    NoBudgetTable,
     NoDenseRegion,
     NothingRecorded,
     TrainingFailed,
@@ -29,6 +31,7 @@ from acm_compiler.errors import (
 )
 from acm_compiler.site import Layout
 from acm_compiler.usage import record
+from tests import tour_model
 from tests.calibration_tiny import N, make_tiny, texts
 
 DATA = texts(40, batch=8)
@@ -411,6 +414,19 @@ def test_recalibrate_measures_the_table_alone(shared):
     assert usage.budget == pytest.approx(0.5, abs=0.06)
     with pytest.raises(DataError):
         recalibrate(model, [])
+
+
+def test_gates_that_nothing_trained_are_not_measured(tmp_path):
+    dense, example = tour_model.model()
+    model = acm_compiler.rewrite(dense, acm_compiler.plan(dense, example, sites="mlp"))
+    acm_compiler.save(model, tmp_path / "out")
+    for fresh in (model, acm_compiler.load(tmp_path / "out", base_model=dense)):
+        with pytest.raises(NoBudgetTable, match=r"acm\.calibrate\(model, batches\), or a recipe's gate phase"):
+            recalibrate(fresh, [torch.randn(4, *example.shape[1:])])
+        assert conversion(fresh).table is None
+    for site in sites(model).values():
+        torch.nn.init.zeros_(site.gate.outer.bias)  # as a loop of the user's own would change it
+    recalibrate(model, [torch.randn(4, *example.shape[1:])])
 
 
 def test_frozen_learners_and_gates_stay_frozen():

@@ -9,8 +9,9 @@ from torch import nn
 
 from acm_compiler.calibration.examples import Examples, masked, run
 from acm_compiler.calibration.options import check_tokens, shares_of
-from acm_compiler.control import set_budget
-from acm_compiler.conversion import BudgetTable, whole_conversion
+from acm_compiler.control import refuse_unfitted, set_budget
+from acm_compiler.conversion import BudgetTable, gates_digest, sites, whole_conversion
+from acm_compiler.errors import NoBudgetTable
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.progress import Say, telling
@@ -28,11 +29,18 @@ def recalibrate(
     """Measure anew which knob reaches which budget, on `batches`; learners, gates and the lowest k stay as they are.
 
     batches: as for `calibrate`, read until the busiest site has run on `tokens` real tokens; all of them are run once
-    per knob tried. A budget that is set holds on, by the new table. Raises DataError without batches, SitesNotFitted.
+    per knob tried. A budget that is set holds on, by the new table. Raises DataError without batches, SitesNotFitted,
+    NoBudgetTable where nothing has trained the gates.
     """
     asked = shares_of(model, budgets)
     check_tokens(tokens)
     owner = whole_conversion(model, "calibration")
+    refuse_unfitted(model, "recalibrate")
+    if owner.table is None and owner.start_gates == gates_digest(sites(model).values()):
+        raise NoBudgetTable(
+            "nothing has trained this model's gates: what they choose is chance, and so would be a table of it",
+            fix="run acm.calibrate(model, batches), or a recipe's gate phase; acm.set_k(model, k) works without gates",
+        )
     k_lo = owner.table.points[0].k_lo if owner.table else 0
     with torch.inference_mode(False):
         examples = _enough_of(model, masked(batches), tokens)

@@ -218,3 +218,4 @@ def _restore_facts(owner: Conversion, budgets: dict[str, Any]) -> None:
         owner.table = BudgetTable.from_plain(table | {"evaluated": budgets.get("budgets", ())})
     owner.damage = {name: tuple(values) for name, values in budgets["damage"].items()}
     owner.teacher, owner.default_budget = budgets["teacher"], budgets["default_budget"]
+    owner.start_gates = budgets.get("start_gates")  # not known to folders that were written before there was one

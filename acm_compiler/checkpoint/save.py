@@ -105,6 +105,7 @@ def _budgets(root: nn.Module, owner: Conversion) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "teacher": owner.teacher,
+        "start_gates": owner.start_gates,
         "default_budget": owner.default_budget,
         "phase_budgets": owner.budget if isinstance(owner.budget, dict) else None,
         "damage": owner.damage,

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import Conversion
+from acm_compiler.conversion import Conversion, gates_digest
 from acm_compiler.cost import learner_unit
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
 from acm_compiler.passes.build_acm import build_acm, start
@@ -141,6 +141,7 @@ def convert(model: nn.Module, plan: Plan, *, empty: bool = False) -> Conversion:
     freeze_dense_regions(model, acms.values())
     for acm in acms.values():
         acm.conversion = owner
+    owner.start_gates = None if empty else gates_digest(acms.values())
     guard_saving(model)
     carry_budgets(model)
     return owner

@@ -20,11 +20,14 @@ _CLASSES = ("mlp", "attn")
 def plan_sites(found: Sequence[Site], rules: Sequence[SiteRule], gate: GateConfig) -> tuple[PlannedSite, ...]:
     """The sites that the rules select, each with its sizes, in the model's order; the last matching rule decides.
 
-    SelectionError, with the nearest names, when a pattern matches no site.
+    SelectionError, with the nearest names, when a pattern matches no site; UsageError for a rule's key that is for
+    none of its sites.
     """
     chosen: dict[str, SiteRule] = {}
     for rule in rules:
-        chosen.update(dict.fromkeys(_selected(found, rule), rule))
+        selected = _selected(found, rule)
+        _refuse_idle(rule, [site for site in found if site.name in selected])
+        chosen.update(dict.fromkeys(selected, rule))
     planned = [_plan_site(site, chosen[site.name], gate) for site in found if site.name in chosen]
     known = {site.name: site for site in planned}
     return tuple(_settle_form(site, known, asked=chosen[site.name].form) for site in planned)
@@ -37,6 +40,19 @@ def _selected(found: Sequence[Site], rule: SiteRule) -> list[str]:
         wanted &= {name for match in rule.include for name in select(found, match)}
     wanted -= {name for match in rule.exclude for name in select(found, match)}
     return [site.name for site in found if site.name in wanted]
+
+
+def _refuse_idle(rule: SiteRule, selected: Sequence[Site]) -> None:
+    """UsageError for a form where no site is a projection, and for a second layer where all are."""
+    kinds = {"projections" if site.kind == "linear" else "MLPs" for site in selected}
+    for key, kind in (("form", "projections"), ("second_layer", "MLPs")):
+        if getattr(rule, key) != "auto" and kinds and kind not in kinds:
+            raise UsageError(
+                f"{key} is for {kind}, and this rule's sites are none",
+                where=f"sites, match {', '.join(rule.match)}",
+                found=_kinds(selected),
+                fix=f"leave {key} out of this rule, or write it where {kind} match",
+            )
 
 
 def select(found: Sequence[Site], match: str) -> list[str]:

@@ -55,6 +55,28 @@ def test_widths_round_up_so_that_the_split_stays_lossless():
     assert matched_width(dataclasses.replace(Q, d_in=4, d_out=4), 16) == 1
 
 
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"match": "layers.*.mlp", "form": "svd"}, "form is for projections, .*found 2 mlp"),
+        ({"match": r"re:q_proj$", "second_layer": "per_k"}, "second_layer is for MLPs, .*found 1 linear"),
+        ({"match": ("mlp", "attn"), "exclude": "*.mlp", "second_layer": "shared"}, "found 2 linear"),
+    ],
+)
+def test_a_key_that_is_for_none_of_a_rules_sites_is_refused(rule, words):
+    with pytest.raises(UsageError, match=words) as caught:
+        plan_sites(FOUND, [SiteRule(**rule)], GateConfig())
+    assert f"sites, match {rule['match'] if isinstance(rule['match'], str) else 'mlp, attn'}: " in str(caught.value)
+
+
+def test_a_rule_for_both_kinds_may_have_the_keys_of_both():
+    rule = SiteRule(match="layers.*", form="svd", second_layer="per_k")
+    assert {(s.kind, s.form, s.second_layer) for s in plan_sites(FOUND, [rule], GateConfig())} == {
+        ("linear", "svd", "shared"),
+        ("mlp", "svd", "per_k"),
+    }
+
+
 def test_k_zero_needs_a_bypass_without_a_norm():
     by_name = {s.name: s for s in plan_sites(FOUND, BOTH, GateConfig())}
     assert by_name["layers.0.mlp"].k_min == 0 and by_name["layers.1.mlp"].k_min == 1

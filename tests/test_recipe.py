@@ -174,6 +174,14 @@ def test_a_newer_format_is_refused_as_such(recipe_file):
         ("input: {tokens: 3, shape: [2]}", "r.yaml:4:1: input: exactly one of image, tokens, audio_seconds and shape"),
         ("sites: [{match: mlp, k_min: 5}]", "r.yaml:4:22: sites[0]: k_min is above the number of learners"),
         (
+            "sites: [{match: mlp, form: svd}]",
+            "r.yaml:4:22: sites[0]: form is for projections, and match mlp means none",
+        ),
+        (
+            "sites: [{match: [attn.q, attn.k], second_layer: per_k}]",
+            "r.yaml:4:35: sites[0]: second_layer is for MLPs, and match attn.q, attn.k means none",
+        ),
+        (
             "sites: [{match: mlp, lossless: true, second_layer: shared}]",
             "r.yaml:4:38: sites[0]: second_layer shared is not exact",
         ),

@@ -171,6 +171,10 @@ class SiteRule(Section):
             )
         if self.lossless and self.init == "random":
             raise PydanticCustomError("acm", "a random start is not lossless (keep one)", {"key": "lossless"})
+        for key, idle, what in (("form", r"mlp", "projections"), ("second_layer", r"attn(\..*)?", "MLPs")):
+            if getattr(self, key) != "auto" and all(re.fullmatch(idle, match) for match in self.match):
+                context = {"key": key, "what": what, "match": ", ".join(self.match)}
+                raise PydanticCustomError("acm", "{key} is for {what}, and match {match} means none", context)
         return self
 
 

@@ -30,6 +30,7 @@ def cost_table(
     if torch_macs is not None:
         parts.append(_check(report.plan.model.dense_macs, torch_macs))
     parts += _forms(report.plan)
+    parts += [f"note: {note}" for note in report.plan.notes]
     parts += [_not_counted(report.plan), *_kept(report.plan), *_skipped(report.plan)]
     return "\n".join(parts)
 

@@ -14,7 +14,7 @@ from acm_compiler.dump import dump
 from acm_compiler.errors import NothingToConvert, UsageError, did_you_mean
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.kept_dense import kept_dense
-from acm_compiler.planner import plan_sites
+from acm_compiler.planner import notes_on, plan_sites
 from acm_compiler.plans import Plan
 from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.document import Path
@@ -68,6 +68,7 @@ def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> Plan
         sites=chosen,
         skipped=(*found.skipped, *left),
         kept=tuple(kept_dense(found.capture, chosen, found.skipped)),
+        notes=notes_on(found.sites, rules, chosen),
     )
     dump("20_plan.json", made.to_json)
     return made

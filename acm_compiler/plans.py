@@ -100,12 +100,14 @@ class Plan:
     """All decisions for one model. `print(plan)` is the cost report; change a plan by `dataclasses.replace`.
 
     `skipped` are the look-alikes that could not be sites; `kept` is everything that does MACs outside the sites.
+    `notes` are sentences on what was asked for and could not be.
     """
 
     model: ModelFacts
     sites: tuple[PlannedSite, ...]
     skipped: tuple[Skip, ...] = ()
     kept: tuple[Skip, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def cost(self):
@@ -141,6 +143,7 @@ class Plan:
             "sites": [dataclasses.asdict(s) | c.as_json() for s, c in zip(self.sites, cost.sites, strict=True)],
             "skipped": [dataclasses.asdict(s) for s in self.skipped],
             "kept": [dataclasses.asdict(k) for k in self.kept],
+            "notes": list(self.notes),
         }
 
     @staticmethod
@@ -164,6 +167,7 @@ class Plan:
                 sites=tuple(_site_from(entry) for entry in document["sites"]),
                 skipped=tuple(Skip(**entry) for entry in document["skipped"]),
                 kept=tuple(Skip(**entry) for entry in document["kept"]),
+                notes=tuple(document.get("notes", ())),  # not known to plans that were written before there were any
             )
         except (KeyError, TypeError) as error:
             raise StorageError("a plan that misses or misnames an entry", found=str(error)) from None

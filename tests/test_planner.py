@@ -10,6 +10,7 @@ from acm_compiler.errors import SelectionError, UsageError
 from acm_compiler.planner import matched_width, plan_sites, select
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.site import Graft, LinearRef, Site
+from tests import tour_model
 from tests.training_tiny import Tiny
 
 REF = LinearRef(weight="w")
@@ -75,6 +76,18 @@ def test_a_rule_for_both_kinds_may_have_the_keys_of_both():
         ("linear", "svd", "shared"),
         ("mlp", "svd", "per_k"),
     }
+
+
+@pytest.mark.parametrize(("more", "told"), [({}, True), ({"zero": "mean"}, False)])
+def test_a_report_says_where_k_zero_was_asked_for_in_vain(more, told):
+    model, example = tour_model.model()
+    plan = acm.plan(model, example, sites=[{"match": ["mlp", "attn"], "k_min": 0, **more}])
+    raised = [site.name for site in plan.sites if site.k_min == 1]
+    (note,) = plan.notes if told else [""]
+    assert len(raised) == (6 if told else 0) and plan.notes == acm.Plan.from_json(plan.to_json()).notes
+    if told:
+        assert f"not 0 as asked, at {raised[0]} and 5 more: " in note and f"\nnote: {note}\n" in str(plan)
+    assert not acm.plan(model, example).notes
 
 
 def test_k_zero_needs_a_bypass_without_a_norm():

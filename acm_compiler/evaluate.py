@@ -202,8 +202,10 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float, Tally]]) ->
             fixed.append(FixedResult(k=setting.k, **found))
         else:
             over_fixed = against_fixed(tally.spent, controls, sample)
-            asked = parse_budget(setting, plan)
-            budgets.append(BudgetResult(asked=asked, expected=expected, over_fixed=over_fixed, **found))
+            asked, asked_as = parse_budget(setting, plan), setting if isinstance(setting, str) else None
+            budgets.append(
+                BudgetResult(asked=asked, asked_as=asked_as, expected=expected, over_fixed=over_fixed, **found)
+            )
     return Evaluation(
         metric=MetricResult(
             name=runs.metric.name,

@@ -111,6 +111,9 @@ def test_eval_measures_the_budgets_asked_for_and_prints_a_table(run):
     assert "0.40" in done.stdout and "k = 3" in done.stdout and "dense" in done.stdout
     assert "10 examples" in done.stdout
     assert load_evaluation(run).n == 10
+    rows = load_evaluation(run).as_json()["budgets"]
+    assert [row["asked_as"] for row in rows] == [None, "95%"] and rows[1]["asked"] != 0.95
+    assert f"\n95% = {rows[1]['asked']:.2f} " in done.stdout
 
 
 @pytest.mark.parametrize(

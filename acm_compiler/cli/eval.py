@@ -46,11 +46,11 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Print the metric and the cost at each budget, and keep them in the folder."""
-    from acm_compiler.cli.saved_run import open_saved_run, read_budgets
+    from acm_compiler.cli.saved_run import checked_budgets, open_saved_run
     from acm_compiler.report.table import evaluation_table
 
     output = Output(json=json)
-    asked = None if budgets is None else read_budgets(directory, budgets)
+    asked = None if budgets is None else checked_budgets(directory, budgets)
     run = open_saved_run(directory, allow_code=allow_code)
     found = measure(run, output, budgets=asked, examples=examples, batch=batch)
     keep(run.directory, found, output)

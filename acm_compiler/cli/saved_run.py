@@ -110,11 +110,21 @@ def open_saved_run(directory: Path, *, allow_code: bool = False) -> SavedRun:
 
 
 def read_budgets(directory: Path, text: str) -> list[float]:
-    """The budgets in `text`, by commas and as `acm.set_budget` takes them, as shares of learner MACs.
+    """The `checked_budgets` as shares of learner MACs."""
+    from acm_compiler.budgets import parse_budget
+    from acm_compiler.checkpoint import saved_conversion
+
+    asked = checked_budgets(directory, text)
+    plan = saved_conversion(directory).plan
+    return [parse_budget(budget, plan) for budget in asked]
+
+
+def checked_budgets(directory: Path, text: str) -> list[float | str]:
+    """The budgets in `text`, by commas and as `acm.set_budget` takes them.
 
     UsageError and BudgetUnreachable for those that the model saved in `directory` cannot be set to; it is not loaded.
     """
-    from acm_compiler.budgets import parse_budget, setting_of
+    from acm_compiler.budgets import setting_of
     from acm_compiler.checkpoint import saved_conversion
 
     asked = parse_budgets(text)
@@ -122,7 +132,7 @@ def read_budgets(directory: Path, text: str) -> list[float]:
     owner = saved_conversion(directory)
     for budget in asked:
         setting_of(owner, budget)
-    return [parse_budget(budget, owner.plan) for budget in asked]
+    return asked
 
 
 def parse_budgets(text: str) -> list[float | str]:

@@ -109,11 +109,13 @@ class Result:
 class BudgetResult(Result):
     """The gates at one budget: `asked` is the share of learner MACs asked for, `expected` the one that the table gives.
 
+    `asked_as`: how it was asked for, such as "60%", where that was not a share.
     `over_fixed` is metric minus that of every token the same k at the share reached, paired over examples; None where
     no fixed k were run, or none enclose that share.
     """
 
     asked: float
+    asked_as: str | None = None
     expected: float | None = None
     over_fixed: Interval | None = None
 

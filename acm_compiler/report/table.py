@@ -14,7 +14,7 @@ _NEAR = 0.01
 def evaluation_table(found: Evaluation) -> str:
     """Budgets, then fixed k, then the dense model, with what was measured and on how many examples."""
     name = found.metric.name
-    rows = [[f"{b.asked:.2f}", f"{b.reached:.3f}", *_row(b, name)] for b in found.budgets]
+    rows = [[_asked(b), f"{b.reached:.3f}", *_row(b, name)] for b in found.budgets]
     rows += [[f"k = {f.k}", f"{f.reached:.3f}", *_row(f, name)] for f in found.fixed]
     dense = [wording.percent(1.0), wording.macs(found.dense_macs), wording.score(found.metric.dense, name)]
     rows.append(["dense", "", *dense, ""])
@@ -37,6 +37,11 @@ def evaluation_table(found: Evaluation) -> str:
     table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",) * len(headers))
     notes = [_basis(found), *_left_out(found), *_control(found), *_foreground(found), *_missed(found.budgets)]
     return "\n".join([table, *notes])
+
+
+def _asked(budget: BudgetResult) -> str:
+    """The share asked for, after what was asked where that was no share."""
+    return f"{budget.asked:.2f}" if budget.asked_as is None else f"{budget.asked_as} = {budget.asked:.2f}"
 
 
 def _row(result: Result, metric: str) -> list[str]:

@@ -7,13 +7,16 @@ from dataclasses import asdict, dataclass
 from tabulate import tabulate
 from torch import nn
 
-from acm_compiler.control import run_mode
+from acm_compiler.acm import ACM
+from acm_compiler.control import Gated, run_mode
 from acm_compiler.conversion import conversion, sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteStatus:
-    """One site now: `mode` is a `FixedK`, `Gated` or `Relaxed` as text, `dense` whether the dense region is kept."""
+    """One site now: `mode` is a `FixedK`, `Gated` or `Relaxed` as text, a `Gated` without its knob, which says nothing
+    to people; `dense` whether the dense region is kept.
+    """
 
     site: str
     kind: str
@@ -25,11 +28,16 @@ class SiteStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The state of a rewritten model; `str()` is a table."""
+    """The state of a rewritten model; `str()` is a table.
+
+    `budget_range`: the budgets in reach, None where none were measured; `model_range`: what the whole model runs at
+    them, as shares of the dense model's MACs.
+    """
 
     sites: tuple[SiteStatus, ...]
     budget: float | dict[str, float] | None
     budget_range: tuple[float, float] | None
+    model_range: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         table = tabulate([asdict(row) for row in self.sites], headers="keys")
@@ -38,13 +46,25 @@ class Status:
         asked = "none set" if self.budget is None else _budget_text(self.budget)
         held = sum(row.mode.startswith("FixedK") for row in self.sites)
         overruled = f"; {held} of {len(self.sites)} sites run a fixed k" if held else ""
-        return f"{table}\nbudget: {asked} (range {self.budget_range[0]:.3f} to {self.budget_range[1]:.3f}){overruled}"
+        of_model = ""
+        if self.model_range is not None:
+            low, high = self.model_range
+            of_model = f"; in reach: {low:.0%} to {high:.0%} of the dense model's MACs"
+        in_range = f"(range {self.budget_range[0]:.3f} to {self.budget_range[1]:.3f})"
+        return f"{table}\nbudget: {asked} {in_range}{of_model}{overruled}"
 
 
 def _budget_text(budget: float | dict[str, float]) -> str:
     if isinstance(budget, dict):
         return ", ".join(f"{phase} {share:.3f}" for phase, share in budget.items())
     return f"{budget:.3f}"
+
+
+def _mode_text(acm: ACM) -> str:
+    if acm.state == "dense":
+        return "dense region"
+    mode = run_mode(acm)
+    return f"Gated(k_lo={mode.k_lo}, k_hi={mode.k_hi})" if isinstance(mode, Gated) else str(mode)
 
 
 def status(model: nn.Module) -> Status:
@@ -59,9 +79,10 @@ def status(model: nn.Module) -> Status:
                 kind=planned.kind,
                 learners=f"{planned.learners} x {planned.width}",
                 state=acm.state,
-                mode="dense region" if acm.state == "dense" else str(run_mode(acm)),
+                mode=_mode_text(acm),
                 dense=acm.dense is not None,
             )
         )
     measured = (owner.table_min, 1.0) if owner.table else None
-    return Status(sites=tuple(rows), budget=owner.budget, budget_range=measured)
+    of_model = measured and (owner.plan.cost.model_share(measured[0]), owner.plan.cost.model_share(measured[1]))
+    return Status(sites=tuple(rows), budget=owner.budget, budget_range=measured, model_range=of_model)

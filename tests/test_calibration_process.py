@@ -404,7 +404,12 @@ def test_recalibrate_measures_the_table_alone(shared):
     louder = [{**b, "x": 3 * b["x"]} for b in DATA]
     old = conversion(model).table
     table = recalibrate(model, louder, tokens=200, budgets=(0.37,))
-    assert table is conversion(model).table is not old
+    new, cost = conversion(model).table, conversion(model).plan.cost
+    assert table.points == new.points and table.examples == new.examples and new is not old
+    lines = [line.split() for line in str(table).splitlines()]
+    shown = [[f"{p.share:.3f}", f"{cost.model_share(p.share):.1%}", f"{p.knob:+.3g}"] for p in new.points]
+    assert lines[2:-1] == shown and "BudgetPoint" not in str(table)
+    assert str(table).splitlines()[0].split("  ")[-1].strip() == "knob"
     assert any(abs(point.share - 0.37) < 0.02 for point in table.points)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert conversion(model).budget == 0.5

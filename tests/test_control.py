@@ -437,6 +437,9 @@ def test_status_tells_state_and_mode(model):
     set_budget(model, 0.5)
     text = str(status(model))
     assert "a" in text and "4 x 8" in text and "budget: 0.500 (range 0.100 to 1.000)" in text
+    low, high = (conversion(model).plan.cost.model_share(share) for share in (0.1, 1.0))
+    assert f"; in reach: {low:.0%} to {high:.0%} of the dense model's MACs" in text
+    assert "Gated(k_lo=0, k_hi=4)" in text and "knob" not in text
     assert setting_of(conversion(model), 0.5).knob == 1.0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from tabulate import tabulate
 from torch import nn
 
 from acm_compiler.calibration.examples import Examples, masked, run
@@ -14,8 +16,26 @@ from acm_compiler.conversion import BudgetTable, gates_digest, sites, whole_conv
 from acm_compiler.errors import NoBudgetTable
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets, undisturbed
+from acm_compiler.plans import Plan
 from acm_compiler.progress import Say, telling
 from acm_compiler.usage import PADDING, record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBudgets(BudgetTable):
+    """A budget table with the plan of its model; `str()` is a table of what each row spends."""
+
+    plan: Plan = field(repr=False)
+
+    def __str__(self) -> str:
+        cost = self.plan.cost
+        rows = [
+            [f"{point.share:.3f}", f"{cost.model_share(point.share):.1%}", f"{point.knob:+.3g}"]
+            for point in self.points
+        ]
+        table = tabulate(rows, headers=["budget reached", "share of the model", "knob"], disable_numparse=True)
+        missing = "".join(f"\nno knob leads to budgets from {low:.3f} to the next" for low in self.jumps)
+        return f"{table}\nmeasured on {self.examples} examples; 1, all learners, needs no knob{missing}"
 
 
 def recalibrate(
@@ -25,9 +45,10 @@ def recalibrate(
     tokens: int = 4_000,
     budgets: Sequence[float | str] = (),
     progress: Say | None = None,
-) -> BudgetTable:
+) -> MeasuredBudgets:
     """Measure anew which knob reaches which budget, on `batches`; learners, gates and the lowest k stay as they are.
 
+    Gives the new table, which prints what each of its rows spends.
     batches: as for `calibrate`, read until the busiest site has run on `tokens` real tokens; all of them are run once
     per knob tried. A budget that is set holds on, by the new table. Raises DataError without batches, SitesNotFitted,
     NoBudgetTable where nothing has trained the gates.
@@ -54,7 +75,9 @@ def recalibrate(
         set_budget(model, phases, cap=owner.cap)
     elif owner.budget is not None:
         set_budget(model, max(owner.budget, owner.table_min), cap=owner.cap)
-    return table
+    return MeasuredBudgets(
+        rule=table.rule, points=table.points, examples=table.examples, jumps=table.jumps, plan=owner.plan
+    )
 
 
 def _enough_of(model: nn.Module, batches: Iterable[Example], tokens: int) -> list[Example]:

@@ -197,9 +197,14 @@ def _ref_from(entry: dict[str, Any]) -> LinearRef:
     return LinearRef(**entry | {"rows": entry["rows"] and tuple(entry["rows"])})
 
 
+def class_of(model: nn.Module) -> str:
+    """The full name of the model's class, as plans and saved models give it."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
 def fingerprint(model: nn.Module) -> str:
     """A digest of the model's class and its parameters' names and shapes; never of values, dtypes or devices."""
-    lines = [f"{type(model).__module__}.{type(model).__qualname__}"]
+    lines = [class_of(model)]
     lines += [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters(remove_duplicate=False)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

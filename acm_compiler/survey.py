@@ -21,7 +21,7 @@ from acm_compiler.passes.find_sites import Match, match_sites
 from acm_compiler.passes.layout import find_layouts
 from acm_compiler.passes.normalize import normalized
 from acm_compiler.passes.untouched import untouched
-from acm_compiler.plans import ModelFacts, fingerprint
+from acm_compiler.plans import ModelFacts, class_of, fingerprint
 from acm_compiler.site import Layout, Site, Skip
 
 _SHARDED = ("FullyShardedDataParallel", "DTensor")
@@ -91,7 +91,7 @@ def _facts(model: nn.Module, inputs: Inputs, graph: Capture, source: Mapping[str
     shapes = [tuple(t.shape) for t in _tensors(inputs)]
     return ModelFacts(
         fingerprint=fingerprint(model),
-        cls=f"{type(model).__module__}.{type(model).__qualname__}",
+        cls=class_of(model),
         source=None if source is None else dict(source),
         inputs=", ".join(" x ".join(map(str, shape)) for shape in shapes),
         batch=shapes[0][0] if shapes and shapes[0] else 1,

@@ -20,7 +20,7 @@ import acm_compiler as acm
 from acm_compiler.checkpoint import check_own_folder
 from acm_compiler.conversion import BudgetPoint, BudgetTable, EvaluatedBudget, conversion
 from acm_compiler.errors import ModelSourceError, NoDenseRegion, NotRewritten, PlanMismatch, StorageError, UsageError
-from tests import models
+from tests import models, tour_model
 from tests.rewrite_cases import ALL, answer, give_budgets, planned, rewritten, state_of, trained
 
 FILES = ["budgets.json", "model.json", "model.safetensors", "plan.json"]
@@ -113,8 +113,52 @@ def test_a_base_model_with_other_weights_gives_structure_only(saved, caplog):
 
 def test_a_base_model_of_another_structure_is_refused(saved):
     *_, folder = saved
-    with pytest.raises(PlanMismatch):
+    with pytest.raises(PlanMismatch, match="build it as that model was built") as caught:
         acm.load(folder, base_model=trained(ALL["swiglu"])[0])
+    assert "plan again" not in str(caught.value)
+
+
+class Renamed(tour_model.Classifier):
+    """The same parameters under another class."""
+
+
+def deeper(model):
+    model.blocks.append(tour_model.Block())
+
+
+def narrower(model):
+    model.blocks[1].mlp = torch.nn.Sequential(torch.nn.Linear(32, 96), torch.nn.GELU(), torch.nn.Linear(96, 32))
+
+
+def with_more_classes(model):
+    model.head = torch.nn.Linear(32, 5)
+
+
+def without_a_norm(model):
+    model.blocks[0].norm_2 = torch.nn.Identity()
+
+
+def renamed(model):
+    model.__class__ = Renamed
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "expected"),
+    [
+        (deeper, "blocks.2.norm_1.weight [32]", "nothing of that name"),
+        (narrower, "blocks.1.mlp [(96, 32), (32, 96)]", "[(128, 32), (32, 128)]"),
+        (with_more_classes, "head.weight [5, 32]", "head.weight [4, 32]"),
+        (without_a_norm, "no blocks.0.norm_2.bias", "blocks.0.norm_2.bias [32]"),
+        (renamed, "tests.test_checkpoint.Renamed", "tests.tour_model.Classifier"),
+    ],
+)
+def test_the_first_thing_in_which_a_base_model_differs_is_named(tmp_path, change, found, expected):
+    model, example = tour_model.model()
+    acm.save(acm.rewrite(model, acm.plan(model, example)), tmp_path / "out")
+    change(model)
+    with pytest.raises(PlanMismatch) as caught:
+        acm.load(tmp_path / "out", base_model=model)
+    assert f"(found {found}, expected {expected})" in str(caught.value)
 
 
 def test_saving_tells_whether_the_model_can_be_built_again(tmp_path, caplog):

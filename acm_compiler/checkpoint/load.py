@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from acm_compiler.checkpoint.first_difference import first_difference
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
 from acm_compiler.checkpoint.hf_files import restore_generation
 from acm_compiler.checkpoint.save import FORMAT, digest, file_digest, graph_digest
@@ -172,7 +173,17 @@ def _from_base(
     base: nn.Module, plan: Plan, description: dict[str, Any], budgets: dict[str, Any], stored: Stored, folder: Path
 ) -> nn.Module:
     """A copy of `base` with the plan's ACMs and the stored tensors, dense regions included where they are the same."""
-    check_convertible(base, plan)
+    try:
+        check_convertible(base, plan)
+    except PlanMismatch as error:
+        found, expected = first_difference(base, plan, stored)
+        raise PlanMismatch(
+            "base_model is not built as the model that was saved",
+            where=str(folder),
+            found=found,
+            expected=expected,
+            fix="build it as that model was built, with the same class and sizes; its weights may be others",
+        ) from error
     if graph_digest(base.graph if isinstance(base, fx.GraphModule) else None) != description["graph"]:
         raise PlanMismatch("the base model's graph is not the one that was rewritten", fix="trace the model as before")
     model = copied(base)

@@ -14,7 +14,8 @@ from acm_compiler.errors import RunInterrupted, UsageError
 from acm_compiler.progress import Say
 from acm_compiler.recipe import Recipe, decisions, differences, expand_paths, load_recipe
 from acm_compiler.report.evaluation import FILE
-from acm_compiler.training.state import has_state
+from acm_compiler.training.schedule import refuse_past
+from acm_compiler.training.state import has_state, saved_position
 
 _SHOWN = 8
 _REMEDY = "choose another folder by --out; or replace that model and what was measured on it: --force"
@@ -42,7 +43,8 @@ def is_finished(recipe: Recipe, options: RunOptions) -> bool:
     """Whether there is nothing to resume, because the folder holds the complete result of this very recipe.
 
     Raises StorageError for a folder that is not ours, and UsageError, but for `force`, for one whose content a run
-    would throw away: an unfinished run that is not resumed, or a saved model.
+    would throw away: an unfinished run that is not resumed, or a saved model; UsageError also where that is to stop
+    after a phase that it is past.
     """
     check_own_folder(options.directory)
     if has_state(options.directory):
@@ -52,6 +54,9 @@ def is_finished(recipe: Recipe, options: RunOptions) -> bool:
                 where=str(options.directory / "state"),
                 fix=f"continue it: {options.resume_command}; or start over without it: --force",
             )
+        position = saved_position(options.directory, decisions(recipe)) if options.resume else None
+        if options.until is not None and position is not None:
+            refuse_past(options.until, recipe.schedule, position, where=options.directory / "state")
         return False
     if options.force or not holds_model(options.directory):
         return False

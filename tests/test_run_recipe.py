@@ -175,6 +175,26 @@ def test_a_run_that_stops_early_says_what_is_left_and_how_to_go_on(folder):
     assert not (folder / "out/state").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("notes.txt", "holds files that are not ours"), ("state/1-0/state.json", "has left its state here")],
+)
+def test_a_dry_run_refuses_the_folder_that_the_run_would(name, words, folder):
+    path = folder / "out" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    for options in ([], ["--dry-run"]):
+        refused = rewrite(folder, *options)
+        assert refused.exit_code == (1 if name == "notes.txt" else 2) and words in said_by(refused)
+    assert "share of the dense model" in refused.stdout
+
+
+def test_a_dry_run_of_what_may_replace_or_resume_a_run_is_none_the_worse(folder):
+    (folder / "out/state/1-0").mkdir(parents=True)
+    (folder / "out/state/1-0/state.json").write_text("{}")
+    assert all(rewrite(folder, "--dry-run", option).exit_code == 0 for option in ("--force", "--resume"))
+
+
 def test_a_run_past_the_phase_to_stop_after_is_left_as_it_is(folder):
     phases = ", ".join(f"{{phase: {name}, steps: 1, batch: 4}}" for name in ("distill", "gate", "finetune"))
     words = ("--set", f"schedule=[{phases}]")
@@ -182,6 +202,7 @@ def test_a_run_past_the_phase_to_stop_after_is_left_as_it_is(folder):
     files = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
     refused = rewrite(folder, *words, "--resume", "--until", "distill")
     assert refused.exit_code == 2 and "the run is past the end of phase 'distill'" in said_by(refused)
+    assert "share of the dense model" not in said_by(refused) and "continues" not in said_by(refused)
     assert {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()} == files
 
 

@@ -11,6 +11,7 @@ from acm_compiler.cli.output import JsonOption, Output, SetOption
 
 if TYPE_CHECKING:
     from acm_compiler.recipe import Recipe
+    from acm_compiler.run_folder import RunOptions
 
 ForceOption = Annotated[
     bool,
@@ -44,18 +45,10 @@ def rewrite(
 ) -> None:
     """Carry out a recipe."""
     from acm_compiler.recipe import load_recipe
+    from acm_compiler.run_folder import RunOptions
 
     loaded = load_recipe(recipe, overrides or ())
-    output = Output(json=json)
-    if dry_run:
-        _dry_run(loaded, output)
-        return
-    from acm_compiler.cli.eval import say_advice
-    from acm_compiler.report.table import evaluation_table
-    from acm_compiler.run_folder import RunOptions
-    from acm_compiler.run_recipe import run_recipe
-
-    directory = out or Path("runs") / loaded.name
+    output, directory = Output(json=json), out or Path("runs") / loaded.name
     options = RunOptions(
         directory=directory,
         resume=resume,
@@ -64,6 +57,13 @@ def rewrite(
         strict_budget=strict_budget,
         resume_command=_resume_command(recipe, directory, overrides or [], force=force),
     )
+    if dry_run:
+        _dry_run(loaded, options, output)
+        return
+    from acm_compiler.cli.eval import say_advice
+    from acm_compiler.report.table import evaluation_table
+    from acm_compiler.run_recipe import run_recipe
+
     output.progress(f"{loaded.name}: the result goes to {directory}")
     evaluation = run_recipe(loaded, options, say=output.progress)
     if evaluation is not None:
@@ -73,15 +73,18 @@ def rewrite(
     output.say(f"saved in {directory}")
 
 
-def _dry_run(recipe: Recipe, output: Output) -> None:
-    """The plan, and whether it can become what the recipe asks for."""
+def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
+    """The plan, and whether it can become what the recipe asks for, in the folder that is meant."""
     from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
+    from acm_compiler.recipe import expand_paths, unset_variables
+    from acm_compiler.run_folder import is_finished
     from acm_compiler.training.check_schedule import check_schedule
 
     _, made, _ = plan_recipe(recipe)
     output.say(str(made))
     refuse(made, named_budgets(recipe))
     check_schedule(recipe.schedule, made.sites)
+    is_finished(recipe if unset_variables(recipe) else expand_paths(recipe), options)
     output.document({"plan": made.as_json()})
 
 

@@ -56,7 +56,7 @@ def run_schedule(
     if resume:
         snapshot = store.load(model)
         if until is not None and snapshot is not None:
-            _refuse_past(until, schedule, snapshot.position, where=store.directory)
+            refuse_past(until, schedule, snapshot.position, where=store.directory)
     else:
         store.discard()
     path = job.directory / "metrics.jsonl" if machine.is_main else None
@@ -188,7 +188,7 @@ def _check(model: nn.Module, schedule: Sequence[PhaseConfig], job: Job, until: s
     check_schedule(schedule, now, measured=owner.table is not None)
 
 
-def _refuse_past(until: str, schedule: Sequence[PhaseConfig], position: Position, *, where: Path) -> None:
+def refuse_past(until: str, schedule: Sequence[PhaseConfig], position: Position, *, where: Path) -> None:
     """UsageError where a later phase has changed the model since the last end of phase `until`."""
     names = [config.phase for config in schedule]
     done, ahead = names[: position.phase], names[position.phase :]

@@ -132,7 +132,7 @@ class StateStore:
 
         UsageError when it belongs to another recipe, teacher or number of processes; StorageError when damaged.
         """
-        found = self._latest()
+        found = _latest(self.directory)
         if found is None:
             return None
         try:
@@ -157,12 +157,6 @@ class StateStore:
                 found=error,
                 fix="remove that folder to start over",
             ) from error
-
-    def _latest(self) -> Path | None:
-        if not self.directory.is_dir():
-            return None
-        found = [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
-        return max(found, key=lambda path: tuple(map(int, path.name.split("-"))), default=None)
 
     def _check(self, facts: dict[str, Any], model: nn.Module) -> None:
         expected = {
@@ -202,8 +196,26 @@ class StateStore:
 
 def has_state(directory: Path) -> bool:
     """Whether an interrupted run can be continued in `directory`."""
-    state = directory / "state"
-    return state.is_dir() and any(_NAME.fullmatch(path.name) for path in state.iterdir())
+    return _latest(directory / "state") is not None
+
+
+def saved_position(directory: Path, decisions: Mapping[str, Any]) -> Position | None:
+    """Where the interrupted run in `directory` stands; None where there is none that `decisions` can continue."""
+    found = _latest(directory / "state")
+    try:
+        facts = json.loads((found / "state.json").read_text()) if found else None
+        if facts is None or differences(facts["recipe"], dict(decisions)):
+            return None
+        return Position(phase=facts["phase"], step=facts["step"])
+    except (OSError, ValueError, KeyError):
+        return None  # `StateStore.load` says what is wrong with it
+
+
+def _latest(directory: Path) -> Path | None:
+    if not directory.is_dir():
+        return None
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return max(found, key=lambda path: tuple(map(int, path.name.split("-"))), default=None)
 
 
 def _flush(path: Path) -> None:

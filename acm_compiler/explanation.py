@@ -12,7 +12,10 @@ from torch import fx, nn
 from acm_compiler.backend import OPTIONS, lower
 from acm_compiler.conversion import sites
 from acm_compiler.dynamo_remarks import without_remarks
+from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.inputs import split_inputs
+from acm_compiler.passes.capture import Attempt, first_line
+from acm_compiler.passes.source_lines import raising_line
 from acm_compiler.passes.verify import Lowered
 from acm_compiler.size_conditions import SizeCondition, size_conditions
 
@@ -54,7 +57,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     of keyword arguments or one tuple of arguments. Nothing is compiled: the model is traced, with dynamic=True, and run
     once, without gradients, in the mode that it is in, with the backend's default options, whatever a compiled model
     was given.
-    NotRewritten when it holds no ACMs.
+    NotRewritten when it holds no ACMs; UsageError for inputs with which the model itself raises.
     """
     if len(inputs) == 1 and not kwargs:
         inputs, kwargs = split_inputs(inputs[0])
@@ -72,12 +75,34 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         found.extend(lower(graph_module, defaults))
         return graph_module.forward
 
-    with torch.no_grad(), without_remarks():
+    attempt = Attempt()
+    with attempt, torch.no_grad(), without_remarks():
         torch.compile(live, backend=look, dynamic=True)(*inputs, **kwargs)
+    if attempt.error is not None:
+        _refuse_inputs(live, inputs, kwargs)
+        raise attempt.error
     named = [_named(site, list(acms)) for site in found]
     seen = {site.site for site in named}
     missing = [_not_seen(name, acm.state) for name, acm in acms.items() if name not in seen]
     return Explanation(sites=(*named, *missing), graphs=graphs, conditions=tuple(dict.fromkeys(conditions)))
+
+
+def _refuse_inputs(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """UsageError where the model raises with these inputs uncompiled, too: what Dynamo says of them says less."""
+    attempt = Attempt()
+    with attempt, torch.no_grad():
+        model(*inputs, **kwargs)
+    error = attempt.error
+    if error is None:
+        return
+    if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
+        raise error
+    raise UsageError(
+        "the model itself raises with these inputs",
+        where=raising_line(error),
+        found=first_line(error),
+        fix="give inputs that the model takes: as in its own call, or one mapping of its arguments",
+    ) from error
 
 
 def _named(site: Lowered, names: list[str]) -> Lowered:

@@ -159,6 +159,25 @@ def test_explain_takes_inputs_as_plan_does(inputs):
     assert len(acm.explain(composite(), inputs).sites) == 2
 
 
+@pytest.mark.parametrize(
+    ("inputs", "found"),
+    [((torch.zeros(2, 5, 7),), "found RuntimeError: "), ({"z": torch.zeros(2, 5, 8)}, r"found TypeError: .*'z'")],
+)
+def test_explain_says_what_the_model_raises_with_wrong_inputs(inputs, found):
+    with pytest.raises(acm.AcmError, match=rf"{found}.*\n  give inputs that the model takes"):
+        acm.explain(composite(), inputs)
+
+
+def test_explain_leaves_what_only_compiling_raises_as_it_is(monkeypatch):
+    def fail(*_):
+        raise ArithmeticError("while compiling")
+
+    monkeypatch.setattr("acm_compiler.explanation.lower", fail)
+    with pytest.raises(Exception, match="while compiling") as caught:
+        acm.explain(stack_of(planned_site("a")), torch.randn(2, 5, 8))
+    assert not isinstance(caught.value, acm.AcmError)
+
+
 @functools.lru_cache
 def cached_answer():
     return 2

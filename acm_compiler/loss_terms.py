@@ -21,13 +21,16 @@ from acm_compiler.errors import NothingRecorded, UsageError
 
 
 def budget_loss(share_B: Tensor, budget: float) -> Tensor:
-    """L_b = | mean_i b_i - beta |, for the shares of learner MACs b_i of all examples."""
-    return (share_B.mean() - budget).abs()
+    """L_b = | mean_i b_i - beta |, for the shares of learner MACs b_i of all examples; 0 where there is none."""
+    return (share_B.mean() - budget).abs() if len(share_B) else share_B.sum()
 
 
 def diversity_loss(share_B: Tensor) -> Tensor:
-    """L_d = - mean over all pairs (i, m), i = m included, of | b_i - b_m |: examples that differ are encouraged."""
-    return -(share_B[:, None] - share_B[None, :]).abs().mean()
+    """L_d = - mean over all pairs (i, m), i = m included, of | b_i - b_m |: examples that differ are encouraged.
+
+    0 where there is no example.
+    """
+    return -(share_B[:, None] - share_B[None, :]).abs().mean() if len(share_B) else share_B.sum()
 
 
 def entropy_loss(frequency: Sequence[Tensor], tokens: Sequence[Tensor]) -> Tensor:
@@ -35,10 +38,10 @@ def entropy_loss(frequency: Sequence[Tensor], tokens: Sequence[Tensor]) -> Tenso
 
     frequency: per site, how often each choice was taken by the tokens of each example, a [B, C].
     tokens: per site, the number of real tokens of each example, T [B]; examples without any are left out.
-    A site with one choice contributes 0.
+    A site with one choice contributes 0; where there is no example it is 0.
     """
-    values = [_negative_entropy(a_BC, t_B)[t_B > 0] for a_BC, t_B in zip(frequency, tokens, strict=True)]
-    return torch.cat(values).mean()
+    values = torch.cat([_negative_entropy(a_BC, t_B)[t_B > 0] for a_BC, t_B in zip(frequency, tokens, strict=True)])
+    return values.mean() if len(values) else values.sum()
 
 
 def _negative_entropy(a_BC: Tensor, tokens_B: Tensor) -> Tensor:
@@ -122,7 +125,8 @@ class RelaxedChoices:
 def losses(model: nn.Module, budget: float) -> dict[str, Tensor]:
     """`{"budget": L_b, "entropy": L_e, "diversity": L_d}`, scalars over the relaxed forwards since the last call.
 
-    Values are those of the hard choices, gradients are straight-through; padded tokens count nowhere. `budget` is a
+    Values are those of the hard choices, gradients are straight-through; padded tokens count nowhere, and a
+    forward of padding alone gives 0. `budget` is a
     share of learner MACs in (0, 1]. NothingRecorded when no relaxed forward ran since the last call.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget <= 1:

@@ -147,6 +147,17 @@ def test_losses_read_and_forget_the_forwards_and_refuse_without_any():
         losses(model, budget=0.6)
 
 
+def test_a_forward_of_padding_alone_has_losses_and_gradients_of_zero():
+    model = relaxed(make_model())
+    with batch(model, mask=torch.zeros(2, TOKENS, dtype=torch.bool)):
+        model(torch.randn(2, TOKENS, 6))
+    found = losses(model, budget=0.6)
+    assert {name: value.item() for name, value in found.items()} == {"budget": 0, "entropy": 0, "diversity": 0}
+    sum(found.values()).backward()
+    gradients = [p.grad for acm in sites(model).values() for p in acm.gate.parameters() if p.grad is not None]
+    assert gradients and not any(gradient.any() for gradient in gradients)
+
+
 def test_evaluation_adds_nothing_to_the_losses():
     model = relaxed(make_model())
     with torch.no_grad():

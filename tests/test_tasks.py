@@ -15,6 +15,7 @@ from acm_compiler.tasks import Task, judged_by, open_task
 from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import Ctc
+from acm_compiler.tasks.masked_lm import MaskedLM
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
 
@@ -36,6 +37,26 @@ def test_the_loss_is_the_mean_cross_entropy() -> None:
     first = math.log(math.exp(2) + 2) - 2
     second = math.log(math.exp(1) + 2)
     assert loss.item() == pytest.approx((first + second) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_that_count_nowhere_have_no_part_in_loss_and_gradient(smoothing) -> None:
+    task, logits = Classify(label_smoothing=smoothing), torch.randn(4, 3, requires_grad=True)
+    task.loss(logits, {"label": torch.tensor([0, -100, 2, -100])}).backward()
+    assert logits.grad.isfinite().all() and not logits.grad[1::2].any() and logits.grad[::2].all()
+    logits.grad = None
+    loss = task.loss(logits, {"label": torch.full((4,), -100)})
+    loss.backward()
+    assert loss == 0 and torch.equal(logits.grad, torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("task", [CausalLM(), MaskedLM(share=0.5, seed=0, mask_id=3, marks=frozenset())])
+def test_texts_of_padding_alone_have_no_loss_and_a_gradient_of_zero(task) -> None:
+    batch = {name: torch.zeros(2, 5, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    logits = torch.randn(2, 5, 7, requires_grad=True)
+    loss = task.loss(logits, batch | {"index": torch.arange(2)})
+    loss.backward()
+    assert loss == 0 and torch.equal(logits.grad, torch.zeros(2, 5, 7))
 
 
 def test_label_smoothing_spreads_the_label() -> None:

@@ -17,6 +17,8 @@ from acm_compiler.recipe.fitting import fitting_classes
 from acm_compiler.tasks.likeness import Likeness, agreement
 from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
 
+_IGNORED = -100  # torch's own label of an example that counts nowhere
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classify:
@@ -43,7 +45,10 @@ class Classify:
         return padding_mask(batch)
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
-        """Mean cross entropy, in fp32 at least. UsageError or DataError where classes do not fit."""
+        """Mean cross entropy of the examples whose label is not -100, in fp32 at least; 0 without any.
+
+        UsageError or DataError where classes do not fit.
+        """
         logits, label = self.logits(output), self._label(batch)
         if label.ndim == 2 and label.shape != logits.shape:
             raise _classes_differ(label.shape[1], logits.shape[1])
@@ -52,7 +57,9 @@ class Classify:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if label.is_floating_point():
             label = label.to(logits.dtype)
-        return F.cross_entropy(logits, label, label_smoothing=self.label_smoothing)
+            return F.cross_entropy(logits, label, label_smoothing=self.label_smoothing)
+        loss = F.cross_entropy(logits, label, label_smoothing=self.label_smoothing, ignore_index=_IGNORED)
+        return torch.where((label != _IGNORED).any(), loss, torch.zeros_like(loss))
 
     def score(self, output: Any, batch: Batch) -> Tensor:
         """1 where the largest logit is the label's, else 0; fp32 [B]."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm import ACM, tokens
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.budgets import NEAR
 from acm_compiler.control import refuse_unfitted
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
-from acm_compiler.errors import DataError
+from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.inputs import Inputs, call_model
-from acm_compiler.usage import record
+from acm_compiler.usage import PADDING, Usage, record
 
 _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names, so that interpolation between rows stays short
@@ -47,7 +48,8 @@ def measure_budgets(
 
     batches: (inputs, mask or None) pairs; all are run at every step, in eval mode, so a few hundred examples are
     enough. k_lo: the lowest k of every row; a site's own k_min holds where it is above. The mode and the choices of
-    the model are restored. SitesNotFitted where learners are missing.
+    the model are restored, and a table from before stays where this raises: SitesNotFitted where learners are missing,
+    TrainingFailed where gates score a real token nan or infinity.
     """
     refuse_unfitted(model, "measuring budgets")
     examples = list(batches)
@@ -85,7 +87,7 @@ class _Search:
         if knob not in self.probes:
             for acm in sites(self.model).values():
                 acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
-            shares = torch.cat([self._shares(inputs, mask) for inputs, mask in self.examples])
+            shares = torch.cat([self._shares(number) for number in range(len(self.examples))])
             self.count = shares.numel()
             self.probes[knob] = _mean_over_ranks(shares, self.device)
             if self.progress is not None:
@@ -93,9 +95,16 @@ class _Search:
             _LOG.debug("knob %+.3f: budget %.3f", knob, self.probes[knob])
         return self.probes[knob]
 
-    def _shares(self, inputs: Inputs, mask: Tensor | None) -> Tensor:
-        with batch_context(self.model, mask=mask), record(self.model, macs=False) as usage:
+    def _shares(self, number: int) -> Tensor:
+        """The shares of one batch's examples. TrainingFailed for scores that are not finite.
+
+        They are looked at with the first knob alone: nan and infinity in data or weights show with every knob.
+        """
+        inputs, mask = self.examples[number]
+        watched = {} if self.probes else sites(self.model)
+        with batch_context(self.model, mask=mask), record(self.model, macs=False) as usage, _scored(watched) as broken:
             call_model(self.model, inputs)
+        _refuse_broken(broken, usage, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
         return usage.real_shares
 
     def push(self, knob: float) -> float:
@@ -160,6 +169,38 @@ class _Search:
                 rows.pop()
             rows.append(BudgetPoint(share=share, knob=knob, k_lo=self.k_lo))
         return tuple(rows)
+
+
+@contextmanager
+def _scored(acms: Mapping[str, ACM]) -> Iterator[dict[str, list[Tensor]]]:
+    """While open, each call of an ACM adds, by site, which tokens have scores that are not finite, [batch, tokens]."""
+    broken: dict[str, list[Tensor]] = {}
+
+    def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
+        broken_T = ~acm.gate(x.reshape(-1, x.shape[-1])).isfinite().all(-1)
+        broken.setdefault(acm.name, []).append(tokens.to_batch(broken_T, x.shape[:-1], acm.layout, site=acm.name))
+
+    try:
+        for acm in acms.values():
+            acm.observers.append(see)
+        yield broken
+    finally:
+        for acm in acms.values():
+            acm.observers.remove(see)
+
+
+def _refuse_broken(broken: Mapping[str, list[Tensor]], usage: Usage, which: str) -> None:
+    """TrainingFailed where the score of a real token is not finite; `which` batch it was."""
+    for name, calls in broken.items():
+        real_BS = usage.k[name] != PADDING
+        count = int((torch.cat(calls, dim=1) & real_BS).sum())
+        if count:
+            raise TrainingFailed(
+                "the gate's scores are not finite, so what it chooses is chance",
+                where=name,
+                found=f"nan or infinity at {count:,} of {int(real_BS.sum()):,} tokens of {which}",
+                fix="look for such values in the data and in the model's weights, or run it in a wider floating type",
+            )
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Usage:
         self._kept: list[int | Tensor] = []
         self.masked = False
 
-    def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None) -> None:
+    def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, _: Tensor) -> None:
         """Add one call of one ACM."""
         side = self._decoder.side
         if mask_BS is None:

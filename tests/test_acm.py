@@ -111,7 +111,7 @@ def test_a_site_without_layout_runs_but_refuses_per_example_figures():
 def test_observers_see_k_by_example(layout, shape):
     acm = acm_for(planned_site(layout=layout))
     seen = []
-    acm.observers.append(lambda _, k, mask: seen.append(k))
+    acm.observers.append(lambda _, k, mask, x: seen.append(k))
     x = torch.randn(*shape, 8)
     acm(x)
     k = acm.choose(x.reshape(-1, 8), x.shape[:-1]).view(shape)
@@ -121,7 +121,7 @@ def test_observers_see_k_by_example(layout, shape):
 def test_where_a_call_is_one_example_all_tokens_are_its_own():
     acm = acm_for(planned_site(layout=Layout(batch_axis=None)))
     seen = []
-    acm.observers.append(lambda _, k, mask: seen.append(k))
+    acm.observers.append(lambda _, k, mask, x: seen.append(k))
     x = torch.randn(3, 2, 8)
     acm(x)
     assert torch.equal(seen[0], acm.choose(x.reshape(-1, 8), x.shape[:-1]).view(1, 6))

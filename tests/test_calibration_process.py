@@ -456,6 +456,29 @@ def test_data_without_tokens_leaves_the_budget_table_as_it_was(shared):
     assert conversion(model).table == conversion(shared).table
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_data_that_is_not_finite_is_refused_and_changes_nothing(shared, broken):
+    model = copy.deepcopy(shared)
+    set_budget(model, 0.6)
+    before = [acm.run_time() for acm in sites(model).values()]
+    mask = DATA[1]["attention_mask"]
+    real = int(mask.sum())
+    bad = DATA[1] | {"x": torch.where(mask[..., None].bool(), broken, DATA[1]["x"])}
+    with pytest.raises(TrainingFailed, match=rf"blocks\.0\.proj.*{real} of {real} tokens of batch 2 of 3 to measure"):
+        recalibrate(model, [DATA[0], bad, DATA[2]], tokens=200)
+    assert conversion(model).table == conversion(shared).table and conversion(model).budget == 0.6
+    assert [acm.run_time() for acm in sites(model).values()] == before
+    assert not any(acm.observers for acm in sites(model).values())
+
+
+def test_a_held_out_batch_that_is_not_finite_ends_a_calibration(shared):
+    bad = [{**b, "x": b["x"] * math.nan} if number % 6 == 5 else b for number, b in enumerate(DATA)]
+    model = copy.deepcopy(shared)
+    with pytest.raises(TrainingFailed, match="batch 1 of"):
+        calibrate_on(model, masked(bad), options=quick())
+    assert conversion(model).table == conversion(shared).table
+
+
 def test_budgets_that_will_be_asked_for_are_spelt_as_for_set_budget(shared):
     model = copy.deepcopy(shared)
     plan = conversion(model).plan

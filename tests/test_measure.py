@@ -9,7 +9,7 @@ import torch
 from acm_compiler.budgets import NEAR
 from acm_compiler.control import run_mode, set_budget
 from acm_compiler.conversion import BudgetTable, conversion, sites
-from acm_compiler.errors import DataError
+from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.measure import measure_budgets
 from acm_compiler.usage import record
 from tests.build import planned_site, stack_of
@@ -49,6 +49,18 @@ def test_every_budget_is_reached_on_the_data_it_was_measured_on(model, rule):
                 model(x)
             reached.append(usage.shares)
         assert float(torch.cat(reached).mean()) == pytest.approx(budget, abs=2 * NEAR)
+
+
+def test_only_real_tokens_have_to_be_finite(model):
+    mask = torch.ones(16, 20, dtype=torch.bool)
+    mask[:, 12:] = False
+    data = [(torch.where(mask[..., None], x, torch.nan), mask) for x, _ in examples()]
+    table = measure_budgets(model, data)
+    assert table.points == measure_budgets(model, [(x.nan_to_num(), mask) for x, _ in data]).points
+    with pytest.raises(TrainingFailed, match=r"^a: .*nan or infinity at 1 of 192 tokens of batch 3 of 4"):
+        data[2][0][5, 3, 0] = torch.inf
+        measure_budgets(model, data)
+    assert conversion(model).table.points == table.points
 
 
 def reached_on(model, data) -> float:

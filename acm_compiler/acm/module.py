@@ -26,7 +26,7 @@ RUN_TIME = ("knob", "k_lo", "k_hi", "decode_knob", "decode_k_lo", "decode_k_hi")
 State = Literal["dense", "learners"]
 Phase = Literal["prefill", "decode"]
 Tap = Callable[["ACM", Tensor, Tensor], None]
-Observer = Callable[["ACM", Tensor, Tensor | None], None]
+Observer = Callable[["ACM", Tensor, Tensor | None, Tensor], None]  # ACM, k and mask [batch, tokens], x [..., D]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +104,14 @@ class ACM(nn.Module):
             y = self._dense_region()(x)
             self._report(
                 torch.full(x.shape[:-1], self.count, dtype=torch.int32, device=x.device).flatten(),
-                x.shape[:-1],
+                x,
             )
         elif self.training and self.temperature is not None:
             y = self._run_relaxed(x, self.temperature)
         else:
             x_TD = x.reshape(-1, x.shape[-1])
             k_T = self.choose(x_TD, x.shape[:-1])
-            self._report(k_T, x.shape[:-1])
+            self._report(k_T, x)
             y_TO = ops.learners(x_TD, k_T, self.learners.weights())
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
@@ -161,7 +161,7 @@ class ACM(nn.Module):
         shape, x_TD = x.shape[:-1], x.reshape(-1, x.shape[-1])
         self._checked_slot()
         nu_TC = sample_nu(self.utilities(x_TD, self.knob.view(torch.float32)), temperature)
-        self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), shape)
+        self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), x)
         if torch.is_grad_enabled() and not recomputing():
             nu = tokens.to_batch(nu_TC, shape, self.layout, site=self.name)
             self.choices.append(Choices(nu=nu, mask=self._mask(shape)))
@@ -190,11 +190,12 @@ class ACM(nn.Module):
             )
         return self.dense
 
-    def _report(self, k_T: Tensor, shape: torch.Size) -> None:
+    def _report(self, k_T: Tensor, x: Tensor) -> None:
         if self.observers and not recomputing():
+            shape = x.shape[:-1]
             k_BS = tokens.to_batch(k_T, shape, self.layout, site=self.name)
             for observer in self.observers:
-                observer(self, k_BS, self._mask(shape))
+                observer(self, k_BS, self._mask(shape), x)
 
     def _mask(self, shape: torch.Size) -> Tensor | None:
         """The slot's mask in this site's order of tokens, [batch, tokens]."""

@@ -51,7 +51,7 @@ def recalibrate(
     Gives the new table, which prints what each of its rows spends.
     batches: as for `calibrate`, read until the busiest site has run on `tokens` real tokens; all of them are run once
     per knob tried. A budget that is set holds on, by the new table. Raises DataError without batches, SitesNotFitted,
-    NoBudgetTable where nothing has trained the gates.
+    NoBudgetTable where nothing has trained the gates, TrainingFailed for values that are not finite.
     """
     asked = shares_of(model, budgets)
     check_tokens(tokens)

@@ -123,11 +123,12 @@ def unreachable(
 
     raised: calibration has raised the lowest k.
     """
-    expected = f"{low:.3f} to 1 (share of learner MACs)"
+    least_share = f"{_inward(low, 3, up=True):.3f}"
+    expected = f"{least_share} to 1 (share of learner MACs)"
     unit = _WITH_UNIT.fullmatch(asked) if isinstance(asked, str) else None
     if unit:
-        least, most = (_in_unit(plan, share, unit) for share in (low, 1.0))
-        expected = f"{least} to {most}, gates included; as a share of learner MACs {low:.3f} to 1"
+        least, most = _in_unit(plan, low, unit, up=True), _in_unit(plan, 1.0, unit, up=False)
+        expected = f"{least} to {most}, gates included; as a share of learner MACs {least_share} to 1"
     share = parse_budget(asked, plan)
     if share < low:
         fix = _below(asked, plan, low=low, raised=raised and share >= plan.cost.budget_min - TOLERANCE)
@@ -167,9 +168,16 @@ def _below(asked: float | str, plan: Plan, *, low: float, raised: bool) -> str:
     return "ask for a budget in that range; convert more sites, or allow k = 0 where a residual bypasses, to lower it"
 
 
-def _in_unit(plan: Plan, share: float, unit: re.Match[str]) -> str:
-    """A share of learner MACs as what the whole model costs then, in the unit of a budget."""
+def _in_unit(plan: Plan, share: float, unit: re.Match[str], *, up: bool) -> str:
+    """A share of learner MACs as what the whole model costs then, in the unit of a budget; rounded up or down."""
     if unit[2]:
-        return f"{plan.cost.model_share(share):.1%}"
+        return f"{_inward(100 * plan.cost.model_share(share), 1, up=up):.1f}%"
     prefix = unit[3] or ""
-    return f"{plan.cost.macs(share) / plan.model.batch / _PREFIX[prefix]:.4g} {prefix}MACs"
+    cost = plan.cost.macs(share) / plan.model.batch / _PREFIX[prefix]
+    return f"{_inward(cost, 3 - math.floor(math.log10(cost)), up=up):.4g} {prefix}MACs"
+
+
+def _inward(bound: float, digits: int, *, up: bool) -> float:
+    """The end of a range with so many decimals, on that side of it where it is still in reach."""
+    scaled = bound * 10.0**digits
+    return (math.ceil(scaled - TOLERANCE) if up else math.floor(scaled + TOLERANCE)) / 10.0**digits

@@ -142,8 +142,20 @@ def _setting(model: nn.Module, wanted: float | str, cap: float | None) -> Settin
 
 def _write_setting(model: nn.Module, setting: Setting, cap: float | None, phase: Phase | None = None) -> None:
     for acm in sites(model).values():
-        k_hi = acm.count if cap is None else int(cap * acm.count + TOLERANCE)
-        acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=k_hi, phase=phase)
+        acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=_most(acm, cap), phase=phase)
+
+
+def _most(acm: ACM, cap: float | None) -> int:
+    return acm.count if cap is None else int(cap * acm.count + TOLERANCE)
+
+
+def is_held(acm: ACM, owner: Conversion) -> bool:
+    """Whether every token runs the same k at this site and no budget asks for that."""
+    k_lo, k_hi = int(acm.k_lo), int(acm.k_hi)
+    if k_lo < k_hi or acm.state == "dense":
+        return False
+    budget = owner.budget["prefill"] if isinstance(owner.budget, dict) else owner.budget
+    return budget is None or (k_lo, k_hi) != acm.within(setting_of(owner, budget).k_lo, _most(acm, owner.cap))
 
 
 def _largest_share(model: nn.Module) -> float:

@@ -10,6 +10,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from time import monotonic
 from typing import Any, TypeVar
 
+from acm_compiler.errors import UsageError
+
 Say = Callable[[str], None]
 Item = TypeVar("Item")
 
@@ -134,8 +136,12 @@ def telling(what: str, say: Say | None) -> Iterator[Teller]:
     """While open, something that `say` hears every step and every part of.
 
     Without `say`, or where it is a `Teller` of a larger piece of work, a terminal shows the latest step, and a line is
-    told every half minute elsewhere: by the log where it listens at INFO, else on stderr.
+    told every half minute elsewhere: by the log where it listens at INFO, else on stderr. UsageError for a `say` that
+    cannot be called.
     """
+    if say is not None and not callable(say):
+        expected = "what takes a line of text, such as print, or None"
+        raise UsageError("progress cannot be told to this", found=repr(say), expected=expected)
     if isinstance(say, Teller):
         yield say
     elif say is not None:

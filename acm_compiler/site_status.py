@@ -8,7 +8,7 @@ from tabulate import tabulate
 from torch import nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.control import Gated, run_mode
+from acm_compiler.control import Gated, is_held, run_mode
 from acm_compiler.conversion import conversion, sites
 
 
@@ -31,27 +31,30 @@ class Status:
     """The state of a rewritten model; `str()` is a table.
 
     `budget_range`: the budgets in reach, None where none were measured; `model_range`: what the whole model runs at
-    them, as shares of the dense model's MACs.
+    them, as shares of the dense model's MACs. `cap`: what bounds every token's k beside the budget, as a share of N.
+    `held`: at how many sites a fixed k overrules the gates.
     """
 
     sites: tuple[SiteStatus, ...]
     budget: float | dict[str, float] | None
     budget_range: tuple[float, float] | None
     model_range: tuple[float, float] | None = None
+    cap: float | None = None
+    held: int = 0
 
     def __str__(self) -> str:
         table = tabulate([asdict(row) for row in self.sites], headers="keys")
         if self.budget_range is None:
             return f"{table}\nbudgets: none measured yet"
         asked = "none set" if self.budget is None else _budget_text(self.budget)
-        held = sum(row.mode.startswith("FixedK") for row in self.sites)
-        overruled = f"; {held} of {len(self.sites)} sites run a fixed k" if held else ""
+        capped = "" if self.cap is None or self.budget is None else f", every k at most {self.cap:g} N"
+        overruled = f"; {self.held} of {len(self.sites)} sites run a fixed k" if self.held else ""
         of_model = ""
         if self.model_range is not None:
             low, high = self.model_range
             of_model = f"; in reach: {low:.0%} to {high:.0%} of the dense model's MACs"
         in_range = f"(range {self.budget_range[0]:.3f} to {self.budget_range[1]:.3f})"
-        return f"{table}\nbudget: {asked} {in_range}{of_model}{overruled}"
+        return f"{table}\nbudget: {asked}{capped} {in_range}{of_model}{overruled}"
 
 
 def _budget_text(budget: float | dict[str, float]) -> str:
@@ -85,4 +88,11 @@ def status(model: nn.Module) -> Status:
         )
     measured = (owner.table_min, 1.0) if owner.table else None
     of_model = measured and (owner.plan.cost.model_share(measured[0]), owner.plan.cost.model_share(measured[1]))
-    return Status(sites=tuple(rows), budget=owner.budget, budget_range=measured, model_range=of_model)
+    return Status(
+        sites=tuple(rows),
+        budget=owner.budget,
+        budget_range=measured,
+        model_range=of_model,
+        cap=owner.cap,
+        held=sum(is_held(acm, owner) for acm in sites(model).values()) if owner.table else 0,
+    )

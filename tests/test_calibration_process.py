@@ -13,7 +13,7 @@ import acm_compiler
 import acm_compiler.calibration.process as process
 import acm_compiler.measure as measure
 from acm_compiler.acm.reference import prefix_output
-from acm_compiler.calibration import Options, calibrate, calibrate_on, recalibrate, sensitivity
+from acm_compiler.calibration import Options, Sensitivity, calibrate, calibrate_on, recalibrate, sensitivity
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.fit_all import in_memory
 from acm_compiler.control import set_budget, set_k
@@ -163,6 +163,27 @@ def test_sensitivity_says_what_calibration_expects(shared):
     assert "k = 4" in str(found) and "blocks.0.glu" in str(found)
     with pytest.raises(NothingRecorded, match="calibrate"):
         sensitivity(make_tiny())
+
+
+def test_what_rounding_does_is_printed_as_no_damage():
+    table = str(Sensitivity(sites={"a": {1: 3.2e-3, 2: 4.7e-16}}))
+    assert table.splitlines()[-1].split() == ["a", "3.2e-03", "0"]
+
+
+def test_an_answer_without_gradients_is_warned_of():
+    model = make_tiny()
+    detached = Options(tokens=200, gate_steps=2, sample=1000, answer=lambda output, mask: output.detach())
+    with pytest.warns(UserWarning, match=r"answer has no gradient, as if it were made under torch\.no_grad"):
+        calibrate_on(model, masked(DATA), options=detached)
+    assert all(damages[1] > 0 for damages in sensitivity(model).sites.values())
+
+
+def test_budgets_to_come_and_progress_are_refused_in_words():
+    model = make_tiny()
+    with pytest.raises(BudgetUnreachable, match=r"found 1%, expected [\d.]+% to [\d.]+%"):
+        calibrate(model, DATA, budgets=["1%"])
+    with pytest.raises(UsageError, match="such as print"):
+        calibrate(model, DATA, progress=3)
 
 
 def test_expected_damage_is_what_happens_to_the_output():

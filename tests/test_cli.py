@@ -47,6 +47,17 @@ def test_help_names_every_verb_and_loads_nothing_heavy():
     assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
 
 
+def test_a_warning_of_ours_is_a_sentence():
+    code = (
+        "import warnings\nfrom acm_compiler.cli import output\noutput.say_warnings()\n"
+        "for file in (output.__file__, '/theirs.py'):\n"
+        "    exec(compile('warnings.warn(file[-9:])', file, 'exec'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ours, theirs = done.stderr.splitlines()[:2]
+    assert ours == "warning: output.py" and theirs == "/theirs.py:1: UserWarning: theirs.py"
+
+
 def test_an_unknown_verb_is_refused_with_the_nearest():
     for words, nearest in ((["validte", "x"], "'validate'"), (["recipes", "shw"], "'show'")):
         result = run(*words)

@@ -196,6 +196,16 @@ def test_advice_about_a_budget_that_cannot_be_fits_what_was_asked(model, budget,
     assert ("convert more sites" in str(error.value)) == (budget == 0.0)
 
 
+def test_the_least_share_that_is_said_to_be_in_reach_is(model):
+    owner = conversion(model)
+    first, *others = owner.table.points
+    owner.table = dataclasses.replace(owner.table, points=(dataclasses.replace(first, share=0.10042), *others))
+    with pytest.raises(BudgetUnreachable, match=r"expected 0\.101 to 1 ") as error:
+        set_budget(model, 0.1)
+    assert "0.100" not in str(error.value)
+    set_budget(model, 0.101)
+
+
 def test_a_budget_that_only_calibration_put_out_of_reach_names_calibration(model):
     owner = conversion(model)
     points = tuple(dataclasses.replace(point, k_lo=1) for point in owner.table.points if point.share > 0.3)
@@ -226,14 +236,20 @@ def test_an_unreachable_budget_is_refused_in_the_unit_it_was_asked_in(model):
     least, most = (plan.cost.model_share(share) for share in (0.1, 1.0))
     with pytest.raises(BudgetUnreachable) as error:
         set_budget(model, "900%")
-    assert f"found 900%, expected {least:.1%} to {most:.1%}, gates included" in str(error.value)
+    for end, bound in zip(("least", "most"), (least, most), strict=True):
+        printed = re.search(r"expected (?P<least>[\d.]+)% to (?P<most>[\d.]+)%, gates included", str(error.value))
+        assert printed and abs(float(printed[end]) / 100 - bound) < 1e-3
+        set_budget(model, f"{printed[end]}%")  # what is said to be in reach is
     least, most = (plan.cost.macs(share) / 1e3 for share in (0.1, 1.0))
     with pytest.raises(BudgetUnreachable) as error:
         set_budget(model, "7 GMACs")
     assert "found 7 GMACs" in str(error.value)
     with pytest.raises(BudgetUnreachable) as error:
         set_budget(model, "0.001 kMACs")
-    assert f"expected {least:.4g} kMACs to {most:.4g} kMACs" in str(error.value)
+    ends = re.search(r"expected ([\d.]+) kMACs to ([\d.]+) kMACs", str(error.value))
+    assert ends and [float(end) for end in ends.groups()] == pytest.approx([least, most], rel=1e-3)
+    for end in ends.groups():
+        set_budget(model, f"{end} kMACs")
     with pytest.raises(UsageError, match="papers call GFLOPs"):
         set_budget(model, "11 GFLOPs")
 
@@ -448,3 +464,13 @@ def test_status_tells_how_many_sites_do_not_follow_the_budget(model):
     assert "fixed k" not in str(status(model))
     set_k(model.acms[1], 2)
     assert str(status(model)).endswith(f"; 1 of {len(model.acms)} sites run a fixed k")
+
+
+def test_status_tells_a_cap_and_takes_no_budget_for_a_fixed_k(model):
+    set_budget(model, 1.0, cap=0.75)
+    text = str(status(model))
+    assert "budget: 1.000, every k at most 0.75 N (range" in text and "fixed k" not in text
+    set_k(model, 2)
+    assert f"{len(model.acms)} of {len(model.acms)} sites run a fixed k" in str(status(model))
+    set_budget(model, 1.0)
+    assert "at most" not in str(status(model)) and "fixed k" not in str(status(model))

@@ -227,12 +227,16 @@ class ACM(nn.Module):
     def set_choices(self, *, knob: float, k_lo: int, k_hi: int, phase: Phase | None = None) -> None:
         """Write the run-time choices in place, of both phases or of one; the bounds are clamped to [k_min, N]."""
         bits = int(torch.tensor(knob, dtype=torch.float32).view(torch.int32))
-        high = max(self.k_min, min(k_hi, self.count))
-        low = max(self.k_min, min(k_lo, high))
+        low, high = self.within(k_lo, k_hi)
         if phase != "decode":
             self.set_run_time(dict(zip(RUN_TIME[:3], (bits, low, high), strict=True)))
         if phase != "prefill":
             self.set_run_time(dict(zip(RUN_TIME[3:], (bits, low, high), strict=True)))
+
+    def within(self, k_lo: int, k_hi: int) -> tuple[int, int]:
+        """The same bounds, as far as this site can keep them: within [k_min, N]."""
+        high = max(self.k_min, min(k_hi, self.count))
+        return max(self.k_min, min(k_lo, high)), high
 
     def run_time(self) -> dict[str, int]:
         """The run-time choices by name, knobs as their bits, for `set_run_time`."""

@@ -33,9 +33,14 @@ _PATIENCE = 4
 _TOLD = 10
 # bytes that the sample of a narrow site may take, where so many tokens fit that its gate profits
 _SAMPLE_BYTES, _LARGEST_SAMPLE = 2**23, 4
+_UNKNOWN = "nothing tells which sites matter, and expected damage is the mean squared change of a site's own output"
 _NO_ANSWER = (
-    "the model's answer is zero on all of the data, like that of a head which was never trained: nothing tells which "
-    "sites matter, and expected damage is the mean squared change of a site's own output, summed over its tokens"
+    "the model's answer is zero on all of the data, like that of a head which was never trained: "
+    f"{_UNKNOWN}, summed over its tokens"
+)
+_NO_GRADIENT = (
+    "the model's answer has no gradient, as if it were made under torch.no_grad() or detached: "
+    f"{_UNKNOWN}, every token and direction alike"
 )
 # tokens of each site whose scores guess the first knobs
 _SCORED = 2048
@@ -57,8 +62,8 @@ def fit_all(model: nn.Module, examples: Examples, options: Options, say: Teller)
         seen_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
         passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
-        if number == 1 and not seen.energy > 0:
-            warnings.warn(_NO_ANSWER, stacklevel=4)
+        if number == 1 and not (seen.energy > 0 and seen.has_gradients):
+            warnings.warn(_NO_GRADIENT if seen.energy > 0 else _NO_ANSWER, stacklevel=4)
         say.done(f"read {seen.examples:,} examples, {seen_tokens} tokens{fewer} at each of {len(group)} sites{passes}")
         for fit in _fit_group(model, records, examples, seen, options):
             say(f"{fit.site.name}: {_form(fit.site)}, expected damage {', '.join(f'{d:.1e}' for d in fit.damage)}")
@@ -123,8 +128,12 @@ def _read(model: nn.Module, examples: Examples, records: Records, options: Optio
         )
     for record in records.values():
         record.join()
-    joined = ranks.gathered((seen.examples, seen.energy))
-    return Seen(examples=sum(count for count, _ in joined), energy=sum(energy for _, energy in joined))
+    parts = ranks.gathered(seen)
+    return Seen(
+        examples=sum(part.examples for part in parts),
+        energy=sum(part.energy for part in parts),
+        has_gradients=any(part.has_gradients for part in parts),
+    )
 
 
 def _damage_unit(seen: Seen) -> float:

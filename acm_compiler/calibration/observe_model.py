@@ -23,10 +23,11 @@ from acm_compiler.measure import Example
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What a pass saw as a whole: examples, and the squared norm of the model's outputs."""
+    """What a pass saw as a whole: examples, the squared norm of the model's outputs, whether they have gradients."""
 
     examples: int = 0
     energy: float = 0.0
+    has_gradients: bool = False
 
 
 def observe(
@@ -54,6 +55,7 @@ def observe(
                 for number in range(projections):
                     loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
                     if loss.requires_grad:
+                        seen.has_gradients = True
                         wanted, more = [*carriers, *taps.leaves], number < projections - 1
                         _differentiate(loss / projections**0.5, wanted, more)
             taps.leaves.clear()

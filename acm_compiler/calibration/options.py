@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from acm_compiler.budgets import is_number, parse_budget, too_much
+from acm_compiler.budgets import is_number, parse_budget, too_much, unreachable
 from acm_compiler.calibration.outputs import Answer, default_answer
 from acm_compiler.conversion import conversion
 from acm_compiler.errors import UsageError
@@ -37,7 +37,7 @@ class Options:
     def __post_init__(self) -> None:
         check_tokens(self.tokens)
         for budget in self.budgets:
-            _check_share(budget, budget)
+            _check_share(budget)
 
 
 def check_tokens(tokens: int) -> None:
@@ -47,18 +47,23 @@ def check_tokens(tokens: int) -> None:
 
 
 def shares_of(model: nn.Module, budgets: Sequence[float | str]) -> tuple[float, ...]:
-    """The `budgets` that a user will ask for, as shares of learner MACs. UsageError; CompiledModelError."""
+    """The `budgets` that a user will ask for, as shares of learner MACs.
+
+    UsageError; BudgetUnreachable for one in "%" or MACs that no setting reaches; CompiledModelError.
+    """
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     if isinstance(budgets, str) or not isinstance(budgets, Sequence):
         raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
     plan = conversion(model).plan
     shares = [parse_budget(budget, plan) for budget in budgets]
     for budget, share in zip(budgets, shares, strict=True):
-        _check_share(share, budget, advice=too_much(budget, plan, low=plan.cost.budget_min) if share > 1 else None)
+        if isinstance(budget, str) and not 0 < share <= 1:
+            raise unreachable(budget, plan, low=plan.cost.budget_min)
+        _check_share(share, advice=too_much(budget, plan, low=plan.cost.budget_min) if share > 1 else None)
     return tuple(shares)
 
 
-def _check_share(share: float, asked: float | str, *, advice: str | None = None) -> None:
+def _check_share(share: float, *, advice: str | None = None) -> None:
     if not 0 < share <= 1:
         expected = "a share of learner MACs in (0, 1]"
-        raise UsageError("a budget outside its range", found=repr(asked), expected=expected, fix=advice)
+        raise UsageError("a budget outside its range", found=share, expected=expected, fix=advice)

@@ -11,6 +11,8 @@ from acm_compiler.conversion import conversion
 from acm_compiler.errors import NothingRecorded
 from acm_compiler.plans import Plan
 
+_ROUNDING = 1e-12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
@@ -18,7 +20,8 @@ class Sensitivity:
 
     One damage is the squared change of the model's output, over its squared norm, if every token ran k learners at
     that site alone: to first order, on the calibration data. Where that norm is zero, which `calibrate` warns of, it is
-    the mean squared change of the site's own output, summed over an example's tokens.
+    the mean squared change of the site's own output, summed over an example's tokens. What rounding alone does, below
+    1e-12, is printed as 0.
     """
 
     sites: dict[str, dict[int, float]]
@@ -26,10 +29,14 @@ class Sensitivity:
     def __str__(self) -> str:
         columns = sorted({k for damages in self.sites.values() for k in damages})
         rows = [
-            [name, *(f"{damages[k]:.1e}" if k in damages else "" for k in columns)]
+            [name, *(_text(damages[k]) if k in damages else "" for k in columns)]
             for name, damages in self.sites.items()
         ]
         return tabulate(rows, headers=["site", *(f"k = {k}" for k in columns)], disable_numparse=True)
+
+
+def _text(damage: float) -> str:
+    return f"{damage:.1e}" if damage >= _ROUNDING else "0"
 
 
 def sensitivity(model: nn.Module) -> Sensitivity:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from acm_compiler.cli.errors import ErrorBoundary
+from acm_compiler.cli.output import say_warnings
 
 # in the order of --help; each module's `register(app)` adds its verb, and imports what is heavy inside it
 VERBS = ("plan", "rewrite", "eval", "bench", "report", "explain", "kernels", "recipes", "validate", "schema", "doctor")
@@ -52,4 +53,5 @@ def main() -> None:
     """Run `acmc` with the arguments of this process; `python:` names are also looked for where the user stands."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a job ends it as Ctrl-C does
     sys.path.append(os.getcwd())
+    say_warnings()
     app(prog_name="acmc")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -82,3 +84,15 @@ class Output:
 def _colour() -> bool | None:
     """False where NO_COLOR asks for it; else None, which means: on a terminal only."""
     return False if os.environ.get("NO_COLOR") else None
+
+
+def say_warnings() -> None:
+    """From now on this package's warnings are sentences, without the line of code that gave them."""
+    others, package = warnings.formatwarning, Path(__file__).parents[1]
+
+    def formatted(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
+        if Path(filename).is_relative_to(package):
+            return f"warning: {message}\n"
+        return others(message, category, filename, *place)
+
+    warnings.formatwarning = formatted  # type: ignore[assignment]

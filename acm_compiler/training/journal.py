@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per optimizer step, and one per measurement in between."""
+"""metrics.jsonl: one line per optimizer step, one per measurement in between, one per phase in closed form."""
 
 from __future__ import annotations
 

@@ -83,6 +83,8 @@ def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | 
             _train(run, config, index=index, snapshot=snapshot if index == first else None, follows=follows)
         else:
             _calibrate(run, config, index)
+            seconds = round(time.monotonic() - began, 4)
+            run.journal.write({"phase": config.phase, "step": 1, "epoch": 0, "seconds": seconds})
         if run.job.on_phase_end is not None:
             run.job.on_phase_end(run.model, config, time.monotonic() - began)
         run.save(Position(phase=index + 1))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from acm_compiler.float64 import to_float64
+from acm_compiler.inputs import by_name
 from acm_compiler.kept_work import outside_acms
 
 # "own": the decoder's tokens; "both": attention of those to the encoder's; None stands for all else
@@ -39,8 +40,9 @@ class DecoderTokens:
             return self._sides[-1]
         return "own" if self._past else None
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The decoder is called."""
+        args, kwargs = by_name(decoder, args, kwargs)
         mask, memory_mask = kwargs.get("attention_mask"), kwargs.get("encoder_attention_mask")
         handed: Any = kwargs.get("encoder_hidden_states")
         self._handed = handed
@@ -71,7 +73,7 @@ def decoder_watched(model: nn.Module, here: DecoderTokens) -> Iterator[None]:
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is decoder:
-            here.begin(args, kwargs)
+            here.begin(module, args, kwargs)
         here.enter(args, kwargs)
 
     try:

@@ -12,13 +12,14 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.audio_frames import frame_mask
+from acm_compiler.call_mask import call_mask
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
 from acm_compiler.cost_table import unit_of
 from acm_compiler.decoder_tokens import DecoderTokens, Lengths, Side, decoder_watched, half_of, lengths_of
 from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
 from acm_compiler.float64 import to_float64
+from acm_compiler.inputs import by_name
 from acm_compiler.kept_work import kept_work_watched, real_work
 from acm_compiler.passes.dense_macs import Work
 from acm_compiler.plans import Plan, PlannedSite
@@ -67,13 +68,9 @@ class Usage:
 
     def see_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the padding mask from the model's own call, where it has one [batch, tokens]."""
-        mask = kwargs.get("attention_mask")
-        named = (value for name, value in kwargs.items() if not name.startswith("decoder_") and value is not mask)
-        first = next((value for value in (*args, *named) if isinstance(value, Tensor)), mask)
-        if isinstance(mask, Tensor) and mask.dim() == 2 and first is not None and first.dim() >= 2:
-            # with a cache the mask also covers earlier tokens; the sites see the last ones
-            self._call_mask = frame_mask(model, first, mask[:, -first.shape[1] :])
-            self._given_mask = mask.bool()
+        found = call_mask(model, args, kwargs)
+        if found is not None and found.heard.dim() >= 2:
+            self._call_mask, self._given_mask = found.new_tokens(), found.real_BR
         else:
             self._call_mask = self._given_mask = None
 
@@ -238,7 +235,7 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
     usage = Usage(conversion(model).plan, counted=macs)
 
     def see(part: nn.Module, args: Any, kwargs: Any) -> None:
-        if part is model or kwargs.get("attention_mask") is not None:
+        if part is model or by_name(part, args, kwargs)[1].get("attention_mask") is not None:
             usage.see_call(part, args, kwargs)
 
     # generate() calls an encoder by itself

@@ -10,7 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "acm_compiler"
 ROWS = [
-    {"errors", "inputs", "site", "env", "dump", "progress", "audio_frames", "dynamo_remarks", "size_conditions"},
+    {"errors", "inputs", "site", "env", "dump", "progress"}
+    | {"audio_frames", "call_mask", "dynamo_remarks", "size_conditions"},
     {"acm", "recipe", "float64"},
     {"plans", "cost", "cost_table", "conversion", "loss_terms", "budgets"},
     {"planner", "control", "batch_context", "site_status", "codegen"},

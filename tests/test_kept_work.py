@@ -201,6 +201,20 @@ def test_a_decoder_has_a_padding_of_its_own(make, sites, tokens, real):
     assert torch.equal(copy.deepcopy(usage).macs, usage.macs)
 
 
+@pytest.mark.parametrize("make", [bert, t5, bart])
+def test_masks_given_by_their_place_count_as_those_given_by_name(make):
+    model, calls = make()
+    converted = acm.rewrite(model, acm.plan(model, calls[0], sites="mlp", init="random"))
+    inputs = {"input_ids": ids(12), "attention_mask": torch.ones(2, 12).long()}
+    inputs["attention_mask"][1, 4:] = 0
+    if make is not bert:
+        inputs |= {"decoder_input_ids": ids(7), "decoder_attention_mask": torch.ones(2, 7).long()}
+        inputs["decoder_attention_mask"][0, 5:] = 0
+    named, placed = recorded(converted, inputs), recorded(converted, tuple(inputs.values()))
+    assert named.masked and all(torch.equal(k_BS, placed.k[name]) for name, k_BS in named.k.items())
+    assert torch.equal(named.macs, placed.macs) and torch.equal(named.dense_macs, placed.dense_macs)
+
+
 @pytest.mark.parametrize("make", [t5, bart])
 @pytest.mark.parametrize("sites", ["mlp", ["mlp", "attn"]], ids=["mlp", "all"])
 def test_a_padded_prompt_of_an_encoder_costs_its_own_tokens_also_while_the_decoder_goes_on(make, sites):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.calibration.padding import call_mask
+from acm_compiler.call_mask import call_mask
 from acm_compiler.errors import AcmError, DataError, UsageError
 from acm_compiler.inputs import Inputs, call_model, split_inputs
 from acm_compiler.measure import Example
@@ -98,7 +98,10 @@ def _shapes(inputs: Inputs) -> str:
 def mask_in(model: nn.Module, example: Example) -> Tensor | None:
     """The padding mask [batch, tokens] that is known of a batch, bool."""
     inputs, mask = example
-    return call_mask(model, inputs) if mask is None else mask.bool()
+    if mask is not None:
+        return mask.bool()
+    found = call_mask(model, *split_inputs(inputs))
+    return None if found is None else found.tokens()
 
 
 def _plain(value: Any) -> Any:

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from acm_compiler.acm import ACM, tokens
-from acm_compiler.audio_frames import frame_mask
-from acm_compiler.inputs import Inputs, split_inputs
-
-
-def call_mask(model: nn.Module, inputs: Inputs) -> Tensor | None:
-    """The `attention_mask` [batch, tokens] of a call, of audio its frames, bool; None where there is none."""
-    args, kwargs = split_inputs(inputs)
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return None
-    return frame_mask(model, next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None), mask)
 
 
 def fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:

@@ -14,7 +14,7 @@ import acm_compiler as acm
 from acm_compiler.backend import choose_implementation, split_options
 from acm_compiler.codegen import compare, cpu
 from acm_compiler.control import set_k
-from acm_compiler.conversion import sites
+from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.errors import KernelUnavailable, UsageError, VerificationFailed
 from acm_compiler.passes.verify import Call
 from tests.build import planned_site, stack_of
@@ -51,6 +51,26 @@ def test_a_rewritten_model_compiles_to_the_same_answers_at_every_k(caplog):
             torch.testing.assert_close(compiled(x), model(x))
     assert [record.message for record in caplog.records if "2 ACMs: 2 by kernels" in record.message] != []
     assert len(sites(compiled)) == 2
+
+
+def test_budgets_of_examples_overrule_a_fixed_k_in_a_graph_that_is_kept():
+    model = stack_of(planned_site("a"), planned_site("b", k_min=1))
+    conversion(model).table = BudgetTable(
+        rule="logits",
+        points=(BudgetPoint(share=0.1, knob=1.0, k_lo=0), BudgetPoint(share=0.9, knob=-1.0, k_lo=0)),
+        examples=1,
+    )
+    compiled, x = torch.compile(model, backend="acm", fullgraph=True), torch.randn(3, 5, 8)
+    answers = []
+    with torch.no_grad():
+        for k in (None, 1, 0, 4):
+            set_k(model, k)
+            with acm.batch(model, budgets=[0.3, 1.0, 0.6]):
+                answers.append(compiled(x))
+                torch.testing.assert_close(answers[-1], model(x))
+    for other in answers[1:]:
+        assert torch.equal(other, answers[0])
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_dense_model_is_inductors_and_one_line_says_so(caplog):

@@ -382,6 +382,38 @@ def test_budgets_per_example_equal_budgets_one_by_one(model):
     assert sites(model)["a"].slot is None
 
 
+def k_of(model, x, budgets):
+    with torch.no_grad(), batches.batch(model, budgets=budgets), record(model) as usage:
+        model(x)
+    return torch.stack([k for k in usage.k.values()])
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_budgets_per_example_overrule_a_fixed_k_and_leave_it_fixed(model, k):
+    x, wanted = torch.randn(3, 5, 8), [0.3, 1.0, 0.6]
+    expected = k_of(model, x, wanted)
+    set_k(model, k)
+    before = [state_of(acm) for acm in model.acms]
+    assert torch.equal(k_of(model, x, wanted), expected)
+    assert [state_of(acm) for acm in model.acms] == before == [acm.written for acm in model.acms]
+
+
+def test_a_cap_bounds_the_budgets_of_examples_whatever_k_is_fixed(model):
+    x = torch.randn(2, 5, 8)
+    set_budget(model, 0.5, cap=0.5)
+    for k in (None, 0, 4):
+        set_k(model, k)
+        most = k_of(model, x, [1.0, 1.0])
+        assert (most[0] == 2).all() and (most[1] == 1).all()
+
+
+def test_what_is_set_while_budgets_of_examples_hold_stays(model):
+    set_k(model, 1)
+    with batches.batch(model, budgets=[0.5]):
+        set_budget(model, 0.3)
+    assert run_mode(sites(model)["a"]) == Gated(2.5, 0, 4)
+
+
 def test_budgets_per_example_may_be_listed_as_set_budget_spells_them(model):
     plan = conversion(model).plan
     x = torch.randn(2, 5, 8)

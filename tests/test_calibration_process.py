@@ -13,10 +13,11 @@ import acm_compiler
 import acm_compiler.calibration.process as process
 import acm_compiler.measure as measure
 from acm_compiler.acm.reference import prefix_output
+from acm_compiler.budgets import setting_of
 from acm_compiler.calibration import Options, Sensitivity, calibrate, calibrate_on, recalibrate, sensitivity
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.fit_all import in_memory
-from acm_compiler.control import set_budget, set_k
+from acm_compiler.control import FixedK, run_mode, set_budget, set_k
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import (
     BudgetUnreachable,
@@ -467,6 +468,35 @@ def test_a_cap_holds_through_a_recalibration(shared):
     set_budget(model, 0.5, cap=0.5)
     recalibrate(model, DATA, tokens=100)
     assert max(int(acm.k_hi) for acm in sites(model).values()) == N // 2
+
+
+def test_what_was_set_holds_through_a_recalibration(shared):
+    model, louder = copy.deepcopy(shared), [{**b, "x": 3 * b["x"]} for b in DATA]
+
+    def modes():
+        return [run_mode(acm) for acm in sites(model).values()]
+
+    set_budget(model, 0.5)
+    set_k(model, 2)
+    recalibrate(model, louder, tokens=100)
+    assert modes() == [FixedK(2)] * 3 and conversion(model).budget == 0.5
+    set_k(model, None)
+    by_table = modes()
+    set_budget(model, 0.5)
+    assert modes() == by_table != [FixedK(2)] * 3
+    set_k(sites(model)["blocks.0.mlp"], 3)  # a part of the model
+    recalibrate(model, DATA, tokens=100)
+    assert [isinstance(mode, FixedK) for mode in modes()] == [False, True, False]
+    assert modes()[0].knob == pytest.approx(setting_of(conversion(model), 0.5).knob)
+    assert modes()[0].knob != pytest.approx(by_table[0].knob)
+
+
+def test_a_fixed_k_without_a_budget_holds_through_a_recalibration(shared):
+    model = copy.deepcopy(shared)
+    conversion(model).budget = None
+    set_k(model, 1)
+    recalibrate(model, DATA, tokens=100)
+    assert {run_mode(acm) for acm in sites(model).values()} == {FixedK(1)} and conversion(model).budget is None
 
 
 def test_data_without_tokens_leaves_the_budget_table_as_it_was(shared):

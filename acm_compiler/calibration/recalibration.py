@@ -11,7 +11,7 @@ from torch import nn
 
 from acm_compiler.calibration.examples import Examples, masked, run
 from acm_compiler.calibration.options import check_tokens, shares_of
-from acm_compiler.control import refuse_unfitted, set_budget
+from acm_compiler.control import is_held, refuse_unfitted, set_budget
 from acm_compiler.conversion import BudgetTable, gates_digest, sites, whole_conversion
 from acm_compiler.errors import NoBudgetTable
 from acm_compiler.inputs import Inputs
@@ -50,8 +50,9 @@ def recalibrate(
 
     Gives the new table, which prints what each of its rows spends.
     batches: as for `calibrate`, read until the busiest site has run on `tokens` real tokens; all of them are run once
-    per knob tried. A budget that is set holds on, by the new table. Raises DataError without batches, SitesNotFitted,
-    NoBudgetTable where nothing has trained the gates, TrainingFailed for values that are not finite.
+    per knob tried. A budget that is set holds on, by the new table; a fixed k stays fixed. Raises DataError without
+    batches, SitesNotFitted, NoBudgetTable where nothing has trained the gates, TrainingFailed for values that are not
+    finite.
     """
     asked = shares_of(model, budgets)
     check_tokens(tokens)
@@ -63,6 +64,7 @@ def recalibrate(
             fix="run acm.calibrate(model, batches), or a recipe's gate phase; acm.set_k(model, k) works without gates",
         )
     k_lo = owner.table.points[0].k_lo if owner.table else 0
+    held = {acm: acm.run_time() for acm in sites(model).values() if is_held(acm, owner)}
     with torch.inference_mode(False):
         examples = _enough_of(model, masked(batches), tokens)
         default = () if owner.default_budget is None else (owner.default_budget,)
@@ -75,6 +77,8 @@ def recalibrate(
         set_budget(model, phases, cap=owner.cap)
     elif owner.budget is not None:
         set_budget(model, max(owner.budget, owner.table_min), cap=owner.cap)
+    for acm, choices in held.items():
+        acm.set_run_time(choices)
     return MeasuredBudgets(
         rule=table.rule, points=table.points, examples=table.examples, jumps=table.jumps, plan=owner.plan
     )

@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from acm_compiler.audio_frames import frame_mask
 from acm_compiler.inputs import by_name
+
+_TORCHS = ("src_key_padding_mask", "key_padding_mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +36,30 @@ class CallMask:
 
 
 def call_mask(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallMask | None:
-    """The `attention_mask` [B, R] of a call, given by name or by its place; None where there is none."""
+    """The padding mask [B, R] of a call, given by name or by its place; None where there is none.
+
+    That is its `attention_mask`, or else, in torch's sense, its `src_key_padding_mask` or `key_padding_mask`.
+    """
     args, kwargs = by_name(model, args, kwargs)
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return None
+        real_BR = _outside_key_padding(kwargs)
+        return None if real_BR is None else CallMask(model=model, real_BR=real_BR, heard=real_BR)
     named = (value for name, value in kwargs.items() if not name.startswith("decoder_") and value is not mask)
     heard = next((value for value in (*args, *named) if isinstance(value, Tensor)), mask)
     return CallMask(model=model, real_BR=mask.bool(), heard=heard)
+
+
+def _outside_key_padding(named: Mapping[str, Any]) -> Tensor | None:
+    """What torch's own padding mask [B, R] leaves: it is True, or minus infinity, at padding.
+
+    None beside a target of the same shape: what fits the one's tokens would be taken for the other's too.
+    """
+    masks = (named.get(name) for name in _TORCHS)
+    mask = next((value for value in masks if isinstance(value, Tensor) and value.dim() == 2), None)
+    target = named.get("tgt")
+    if mask is None or (isinstance(target, Tensor) and set(mask.shape) == set(target.shape[:2])):
+        return None
+    if mask.is_floating_point():
+        return ~mask.isneginf()
+    return ~mask if mask.dtype == torch.bool else None

@@ -1,5 +1,7 @@
 """Which tokens are padding, as a call says it: by name, by place, in torch's way."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import acm_compiler as acm
 import acm_compiler.measure as measure
 from acm_compiler.calibration import Options, calibrate_on, recalibrate
 from acm_compiler.calibration.examples import masked
+from acm_compiler.call_mask import call_mask
 from acm_compiler.conversion import conversion
 from acm_compiler.inputs import by_name
 from tests.calibration_tiny import make_tiny, texts
@@ -65,3 +68,67 @@ def test_a_mask_given_by_its_place_counts_in_a_record():
     assert placed.masked and (named.k["blocks.0.mlp"] == -1).any()
     same(named.k, placed.k)
     assert torch.equal(named.macs, placed.macs) and torch.equal(named.dense_macs, placed.dense_macs)
+
+
+class Reads(nn.Module):
+    def forward(self, src, tgt=None, src_key_padding_mask=None, key_padding_mask=None, attention_mask=None): ...
+
+
+PADDED = torch.tensor([[False, False, True], [False, True, True]])
+
+
+@pytest.mark.parametrize("name", ["src_key_padding_mask", "key_padding_mask"])
+@pytest.mark.parametrize("mask", [PADDED, torch.zeros(2, 3).masked_fill(PADDED, -torch.inf)], ids=["bool", "float"])
+def test_torchs_padding_masks_are_true_or_infinite_at_padding(name, mask):
+    for src in (torch.ones(2, 3, 4), torch.ones(3, 2, 4)):
+        found = call_mask(Reads(), (), {"src": src, name: mask})
+        assert torch.equal(found.real_BR, ~PADDED)
+        assert torch.equal(found.tokens(), ~PADDED) and torch.equal(found.new_tokens(), ~PADDED)
+
+
+def test_a_padding_mask_whose_tokens_are_in_doubt_is_passed_over():
+    src, ones = torch.ones(2, 3, 4), torch.ones(2, 3)
+    assert call_mask(Reads(), (src,), {"key_padding_mask": PADDED.long()}) is None
+    assert call_mask(Reads(), (src,), {"key_padding_mask": PADDED[0]}) is None
+    assert call_mask(Reads(), (src, torch.ones(2, 3, 4), PADDED), {}) is None
+    assert call_mask(Reads(), (src, torch.ones(2, 5, 4), PADDED), {}).real_BR.equal(~PADDED)
+    both = call_mask(Reads(), (src,), {"key_padding_mask": PADDED, "attention_mask": ones})
+    assert both.real_BR.all()
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation="gelu")
+    return nn.TransformerEncoder(layer, 2).eval()
+
+
+def paddings(batches: int = 12) -> list[dict[str, torch.Tensor]]:
+    """What an encoder of torch takes: 8 examples of up to 6 tokens, rubbish where the mask is True."""
+    lengths = torch.randint(2, 7, (batches, 8, 1), generator=torch.Generator().manual_seed(1))
+    x = torch.randn(batches, 8, 6, 8, generator=torch.Generator().manual_seed(2))
+    padding = torch.arange(6) >= lengths
+    x[padding] = 50.0
+    return [{"src": x, "src_key_padding_mask": mask} for x, mask in zip(x, padding, strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_padding_of_torchs_encoder_counts_nowhere():
+    model, batches = encoder(), paddings()
+    converted = acm.rewrite(model, acm.plan(model, batches[0]))
+    twin, lines = copy.deepcopy(converted), []
+    fitted = [b for place, b in enumerate(batches, start=1) if place % 6]
+    real = sum(int((~b["src_key_padding_mask"]).sum()) for b in fitted)
+    acm.calibrate(converted, batches, tokens=5000, progress=lines.append)
+    assert any(f" {real} of 5000 tokens" in line for line in lines), lines
+    acm.calibrate(twin, [(b["src"], None, b["src_key_padding_mask"]) for b in batches], tokens=5000)
+    same(converted.state_dict(), twin.state_dict())
+    inputs = batches[0]
+    for around in (torch.no_grad, torch.enable_grad):
+        with around(), acm.record(converted) as usage:
+            converted(**inputs)
+        assert all(torch.equal(k_BS == -1, inputs["src_key_padding_mask"]) for k_BS in usage.k.values())
+        for row, mask in enumerate(inputs["src_key_padding_mask"]):
+            with around(), acm.record(converted) as alone:
+                converted(inputs["src"][row : row + 1, ~mask])
+            assert float(usage.kept_macs[row]) == pytest.approx(float(alone.kept_macs))
+            assert float(usage.dense_macs[row]) == pytest.approx(float(alone.dense_macs))

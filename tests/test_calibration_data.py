@@ -265,6 +265,16 @@ def test_no_batches_is_an_error():
         list(Examples(masked([])).read(lambda: False))
 
 
+def test_a_model_that_autocasts_by_itself_is_recorded_in_its_own_types():
+    batches, wanted = texts(4), make_tiny()
+    plain, _ = observed(wanted, batches)
+    model = make_tiny()
+    glu, inner = model.blocks[0].glu, model.blocks[0].glu.forward
+    glu.forward = torch.autocast("cpu", torch.bfloat16)(inner)
+    cast, _ = observed(model, batches)
+    assert torch.equal(cast["blocks.0.glu"].moments.covariance, plain["blocks.0.glu"].moments.covariance)
+
+
 def test_batches_made_in_inference_mode_can_be_used():
     with torch.inference_mode():
         batches = texts(1)

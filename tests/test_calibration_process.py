@@ -241,6 +241,17 @@ def test_it_can_be_called_in_inference_mode_and_in_training():
     assert model.embed.weight.grad is not None
 
 
+def test_autocast_around_a_calibration_changes_nothing():
+    plain, cast = make_tiny(), make_tiny()
+    calibrate_on(plain, masked(DATA), options=quick())
+    with torch.autocast("cpu", torch.bfloat16):
+        calibrate_on(cast, masked(DATA), options=quick())
+        assert torch.is_autocast_enabled("cpu")
+    assert conversion(cast).table == conversion(plain).table
+    wanted = plain.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in cast.state_dict().items())
+
+
 def test_too_few_tokens_keep_the_second_layer_and_say_so():
     model = make_tiny(second_layer="per_k")
     with pytest.warns(UserWarning, match="too few tokens to refit the second layer of 2 MLP sites"):

@@ -14,6 +14,7 @@ from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.calibration.dense_weights import broken_weights
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
+from acm_compiler.calibration.own_types import own_types
 from acm_compiler.calibration.padding import real_tokens
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
@@ -116,7 +117,8 @@ class _Taps:
         if record is not None:
             x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), real_tokens(acm, x, self.mask_BS)
             example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name).to(x.device) + self.first
-            record.take(x_TD, output, real_T, example_T)
+            with own_types((x.device,)):  # the model may autocast by itself
+                record.take(x_TD, output, real_T, example_T)
 
 
 @contextmanager

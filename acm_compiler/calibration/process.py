@@ -13,8 +13,9 @@ from acm_compiler.calibration.fit_all import fit_all
 from acm_compiler.calibration.install import install
 from acm_compiler.calibration.lowest_k import choose_lowest_k
 from acm_compiler.calibration.options import Options, shares_of
+from acm_compiler.calibration.own_types import own_types
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import whole_conversion
+from acm_compiler.conversion import sites, whole_conversion
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets
@@ -41,7 +42,7 @@ def calibrate(
 
     The model is judged by its `logits` (of tokens: their probabilities), else `last_hidden_state`, else all floating
     outputs, every element alike; what comes after, such as mean pooling over tokens, is not known here (`calibrate_on`
-    takes an `answer`).
+    takes an `answer`). An autocast around the call is off inside: model and closed forms keep the model's own types.
     Afterwards the model runs at its default budget, or all learners if it has none. Learners and gates are new
     parameters then: make optimizers afterwards. On an error or an interrupt the model is as it was. Raises DataError
     (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values that are not finite), LayoutUnknown,
@@ -62,7 +63,13 @@ def calibrate_on(
     wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))
     by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
     examples = Examples(_single(batches) if by_one else batches)
-    with torch.inference_mode(False), telling("calibrate", progress) as say, ExitStack() as undo:
+    devices = {acm.k_lo.device for acm in sites(model).values()}
+    with (
+        torch.inference_mode(False),
+        own_types(devices),
+        telling("calibrate", progress) as say,
+        ExitStack() as undo,
+    ):
         fitted = fit_all(model, examples, options, say)
         install(model, fitted, undo)
         scores = {fit.site.name: fit.scores for fit in fitted}

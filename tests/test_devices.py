@@ -157,8 +157,8 @@ class MetaHoldsOnes(TorchDispatchMode):
 def test_loads_of_a_model_on_two_devices_are_averaged():
     model = stack_of(planned_site("a"), planned_site("b"))
     usage = Usage(conversion(model).plan)
-    usage.observe(sites(model)["a"], torch.full((2, 5), 2), None)
-    usage.observe(sites(model)["b"], torch.full((2, 5), 2, device="meta"), None)
+    usage.observe(sites(model)["a"], torch.full((2, 5), 2), None, torch.empty(2, 5, 8))
+    usage.observe(sites(model)["b"], torch.full((2, 5), 2, device="meta"), None, torch.empty(2, 5, 8))
     with MetaHoldsOnes():
         assert torch.equal(usage.load(), torch.full((2, 5), 0.75))
 

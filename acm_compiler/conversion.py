@@ -194,3 +194,15 @@ def whole_conversion(model: nn.Module, request: str) -> Conversion:
             fix="name the model that acm.rewrite or acm.load gave; acm.set_k(part, k) fixes the sites of a part",
         )
     return owner
+
+
+def refuse_inference_tensors(model: nn.Module) -> None:
+    """UsageError for a model with tensors that no gradient can flow to, ever."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise UsageError(
+                "the model was made or moved inside torch.inference_mode: it can be neither calibrated nor trained",
+                where=name,
+                found="an inference tensor",
+                fix="outside of inference_mode, copy.deepcopy(model) has ordinary tensors",
+            )

@@ -100,6 +100,14 @@ def test_a_class_of_the_users_comes_back_with_its_base_model(name, tmp_path):
     assert torch.equal(answer(acm.revert(loaded), x), answer(model, x))
 
 
+def test_a_model_loaded_in_inference_mode_has_ordinary_tensors(saved):
+    model, _, _, folder = saved
+    with torch.inference_mode():
+        loaded = acm.load(folder, base_model=model)
+    assert not any(tensor.is_inference() for tensor in (*loaded.parameters(), *loaded.buffers()))
+    acm.set_k(loaded, 4)
+
+
 def test_a_base_model_with_other_weights_gives_structure_only(saved, caplog):
     model, x, copied, folder = saved
     loaded = acm.load(folder, base_model=shaken(model))

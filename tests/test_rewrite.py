@@ -413,3 +413,41 @@ def test_vit_b_16_is_rewritten_in_seconds():
     start = time.perf_counter()
     acm.rewrite(model, plan)
     assert time.perf_counter() - start < 20
+
+
+def inference_tensors(model):
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, tensor in tensors if tensor.is_inference()]
+
+
+@pytest.mark.parametrize("name", ["parallel", "encoder", "chunked_glu"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_rewrite_in_inference_mode_makes_ordinary_tensors(name, inplace):
+    model, _, plan = planned(ALL[name])
+    with torch.inference_mode():
+        converted = acm.rewrite(model, plan, inplace=inplace)
+    assert inference_tensors(converted) == []
+    acm.set_k(converted, max(site.learners for site in plan.sites))
+    with torch.inference_mode():
+        acm.revert(converted)
+    assert inference_tensors(converted) == []
+    converted.requires_grad_(True)
+
+
+def test_a_model_made_in_inference_mode_is_copied_or_refused():
+    with torch.inference_mode():
+        model, _, plan = planned(ALL["parallel"])
+        model = copy.deepcopy(model)
+    assert inference_tensors(acm.rewrite(model, plan)) == []
+    with pytest.raises(UsageError, match=r"inference_mode[\s\S]*deepcopy"):
+        acm.rewrite(model, plan, inplace=True)
+
+
+def test_a_model_moved_in_inference_mode_runs_on_and_says_that_it_cannot_be_calibrated():
+    model, x, plan = planned(ALL["parallel"])
+    converted = acm.rewrite(model, plan)
+    with torch.inference_mode():
+        converted._apply(torch.clone)
+    acm.set_k(converted, max(site.learners for site in plan.sites))
+    with pytest.raises(UsageError, match=r"inference_mode[\s\S]*deepcopy"):
+        acm.calibrate(converted, [x])

@@ -245,7 +245,10 @@ class ACM(nn.Module):
     def set_run_time(self, values: dict[str, int]) -> None:
         """Write choices, as `run_time` gives them."""
         for name, value in values.items():
-            getattr(self, name).fill_(value)
+            choice = getattr(self, name)
+            # inference tensors, as of a model moved in inference mode, are written to in that mode alone
+            with torch.inference_mode(choice.is_inference() or torch.is_inference_mode_enabled()):
+                choice.fill_(value)
         self.written = self.written | values
 
     def state_dict(self, *args, destination=None, prefix="", keep_vars=False):

@@ -15,7 +15,7 @@ from acm_compiler.calibration.lowest_k import choose_lowest_k
 from acm_compiler.calibration.options import Options, shares_of
 from acm_compiler.calibration.own_types import own_types
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import sites, whole_conversion
+from acm_compiler.conversion import refuse_inference_tensors, sites, whole_conversion
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets
@@ -58,6 +58,7 @@ def calibrate_on(
     """`calibrate` with (inputs, padding mask or None) pairs and all its options."""
     options = options or Options()
     owner = whole_conversion(model, "calibration")
+    refuse_inference_tensors(model)
     for site in owner.plan.sites:
         check_closed_form(site)
     wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from acm_compiler.checkpoint.first_difference import first_difference
@@ -27,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 _OUR_FOLDER = "a folder that acm.save or acmc rewrite wrote"
 
 
+@torch.inference_mode(False)
 def load(
     directory: str | os.PathLike[str], *, base_model: nn.Module | None = None, allow_code: bool = False
 ) -> nn.Module:

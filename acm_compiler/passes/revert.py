@@ -19,6 +19,7 @@ from acm_compiler.passes.save_pretrained import unguard_saving
 from acm_compiler.passes.unpacked_attention import UnpackedAttention
 
 
+@torch.inference_mode(False)
 def revert(model: nn.Module) -> nn.Module:
     """Put the dense modules and parameters back where ACMs are, in place; gives `model`.
 

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import Conversion, gates_digest
+from acm_compiler.conversion import Conversion, gates_digest, refuse_inference_tensors
 from acm_compiler.cost import learner_unit
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
 from acm_compiler.passes.build_acm import build_acm, start
@@ -54,19 +55,24 @@ class Undo:
         return Undo(copy.deepcopy(self.packed, memo), dict(self.fast_paths), copy.deepcopy(self.graph, memo))
 
 
+@torch.inference_mode(False)
 def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     """`model` with an ACM at every site of `plan`: a copy, or the model itself with `inplace`.
 
     Class, call, and the names in the state dict of what was not replaced stay. It answers as before up to rounding
     (MLPs run all their learners, linear sites their dense region), but for sites planned with init="random".
     Learners and gates are new parameters, and what they replaced is frozen: make optimizers afterwards.
-    Raises PlanMismatch for another model, AlreadyRewritten, and NothingToConvert for a plan without sites.
+    Its tensors are ordinary ones also when this is called inside `torch.inference_mode`.
+    Raises PlanMismatch for another model, AlreadyRewritten, NothingToConvert for a plan without sites, and UsageError
+    for inference tensors that `inplace` would keep.
     """
     check_convertible(model, plan)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
             f"this {type(model).__name__} has no weights: it is on meta", fix="load its weights, then rewrite it"
         )
+    if inplace:
+        refuse_inference_tensors(model)
     model = model if inplace else copied(model)
     convert(model, plan)
     return model

@@ -1,6 +1,7 @@
 """Which tokens are padding, as a call says it: by name, by place, in torch's way."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from acm_compiler.calibration import Options, calibrate_on, recalibrate
 from acm_compiler.calibration.examples import masked
 from acm_compiler.call_mask import call_mask
 from acm_compiler.conversion import conversion
+from acm_compiler.errors import UsageError
 from acm_compiler.inputs import by_name
 from tests.calibration_tiny import make_tiny, texts
 
@@ -132,3 +134,88 @@ def test_padding_of_torchs_encoder_counts_nowhere():
                 converted(inputs["src"][row : row + 1, ~mask])
             assert float(usage.kept_macs[row]) == pytest.approx(float(alone.kept_macs))
             assert float(usage.dense_macs[row]) == pytest.approx(float(alone.dense_macs))
+
+
+def test_what_mask_says_of_a_batch_counts_as_the_calls_own_word():
+    own, said, silent = make_tiny(), make_tiny(), make_tiny()
+    acm.calibrate(own, DATA, tokens=200)
+    acm.calibrate(said, PLACED, tokens=200, mask=lambda batch: batch[1].bool())
+    acm.calibrate(silent, DATA, tokens=200, mask=lambda batch: None)
+    same(own.state_dict(), said.state_dict())
+    same(own.state_dict(), silent.state_dict())
+    assert conversion(own).table == conversion(said).table == conversion(silent).table
+
+
+def test_what_mask_says_of_a_batch_overrules_the_call():
+    first, lines = torch.arange(6).expand(8, 6) < 2, []
+    calibrated = make_tiny()
+    acm.calibrate(calibrated, DATA, tokens=400, mask=lambda batch: first, progress=lines.append)
+    assert any(f" {first.sum() * 10} of 400 tokens" in line for line in lines), lines
+    table = acm.recalibrate(calibrated, DATA, tokens=40, mask=lambda batch: first)
+    assert table.examples == 8 * 3, "16 tokens of a batch are real"
+    acm.set_budget(calibrated, 0.7)
+    shares = []
+    for inputs in DATA[:3]:
+        with torch.no_grad(), acm.batch(calibrated, mask=first), acm.record(calibrated) as usage:
+            calibrated(**inputs)
+        shares.append(usage.shares)
+    assert float(torch.cat(shares).mean()) == pytest.approx(0.7, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [
+        (lambda batch: batch["attention_mask"], r"int64 \[8, 6\].*bool \[batch, tokens\].*\.bool"),
+        (lambda batch: torch.ones(8, dtype=torch.bool), r"bool \[8\].*bool \[batch, tokens\]"),
+        (lambda batch: [[True]], r"found list.*or None"),
+        (torch.ones(8, 6, dtype=torch.bool), r"found Tensor.*function of one batch"),
+        (lambda batch: torch.ones(8, 5, dtype=torch.bool), r"blocks.*number of tokens.*found 5, expected 6"),
+        (lambda batch: torch.ones(7, 6, dtype=torch.bool), r"blocks.*number of examples.*found 7, expected 8"),
+    ],
+)
+@pytest.mark.parametrize("verb", [acm.calibrate, acm.recalibrate])
+def test_a_mask_of_another_kind_is_refused_in_words(calibrated, verb, mask, match):
+    before = {name: tensor.clone() for name, tensor in calibrated.state_dict().items()}
+    with pytest.raises(acm.AcmError) as refusal:
+        verb(calibrated, DATA, mask=mask)
+    assert re.search(match, str(refusal.value).replace("\n", " ")), refusal.value
+    same(before, calibrated.state_dict())
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    model = make_tiny()
+    calibrate_on(model, masked(DATA), options=QUICK)
+    return model
+
+
+def pooled(output, mask):
+    """The mean over the real tokens, which is no padding's."""
+    assert mask.dtype == torch.bool
+    return (output * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def test_calibrate_judges_by_the_answer_that_it_is_given():
+    public, inner, other = make_tiny(), make_tiny(), make_tiny()
+    acm.calibrate(public, DATA, tokens=200, answer=pooled)
+    calibrate_on(inner, masked(DATA), options=Options(tokens=200, answer=pooled))
+    acm.calibrate(other, DATA, tokens=200)
+    same(public.state_dict(), inner.state_dict())
+    weight = "blocks.0.mlp.learners.w_in"
+    assert not torch.equal(public.state_dict()[weight], other.state_dict()[weight])
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        ("logits", r"found str.*answer\(output, mask\)"),
+        (lambda output, mask: None, r"found NoneType.*floating tensor \[batch"),
+        (lambda output, mask: [output, 3], r"float32 \[8, 6, 12\], int.*list of such"),
+        (lambda output, mask: output.argmax(-1), r"int64 \[8, 6\]"),
+        (lambda output, mask: output.sum(), r"float32 \[\]"),
+    ],
+)
+def test_an_answer_of_another_kind_is_refused_in_words(answer, match):
+    with pytest.raises(UsageError) as refusal:
+        acm.calibrate(make_tiny(), DATA, answer=answer)
+    assert re.search(match, str(refusal.value).replace("\n", " ")), refusal.value

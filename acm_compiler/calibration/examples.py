@@ -16,6 +16,8 @@ from acm_compiler.passes.capture import Attempt, first_line
 from acm_compiler.passes.nested import tensors
 from acm_compiler.passes.source_lines import raising_line
 
+# a user's own word on the padding of one batch
+MaskOf = Callable[[Any], Tensor | None]
 # one batch of so many is kept for measuring
 _HELD_OUT = 6
 # batches that serve for both where there are too few to hold one out
@@ -50,10 +52,10 @@ class Examples:
         return self._held_out or self.fitted[:_SHARED]
 
 
-def masked(batches: Iterable[Inputs]) -> Iterator[Example]:
-    """Batches of what the model takes, without masks of their own: ACMs find `attention_mask` in the call.
+def masked(batches: Iterable[Inputs], mask: MaskOf | None = None) -> Iterator[Example]:
+    """Batches of what the model takes, each with what `mask` says of it; where that is None, its call's own holds.
 
-    UsageError for a single batch, and for what is none.
+    UsageError for a single batch, for what is none, and for masks of another kind.
     """
     if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
         raise UsageError(
@@ -62,13 +64,33 @@ def masked(batches: Iterable[Inputs]) -> Iterator[Example]:
             expected="a list, a loader or a generator of batches",
             fix="one batch alone: [batch]",
         )
-    return _pairs(batches)
+    if mask is not None and not callable(mask):
+        raise UsageError(
+            "mask is asked about every batch",
+            found=type(mask).__name__,
+            expected="a function of one batch, which gives its mask [batch, tokens] or None",
+            fix="mask=lambda batch: batch['input_ids'] != 0",
+        )
+    return _pairs(batches, mask)
 
 
-def _pairs(batches: Iterable[Inputs]) -> Iterator[Example]:
+def _pairs(batches: Iterable[Inputs], mask: MaskOf | None) -> Iterator[Example]:
     for inputs in batches:
         split_inputs(inputs)
-        yield inputs, None
+        yield inputs, None if mask is None else _said(mask, inputs)
+
+
+def _said(mask: MaskOf, inputs: Inputs) -> Tensor | None:
+    """What `mask` gives for a batch; UsageError unless that is bool [batch, tokens] or None."""
+    said: object = mask(inputs)
+    if said is None or (isinstance(said, Tensor) and said.dtype == torch.bool and said.dim() == 2):
+        return said
+    raise UsageError(
+        "mask gave a padding mask of another kind",
+        found=_shapes((said,)) if isinstance(said, Tensor) else type(said).__name__,
+        expected="bool [batch, tokens], True at real tokens, or None",
+        fix="compare, as in ids != 0, or end with .bool()",
+    )
 
 
 def run(model: nn.Module, inputs: Inputs) -> Any:

@@ -36,6 +36,9 @@ class Options:
 
     def __post_init__(self) -> None:
         check_tokens(self.tokens)
+        if not callable(self.answer):
+            expected = "a function answer(output, mask) of what the model gives for a batch"
+            raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)
         for budget in self.budgets:
             _check_share(budget)
 

@@ -52,8 +52,15 @@ def root_probabilities(logits_BSV: Tensor) -> Tensor:
 
 def answers(output: Any, answer: Answer, mask_BS: Tensor | None = None) -> list[Tensor]:
     """`answer(output, mask)` as a list; UsageError when it holds no floating tensor with a batch axis."""
-    found = answer(output, mask_BS)
-    tensors = [t for t in ([found] if isinstance(found, Tensor) else found) if t.is_floating_point() and t.dim()]
+    found: object = answer(output, mask_BS)
+    parts = found if isinstance(found, (list, tuple)) else [found]
+    tensors = [t for t in parts if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
+    if answer is not default_answer and (not tensors or len(tensors) < len(parts)):
+        raise UsageError(
+            "answer gave what the sites cannot be judged by",
+            found=", ".join(f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in parts),
+            expected="a floating tensor [batch, ...], or a list of such",
+        )
     if not tensors:
         raise UsageError(
             "the model's output holds no floating tensor to judge the sites by",

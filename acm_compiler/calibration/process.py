@@ -8,11 +8,12 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from acm_compiler.calibration.examples import Examples, masked
+from acm_compiler.calibration.examples import Examples, MaskOf, masked
 from acm_compiler.calibration.fit_all import fit_all
 from acm_compiler.calibration.install import install
 from acm_compiler.calibration.lowest_k import choose_lowest_k
 from acm_compiler.calibration.options import Options, shares_of
+from acm_compiler.calibration.outputs import Answer, default_answer
 from acm_compiler.calibration.own_types import own_types
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import refuse_inference_tensors, sites, whole_conversion
@@ -30,26 +31,35 @@ def calibrate(
     *,
     tokens: int = 20_000,
     budgets: Sequence[float | str] = (),
+    mask: MaskOf | None = None,
+    answer: Answer | None = None,
     progress: Say | None = None,
 ) -> Plan:
     """Give a rewritten model fitted learners, gates and a budget table, in place; returns its resolved plan.
 
-    batches: an iterable of what the model takes (tensor, tuple, or dict whose `attention_mask`, if any, marks padding);
-    no labels. Read until every site has seen `tokens` real tokens; every sixth batch is kept for measuring.
+    batches: an iterable of what the model takes (tensor, tuple, or dict), no labels. Read until every site has seen
+    `tokens` real tokens; every sixth batch is kept for measuring.
     budgets: what you will ask of `set_budget`: they stay reachable (the lowest k may be raised else).
+    mask: mask(batch) -> bool [batch, tokens], True at real tokens, as for `acm.batch`: it must fit all sites, and
+    overrules the batch's own. Where unset, or None, padding is what the call's `attention_mask` (or torch's
+    `src_key_padding_mask` or `key_padding_mask`) says, given by name or by place.
+    answer: answer(output, mask) -> a floating tensor [batch, ...] with its graph, or a list of such: what the model is
+    judged by, every element alike. `output` is what the model gave for a batch, `mask` its padding mask as above (bool,
+    or None); of an answer [batch, tokens, ...] padding is left out. Where unset: the output's `logits` (of tokens:
+    their probabilities), else `last_hidden_state`, else all floating outputs; so give one where pooling follows.
     progress: called with a line of text after each step; when unset, a terminal shows the latest, else the log does
     every half minute.
 
-    The model is judged by its `logits` (of tokens: their probabilities), else `last_hidden_state`, else all floating
-    outputs, every element alike; what comes after, such as mean pooling over tokens, is not known here (`calibrate_on`
-    takes an `answer`). An autocast around the call is off inside: model and closed forms keep the model's own types.
+    An autocast around the call is off inside: model and closed forms keep the model's own types.
     Afterwards the model runs at its default budget, or all learners if it has none. Learners and gates are new
     parameters then: make optimizers afterwards. On an error or an interrupt the model is as it was. Raises DataError
     (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values that are not finite), LayoutUnknown,
     CompiledModelError, UsageError (a batch that the model does not take); warns where tokens are too few to refit.
     """
-    options = Options(tokens=tokens, budgets=shares_of(model, budgets))
-    return calibrate_on(model, masked(batches), options=options, progress=progress)
+    options = Options(
+        tokens=tokens, budgets=shares_of(model, budgets), answer=default_answer if answer is None else answer
+    )
+    return calibrate_on(model, masked(batches, mask), options=options, progress=progress)
 
 
 def calibrate_on(

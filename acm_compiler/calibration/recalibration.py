@@ -9,7 +9,8 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from acm_compiler.calibration.examples import Examples, masked, run
+from acm_compiler.batch_context import batch as batch_context
+from acm_compiler.calibration.examples import Examples, MaskOf, masked, run
 from acm_compiler.calibration.options import check_tokens, shares_of
 from acm_compiler.control import is_held, refuse_unfitted, set_budget
 from acm_compiler.conversion import BudgetTable, gates_digest, sites, whole_conversion
@@ -44,15 +45,16 @@ def recalibrate(
     *,
     tokens: int = 4_000,
     budgets: Sequence[float | str] = (),
+    mask: MaskOf | None = None,
     progress: Say | None = None,
 ) -> MeasuredBudgets:
     """Measure anew which knob reaches which budget, on `batches`; learners, gates and the lowest k stay as they are.
 
     Gives the new table, which prints what each of its rows spends.
-    batches: as for `calibrate`, read until the busiest site has run on `tokens` real tokens; all of them are run once
-    per knob tried. A budget that is set holds on, by the new table; a fixed k stays fixed. Raises DataError without
-    batches, SitesNotFitted, NoBudgetTable where nothing has trained the gates, TrainingFailed for values that are not
-    finite.
+    batches, mask: as for `calibrate`, read until the busiest site has run on `tokens` real tokens; all of the batches
+    are run once per knob tried. A budget that is set holds on, by the new table; a fixed k stays fixed. Raises
+    DataError without batches, SitesNotFitted, NoBudgetTable where nothing has trained the gates, TrainingFailed for
+    values that are not finite.
     """
     asked = shares_of(model, budgets)
     check_tokens(tokens)
@@ -66,7 +68,7 @@ def recalibrate(
     k_lo = owner.table.points[0].k_lo if owner.table else 0
     held = {acm: acm.run_time() for acm in sites(model).values() if is_held(acm, owner)}
     with torch.inference_mode(False):
-        examples = _enough_of(model, masked(batches), tokens)
+        examples = _enough_of(model, masked(batches, mask), tokens)
         default = () if owner.default_budget is None else (owner.default_budget,)
         wanted = (*asked, *default, *owner.budgets_set)
         with telling("recalibrate", progress) as say:
@@ -89,8 +91,8 @@ def _enough_of(model: nn.Module, batches: Iterable[Example], tokens: int) -> lis
     seen: dict[str, int] = {}
     examples = Examples(batches, held_out=False)
     with undisturbed(model):
-        for inputs, _ in examples.read(lambda: max(seen.values(), default=0) >= tokens):
-            with record(model, macs=False) as usage:
+        for inputs, mask in examples.read(lambda: max(seen.values(), default=0) >= tokens):
+            with batch_context(model, mask=mask), record(model, macs=False) as usage:
                 run(model, inputs)
             for name, k_BS in usage.k.items():
                 seen[name] = seen.get(name, 0) + int((k_BS != PADDING).sum())

@@ -19,6 +19,7 @@ from acm_compiler.codegen.few import few1_kernel, few2_kernel
 from acm_compiler.codegen.gate import GateSpec, gate_constants, gate_kernel, gate_options
 from acm_compiler.codegen.layer1 import layer1_kernel
 from acm_compiler.codegen.layer2 import layer2_kernel
+from acm_compiler.codegen.options import kernel_options
 from acm_compiler.codegen.permute import permute_constants, permute_kernel, permute_options
 from acm_compiler.codegen.spec import KernelSpec
 from acm_compiler.codegen.stages import (
@@ -147,8 +148,8 @@ def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
     count = {"N": spec.learners, "SLOTS": slots, "BLOCK": 64}
     place = {"PER": 4, "SLOTS": slots, "BLOCK": 256, "CHUNK": 64}
     return [
-        Kernel(name="count", function=count_kernel, constants=count, options={"num_warps": 2, "debug": True}),
-        Kernel(name="place", function=place_kernel, constants=place, options={"num_warps": 4}),
+        Kernel(name="count", function=count_kernel, constants=count, options=kernel_options(warps=2) | {"debug": True}),
+        Kernel(name="place", function=place_kernel, constants=place, options=kernel_options(warps=4)),
     ]
 
 

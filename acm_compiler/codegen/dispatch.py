@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acm_compiler.codegen.options import kernel_options
+
 _ONE_PROGRAM = 1024
 _COUNTED = 64  # tokens per row of the histogram
 _PLACED = 256  # tokens per program of the sort
@@ -89,16 +91,18 @@ def sort_by_k(k_T: Tensor, learners: int, histogram: Tensor | None = None) -> Or
     counts = torch.empty(slots, dtype=torch.int32, device=k_T.device)
     if histogram is None and tokens <= _ONE_PROGRAM and slots <= 16:
         block = max(16, triton.next_power_of_2(tokens))
-        sort_kernel[(1,)](perm, counts, k_T, tokens, N=learners, SLOTS=slots, BLOCK=block, num_warps=8)
+        sort_kernel[(1,)](perm, counts, k_T, tokens, N=learners, SLOTS=slots, BLOCK=block, **kernel_options(warps=8))
         return Order(perm=perm, counts=counts)
     blocks = triton.cdiv(tokens, _COUNTED)
     if histogram is None:
         histogram = torch.empty(blocks, slots, dtype=torch.int32, device=k_T.device)
-        count_kernel[(blocks,)](histogram, k_T, tokens, N=learners, SLOTS=slots, BLOCK=_COUNTED, num_warps=2)
+        count_kernel[(blocks,)](
+            histogram, k_T, tokens, N=learners, SLOTS=slots, BLOCK=_COUNTED, **kernel_options(warps=2)
+        )  # fmt: skip
     placed = _PLACED if tokens < _MANY else 4 * _PLACED
     place_kernel[(triton.cdiv(tokens, placed),)](
         perm, counts, k_T, histogram, tokens, blocks,
-        PER=placed // _COUNTED, SLOTS=slots, BLOCK=placed, CHUNK=64, num_warps=4,
+        PER=placed // _COUNTED, SLOTS=slots, BLOCK=placed, CHUNK=64, **kernel_options(warps=4),
     )  # fmt: skip
     return Order(perm=perm, counts=counts)
 

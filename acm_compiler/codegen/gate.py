@@ -13,6 +13,7 @@ from torch import Tensor
 
 from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.activation import INTERPRETED, gelu
+from acm_compiler.codegen.options import kernel_options
 from acm_compiler.codegen.spec import DTYPES
 from acm_compiler.codegen.stages import Machine
 from acm_compiler.plans import PlannedSite
@@ -182,7 +183,7 @@ def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str,
 def gate_options(machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
     """Warps and pipeline stages (see Machine for `fenced`)."""
     unsafe = machine.bulk_copies and not machine.fenced and constants["BM"] >= 64
-    return {"num_warps": 4, "num_stages": 1 if unsafe else 3}
+    return kernel_options(warps=4, stages=1 if unsafe else 3)
 
 
 def run_gate(

@@ -7,6 +7,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from acm_compiler.codegen.options import kernel_options
+
 _ELEMENTS = 4096  # of a program: with them its registers hold whole rows
 _ROWS = 4
 _WIDE = 8192
@@ -57,4 +59,4 @@ def permute_constants(d_in: int, *, in_order: bool, norm: bool) -> dict[str, Any
 
 def permute_options(d_in: int) -> dict[str, int]:
     """Warps: enough to hold a row in registers."""
-    return {"num_warps": 4 if d_in <= _WIDE else 16}
+    return kernel_options(warps=4 if d_in <= _WIDE else 16)

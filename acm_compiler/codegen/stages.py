@@ -10,6 +10,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+from acm_compiler.codegen.options import kernel_options
 from acm_compiler.codegen.spec import KernelSpec
 from acm_compiler.codegen.tiles import Tile
 
@@ -212,4 +213,4 @@ def build_options(spec: KernelSpec, tile: Tile, loads: Loads, machine: Machine) 
     by_pointer = loads.gather or not (loads.a_desc and loads.w_desc)
     by_wgmma = machine.bulk_copies and on_tensor_cores(spec) and tile.m >= _WGMMA_ROWS
     unsafe = by_wgmma and by_pointer and not machine.fenced
-    return {"num_warps": tile.warps, "num_stages": 1 if unsafe else tile.stages}
+    return kernel_options(warps=tile.warps, stages=1 if unsafe else tile.stages)

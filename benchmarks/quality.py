@@ -265,7 +265,7 @@ def table_row(row: dict[str, Any]) -> str:
             text += f" agreement {result['likeness']:.4f}"
         if result.get("foreground"):
             use = result["foreground"]
-            text += f" digit/background {use['ratio']:.2f} (shuffled {use['shuffled']:.3f})"
+            text += f" digit/background {use['ratio']:.2f}, in MACs {use['macs']:.2f} (shuffled {use['shuffled']:.3f})"
         if row.get("dense") is not None and result.get("difference"):
             text += f" loss {-result['difference']['mean']:.4f} (≤ {-result['difference']['low']:.4f})"
         cells.append(text)

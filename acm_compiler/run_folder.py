@@ -11,9 +11,9 @@ from pathlib import Path
 
 from acm_compiler.checkpoint import check_own_folder, holds_model, save_id
 from acm_compiler.errors import RunInterrupted, UsageError
+from acm_compiler.evaluation.results import FILE
 from acm_compiler.progress import Say
 from acm_compiler.recipe import Recipe, decisions, differences, expand_paths, load_recipe
-from acm_compiler.report.evaluation import FILE
 from acm_compiler.training.schedule import refuse_past
 from acm_compiler.training.state import has_state, saved_position
 

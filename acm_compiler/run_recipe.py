@@ -21,7 +21,8 @@ from acm_compiler.conversion import EvaluatedBudget, conversion
 from acm_compiler.data import Batch, BatchStream, left_out, open_dataset
 from acm_compiler.dump import dump
 from acm_compiler.errors import BudgetMissed, DataError, SelectionError, UsageError, did_you_mean
-from acm_compiler.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
+from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
+from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite import rewrite
@@ -30,7 +31,6 @@ from acm_compiler.progress import Say, Teller, duration, telling_parts
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
-from acm_compiler.report.evaluation import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.run_folder import RunOptions, drop_measured, fate, in_words, is_finished, still_to_come, subject_of
 from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files

@@ -34,9 +34,9 @@ from acm_compiler.data.docs_model import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.data.from_scratch import Checkpoint, write_weights
 from acm_compiler.data.shipped_weights import load_shipped
 from acm_compiler.data.train_text_model import Lesson, LikeLengths, texts, train
-from acm_compiler.evaluate import evaluate
+from acm_compiler.evaluation.evaluate import evaluate
+from acm_compiler.evaluation.results import BudgetResult, Interval
 from acm_compiler.recipe.datasets import TextData
-from acm_compiler.report.evaluation import BudgetResult, Interval
 from acm_compiler.tasks import judged_by
 from acm_compiler.tasks.causal_lm import CausalLM
 

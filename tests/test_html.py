@@ -11,11 +11,11 @@ import pytest
 
 from acm_compiler.control import FixedK
 from acm_compiler.conversion import conversion
-from acm_compiler.evaluate import evaluate
-from acm_compiler.report.contents import Report
-from acm_compiler.report.load_maps import find_load_maps
-from acm_compiler.report.markup import Markup, join, tag
-from acm_compiler.report.write import write_report
+from acm_compiler.evaluation.evaluate import evaluate
+from acm_compiler.evaluation.load_maps import find_load_maps
+from acm_compiler.reporting.contents import Report
+from acm_compiler.reporting.markup import Markup, join, tag
+from acm_compiler.reporting.write import write_report
 from tests.pictures import OPEN, TASK, picture_batch, picture_model
 
 EVIL = '<script>alert("x")</script>&$x_1$'

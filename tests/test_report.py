@@ -18,20 +18,21 @@ from acm_compiler.control import FixedK
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import PackageMissing
-from acm_compiler.evaluate import evaluate
+from acm_compiler.evaluation import wording
+from acm_compiler.evaluation.evaluate import evaluate
+from acm_compiler.evaluation.join_evaluations import joined
+from acm_compiler.evaluation.load_maps import find_load_maps, spread
+from acm_compiler.evaluation.results import Evaluation, Interval, load_evaluation
+from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.measure import measure_budgets
 from acm_compiler.plans import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
-from acm_compiler.report import wording
-from acm_compiler.report.contents import Report, headline_budget
-from acm_compiler.report.cost_chart import cost_chart
-from acm_compiler.report.evaluation import Evaluation, Interval, load_evaluation
-from acm_compiler.report.join_evaluations import joined
-from acm_compiler.report.load_maps import find_load_maps, overlay, spread
-from acm_compiler.report.section_sites import shared_start
-from acm_compiler.report.table import evaluation_table
-from acm_compiler.report.theme import LIGHT, key_of_k, load_scale
-from acm_compiler.report.write import write_report
+from acm_compiler.reporting.contents import Report, headline_budget
+from acm_compiler.reporting.cost_chart import cost_chart
+from acm_compiler.reporting.load_pictures import overlay
+from acm_compiler.reporting.section_sites import shared_start
+from acm_compiler.reporting.theme import LIGHT, key_of_k, load_scale
+from acm_compiler.reporting.write import write_report
 from acm_compiler.run_recipe import convert
 from acm_compiler.sources import build
 from tests.pictures import OPEN, TASK, picture_batch, picture_model

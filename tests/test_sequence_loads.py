@@ -11,16 +11,16 @@ from torch import nn
 import acm_compiler as acm
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion
 from acm_compiler.errors import NothingRecorded
-from acm_compiler.evaluate import evaluate
-from acm_compiler.report.clip_chart import clip_chart, envelope, stretches
-from acm_compiler.report.contents import Report
-from acm_compiler.report.figures import as_svg, drawing
-from acm_compiler.report.frames import frame_foreground
-from acm_compiler.report.section_sequences import texts_section
-from acm_compiler.report.sequence_loads import Clip, ClipLoads, Text, TextLoads, find_clip_loads, find_text_loads
-from acm_compiler.report.table import evaluation_table
-from acm_compiler.report.theme import LIGHT
-from acm_compiler.report.write import write_report
+from acm_compiler.evaluation.evaluate import evaluate
+from acm_compiler.evaluation.frames import frame_foreground
+from acm_compiler.evaluation.sequence_loads import Clip, ClipLoads, Text, TextLoads, find_clip_loads, find_text_loads
+from acm_compiler.evaluation.table import evaluation_table
+from acm_compiler.reporting.clip_chart import clip_chart, envelope, stretches
+from acm_compiler.reporting.contents import Report
+from acm_compiler.reporting.figures import as_svg, drawing
+from acm_compiler.reporting.section_sequences import texts_section
+from acm_compiler.reporting.theme import LIGHT
+from acm_compiler.reporting.write import write_report
 
 OPEN = 0.5
 FRAME = 4

@@ -40,7 +40,7 @@ def bench(
     """Check that the compiled model answers as the eager one, then print one row per contender, batch and budget."""
     from acm_compiler.bench.measure_model import as_json, break_even, check_answers, measure_model
     from acm_compiler.cli.saved_run import open_saved_run, read_budgets
-    from acm_compiler.evaluate import reachable
+    from acm_compiler.evaluation.evaluate import reachable
 
     output = Output(json=json)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)

@@ -13,9 +13,9 @@ from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
     from acm_compiler.cli.saved_run import SavedRun
-    from acm_compiler.evaluate import Setting
+    from acm_compiler.evaluation.evaluate import Setting
+    from acm_compiler.evaluation.results import Evaluation
     from acm_compiler.recipe import Recipe
-    from acm_compiler.report.evaluation import Evaluation
 
 CodeOption = Annotated[
     bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
@@ -47,7 +47,7 @@ def evaluate(
 ) -> None:
     """Print the metric and the cost at each budget, and keep them in the folder."""
     from acm_compiler.cli.saved_run import checked_budgets, open_saved_run
-    from acm_compiler.report.table import evaluation_table
+    from acm_compiler.evaluation.table import evaluation_table
 
     output = Output(json=json)
     asked = None if budgets is None else checked_budgets(directory, budgets)
@@ -105,7 +105,7 @@ def measure(
     `batch`: examples per forward; None: the recipe's.
     """
     from acm_compiler.data import BatchStream, left_out
-    from acm_compiler.evaluate import evaluate, every_k, first_examples, reachable, with_progress
+    from acm_compiler.evaluation.evaluate import evaluate, every_k, first_examples, reachable, with_progress
     from acm_compiler.recipe.schema import RunConfig
 
     data = run.data()
@@ -128,8 +128,8 @@ def keep(directory: Path, found: Evaluation, output: Output) -> None:
     """Write `eval.json`: with the budgets that it holds already, if they were measured on the same examples, and not
     at all if those were more. A folder that cannot be written to is no failure, since the result is printed."""
     from acm_compiler.errors import StorageError
-    from acm_compiler.report.evaluation import FILE, load_evaluation, save_evaluation
-    from acm_compiler.report.join_evaluations import joined
+    from acm_compiler.evaluation.join_evaluations import joined
+    from acm_compiler.evaluation.results import FILE, load_evaluation, save_evaluation
 
     try:
         before = load_evaluation(directory)
@@ -154,7 +154,7 @@ def _listed(evaluation: Evaluation) -> str:
 
 def _with_recorded(found: Evaluation, run: SavedRun, output: Output) -> Evaluation:
     """The dense metric of an earlier evaluation, where today the dense model is not to be had."""
-    from acm_compiler.report.evaluation import load_evaluation
+    from acm_compiler.evaluation.results import load_evaluation
 
     output.note(f"the dense model is not compared: {run.no_dense}")
     before = load_evaluation(run.directory)

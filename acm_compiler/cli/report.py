@@ -12,7 +12,7 @@ from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
     from acm_compiler.cli.saved_run import SavedRun
-    from acm_compiler.report.evaluation import Evaluation
+    from acm_compiler.evaluation.results import Evaluation
 
 _LOOKED_AT = 64  # examples among which those for load maps are chosen
 
@@ -30,10 +30,10 @@ def report(
     """Write DIR/report from DIR/eval.json, which is measured first where it is missing."""
     from acm_compiler.cli.saved_run import open_saved_run
     from acm_compiler.conversion import conversion
-    from acm_compiler.report.contents import Report
-    from acm_compiler.report.evaluation import load_evaluation
-    from acm_compiler.report.figures import require_matplotlib
-    from acm_compiler.report.write import write_report
+    from acm_compiler.evaluation.results import load_evaluation
+    from acm_compiler.reporting.contents import Report
+    from acm_compiler.reporting.figures import require_matplotlib
+    from acm_compiler.reporting.write import write_report
 
     require_matplotlib()
     output = Output(json=json)
@@ -69,8 +69,8 @@ def _loads(run: SavedRun, found: Evaluation) -> tuple[dict[str, Any], str]:
     """Load maps of a few of the run's pictures, or loads along clips or texts; the reason where there are none."""
     from acm_compiler.data import BatchStream
     from acm_compiler.errors import AcmError
-    from acm_compiler.report.load_maps import find_load_maps, spread
-    from acm_compiler.report.sequence_loads import find_clip_loads, find_text_loads
+    from acm_compiler.evaluation.load_maps import find_load_maps, spread
+    from acm_compiler.evaluation.sequence_loads import find_clip_loads, find_text_loads
 
     budgets = spread([budget.asked for budget in found.budgets])
     if not budgets:

@@ -61,7 +61,7 @@ def rewrite(
         _dry_run(loaded, options, output)
         return
     from acm_compiler.cli.eval import say_advice
-    from acm_compiler.report.table import evaluation_table
+    from acm_compiler.evaluation.table import evaluation_table
     from acm_compiler.run_recipe import run_recipe
 
     output.progress(f"{loaded.name}: the result goes to {directory}")

@@ -82,7 +82,7 @@ class SavedRun:
             where=str(self.directory),
             expected=None if self.recipe else f"a folder of acmc rewrite, whose recipe names its {section}",
             fix="from Python, with inputs of your own: acm.load(directory), then acm.explain(model, x) or "
-            "acm_compiler.evaluate.evaluate(model, batches, task, budgets=[0.25, 0.5])",
+            "acm_compiler.evaluation.evaluate.evaluate(model, batches, task, budgets=[0.25, 0.5])",
         )
 
 

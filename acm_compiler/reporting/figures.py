@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from acm_compiler.errors import PackageMissing
-from acm_compiler.report.theme import FONT, Theme
+from acm_compiler.reporting.theme import FONT, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,13 +21,13 @@ from acm_compiler.control import FixedK, set_budget, set_k
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import Batch
 from acm_compiler.errors import DataError, NoDenseRegion
+from acm_compiler.evaluation.against_fixed import against_fixed
+from acm_compiler.evaluation.bootstrap import Sample
+from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
+from acm_compiler.evaluation.tally import Tally
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
 from acm_compiler.progress import Progress, Say
-from acm_compiler.report.against_fixed import against_fixed
-from acm_compiler.report.bootstrap import Sample
-from acm_compiler.report.evaluation import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
-from acm_compiler.report.tally import Tally
 from acm_compiler.tasks import Likeness, Metric, Task
 from acm_compiler.usage import record
 

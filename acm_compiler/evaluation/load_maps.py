@@ -5,11 +5,9 @@ Shapes: E examples, H x W pixels, S x S patches.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +17,13 @@ from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import Batch
+from acm_compiler.evaluation.patches import patch_k
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
-from acm_compiler.report.figures import new_figure
-from acm_compiler.report.patches import patch_k
-from acm_compiler.report.theme import Theme, load_scale
 from acm_compiler.tasks import Task
 from acm_compiler.usage import record
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 EXAMPLES, BUDGETS = 6, 4
-_PIXELS = 160
-_INK = 0.7  # how much of an overlay is the picture where that is darkest or brightest
 _STEPS = 20  # the ends of the scale are whole twentieths
 
 
@@ -114,64 +105,3 @@ def _for_eyes(image: Tensor) -> Tensor:
     low, high = image.amin((1, 2, 3), keepdim=True), image.amax((1, 2, 3), keepdim=True)
     scaled = ((image - low) / (high - low).clamp_min(1e-6)).movedim(1, -1)
     return scaled if scaled.shape[-1] == 3 else scaled.mean(-1, keepdim=True).expand(-1, -1, -1, 3)
-
-
-def overlay(maps: LoadMaps, budget: float, example: int) -> Tensor:
-    """One load map under its picture, [H, W, 3] in [0, 1].
-
-    Where the picture is as bright as its median the colour is exactly the scale's; what is brighter is drawn in
-    white on it, what is darker in black.
-    """
-    picture = maps.pictures[example]
-    low, high = maps.scale
-    load = (maps.loads[budget][example] - low) / max(high - low, 1e-6)
-    load = F.interpolate(load[None, None], size=picture.shape[:2])[0, 0]
-    colour = torch.from_numpy(load_scale()(load.numpy())[..., :3]).float()
-    grey = picture.mean(-1, keepdim=True)
-    away = grey - grey.median()
-    return torch.lerp(colour, (away > 0).float(), _INK * away.abs())
-
-
-def is_small(picture: Tensor) -> bool:
-    """Whether a picture [H, W, 3] has so few pixels that they are shown as squares."""
-    return max(picture.shape[:2]) * 2 <= _PIXELS
-
-
-def picture_png(picture: Tensor) -> bytes:
-    """A picture [H, W, 3] in [0, 1] as PNG, small ones enlarged and large ones reduced to about the same size."""
-    from PIL import Image
-
-    made = Image.fromarray((picture * 255).round().to(torch.uint8).numpy())
-    height, width = picture.shape[:2]
-    if max(height, width) > _PIXELS:
-        made.thumbnail((_PIXELS, _PIXELS), Image.Resampling.LANCZOS)
-    else:
-        times = max(1, _PIXELS // max(height, width))
-        made = made.resize((width * times, height * times), Image.Resampling.NEAREST)
-    out = io.BytesIO()
-    made.save(out, format="PNG", optimize=True)
-    return out.getvalue()
-
-
-def load_chart(maps: LoadMaps, theme: Theme) -> Figure:
-    """All load maps beside their pictures, with the colour scale, as one figure."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    rows, columns = len(maps.pictures), 1 + len(maps.loads)
-    figure = new_figure(1.25 * columns + 0.9, 1.25 * rows + 0.4)
-    axes = figure.add_subplot()
-    for column, title in enumerate(["picture", *(f"budget {budget:.2f}" for budget in maps.loads)]):
-        axes.text(column + 0.47, -0.1, title, ha="center", fontsize=9, color=theme.ink)
-    for row in range(rows):
-        pictures = [maps.pictures[row], *(overlay(maps, budget, row) for budget in maps.loads)]
-        for column, picture in enumerate(pictures):
-            extent = (column, column + 0.94, row + 0.94, row)
-            axes.imshow(picture.numpy(), extent=extent, interpolation="nearest")
-    axes.set(xlim=(0, columns), ylim=(rows, -0.3), aspect="equal")
-    axes.set_axis_off()
-    bar = figure.colorbar(ScalarMappable(Normalize(*maps.scale), load_scale()), ax=axes, shrink=0.6, aspect=30)
-    bar.set_label("mean share of learners run (k / N)", color=theme.muted, fontsize=9)
-    bar.ax.tick_params(colors=theme.muted, labelcolor=theme.muted, labelsize=8)
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    return figure

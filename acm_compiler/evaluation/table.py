@@ -5,8 +5,8 @@ from __future__ import annotations
 from tabulate import tabulate
 
 from acm_compiler.data.ledger import told
-from acm_compiler.report import wording
-from acm_compiler.report.evaluation import BudgetResult, Evaluation, Result
+from acm_compiler.evaluation import wording
+from acm_compiler.evaluation.results import BudgetResult, Evaluation, Result
 
 _NEAR = 0.01
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from acm_compiler.data.ledger import told
-from acm_compiler.report import wording
-from acm_compiler.report.bootstrap import DRAWS
-from acm_compiler.report.contents import Report
-from acm_compiler.report.evaluation import DenseFrom, Evaluation
-from acm_compiler.report.markup import Markup, tag
+from acm_compiler.evaluation import wording
+from acm_compiler.evaluation.bootstrap import DRAWS
+from acm_compiler.evaluation.results import DenseFrom, Evaluation
+from acm_compiler.reporting.contents import Report
+from acm_compiler.reporting.markup import Markup, tag
 
 _DENSE: dict[DenseFrom | None, str] = {
     "original": "The model before conversion, run on the same examples.",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from acm_compiler.report.contents import Report
-from acm_compiler.report.markup import Markup, tag
-from acm_compiler.report.section_foreground import foreground_part
-from acm_compiler.report.sequence_loads import Text, TextLoads
-from acm_compiler.report.theme import load_scale
+from acm_compiler.evaluation.sequence_loads import Text, TextLoads
+from acm_compiler.reporting.contents import Report
+from acm_compiler.reporting.markup import Markup, tag
+from acm_compiler.reporting.section_foreground import foreground_part
+from acm_compiler.reporting.theme import load_scale
 
 _STOPS = 9
 _HEADING = "Where the learners run"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from acm_compiler.evaluation import wording
+from acm_compiler.evaluation.load_maps import LoadMaps
+from acm_compiler.evaluation.results import BudgetResult, Evaluation
+from acm_compiler.evaluation.sequence_loads import ClipLoads, TextLoads
 from acm_compiler.plans import Plan
-from acm_compiler.report import wording
-from acm_compiler.report.evaluation import BudgetResult, Evaluation
-from acm_compiler.report.load_maps import LoadMaps
-from acm_compiler.report.sequence_loads import ClipLoads, TextLoads
 
 CLOSE = 0.03
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from acm_compiler.report import wording
-from acm_compiler.report.contents import Report
-from acm_compiler.report.evaluation import Evaluation, Places
-from acm_compiler.report.markup import Child, Markup, table, tag
+from acm_compiler.evaluation import wording
+from acm_compiler.evaluation.results import Evaluation, Places
+from acm_compiler.reporting.contents import Report
+from acm_compiler.reporting.markup import Child, Markup, table, tag
 
 # of a place: what it is part of, what it shows, and what else there is
 _WORDS: dict[Places, tuple[str, str, str]] = {

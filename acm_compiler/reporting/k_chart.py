@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from acm_compiler.report.evaluation import Evaluation, SiteUse
-from acm_compiler.report.figures import dress, new_figure
-from acm_compiler.report.theme import Theme, colours_of_k, key_of_k
+from acm_compiler.evaluation.results import Evaluation, SiteUse
+from acm_compiler.reporting.figures import dress, new_figure
+from acm_compiler.reporting.theme import Theme, colours_of_k, key_of_k
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from acm_compiler.report.contents import Report
-from acm_compiler.report.load_maps import LoadMaps, is_small, overlay, picture_png
-from acm_compiler.report.markup import Markup, image, tag
-from acm_compiler.report.section_foreground import foreground_part
-from acm_compiler.report.theme import load_scale
+from acm_compiler.evaluation.load_maps import LoadMaps
+from acm_compiler.reporting.contents import Report
+from acm_compiler.reporting.load_pictures import is_small, overlay, picture_png
+from acm_compiler.reporting.markup import Markup, image, tag
+from acm_compiler.reporting.section_foreground import foreground_part
+from acm_compiler.reporting.theme import load_scale
 
 _STOPS = 9
 

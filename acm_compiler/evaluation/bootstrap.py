@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acm_compiler.report.evaluation import Interval
+from acm_compiler.evaluation.results import Interval
 from acm_compiler.tasks.metric import Metric
 
 DRAWS = 2000

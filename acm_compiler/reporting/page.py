@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from acm_compiler.report import wording
-from acm_compiler.report.contents import Report, headline_budget, is_close
-from acm_compiler.report.evaluation import BudgetResult, Evaluation, MetricResult, Result
-from acm_compiler.report.markup import Child, Markup, table, tag
-from acm_compiler.report.section_maps import maps_section
-from acm_compiler.report.section_method import method_section
-from acm_compiler.report.section_sequences import clips_section, texts_section
-from acm_compiler.report.section_sites import sites_section
-from acm_compiler.report.style import style_sheet
+from acm_compiler.evaluation import wording
+from acm_compiler.evaluation.results import BudgetResult, Evaluation, MetricResult, Result
+from acm_compiler.reporting.contents import Report, headline_budget, is_close
+from acm_compiler.reporting.markup import Child, Markup, table, tag
+from acm_compiler.reporting.section_maps import maps_section
+from acm_compiler.reporting.section_method import method_section
+from acm_compiler.reporting.section_sequences import clips_section, texts_section
+from acm_compiler.reporting.section_sites import sites_section
+from acm_compiler.reporting.style import style_sheet
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 

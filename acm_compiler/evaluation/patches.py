@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.evaluation.ordered_tokens import ordered_tokens
 from acm_compiler.plans import Plan
-from acm_compiler.report.ordered_tokens import ordered_tokens
 
 _MOST_EXTRA = 8
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from acm_compiler.cost_table import unit_of
-from acm_compiler.report.evaluation import Interval
+from acm_compiler.evaluation.results import Interval
 
 CONTROL = "against every token running the same k at the same share; between two k, each on a part of the examples"
 

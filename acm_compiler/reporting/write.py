@@ -6,18 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from acm_compiler.report import wording
-from acm_compiler.report.clip_chart import clip_chart
-from acm_compiler.report.contents import Report
-from acm_compiler.report.cost_chart import cost_chart
-from acm_compiler.report.evaluation import Evaluation, write_whole
-from acm_compiler.report.figures import as_png, as_svg, drawing, require_matplotlib, settle
-from acm_compiler.report.k_chart import k_chart
-from acm_compiler.report.load_maps import load_chart
-from acm_compiler.report.markup import Markup, data_uri, image, tag
-from acm_compiler.report.page import page
-from acm_compiler.report.sequence_loads import ClipLoads
-from acm_compiler.report.theme import DARK, LIGHT
+from acm_compiler.evaluation import wording
+from acm_compiler.evaluation.results import Evaluation, write_whole
+from acm_compiler.evaluation.sequence_loads import ClipLoads
+from acm_compiler.reporting.clip_chart import clip_chart
+from acm_compiler.reporting.contents import Report
+from acm_compiler.reporting.cost_chart import cost_chart
+from acm_compiler.reporting.figures import as_png, as_svg, drawing, require_matplotlib, settle
+from acm_compiler.reporting.k_chart import k_chart
+from acm_compiler.reporting.load_pictures import load_chart
+from acm_compiler.reporting.markup import Markup, data_uri, image, tag
+from acm_compiler.reporting.page import page
+from acm_compiler.reporting.theme import DARK, LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

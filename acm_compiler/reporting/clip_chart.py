@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from acm_compiler.report.figures import dress, new_figure
-from acm_compiler.report.sequence_loads import Clip, ClipLoads
-from acm_compiler.report.theme import Theme, load_scale
+from acm_compiler.evaluation.sequence_loads import Clip, ClipLoads
+from acm_compiler.reporting.figures import dress, new_figure
+from acm_compiler.reporting.theme import Theme, load_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from acm_compiler.report.evaluation import Evaluation, MetricResult
+from acm_compiler.evaluation.results import Evaluation, MetricResult
 
 _SAME_DENSE = 1e-3  # other batch sizes round otherwise, and an answer in a thousand may tip over
 _SAME_MACS = 1e-2  # and what is done for padding cannot be told to the last MAC

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from acm_compiler.report import wording
-from acm_compiler.report.evaluation import BudgetResult, Evaluation, FixedResult, Result
-from acm_compiler.report.figures import dress, dress_top, new_figure
-from acm_compiler.report.theme import Theme
+from acm_compiler.evaluation import wording
+from acm_compiler.evaluation.results import BudgetResult, Evaluation, FixedResult, Result
+from acm_compiler.reporting.figures import dress, dress_top, new_figure
+from acm_compiler.reporting.theme import Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.evaluation.ordered_tokens import ordered_tokens
 from acm_compiler.plans import Plan
-from acm_compiler.report.ordered_tokens import ordered_tokens
 from acm_compiler.usage import PADDING
 
 

@@ -138,7 +138,9 @@ onload = () => {
   const inside = e => e.closest(".scroll") !== null;
   const wide = [...page.body.querySelectorAll("*")].filter(
     e => !inside(e) && e.getBoundingClientRect().right > WIDTH + .5).map(e => e.tagName);
-  document.title = JSON.stringify({images, wide, scroll: root.scrollWidth, text: page.body.innerText.length});
+  const cut = [...page.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth)
+    .map(e => e.ariaLabel);
+  document.title = JSON.stringify({cut, images, wide, scroll: root.scrollWidth, text: page.body.innerText.length});
 };
 </script>"""
 
@@ -160,6 +162,7 @@ def test_a_browser_shows_every_picture_and_needs_no_sideways_scrolling(written, 
     assert len(seen["images"]) == 1 + 6 * 3 and all(pixels > 0 for pixels in seen["images"])
     assert seen["scroll"] <= width and seen["wide"] == []
     assert seen["text"] > 1000
+    assert width < 1280 or seen["cut"] == [], "tables that need a scrollbar where the margins have room"
     assert "CONSOLE" not in done.stderr
 
 

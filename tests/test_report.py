@@ -1,12 +1,14 @@
 """From a saved run to its table, its charts and its page; and the parts of a report by themselves."""
 
 import dataclasses
+import io
 import json
 import shutil
 import sys
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from acm_compiler.budgets import parse_budget
@@ -29,7 +31,8 @@ from acm_compiler.plans import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
 from acm_compiler.reporting.contents import Report, headline_budget
 from acm_compiler.reporting.cost_chart import cost_chart
-from acm_compiler.reporting.load_pictures import overlay
+from acm_compiler.reporting.k_chart import k_chart
+from acm_compiler.reporting.load_pictures import load_colours, picture_png
 from acm_compiler.reporting.section_sites import shared_start
 from acm_compiler.reporting.theme import LIGHT, key_of_k, load_scale
 from acm_compiler.reporting.write import write_report
@@ -307,12 +310,21 @@ def test_models_without_pictures_have_no_load_maps():
     assert find_load_maps(model, picture_batch(4) | {"image": torch.zeros(4, 1, 12, 13)}, TASK, [OPEN]) is None
 
 
-def test_an_overlay_shows_the_scale_s_colour_where_the_picture_is_of_median_brightness():
-    maps = find_load_maps(picture_model(), picture_batch(9), TASK, [OPEN])
-    shown = overlay(maps, OPEN, 0)
-    low, high = torch.tensor(load_scale()(0.0)[:3]).float(), torch.tensor(load_scale()(1.0)[:3]).float()
-    assert torch.allclose(shown[-1, -1], low, atol=1e-6)
-    assert torch.allclose(shown[0, 0], high + 0.7 * (1 - high), atol=1e-2), "drawn in white on it"
+def test_a_load_map_shows_loads_and_nothing_of_the_picture():
+    batch = picture_batch(9)
+    batch["image"] += 0.2 * torch.rand(batch["image"].shape)  # as bright as pictures are, here and there
+    model = picture_model()
+    maps = find_load_maps(model, batch, TASK, [OPEN])
+    colours = load_colours(maps, OPEN, 0).flatten(0, 1)
+    low, high = (torch.tensor(load_scale()(end)[:3]).float() for end in (0.0, 1.0))
+    assert torch.equal(colours[0], high) and all(torch.equal(colour, low) for colour in colours[1:])
+    # gates that give every token the same k: one colour, whatever the picture shows
+    for acm in model.acms:
+        torch.nn.init.zeros_(acm.gate.outer.weight)
+    uniform = find_load_maps(model, batch, TASK, [OPEN])
+    assert uniform.loads[OPEN].unique().tolist() == [0.25] and uniform.scale[0] < uniform.scale[1]
+    with Image.open(io.BytesIO(picture_png(load_colours(uniform, OPEN, 0)))) as shown:
+        assert len(shown.getcolors()) == 1
 
 
 @pytest.mark.parametrize(
@@ -325,6 +337,31 @@ def test_an_overlay_shows_the_scale_s_colour_where_the_picture_is_of_median_brig
 )
 def test_load_maps_are_shown_at_a_few_budgets_below_one(budgets, shown):
     assert spread(budgets) == shown
+
+
+def test_load_maps_show_the_budget_that_the_model_is_set_to():
+    measured = [0.1, 0.25, 0.4, 0.6, 0.75, 1.0]
+    assert spread(measured, own=0.4) == [0.1, 0.4, 0.6, 0.75]
+    assert spread(measured, own=0.25) == [0.1, 0.25, 0.6, 0.75]
+    assert spread(measured, own=0.33) == spread(measured, own=None) == spread(measured, own=1.0)
+
+
+def test_no_two_budgets_have_one_name(found):
+    assert wording.budget_names([0.25, 0.5, 1.0]) == {0.25: "0.25", 0.5: "0.50", 1.0: "1.00"}
+    near = tuple(dataclasses.replace(found.budgets[0], asked=asked) for asked in (0.251, 0.254, 0.6))
+    close = dataclasses.replace(found, budgets=near)
+    assert list(close.names.values()) == ["0.251", "0.254", "0.600"]
+    titles = [axes.get_title() for axes in k_chart(close, LIGHT).axes]
+    assert titles == ["budget 0.251", "budget 0.254", "budget 0.600"]
+    assert [line.split()[0] for line in evaluation_table(close).splitlines()[2:5]] == ["0.251", "0.254", "0.600"]
+
+
+def test_a_budget_that_is_asked_for_twice_is_measured_once():
+    model = picture_model()
+    plan = conversion(model).plan
+    percent = f"{100 * plan.cost.macs(0.7) / plan.model.dense_macs:.9f}%"
+    measured = evaluate(model, [picture_batch(4)], TASK, budgets=[0.7, percent, 0.7, FixedK(1), FixedK(1)])
+    assert [row.asked for row in measured.budgets] == [0.7] and len(measured.fixed) == 1
 
 
 @pytest.mark.parametrize(
@@ -391,6 +428,7 @@ def test_numbers_are_written_for_people():
     assert wording.percent(0.7136) == "71.4 %"
     assert wording.score(0.9117, "accuracy") == "91.2 %" and wording.score(-1.23456, "log_likelihood") == "-1.235"
     assert wording.score(None, "accuracy") == "-"
+    assert wording.macs_of(0.797e6, 1.4e6) == "0.797 MMACs, dense 1.4 MMACs"
     assert wording.difference(Interval(mean=-0.008, low=-0.013, high=-0.003), "accuracy") == "−0.8 ± 0.5"
     assert wording.macs_spread(11.02e9, 9.8e9, 12.1e9) == "11.02 GMACs [9.80, 12.10]"
     assert wording.ratio(0.99948, 0.00032) == "0.9995 ± 0.0003"

@@ -15,6 +15,7 @@ from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.frames import frame_foreground
 from acm_compiler.evaluation.sequence_loads import Clip, ClipLoads, Text, TextLoads, find_clip_loads, find_text_loads
 from acm_compiler.evaluation.table import evaluation_table
+from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.reporting.clip_chart import clip_chart, envelope, stretches
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.figures import as_svg, drawing
@@ -172,7 +173,7 @@ def test_the_page_shades_tokens_and_escapes_them(tmp_path):
 
 def test_parts_of_a_word_stand_together_where_words_are_told():
     text = Text(pieces=("<s>", "A", " wo", "rd", "\n"), loads={0.5: torch.linspace(0, 1, 5)})
-    without = SimpleNamespace(evaluation=SimpleNamespace(budgets=()))
+    without = SimpleNamespace(evaluation=SimpleNamespace(budgets=(), names={0.5: "0.50"}))
     section = texts_section(without, TextLoads(texts=(text,)))
     assert section.count('class="load words"') == 1
     assert re.findall(r'( ?)<span style="[^"]*" title="0.\d\d">([^<]*)<', section) == [
@@ -206,7 +207,7 @@ def test_the_chart_of_long_clips_is_a_small_file(seconds):
     samples, loads = torch.randn(seconds * 16_000), {budget: torch.rand(50 * seconds) for budget in (0.25, 0.4, 0.75)}
     clip = Clip(samples=samples, foreground=samples.abs() > 0.5, loads=loads)
     with drawing():
-        svg = as_svg(clip_chart(ClipLoads(clips=(clip,), rate=16_000), LIGHT))
+        svg = as_svg(clip_chart(ClipLoads(clips=(clip,), rate=16_000), LIGHT, budget_names(loads)))
     assert 10_000 < len(svg) < 120_000
 
 

@@ -67,12 +67,13 @@ def report(
 
 def _loads(run: SavedRun, found: Evaluation) -> tuple[dict[str, Any], str]:
     """Load maps of a few of the run's pictures, or loads along clips or texts; the reason where there are none."""
+    from acm_compiler.conversion import conversion
     from acm_compiler.data import BatchStream
     from acm_compiler.errors import AcmError
     from acm_compiler.evaluation.load_maps import find_load_maps, spread
     from acm_compiler.evaluation.sequence_loads import find_clip_loads, find_text_loads
 
-    budgets = spread([budget.asked for budget in found.budgets])
+    budgets = spread([budget.asked for budget in found.budgets], own=conversion(run.model).default_budget)
     if not budgets:
         return {}, "no budget below 1 was measured"
     try:

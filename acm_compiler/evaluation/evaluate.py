@@ -27,11 +27,13 @@ from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation,
 from acm_compiler.evaluation.tally import Tally
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
+from acm_compiler.plans import Plan
 from acm_compiler.progress import Progress, Say
 from acm_compiler.tasks import Likeness, Metric, Task
 from acm_compiler.usage import record
 
 Setting = float | str | FixedK
+_SAME_BUDGET = 6  # decimals
 _VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
 
 
@@ -58,6 +60,7 @@ def evaluate(
     with undisturbed(model), _evaluating(dense):
         # a budget that cannot be set is refused before any data is read
         plan = conversion(model).plan
+        budgets = _distinct(budgets, plan)
         tallies = [(setting, _apply(model, setting), Tally(plan, seed=i)) for i, setting in enumerate(budgets)]
         for batch in batches:
             on_device = runs.take(batch)
@@ -120,6 +123,15 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _distinct(settings: Sequence[Setting], plan: Plan) -> list[Setting]:
+    """The settings without those that ask again for what an earlier one asks for, be it in another unit."""
+    known: dict[object, Setting] = {}
+    for setting in settings:
+        same = setting if isinstance(setting, FixedK) else round(parse_budget(setting, plan), _SAME_BUDGET)
+        known.setdefault(same, setting)
+    return list(known.values())
 
 
 class _Runs:

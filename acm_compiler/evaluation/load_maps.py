@@ -45,7 +45,10 @@ class LoadMaps:
         low = min(float(load.min()) for load in self.loads.values())
         high = max(float(load.max()) for load in self.loads.values())
         # a hair of tolerance, or 0.25 / 0.05 would round down to 4 steps
-        return math.floor(low * _STEPS + 1e-6) / _STEPS, math.ceil(high * _STEPS - 1e-6) / _STEPS
+        first, last = math.floor(low * _STEPS + 1e-6), math.ceil(high * _STEPS - 1e-6)
+        if first == last:  # one load everywhere: a scale needs two ends
+            first, last = max(first - 1, 0), min(last + 1, _STEPS)
+        return first / _STEPS, last / _STEPS
 
 
 def find_load_maps(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float]) -> LoadMaps | None:
@@ -74,12 +77,15 @@ def find_load_maps(model: nn.Module, batch: Batch, task: Task, budgets: Sequence
     return LoadMaps(pictures=_for_eyes(image[rows]), loads=loads, sites=found, of_sites=len(sites(model)))
 
 
-def spread(budgets: Sequence[float], count: int = BUDGETS) -> list[float]:
-    """At most `count` of the budgets below 1, evenly chosen, both ends included."""
+def spread(budgets: Sequence[float], own: float | None = None, count: int = BUDGETS) -> list[float]:
+    """At most `count` of the budgets below 1, evenly chosen: both ends, and `own`, the one that the model is set to."""
     below = sorted({budget for budget in budgets if budget < 1})
     if len(below) <= count:
         return below
-    return [below[round(i * (len(below) - 1) / (count - 1))] for i in range(count)]
+    chosen = [below[round(i * (len(below) - 1) / (count - 1))] for i in range(count)]
+    if own in below and own not in chosen:
+        chosen[min(range(1, count - 1), key=lambda i: abs(chosen[i] - own))] = own
+    return chosen
 
 
 def _different(batch: Batch) -> list[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from acm_compiler.errors import StorageError
+from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.recipe.wrong_values import wrong_values
 
 SCHEMA = 1
@@ -149,6 +150,11 @@ class Evaluation:
     left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     subject: str | None = None
+
+    @property
+    def names(self) -> dict[float, str]:
+        """What each budget is called, by the share asked for; no two alike."""
+        return budget_names(budget.asked for budget in self.budgets)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; SURFACE 2 names the main keys."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tabulate import tabulate
 
 from acm_compiler.data.ledger import told
@@ -14,7 +16,7 @@ _NEAR = 0.01
 def evaluation_table(found: Evaluation) -> str:
     """Budgets, then fixed k, then the dense model, with what was measured and on how many examples."""
     name = found.metric.name
-    rows = [[_asked(b), f"{b.reached:.3f}", *_row(b, name)] for b in found.budgets]
+    rows = [[_asked(b, found.names), f"{b.reached:.3f}", *_row(b, name)] for b in found.budgets]
     rows += [[f"k = {f.k}", f"{f.reached:.3f}", *_row(f, name)] for f in found.fixed]
     dense = [wording.percent(1.0), wording.macs(found.dense_macs), wording.score(found.metric.dense, name)]
     rows.append(["dense", "", *dense, ""])
@@ -35,13 +37,14 @@ def evaluation_table(found: Evaluation) -> str:
         shown = [wording.likeness(result.likeness) for result in (*found.budgets, *found.fixed)]
         rows = [[*row, cell] for row, cell in zip(rows, [*shown, ""], strict=True)]
     table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",) * len(headers))
-    notes = [_basis(found), *_left_out(found), *_control(found), *_foreground(found), *_missed(found.budgets)]
+    notes = [_basis(found), *_left_out(found), *_control(found), *_foreground(found), *_missed(found)]
     return "\n".join([table, *notes])
 
 
-def _asked(budget: BudgetResult) -> str:
+def _asked(budget: BudgetResult, names: Mapping[float, str]) -> str:
     """The share asked for, after what was asked where that was no share."""
-    return f"{budget.asked:.2f}" if budget.asked_as is None else f"{budget.asked_as} = {budget.asked:.2f}"
+    share = names[budget.asked]
+    return share if budget.asked_as is None else f"{budget.asked_as} = {share}"
 
 
 def _row(result: Result, metric: str) -> list[str]:
@@ -78,17 +81,20 @@ def _foreground(found: Evaluation) -> list[str]:
             control = wording.ratio(use.shuffled, use.shuffled_error)
             what = "mean k on the foreground over mean k on the background"
             macs = "" if use.macs is None else f", in MACs {use.macs:.3f}"
-            lines.append(f"budget {budget.asked:.2f}: {what} {ratio}{macs}; k shuffled over {use.of} {control}")
+            lines.append(
+                f"budget {found.names[budget.asked]}: {what} {ratio}{macs}; k shuffled over {use.of} {control}"
+            )
     return lines
 
 
-def _missed(budgets: tuple[BudgetResult, ...]) -> list[str]:
+def _missed(found: Evaluation) -> list[str]:
     lines = []
-    for b in budgets:
+    for b in found.budgets:
         expected = b.asked if b.expected is None else b.expected
         if b.asked - expected > _NEAR:
             lines.append(
-                f"budget {b.asked:.2f}: no knob of these gates leads there; the next below it spends {expected:.3f}"
+                f"budget {found.names[b.asked]}: no knob of these gates leads there; "
+                f"the next below it spends {expected:.3f}"
             )
         if abs(b.reached - expected) > _NEAR:
             missed = f"{expected:.2f} was missed by {b.reached - expected:+.3f}"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from acm_compiler.cost_table import unit_of
-from acm_compiler.evaluation.results import Interval
+
+if TYPE_CHECKING:
+    from acm_compiler.evaluation.results import Interval
 
 CONTROL = "against every token running the same k at the same share; between two k, each on a part of the examples"
 
@@ -56,9 +61,9 @@ def macs(value: float) -> str:
 
 
 def macs_of(value: float, whole: float) -> str:
-    """A part of the dense model's MACs, in one unit: 4.39 of the dense model's 8.36 MMACs."""
+    """What was spent, and the dense model's MACs, in one unit: 4.39 MMACs, dense 8.36 MMACs."""
     unit, scale = unit_of(whole)
-    return f"{value / scale:.3g} of the dense model's {whole / scale:.3g} {unit}"
+    return f"{value / scale:.3g} {unit}, dense {whole / scale:.3g} {unit}"
 
 
 def macs_spread(mean: float, low: float, high: float) -> str:
@@ -71,6 +76,16 @@ def ratio(value: float, error: float) -> str:
     """A ratio and its standard error: 1.523 ± 0.016."""
     digits = 3 if error == 0 or error >= 1e-3 else 4
     return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def budget_names(budgets: Iterable[float]) -> dict[float, str]:
+    """What each budget is called beside the others: 0.25, with as many decimals as tell all of them apart."""
+    asked = list(dict.fromkeys(budgets))
+    for digits in range(2, 7):
+        names = {budget: f"{budget:.{digits}f}" for budget in asked}
+        if len(set(names.values())) == len(names):
+            break
+    return names
 
 
 def count(number: int, noun: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +20,12 @@ _WIDTH, _ROW = 7.2, 1.5
 _COLUMNS = 600  # about one per pixel: more would only make the file larger
 
 
-def clip_chart(loads: ClipLoads, theme: Theme) -> Figure:
-    """One row per clip: the waveform in grey, what is speech shaded, and one line per budget."""
+def clip_chart(loads: ClipLoads, theme: Theme, names: Mapping[float, str]) -> Figure:
+    """One row per clip: the waveform in grey, what is speech shaded, and one line per budget, named by `names`."""
     figure = new_figure(_WIDTH, 0.6 + _ROW * len(loads.clips))
     rows = figure.subplots(len(loads.clips), 1, squeeze=False)[:, 0]
     for axes, clip in zip(rows, loads.clips, strict=True):
-        _draw(axes, clip, loads.rate, theme)
+        _draw(axes, clip, loads.rate, theme, names)
     rows[-1].set_xlabel("seconds" if loads.rate else "samples")
     handles, labels = rows[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, labelcolor=theme.ink, fontsize=9)
@@ -32,7 +33,7 @@ def clip_chart(loads: ClipLoads, theme: Theme) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, clip: Clip, rate: int | None, theme: Theme) -> None:
+def _draw(axes: Axes, clip: Clip, rate: int | None, theme: Theme, names: Mapping[float, str]) -> None:
     dress(axes, theme)
     end = len(clip.samples) / (rate or 1)
     places, low, high = envelope(clip.samples)
@@ -44,7 +45,7 @@ def _draw(axes: Axes, clip: Clip, rate: int | None, theme: Theme) -> None:
     for i, budget in enumerate(budgets):
         load = np.array([column.mean() for column in _columns(clip.loads[budget].numpy())])
         colour = load_scale()(0.15 + 0.7 * i / max(1, len(budgets) - 1))
-        axes.step(_middles(load) * end, load, where="mid", color=colour, linewidth=1.3, label=f"budget {budget:.2f}")
+        axes.step(_middles(load) * end, load, where="mid", color=colour, linewidth=1.3, label=f"budget {names[budget]}")
     axes.set(xlim=(0, end), ylim=(0, 1.02))
 
 

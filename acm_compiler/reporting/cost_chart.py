@@ -36,22 +36,22 @@ def cost_chart(found: Evaluation, theme: Theme, *, narrow: bool = False) -> Figu
     axes.xaxis.set_major_formatter(lambda x, _: wording.percent(x, 0))
     if wording.is_share(found.metric.name):
         axes.yaxis.set_major_formatter(lambda y, _: wording.percent(y, 0 if high - low > 0.04 else 1))
-    _mark_budgets(axes, found.budgets, theme, narrow=narrow)
+    _mark_budgets(axes, found, theme, narrow=narrow)
     _name_hidden(axes, found, theme, narrow=narrow)
     figure.legend(loc="outside upper left", ncols=1 if narrow else 3, frameon=False, labelcolor=theme.ink, fontsize=9)
     return figure
 
 
-def _mark_budgets(axes: Axes, budgets: Sequence[BudgetResult], theme: Theme, *, narrow: bool) -> None:
+def _mark_budgets(axes: Axes, found: Evaluation, theme: Theme, *, narrow: bool) -> None:
     """The budgets asked for, on an axis of their own above the plot; those too close to the last are left out."""
     left, right = axes.get_xlim()
     room = (0.11 if narrow else 0.06) * (right - left)
     shown: list[BudgetResult] = []
-    for budget in sorted(budgets, key=lambda b: b.model_share):
+    for budget in sorted(found.budgets, key=lambda b: b.model_share):
         if not shown or budget.model_share - shown[-1].model_share >= room:
             shown.append(budget)
-    top = axes.secondary_xaxis("top")
-    top.set_xticks([b.model_share for b in shown], [f"{b.asked:.2f}" for b in shown])
+    top, names = axes.secondary_xaxis("top"), found.names
+    top.set_xticks([b.model_share for b in shown], [names[b.asked] for b in shown])
     top.set_xlabel("budget" if narrow else "budget (share of the learners' MACs)", fontsize=9, labelpad=5)
     dress_top(top, theme)
     for budget in shown:

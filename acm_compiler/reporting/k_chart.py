@@ -25,7 +25,7 @@ def k_chart(found: Evaluation, theme: Theme) -> Figure:
         dress(axes, theme)
         for row, site in enumerate(budget.per_site):
             _bar(axes, row, site)
-        axes.set_title(f"budget {budget.asked:.2f}", fontsize=9, color=theme.ink)
+        axes.set_title(f"budget {found.names[budget.asked]}", fontsize=9, color=theme.ink)
         axes.set_xlim(0, 1)
         axes.set_xticks([0, 0.5, 1], ["0", "50", "100 %"], fontsize=8)
         axes.spines[["left", "bottom"]].set_visible(False)

@@ -1,15 +1,15 @@
-"""Load maps as pictures: patches in the colours of their loads, beside what they show.
+"""Load maps as pictures, beside the pictures they are of: one colour per patch, which its load alone decides.
 
-Shapes: H x W pixels.
+Shapes: H x W pixels, S x S patches.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.evaluation.load_maps import LoadMaps
@@ -20,23 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PIXELS = 160
-_INK = 0.7  # how much of an overlay is the picture where that is darkest or brightest
 
 
-def overlay(maps: LoadMaps, budget: float, example: int) -> Tensor:
-    """One load map under its picture, [H, W, 3] in [0, 1].
-
-    Where the picture is as bright as its median the colour is exactly the scale's; what is brighter is drawn in
-    white on it, what is darker in black.
-    """
-    picture = maps.pictures[example]
+def load_colours(maps: LoadMaps, budget: float, example: int) -> Tensor:
+    """One load map [S, S, 3] in [0, 1]: every patch in the scale's colour of its load."""
     low, high = maps.scale
-    load = (maps.loads[budget][example] - low) / max(high - low, 1e-6)
-    load = F.interpolate(load[None, None], size=picture.shape[:2])[0, 0]
-    colour = torch.from_numpy(load_scale()(load.numpy())[..., :3]).float()
-    grey = picture.mean(-1, keepdim=True)
-    away = grey - grey.median()
-    return torch.lerp(colour, (away > 0).float(), _INK * away.abs())
+    load = (maps.loads[budget][example] - low) / (high - low)
+    return torch.from_numpy(load_scale()(load.numpy())[..., :3]).float()
 
 
 def is_small(picture: Tensor) -> bool:
@@ -60,18 +50,18 @@ def picture_png(picture: Tensor) -> bytes:
     return out.getvalue()
 
 
-def load_chart(maps: LoadMaps, theme: Theme) -> Figure:
-    """All load maps beside their pictures, with the colour scale, as one figure."""
+def load_chart(maps: LoadMaps, theme: Theme, names: Mapping[float, str]) -> Figure:
+    """All load maps beside their pictures, with the colour scale, as one figure; `names` of the budgets."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     rows, columns = len(maps.pictures), 1 + len(maps.loads)
     figure = new_figure(1.25 * columns + 0.9, 1.25 * rows + 0.4)
     axes = figure.add_subplot()
-    for column, title in enumerate(["picture", *(f"budget {budget:.2f}" for budget in maps.loads)]):
+    for column, title in enumerate(["picture", *(f"budget {names[budget]}" for budget in maps.loads)]):
         axes.text(column + 0.47, -0.1, title, ha="center", fontsize=9, color=theme.ink)
     for row in range(rows):
-        pictures = [maps.pictures[row], *(overlay(maps, budget, row) for budget in maps.loads)]
+        pictures = [maps.pictures[row], *(load_colours(maps, budget, row) for budget in maps.loads)]
         for column, picture in enumerate(pictures):
             extent = (column, column + 0.94, row + 0.94, row)
             axes.imshow(picture.numpy(), extent=extent, interpolation="nearest")

@@ -58,7 +58,8 @@ def _header(report: Report) -> Markup:
 
 def _headline(found: Evaluation, best: BudgetResult) -> str:
     name, dense = found.metric.name, found.metric.dense
-    start = f"At budget {best.asked:.2f} the model spends {wording.percent(best.model_share)} of the dense model's MACs"
+    asked, cost = found.names[best.asked], wording.percent(best.model_share)
+    start = f"At budget {asked} the model spends {cost} of the dense model's MACs"
     reached = f"and reaches {wording.score(best.metric, name)} {name}"
     if dense is None:
         return f"{start} {reached}. The dense model was not at hand to compare with."
@@ -74,7 +75,7 @@ def _facts(found: Evaluation, best: BudgetResult) -> Markup:
     name = found.metric.name
     spread = f"{wording.macs_of(best.macs_mean, found.dense_macs)} per example"
     facts = [
-        ("Budget asked", f"{best.asked:.2f}", f"reached {best.reached:.3f} of the learners' MACs"),
+        ("Budget asked", found.names[best.asked], f"reached {best.reached:.3f} of the learners' MACs"),
         ("Cost, modelled", wording.percent(best.model_share), spread),
         (f"{name.capitalize()}, measured", wording.score(best.metric, name), wording.count(found.n, "example")),
     ]
@@ -123,13 +124,15 @@ def _budget_table(found: Evaluation) -> Markup:
     cost = ["share of dense MACs", "MACs per example [p5, p95]"]
     headers = ["budget", "reached", name, to_dense, *control, *alike, *cost]
     gates: list[list[Child]] = [
-        [f"{b.asked:.2f}", *_cells(b, found.metric, [wording.difference(b.over_fixed, name)] * len(control))]
+        [found.names[b.asked], *_cells(b, found.metric, [wording.difference(b.over_fixed, name)] * len(control))]
         for b in found.budgets
     ]
     fixed: list[list[Child]] = [[f"every k = {f.k}", *_cells(f, found.metric, [""])] for f in found.fixed]
     between = [""] * (1 + len(control) + len(alike))
     dense = ["dense", "", wording.score(found.metric.dense, name), *between, wording.percent(1.0)]
-    return table(headers, gates, fixed, [[*dense, wording.macs(found.dense_macs)]], label=f"{name} and cost")
+    return table(
+        headers, gates, fixed, [[*dense, wording.macs(found.dense_macs)]], label=f"{name} and cost", class_="wide"
+    )
 
 
 def _cells(result: Result, metric: MetricResult, control: list[str]) -> list[Child]:
@@ -140,5 +143,10 @@ def _cells(result: Result, metric: MetricResult, control: list[str]) -> list[Chi
         *control,
         *([] if metric.likeness is None else [wording.likeness(result.likeness)]),
         wording.percent(result.model_share),
-        wording.macs_spread(result.macs_mean, result.macs_p5, result.macs_p95),
+        _in_two(wording.macs_spread(result.macs_mean, result.macs_p5, result.macs_p95)),
     ]
+
+
+def _in_two(spread: str) -> str:
+    """A mean and its spread, broken between the two where there is no room, and nowhere else."""
+    return spread.replace(" ", "\u00a0").replace("\u00a0[", " [")

@@ -39,7 +39,7 @@ def foreground_part(report: Report) -> Markup | None:
 def _rows(found: Evaluation) -> list[list[Child]]:
     return [
         [
-            f"{b.asked:.2f}",
+            found.names[b.asked],
             f"{b.foreground.on:.2f}",
             f"{b.foreground.off:.2f}",
             wording.ratio(b.foreground.ratio, b.foreground.ratio_error),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from acm_compiler.evaluation.load_maps import LoadMaps
 from acm_compiler.reporting.contents import Report
-from acm_compiler.reporting.load_pictures import is_small, overlay, picture_png
+from acm_compiler.reporting.load_pictures import is_small, load_colours, picture_png
 from acm_compiler.reporting.markup import Markup, image, tag
 from acm_compiler.reporting.section_foreground import foreground_part
 from acm_compiler.reporting.theme import load_scale
@@ -22,10 +24,14 @@ def maps_section(report: Report) -> Markup:
         tag("h2", "Where the learners run"),
         tag(
             "p",
-            "Each patch is coloured by the mean share of learners that it ran (k / N), over "
+            "Beside each picture, its patches in the colour of the mean share of learners that they ran (k / N), over "
             f"{_which(maps)}. All maps share one scale.",
         ),
-        tag("figure", tag("div", _grid(maps), _scale(maps), class_="card"), tag("figcaption", _caption(report))),
+        tag(
+            "figure",
+            tag("div", _grid(maps, report.evaluation.names), _scale(maps), class_="card"),
+            tag("figcaption", _caption(report)),
+        ),
         foreground_part(report),
     )
 
@@ -46,18 +52,21 @@ def _caption(report: Report) -> str:
     return "At budget 1 every patch runs all learners, so it has no map." if left_out else ""
 
 
-def _grid(maps: LoadMaps) -> Markup:
-    head = tag("tr", tag("th", "picture", scope="col"), *(tag("th", f"{b:.2f}", scope="col") for b in maps.loads))
+def _grid(maps: LoadMaps, names: Mapping[float, str]) -> Markup:
+    head = tag("tr", tag("th", "picture", scope="col"), *(tag("th", names[b], scope="col") for b in maps.loads))
     rows = []
     for example in range(len(maps.pictures)):
-        cells = [tag("td", image(picture_png(maps.pictures[example]), "png", f"example {example + 1}"))]
+        picture = maps.pictures[example]
+        squares = "squares" if is_small(picture) else None
+        cells = [tag("td", image(picture_png(picture), "png", f"example {example + 1}", class_=squares))]
         for budget, load in maps.loads.items():
             low, high = float(load[example].min()), float(load[example].max())
-            alt = f"load map of example {example + 1} at budget {budget:.2f}: k / N from {low:.2f} to {high:.2f}"
-            cells.append(tag("td", image(picture_png(overlay(maps, budget, example)), "png", alt)))
+            alt = f"load map of example {example + 1} at budget {names[budget]}: k / N from {low:.2f} to {high:.2f}"
+            cells.append(
+                tag("td", image(picture_png(load_colours(maps, budget, example)), "png", alt, class_="squares"))
+            )
         rows.append(tag("tr", *cells))
-    small = " squares" if is_small(maps.pictures[0]) else ""
-    return tag("table", tag("thead", head), tag("tbody", *rows), class_=f"maps{small}")
+    return tag("table", tag("thead", head), tag("tbody", *rows), class_="maps")
 
 
 def _scale(maps: LoadMaps) -> Markup:

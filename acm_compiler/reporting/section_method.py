@@ -68,7 +68,7 @@ def _budget(found: Evaluation) -> str:
         "budget was fixed beforehand; the column “reached” says what it came to here."
     )
     if missed:
-        listed = ", ".join(f"{b.asked:.2f} (reached {b.reached:.3f})" for b in missed)
+        listed = ", ".join(f"{found.names[b.asked]} (reached {b.reached:.3f})" for b in missed)
         return f"{text} Off by more than .01: {listed}."
     return f"{text} None is off by more than .01."
 

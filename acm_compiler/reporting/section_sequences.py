@@ -34,7 +34,7 @@ def texts_section(report: Report, loads: TextLoads) -> Markup:
     low, high = _ends(loads)
     budgets = list(loads.texts[0].loads) if loads.texts else []
     parts = [
-        tag("h3", f"Budget {budget:.2f}")
+        tag("h3", f"Budget {report.evaluation.names[budget]}")
         + "".join(tag("p", *_shaded(text, budget, low, high), class_=_kind(text)) for text in loads.texts)
         for budget in budgets
     ]

@@ -12,11 +12,11 @@ from acm_compiler.reporting.theme import colours_of_k, key_of_k
 
 def sites_section(report: Report) -> Markup:
     """One row per site, with a stacked bar of k for every budget."""
-    budgets, sites = report.evaluation.budgets, report.plan.sites
+    budgets, names, sites = report.evaluation.budgets, report.evaluation.names, report.plan.sites
     compared = _compared(report)
     shared = shared_start([site.name for site in sites])
-    headers = ["site", *(f"budget {b.asked:.2f}" for b in budgets)]
-    headers += [f"{_ratio_name(compared)} at {compared.asked:.2f}"] if compared else []
+    headers = ["site", *(f"budget {names[b.asked]}" for b in budgets)]
+    headers += [f"{_ratio_name(compared)} at {names[compared.asked]}"] if compared else []
     headers += ["kind", "learners", "k", "share of all MACs"]
     rows = [_row(report, index, site.name.removeprefix(shared), compared) for index, site in enumerate(sites)]
     start = f" All names start with “{shared}”, left out here." if shared else ""

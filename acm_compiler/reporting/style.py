@@ -49,7 +49,7 @@ img{display:block;max-width:100%;height:auto}
 table{border-collapse:collapse;width:100%;font-size:.875rem;line-height:1.4;font-variant-numeric:tabular-nums}
 th,td{padding:.5rem .8rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
 thead th{color:var(--muted);font-weight:500;vertical-align:bottom;line-height:1.3}
-.wide thead th{white-space:normal}
+.wide thead th,.wide td:last-child{white-space:normal}
 tbody tr:last-child>*{border-bottom:0}
 th:first-child{text-align:left;font-weight:500;position:sticky;left:0;background:var(--surface)}
 tbody+tbody tr:first-child>*{border-top:2px solid var(--line)}
@@ -70,7 +70,7 @@ tbody+tbody tr:first-child>*{border-top:2px solid var(--line)}
 }
 .maps thead th{padding-bottom:.4rem;font-weight:500}
 .maps img{width:100%;aspect-ratio:1;object-fit:contain;border-radius:.3rem}
-.squares img{image-rendering:pixelated}
+img.squares{image-rendering:pixelated}
 .scale{
   display:flex;align-items:center;gap:.6rem;max-width:24rem;color:var(--muted);font-size:.875rem;
   margin-top:.9rem;font-variant-numeric:tabular-nums;
@@ -84,7 +84,7 @@ tbody+tbody tr:first-child>*{border-top:2px solid var(--line)}
 .terms dt{font-weight:600;margin-top:.9rem}
 .terms dd{margin:.1rem 0 0;color:var(--muted);max-width:42rem;overflow-wrap:anywhere}
 @media (min-width:44rem){.terms{grid-template-columns:9rem minmax(0,1fr)}.terms dd{margin-top:.9rem}}
-@media (max-width:37.5rem){th,td{padding:.45rem .55rem}}
+@media (max-width:62rem){th,td{padding:.45rem .5rem}}
 @media (min-width:62rem){.wide{margin-inline:calc(50% - min(50vw - 2rem,36rem))}}
 h3{font-size:1.05rem;line-height:1.3;margin:2rem 0 .3rem}
 footer{margin-top:3.5rem;padding-top:1rem;border-top:1px solid var(--line)}

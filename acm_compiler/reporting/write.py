@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,11 +37,11 @@ def write_report(directory: Path, report: Report) -> Path:
         if found.budgets:
             files |= _both("learners_per_site", lambda: k_chart(found, LIGHT))
         if maps is not None:
-            files |= _both("load_maps", lambda: load_chart(maps, LIGHT))
+            files |= _both("load_maps", lambda: load_chart(maps, LIGHT, found.names))
         if clips is not None:
-            files |= _both("load_over_time", lambda: clip_chart(clips, LIGHT))
+            files |= _both("load_over_time", lambda: clip_chart(clips, LIGHT, found.names))
         picture = _cost_picture(found, files["accuracy_over_cost.svg"])
-        over_time = None if clips is None else _clip_picture(clips, files["load_over_time.svg"])
+        over_time = None if clips is None else _clip_picture(clips, found.names, files["load_over_time.svg"])
         files["index.html"] = page(report, picture, clip_picture=over_time).encode()
     for name, content in files.items():
         write_whole(directory / name, content)
@@ -67,16 +67,16 @@ def _cost_picture(found: Evaluation, wide_light: bytes) -> Markup:
     return tag("picture", *sources, image(wide_light, "svg+xml", _cost_alt(found)))
 
 
-def _clip_picture(clips: ClipLoads, light: bytes) -> Markup:
-    dark = tag("source", media=_DARK, srcset=data_uri(as_svg(clip_chart(clips, DARK)), "svg+xml"))
+def _clip_picture(clips: ClipLoads, names: Mapping[float, str], light: bytes) -> Markup:
+    dark = tag("source", media=_DARK, srcset=data_uri(as_svg(clip_chart(clips, DARK, names)), "svg+xml"))
     return tag("picture", dark, image(light, "svg+xml", f"load over time of {wording.count(len(clips.clips), 'clip')}"))
 
 
 def _cost_alt(found: Evaluation) -> str:
     name = found.metric.name
     points = "; ".join(
-        f"budget {b.asked:.2f}: {wording.percent(b.model_share)} of the dense MACs, {wording.score(b.metric, name)}"
-        for b in found.budgets
+        f"budget {asked}: {wording.percent(b.model_share)} of the dense MACs, {wording.score(b.metric, name)}"
+        for asked, b in zip(found.names.values(), found.budgets, strict=True)
     )
     return (
         f"{name} over the share of the dense model's MACs. {points}. Dense: {wording.score(found.metric.dense, name)}."

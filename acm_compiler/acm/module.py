@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
 from acm_compiler.acm.gate import Gate
+from acm_compiler.acm.intact import refuse_changed, refuse_scripting
 from acm_compiler.acm.learners import Learners
 from acm_compiler.acm.reference import choice_costs, choose_k, relaxed_output, sample_nu, utilities
 from acm_compiler.errors import NoDenseRegion, UsageError
@@ -98,6 +99,7 @@ class ACM(nn.Module):
             self.register_buffer(name, _scalar(start, learners.w_in.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        refuse_changed(self.name, (self.gate.inner, self.gate.outer), self.learners)
         if self.tap is not None:
             return self._run_tapped(x)
         if self.state == "dense":
@@ -115,6 +117,10 @@ class ACM(nn.Module):
             y_TO = ops.learners(x_TD, k_T, self.learners.weights())
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def __prepare_scriptable__(self) -> ACM:
+        refuse_scripting(self.name)
+        return self
 
     def train(self, mode: bool = True) -> ACM:
         super().train(mode)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from acm_compiler.acm.intact import refuse_onnx
 from acm_compiler.acm.reference import Weights, branchless_output, choice_costs, choose_k, run_learners, utilities
 from acm_compiler.errors import UsageError
 
@@ -166,6 +167,7 @@ def _reference(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: st
 
 
 def _forward_fake(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
+    refuse_onnx()
     b_out = tensors[5]
     assert b_out is not None
     return x.new_empty(x.shape[0], b_out.shape[1])

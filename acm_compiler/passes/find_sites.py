@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acm_compiler.passes.captured import Capture
 from acm_compiler.passes.choose_graft import choose_graft
@@ -18,6 +19,7 @@ from acm_compiler.passes.linear_sites import find_projections
 from acm_compiler.passes.mlp_sites import find_mlps
 from acm_compiler.passes.regions import LookAlike, Region
 from acm_compiler.passes.residual import find_bypass
+from acm_compiler.passes.resolve_linears import QUANTISED_LINEAR
 from acm_compiler.passes.skip_reasons import adapters, answers_model, routed_tokens, skips_of
 from acm_compiler.passes.slice_pairs import with_pairs
 from acm_compiler.site import LinearRef, Role, Site, Skip
@@ -51,8 +53,13 @@ def match_sites(model: nn.Module, capture: Capture) -> tuple[list[Match], list[S
     lookalikes = [*adapted, *packed, *refused, *others]
     matches: list[Match] = []
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    wrapped = {name for name, p in model.named_parameters(remove_duplicate=False) if is_traceable_wrapper_subclass(p)}
     for runs in _grouped([*mlps, *projections]):
-        match = _scripted(runs, scripted) or _match(flow, capture, runs, traced=isinstance(model, fx.GraphModule))
+        match = (
+            _scripted(runs, scripted)
+            or _wrapped(runs, wrapped)
+            or _match(flow, capture, runs, traced=isinstance(model, fx.GraphModule))
+        )
         if isinstance(match, Match):
             matches.append(match)
         else:
@@ -123,6 +130,11 @@ def _scripted(runs: Sequence[Region], scripted: Sequence[str]) -> str | None:
         if part is not None:
             return f"{part} was scripted or traced by TorchScript: put the module that it was made from in its place"
     return None
+
+
+def _wrapped(runs: Sequence[Region], wrapped: Collection[str]) -> str | None:
+    """The reason, where a matrix of the site is a tensor that holds others, as libraries keep quantised weights."""
+    return QUANTISED_LINEAR if any(ref.weight in wrapped for ref in runs[0].refs) else None
 
 
 def _read_elsewhere(flow: Dataflow, runs: Sequence[Region]) -> str | None:

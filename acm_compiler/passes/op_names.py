@@ -63,6 +63,8 @@ _SAME_AS = {
     "special_expit": "sigmoid",
 }
 
+_TORCHS_OWN = op_set("aten prims")
+
 # the value is the same, element for element
 COPIES = op_set(
     "to type float half bfloat16 double type_as contiguous clone alias detach identity lift_fresh "
@@ -94,8 +96,12 @@ ATTENTION = frozenset(["scaled_dot_product_attention"])
 CONVOLUTIONS = op_set("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
 # calls with linears inside that nothing can reach
 OPAQUE = frozenset(["multi_head_attention_forward"])
-# linears of torch's quantised modules
-QUANTISED = op_set("linear_dynamic linear_dynamic_fp16 linear_relu_dynamic")
+# linears whose weights are integers
+QUANTISED = op_set(
+    "quantized::linear quantized::linear_relu quantized::linear_leaky_relu quantized::linear_tanh "
+    "quantized::linear_dynamic quantized::linear_dynamic_fp16 quantized::linear_relu_dynamic "
+    "_int_mm _scaled_mm _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu"
+)
 REDUCTIONS = op_set("mean var std sum norm var_mean amax logsumexp")
 
 # read only the shape, type or device of a tensor: nothing flows from it
@@ -108,11 +114,12 @@ _METADATA_SECOND = op_set("type_as view_as expand_as reshape_as to")
 
 @functools.cache
 def name_of(target: Any) -> str:
-    """The one name of what a function or operator computes."""
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.split("::")[1]
-    elif isinstance(target, torch._ops.OpOverloadPacket):
-        name = target.__name__
+    """The one name of what a function or operator computes; with its library where that is not torch's own."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+        library, _, name = packet._qualified_op_name.partition("::")
+        if library not in _TORCHS_OWN:
+            return packet._qualified_op_name
     else:
         name = getattr(target, "__name__", str(target))
     if name.startswith("__"):

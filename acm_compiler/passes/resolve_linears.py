@@ -6,13 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from acm_compiler.passes.op_names import argument, data_operands, op_set
 from acm_compiler.passes.values import Linear, Value, tokens_of
 from acm_compiler.passes.weight_views import Views, WeightView, linear_ref
 
+QUANTISED_LINEAR = "quantised linear: convert the model as it was before it was quantised"
 OWN_BIAS = "its bias is computed (merge or remove what computes it)"
+_BUFFER = "its weight is a buffer, and only parameters are converted: register it as a parameter"
 _FUSED_BIAS = op_set("matmul rmatmul mm einsum")
 
 
@@ -33,11 +36,13 @@ def resolve_linear(value: Value, values: Mapping[str, Value], views: Mapping[str
     if product is None:
         return None
     x, weight = values[product.x.name], values[product.weight.name]
+    behind = _registered_behind(weight, values)
+    if behind is None:
+        return None
     view, bias = views.get(weight.name), product.bias
     bias_view = views.get(bias.name) if bias is not None else None
     own_bias = bias is not None and not isinstance(bias_view, WeightView)
     ref: object = product.problem
-    behind = _parameter_behind(weight, values)
     if product.problem is None:
         if not isinstance(view, WeightView):
             ref = _opaque_weight(behind)
@@ -45,6 +50,10 @@ def resolve_linear(value: Value, values: Mapping[str, Value], views: Mapping[str
             ref = OWN_BIAS
         else:
             ref = linear_ref(view, product.out_axis, bias_view if isinstance(bias_view, WeightView) else None)
+    if _is_quantised(behind):
+        ref = QUANTISED_LINEAR
+    elif not weight.learned:
+        ref = _BUFFER
     if not x.live:
         ref = "its input does not depend on the model's inputs"
     x_shape, shape = x.shape or (0,), value.shape or (0,)
@@ -83,10 +92,14 @@ def _product(value: Value, values: Mapping[str, Value], views: Mapping[str, View
         found = _einsum(value, values)
     else:
         return None
-    if found is None or not values[found.weight.name].learned:
+    if found is None:
         return None
-    if values[found.weight.name].live:  # rows picked by data, as experts are, or a weight made from the input
-        problem = _opaque_weight(_parameter_behind(values[found.weight.name], values))
+    weight = values[found.weight.name]
+    behind = _registered_behind(weight, values)
+    if behind is None or not (weight.learned or value.op == "linear" or _is_quantised(behind)):
+        return None
+    if weight.live:  # rows picked by data, as experts are, or a weight made from the input
+        problem = _opaque_weight(behind)
         return dataclasses.replace(found, problem=problem) if value.op in ("linear", "addmm") else None
     return found
 
@@ -99,7 +112,7 @@ def _matrix_product(value: Value, values: Mapping[str, Value], views: Mapping[st
     left, right = operands[1:3] if value.op == "baddbmm" else operands[:2]
     if value.op == "rmatmul":
         left, right = right, left
-    if not values[right.name].live and values[right.name].learned:
+    if not values[right.name].live and (values[right.name].learned or _is_quantised_matrix(values[right.name], values)):
         rank = len(values[right.name].shape or ())
         if rank == 2:
             return _Product(x=left, weight=right)
@@ -133,11 +146,24 @@ def _einsum(value: Value, values: Mapping[str, Value]) -> _Product | None:
     return _Product(x=operands[x], weight=operands[weight], out_axis=ws.find(out[:1]), problem=moved)
 
 
-def _parameter_behind(weight: Value, values: Mapping[str, Value]) -> Value:
-    """A parameter that `weight` is made of, the first one found."""
+def _registered_behind(weight: Value, values: Mapping[str, Value]) -> Value | None:
+    """A parameter that `weight` is made of, the first one found; else a buffer; None where it is made of neither."""
     while weight.node.op != "get_attr":
-        weight = next(values[a] for a in weight.args if values[a].learned)
-    return weight
+        made_of = [values[arg] for arg in weight.args]
+        found = next((v for v in made_of if v.learned), None) or next((v for v in made_of if not v.live), None)
+        if found is None:
+            return None
+        weight = found
+    return weight if weight.node.meta.get("param") is not None else None
+
+
+def _is_quantised(registered: Value) -> bool:
+    return registered.node.meta.get("dtype") in (torch.int8, torch.uint8)
+
+
+def _is_quantised_matrix(weight: Value, values: Mapping[str, Value]) -> bool:
+    behind = _registered_behind(weight, values)
+    return behind is not None and _is_quantised(behind)
 
 
 def _opaque_weight(parameter: Value) -> str:

@@ -21,6 +21,7 @@ from acm_compiler.passes.op_names import (
 )
 from acm_compiler.passes.regions import LookAlike, Region
 from acm_compiler.passes.residual import find_bypass
+from acm_compiler.passes.resolve_linears import QUANTISED_LINEAR
 from acm_compiler.passes.values import Linear
 from acm_compiler.site import Skip
 
@@ -73,7 +74,7 @@ def skips_of(capture: Capture, flow: Dataflow, lookalikes: Sequence[LookAlike], 
             name, reason = operation_name(flow, value.node), f"opaque call: {value.op} hides its linears"
             number = macs.get(value.name, 0)
         elif value.op in QUANTISED:
-            name, reason = flow.label(value.name, ""), "quantised linear: convert the model first, then quantise it"
+            name, reason = flow.label(value.name, value.stack[-1].fqn if value.stack else ""), QUANTISED_LINEAR
             number = macs.get(value.name, 0)
         else:
             continue

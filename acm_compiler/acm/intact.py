@@ -1,0 +1,75 @@
+"""Refuses an ACM that another tool changed: its operators read weights, and never call the layers that hold them.
+
+Tools that quantise or adapt every `nn.Linear` of a model find the two of a gate, and put another layer or another kind
+of tensor there, which the operators could not read, or would leave out without a word.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from acm_compiler.errors import UsageError
+
+_OUTSIDE = (
+    "apply such a tool to the layers outside of ACMs only (acm.sites(model) names the ACMs), or, for adapters, to the "
+    "original model: merge them, then acm.rewrite"
+)
+
+
+def refuse_changed(name: str, layers: tuple[nn.Module, ...], tensors: nn.Module) -> None:
+    """Raise UsageError where `layers` are not plain linears, or they or the module `tensors` hold no plain weights.
+
+    name: of the ACM, for the message.
+    """
+    if torch.jit.is_tracing():
+        raise _not_torchscript(name)
+    for layer in layers:
+        kind = type(layer)
+        if kind.forward is not nn.Linear.forward:
+            raise _changed(name, f"a layer of its gate is a {kind.__module__}.{kind.__name__}", "torch.nn.Linear")
+    for module in (*layers, tensors):
+        for parameter in module._parameters.values():
+            if parameter is not None and not _is_plain(parameter):
+                found = type(parameter).__name__ if _is_wrapped(parameter) else f"a weight of {parameter.dtype}"
+                raise _changed(name, found, "floating-point weights of torch's own kind")
+
+
+def refuse_scripting(name: str) -> None:
+    """Raise UsageError: TorchScript cannot hold an ACM."""
+    raise _not_torchscript(name)
+
+
+def refuse_onnx() -> None:
+    """Raise UsageError within torch.onnx.export."""
+    if torch.onnx.is_in_onnx_export():
+        raise UsageError(
+            "an ACM cannot be exported to ONNX: no operator there chooses a computation per token",
+            fix="export to ONNX the original model, or a copy after acm.revert(copy); "
+            "torch.export.export and torch.compile take the ACMs",
+        )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and (type(tensor) is nn.Parameter or not _is_wrapped(tensor))
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether it is a tensor of another library that holds others, such as quantised values and their scales."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def _changed(name: str, found: str, expected: str) -> UsageError:
+    return UsageError(
+        "another tool has quantised or adapted this ACM", where=name, found=found, expected=expected, fix=_OUTSIDE
+    )
+
+
+def _not_torchscript(name: str) -> UsageError:
+    return UsageError(
+        "TorchScript (torch.jit.trace and script, and the ONNX exporter built on them) cannot hold an ACM, which "
+        "decides for each token what runs",
+        where=name,
+        fix="use torch.compile or torch.export.export; or the original model, or a copy after acm.revert(copy)",
+    )

@@ -14,6 +14,7 @@ from torch import fx
 
 from acm_compiler import env
 from acm_compiler.acm import ops
+from acm_compiler.acm.context import keep_graph_order
 from acm_compiler.dump import dump
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.passes.acm_nodes import learners_nodes
@@ -73,6 +74,7 @@ def _compile(graph_module: fx.GraphModule, example_inputs: list[Any], mode: str 
         _require_mode(mode, list(torch._inductor.list_mode_options()))
         patches = {**torch._inductor.list_mode_options(mode), **patches}
     lowered = lower(graph_module, own)
+    keep_graph_order()
     _announce(lowered, own["fallback"])
     if lowered and patches.get("freezing", torch._inductor.config.freezing) and not torch.is_grad_enabled():
         _announce_freezing(any(True for _ in graph_module.parameters()))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.acm import ACM
-from acm_compiler.acm.module import Slot
+from acm_compiler.acm.context import Said, batch_held, batch_of
 from acm_compiler.budgets import setting_of
 from acm_compiler.control import highest_k, refuse_unfitted
 from acm_compiler.conversion import conversion, sites, whole_conversion
@@ -21,16 +19,18 @@ from acm_compiler.errors import UsageError
 def batch(
     model: nn.Module, *, mask: Tensor | None = None, budgets: Tensor | Sequence[float | str] | None = None
 ) -> Iterator[None]:
-    """While open, `mask` and `budgets` hold for every forward (and backward) of `model` on this thread.
+    """While open, `mask` and `budgets` hold for every forward (and backward) of `model` in this thread or task.
 
+    Other threads and asyncio tasks do not see them, so that many may serve one model at once; tasks started inside and
+    `asyncio.to_thread` do, as with every context variable.
     mask [batch, tokens], True (or non-zero) at real tokens: padding then counts in no loss, budget or record.
     budgets [batch]: one budget per example, in the spellings of `set_budget`, within the model's budget range.
     They overrule a k fixed by `set_k`; a `cap` set by `set_budget` holds for them too.
-    Raises UsageError when another `acm.batch` is open; for budgets also what `set_budget` does, such as
-    BudgetUnreachable.
+    Raises UsageError when another `acm.batch` is open here; for budgets also what `set_budget` does, such as
+    BudgetUnreachable. The call itself raises LayoutUnknown where either does not fit a site's tokens.
     """
-    acms = sites(model)
-    if any(acm.slot is not None for acm in acms.values()):
+    owner, device = conversion(model), next(iter(sites(model).values())).k_lo.device
+    if batch_of(owner) is not None:
         raise UsageError("acm.batch is already open on this model", fix="close it first; it does not nest")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -38,45 +38,12 @@ def batch(
     said = {} if budgets is None else _settings(model, budgets)
     if mask is not None:
         said["mask"] = mask.bool()
-    # a model may lie on several devices
-    there = {
-        device: {name: tensor.to(device) for name, tensor in said.items()}
-        for device in {acm.k_lo.device for acm in acms.values()}
-    }
-    with ExitStack() as undo:
-        if budgets is not None:
-            undo.enter_context(_bounded_by(acms.values(), conversion(model).cap))
-        try:
-            for acm in acms.values():
-                acm.slot = Slot(thread=threading.get_ident(), **there[acm.k_lo.device])
-            yield
-        finally:
-            for acm in acms.values():
-                acm.slot = None
-
-
-@contextmanager
-def _bounded_by(acms: Iterable[ACM], cap: float | None) -> Iterator[None]:
-    """While open, `cap` alone bounds k from above, as no k is fixed; what is set inside stays.
-
-    The bound is written where a graph reads it anyway, so that examples' own budgets cost it nothing.
-    """
-    changed: list[tuple[ACM, dict[str, int], dict[str, int]]] = []
-    try:
-        for acm in acms:
-            before, bounds = acm.written, dict.fromkeys(("k_hi", "decode_k_hi"), acm.within(0, highest_k(acm, cap))[1])
-            if before != before | bounds:
-                acm.set_run_time(bounds)
-                changed.append((acm, before, acm.written))
+    with batch_held(owner, Said(**{name: tensor.to(device) for name, tensor in said.items()})):
         yield
-    finally:
-        for acm, before, ours in changed:
-            if acm.written == ours:
-                acm.set_run_time(before)
 
 
 def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict[str, Tensor]:
-    """Per-example knob and bounds for per-example budgets."""
+    """Per-example knob and lowest k, and the highest k of sites, which the model's cap alone bounds."""
     each = budgets.tolist() if isinstance(budgets, Tensor) else budgets
     if isinstance(each, str) or not isinstance(each, Sequence):
         raise UsageError(
@@ -88,7 +55,9 @@ def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict
     refuse_unfitted(model, "budgets per example")
     owner = whole_conversion(model, "a budget")
     settings = [setting_of(owner, budget) for budget in each]
+    most = max(site.learners for site in owner.plan.sites)
     return {
         "knob": torch.tensor([s.knob for s in settings]),
         "k_lo": torch.tensor([s.k_lo for s in settings], dtype=torch.int32),
+        "most": torch.tensor([highest_k(count, owner.cap) for count in range(most + 1)], dtype=torch.int32),
     }

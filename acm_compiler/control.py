@@ -142,12 +142,12 @@ def _setting(model: nn.Module, wanted: float | str, cap: float | None) -> Settin
 
 def _write_setting(model: nn.Module, setting: Setting, cap: float | None, phase: Phase | None = None) -> None:
     for acm in sites(model).values():
-        acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=highest_k(acm, cap), phase=phase)
+        acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=highest_k(acm.count, cap), phase=phase)
 
 
-def highest_k(acm: ACM, cap: float | None) -> int:
-    """The most learners that `cap`, a share of N, lets a token run; without one all of them."""
-    return acm.count if cap is None else int(cap * acm.count + TOLERANCE)
+def highest_k(count: int, cap: float | None) -> int:
+    """The most of `count` learners that `cap`, a share of N, lets a token run; without one all of them."""
+    return count if cap is None else int(cap * count + TOLERANCE)
 
 
 def is_held(acm: ACM, owner: Conversion) -> bool:
@@ -156,7 +156,7 @@ def is_held(acm: ACM, owner: Conversion) -> bool:
     if k_lo < k_hi or acm.state == "dense":
         return False
     budget = owner.budget["prefill"] if isinstance(owner.budget, dict) else owner.budget
-    return budget is None or (k_lo, k_hi) != acm.within(setting_of(owner, budget).k_lo, highest_k(acm, owner.cap))
+    return budget is None or (k_lo, k_hi) != acm.within(setting_of(owner, budget).k_lo, highest_k(acm.count, owner.cap))
 
 
 def _largest_share(model: nn.Module) -> float:

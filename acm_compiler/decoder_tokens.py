@@ -5,12 +5,13 @@ Shapes: B examples, S the decoder's own tokens of one call, M the encoder's (the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from acm_compiler.acm.context import only
 from acm_compiler.float64 import to_float64
 from acm_compiler.inputs import by_name
 from acm_compiler.kept_work import outside_acms
@@ -67,8 +68,11 @@ class DecoderTokens:
 
 
 @contextmanager
-def decoder_watched(model: nn.Module, here: DecoderTokens) -> Iterator[None]:
-    """While open, `here` follows the decoder of `model`, where the config of transformers says that it has one."""
+def decoder_watched(model: nn.Module, here: DecoderTokens, when: Callable[[], bool]) -> Iterator[None]:
+    """While open, `here` follows the decoder of `model`, where the config of transformers says that it has one.
+
+    It follows the calls of which `when()` is true.
+    """
     decoder, handles = half_of(model, "decoder"), []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -76,12 +80,14 @@ def decoder_watched(model: nn.Module, here: DecoderTokens) -> Iterator[None]:
             here.begin(module, args, kwargs)
         here.enter(args, kwargs)
 
+    end, leave = only(when, lambda *_: here.end()), only(when, lambda *_: here.leave())
+
     try:
         if decoder is not None:
-            handles.append(model.register_forward_hook(lambda *_: here.end(), always_call=True))
+            handles.append(model.register_forward_hook(end, always_call=True))
             for module in outside_acms(decoder):
-                handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-                handles.append(module.register_forward_hook(lambda *_: here.leave(), always_call=True))
+                handles.append(module.register_forward_pre_hook(only(when, enter), prepend=True, with_kwargs=True))
+                handles.append(module.register_forward_hook(leave, always_call=True))
         yield
     finally:
         for handle in handles:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.module import recomputing
+from acm_compiler.acm.context import only, recomputing
 from acm_compiler.passes.dense_macs import Call, Work, does_macs, work_of
 from acm_compiler.passes.eager import EAGER
 from acm_compiler.passes.op_names import name_of
@@ -26,13 +26,18 @@ from acm_compiler.passes.weight_stand_ins import dense_arguments
 
 @contextmanager
 def kept_work_watched(
-    model: nn.Module, done: Callable[[dict[Any, list[Work]]], None], *, side: Callable[[], Hashable]
+    model: nn.Module,
+    done: Callable[[dict[Any, list[Work]]], None],
+    *,
+    side: Callable[[], Hashable],
+    when: Callable[[], bool],
 ) -> Iterator[None]:
     """While open, `done` gets the work outside the ACMs of every call of `model`, or of a part of it, as it ends.
 
-    Works are told apart by what `side()` is meanwhile; those of equal sizes are added up. A part that is called within
-    another one is counted with that. What a checkpoint computes again in the backward pass is left out, like a model's
-    TorchScript modules' own work. Whatever the user compiled runs as the eager code that it was, in every thread.
+    Only calls of which `when()` is true are looked at. Works are told apart by what `side()` is meanwhile; those of
+    equal sizes are added up. A part that is called within another one is counted with that. What a checkpoint computes
+    again in the backward pass is left out, like a model's TorchScript modules' own work. Whatever the user compiled
+    runs as the eager code that it was, in every thread.
     """
     here = _Here(side)
 
@@ -55,8 +60,8 @@ def kept_work_watched(
     handles = []
     try:
         for module in outside_acms(model):
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            handles.append(module.register_forward_pre_hook(only(when, enter), prepend=True))
+            handles.append(module.register_forward_hook(only(when, leave), always_call=True))
         with EAGER.held():
             yield
     finally:

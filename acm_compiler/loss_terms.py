@@ -145,6 +145,11 @@ def take_choices(model: nn.Module) -> RelaxedChoices:
             "no relaxed forward ran since the last call of losses",
             fix="acm.relax(model, temperature), then model.train() and a forward with gradients, and losses after it",
         )
+    if len({call.thread for calls in taken.values() for call in calls}) > 1:
+        raise UsageError(
+            "several threads ran relaxed forwards of this model since the last call of losses",
+            fix="train from one thread, and call acm.losses after every forward",
+        )
     plan = conversion(model).plan
     forwards = _count_forwards({name: len(calls) / plan.site(name).calls for name, calls in taken.items()})
     unit = max(macs_per_learner(site) for site in plan.sites)

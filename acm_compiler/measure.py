@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm.context import observed
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.budgets import NEAR
 from acm_compiler.control import refuse_unfitted
-from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
+from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, conversion, sites
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.usage import PADDING, Usage, record
@@ -101,8 +102,9 @@ class _Search:
         They are looked at with the first knob alone: nan and infinity in data or weights show with every knob.
         """
         inputs, mask = self.examples[number]
-        watched = {} if self.probes else sites(self.model)
-        with batch_context(self.model, mask=mask), record(self.model, macs=False) as usage, _scored(watched) as broken:
+        broken: dict[str, list[Tensor]] = {}
+        watched = nullcontext() if self.probes else _scored(conversion(self.model), broken)
+        with batch_context(self.model, mask=mask), record(self.model, macs=False) as usage, watched:
             call_model(self.model, inputs)
         _refuse_broken(broken, usage, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
         return usage.real_shares
@@ -171,22 +173,14 @@ class _Search:
         return tuple(rows)
 
 
-@contextmanager
-def _scored(acms: Mapping[str, ACM]) -> Iterator[dict[str, list[Tensor]]]:
+def _scored(owner: Conversion, broken: dict[str, list[Tensor]]) -> AbstractContextManager[object]:
     """While open, each call of an ACM adds, by site, which tokens have scores that are not finite, [batch, tokens]."""
-    broken: dict[str, list[Tensor]] = {}
 
     def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         broken_T = ~acm.gate(x.reshape(-1, x.shape[-1])).isfinite().all(-1)
         broken.setdefault(acm.name, []).append(tokens.to_batch(broken_T, x.shape[:-1], acm.layout, site=acm.name))
 
-    try:
-        for acm in acms.values():
-            acm.observers.append(see)
-        yield broken
-    finally:
-        for acm in acms.values():
-            acm.observers.remove(see)
+    return observed(owner, see)
 
 
 def _refuse_broken(broken: Mapping[str, list[Tensor]], usage: Usage, which: str) -> None:

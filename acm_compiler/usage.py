@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.context import observed, only
 from acm_compiler.call_mask import call_mask
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
@@ -224,15 +225,20 @@ class Usage:
 
 @contextmanager
 def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
-    """While open, every forward of `model` adds to the `Usage` it yields; nothing stays on the model afterwards.
+    """While open, every forward of `model` in this thread or task adds to the `Usage` it yields.
 
+    Nothing stays on the model afterwards; what other threads run is theirs to record.
     macs=False looks at learners alone, which takes less time: `Usage.macs` and `dense_macs` are then refused. Else
     all that is compiled runs as eager code meanwhile, in every thread, so that what it does can be counted.
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
-    acms = sites(model)
-    usage = Usage(conversion(model).plan, counted=macs)
+    owner, acms = conversion(model), sites(model)
+    usage = Usage(owner.plan, counted=macs)
+
+    def observe(acm: ACM, *what: Any) -> None:
+        if acm.name in acms:  # `model` may be a part
+            usage.observe(acm, *what)
 
     def see(part: nn.Module, args: Any, kwargs: Any) -> None:
         if part is model or by_name(part, args, kwargs)[1].get("attention_mask") is not None:
@@ -240,20 +246,14 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
 
     # generate() calls an encoder by itself
     seen = [part for part in (model, half_of(model, "encoder")) if part is not None]
-    hooks = [part.register_forward_pre_hook(see, with_kwargs=True) for part in seen]
-    for acm in acms.values():
-        acm.observers.append(usage.observe)
-    try:
-        with (
-            decoder_watched(model, usage._decoder),
-            kept_work_watched(model, usage.end_call, side=lambda: usage._decoder.side) if macs else nullcontext(),
-        ):
-            yield usage
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for acm in acms.values():
-            acm.observers.remove(usage.observe)
+    with observed(owner, observe) as is_here, ExitStack() as hooks:
+        for part in seen:
+            hooks.callback(part.register_forward_pre_hook(only(is_here, see), with_kwargs=True).remove)
+        hooks.enter_context(decoder_watched(model, usage._decoder, is_here))
+        if macs:
+            watched = kept_work_watched(model, usage.end_call, side=lambda: usage._decoder.side, when=is_here)
+            hooks.enter_context(watched)
+        yield usage
 
 
 def refuse_compiled(model: nn.Module, done: str, *, fix: str) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from acm_compiler.acm import tokens
+from acm_compiler.acm.context import observed
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.errors import LayoutUnknown, NoDenseRegion
 from acm_compiler.site import Layout
@@ -100,8 +101,7 @@ def test_a_dense_site_answers_by_its_region_and_a_missing_region_is_named():
 def test_a_site_without_layout_runs_but_refuses_per_example_figures():
     acm = acm_for(planned_site("odd", layout=None))
     acm(torch.randn(2, 3, 8))
-    acm.observers.append(lambda *_: None)
-    with pytest.raises(LayoutUnknown, match="odd"):
+    with observed(acm.conversion, lambda *_: None), pytest.raises(LayoutUnknown, match="odd"):
         acm(torch.randn(2, 3, 8))
 
 
@@ -111,9 +111,9 @@ def test_a_site_without_layout_runs_but_refuses_per_example_figures():
 def test_observers_see_k_by_example(layout, shape):
     acm = acm_for(planned_site(layout=layout))
     seen = []
-    acm.observers.append(lambda _, k, mask, x: seen.append(k))
     x = torch.randn(*shape, 8)
-    acm(x)
+    with observed(acm.conversion, lambda _, k, mask, x: seen.append(k)):
+        acm(x)
     k = acm.choose(x.reshape(-1, 8), x.shape[:-1]).view(shape)
     assert torch.equal(seen[0], k.T if layout.batch_axis else k.reshape(2, 3))
 
@@ -121,9 +121,9 @@ def test_observers_see_k_by_example(layout, shape):
 def test_where_a_call_is_one_example_all_tokens_are_its_own():
     acm = acm_for(planned_site(layout=Layout(batch_axis=None)))
     seen = []
-    acm.observers.append(lambda _, k, mask, x: seen.append(k))
     x = torch.randn(3, 2, 8)
-    acm(x)
+    with observed(acm.conversion, lambda _, k, mask, x: seen.append(k)):
+        acm(x)
     assert torch.equal(seen[0], acm.choose(x.reshape(-1, 8), x.shape[:-1]).view(1, 6))
     assert tokens.examples(x.shape[:-1], acm.layout, site="s").tolist() == [0] * 6
     assert tokens.of_examples(torch.tensor([0.5]), x.shape[:-1], acm.layout, site="s").tolist() == [0.5] * 6

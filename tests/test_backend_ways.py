@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from threading import get_ident
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import acm_compiler as acm
 from acm_compiler import control
-from acm_compiler.acm.module import Slot
+from acm_compiler.acm.context import Said, batch_held
+from acm_compiler.conversion import conversion
 from acm_compiler.errors import FixedBudget, UsageError
 from tests.backend_ranks import RANKS, examples, gradients, make_model
 from tests.build import planned_site, stack_of
@@ -99,10 +99,10 @@ def test_a_frozen_model_follows_budgets_of_examples_and_of_phases():
     compiled = torch.compile(model, backend="acm", dynamic=True)
     with torch.no_grad():
         for k_lo in ([0, 2, 4], [4, 4, 0]):
-            slot = Slot(thread=get_ident(), knob=torch.zeros(3), k_lo=torch.tensor(k_lo, dtype=torch.int32))
-            model.acms[0].slot = eager.acms[0].slot = slot
-            torch.testing.assert_close(compiled(x), eager(x))
-        model.acms[0].slot = eager.acms[0].slot = None
+            said = Said(knob=torch.zeros(3), k_lo=torch.tensor(k_lo, dtype=torch.int32), most=torch.arange(5))
+            with batch_held(conversion(model), said), batch_held(conversion(eager), said):
+                torch.testing.assert_close(compiled(x), eager(x))
+        assert counters["stats"]["unique_graphs"] == 1  # what a batch says is no constant
         for decode in (1, 3):
             set_k(model, decode, phase="decode")
             set_k(eager, decode, phase="decode")

@@ -12,6 +12,7 @@ import torch
 import acm_compiler
 import acm_compiler.calibration.process as process
 import acm_compiler.measure as measure
+from acm_compiler.acm.context import observers_of
 from acm_compiler.acm.reference import prefix_output
 from acm_compiler.budgets import setting_of
 from acm_compiler.calibration import Options, Sensitivity, calibrate, calibrate_on, recalibrate, sensitivity
@@ -72,7 +73,7 @@ def everything_of(model):
     modes = {name: (module.training, len(module._forward_pre_hooks)) for name, module in model.named_modules()}
     flags = {name: (p.requires_grad, p.grad is None) for name, p in model.named_parameters()}
     acms = {
-        name: (acm.state, acm.tap, acm.slot, acm.gate.rule, acm.knob_value, int(acm.k_lo), int(acm.k_hi))
+        name: (acm.state, acm.tap, acm.gate.rule, acm.knob_value, int(acm.k_lo), int(acm.k_hi))
         for name, acm in sites(model).items()
     }
     return tensors, modes, flags, acms, (owner.plan, owner.table, owner.budget, owner.damage)
@@ -530,7 +531,7 @@ def test_data_that_is_not_finite_is_refused_and_changes_nothing(shared, broken):
         recalibrate(model, [DATA[0], bad, DATA[2]], tokens=200)
     assert conversion(model).table == conversion(shared).table and conversion(model).budget == 0.6
     assert [acm.run_time() for acm in sites(model).values()] == before
-    assert not any(acm.observers for acm in sites(model).values())
+    assert not observers_of(conversion(model))
 
 
 def test_a_held_out_batch_that_is_not_finite_ends_a_calibration(shared):

@@ -4,13 +4,14 @@ import copy
 import dataclasses
 import math
 import re
-import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 import acm_compiler.batch_context as batches
+from acm_compiler.acm.context import batch_of, observers_of
 from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.budgets import parse_budget, setting_of
 from acm_compiler.calibration import calibrate, recalibrate
@@ -18,7 +19,6 @@ from acm_compiler.control import FixedK, Gated, Relaxed, relax, run_mode, set_bu
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.cost import gate_macs_per_token, macs_per_learner
 from acm_compiler.errors import (
-    AcmError,
     BudgetUnreachable,
     CompiledModelError,
     LayoutUnknown,
@@ -306,7 +306,7 @@ def test_record_counts_what_ran(model):
     assert usage.budget == pytest.approx(float((used / full).mean()))
     gates = 5 * sum(gate_macs_per_token(plan.site(name)) for name in run)
     torch.testing.assert_close(usage.macs, used + gates)
-    assert not any(acm.observers for acm in sites(model).values())
+    assert not observers_of(conversion(model))
     assert not model._forward_pre_hooks
 
 
@@ -364,9 +364,23 @@ def test_padding_alone_has_no_share(model):
     assert "budget nan reached over 0 examples" in str(usage)
 
 
-def test_a_mask_of_another_length_is_refused_by_site(model):
-    with batches.batch(model, mask=torch.ones(2, 4)), record(model), pytest.raises(LayoutUnknown, match=r"a: .*tokens"):
-        model(torch.randn(2, 6, 8))
+@pytest.mark.parametrize("mode", ["inference", "record", "relaxed", "dense"])
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"mask": torch.ones(2, 4)}, "tokens"),
+        ({"mask": torch.ones(3, 6)}, "examples"),
+        ({"budgets": [0.5, 0.5, 0.5]}, "examples"),
+    ],
+)
+def test_what_a_batch_says_must_fit_every_site_whoever_reads_it(model, mode, said, found):
+    if mode == "relaxed":
+        relax(model.train(), 0.8)
+    with batches.batch(model, **said), record(model) if mode == "record" else nullcontext():
+        if mode == "dense":
+            model.acms[0].state, model.acms[0].dense = "dense", torch.nn.Linear(8, 8)
+        with pytest.raises(LayoutUnknown, match=rf"a: .*{found}"):
+            model(torch.randn(2, 6, 8))
 
 
 def test_budgets_per_example_equal_budgets_one_by_one(model):
@@ -379,7 +393,7 @@ def test_budgets_per_example_equal_budgets_one_by_one(model):
         with record(model) as single:
             torch.testing.assert_close(model(x[i : i + 1]), y[i : i + 1])
         assert torch.equal(single.k["a"][0], usage.k["a"][i])
-    assert sites(model)["a"].slot is None
+    assert batch_of(conversion(model)) is None
 
 
 def k_of(model, x, budgets):
@@ -437,7 +451,7 @@ def test_budgets_per_example_may_be_listed_as_set_budget_spells_them(model):
 def test_what_is_not_one_per_example_is_refused(model, wrong):
     with pytest.raises(UsageError), batches.batch(model, **wrong):
         pass
-    assert sites(model)["a"].slot is None
+    assert batch_of(conversion(model)) is None
 
 
 def test_the_batch_context_does_not_nest_and_closes_after_an_error(model):
@@ -447,22 +461,6 @@ def test_the_batch_context_does_not_nest_and_closes_after_an_error(model):
         _ = 1 / 0
     with batches.batch(model):
         pass
-
-
-def test_another_thread_may_not_run_into_an_open_batch(model):
-    caught = []
-
-    def run():
-        try:
-            model(torch.randn(1, 2, 8))
-        except AcmError as error:
-            caught.append(error)
-
-    with batches.batch(model, mask=torch.ones(1, 2)):
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    assert "another thread" in str(caught[0])
 
 
 def test_record_refuses_silence_and_mixed_batches(model):

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from acm_compiler import batch, float64, measure, plan, record, rewrite, set_budget
+from acm_compiler.acm.context import batch_of
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
 from acm_compiler.calibration import Options, calibrate_on, lowest_k, ranks
 from acm_compiler.calibration.examples import masked
@@ -125,14 +126,15 @@ def test_costs_of_choices_need_no_float64_where_the_tokens_are(rule):
     assert (u_TC.device.type, u_TC.shape, u_TC.dtype) == ("meta", (7, 4), torch.float32)
 
 
-def test_every_site_gets_what_a_batch_says_on_its_own_device():
+def test_every_site_takes_what_a_batch_says_to_its_own_device():
     model = stack_of(planned_site("a"), planned_site("b"))
     sites(model)["b"].to("meta")
     with batch(model, mask=torch.ones(2, 5), budgets=[1.0, 1.0]):
-        slots = {name: (site.slot.mask, site.slot.knob, site.slot.k_lo) for name, site in sites(model).items()}
-    assert [{t.device.type for t in slots[name]} for name in "ab"] == [{"cpu"}, {"meta"}]
-    assert [t.dtype for t in slots["b"]] == [torch.bool, torch.float32, torch.int32]
-    assert slots["a"][0].all() and slots["a"][2].tolist() == [4, 4]
+        said = batch_of(conversion(model))
+        for name, device in (("a", "cpu"), ("b", "meta")):
+            assert sites(model)[name]._of_examples(said.knob, torch.Size((2, 5))).device.type == device
+            assert sites(model)[name].mask_of(torch.Size((2, 5))).device.type == device
+    assert said.mask.all() and said.k_lo.tolist() == [4, 4] and said.most.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_metrics_and_figures_of_training_need_no_float64_where_the_model_is(monkeypatch):

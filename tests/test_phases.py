@@ -59,7 +59,7 @@ def test_a_phase_leaves_no_trace_but_what_it_trained(config, tmp_path):
     assert [p.requires_grad for p in model.parameters()] == flags
     assert [m.training for m in model.modules()] == modes
     assert all(p.grad is None for p in model.parameters())
-    assert all(a.tap is None and a.slot is None and a.temperature is None for a in sites(model).values())
+    assert all(a.tap is None and a.temperature is None for a in sites(model).values())
     assert not any(acm.choices for acm in sites(model).values())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -74,7 +74,7 @@ def test_a_phase_that_breaks_leaves_no_trace_either(tmp_path):
         with pytest.raises(RuntimeError, match="unreadable"):
             run_schedule(model, [config], job_in(tmp_path, task=Broken()))
     assert not model.training
-    assert all(a.tap is None and a.slot is None and a.temperature is None for a in sites(model).values())
+    assert all(a.tap is None and a.temperature is None for a in sites(model).values())
     assert all(p.requires_grad == (".dense." not in n) for n, p in model.named_parameters())
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
+from acm_compiler.acm.context import Said, batch_of, observers_of, recomputing
 from acm_compiler.acm.gate import Gate
 from acm_compiler.acm.intact import refuse_changed, refuse_scripting
 from acm_compiler.acm.learners import Learners
 from acm_compiler.acm.reference import choice_costs, choose_k, relaxed_output, sample_nu, utilities
-from acm_compiler.errors import NoDenseRegion, UsageError
+from acm_compiler.errors import NoDenseRegion
 from acm_compiler.site import Layout
 
 _MANY = 256  # far more than anyone accumulates before a step
@@ -27,28 +28,18 @@ RUN_TIME = ("knob", "k_lo", "k_hi", "decode_knob", "decode_k_lo", "decode_k_hi")
 State = Literal["dense", "learners"]
 Phase = Literal["prefill", "decode"]
 Tap = Callable[["ACM", Tensor, Tensor], None]
-Observer = Callable[["ACM", Tensor, Tensor | None, Tensor], None]  # ACM, k and mask [batch, tokens], x [..., D]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """What one batch says to one ACM; filled by `acm.batch`, read by the forward, emptied afterwards.
-
-    mask [batch, tokens], True at real tokens; knob, k_lo [batch], one budget per example.
-    """
-
-    thread: int
-    mask: Tensor | None = None
-    knob: Tensor | None = None
-    k_lo: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Relaxed choices of one forward, for the losses: nu [batch, tokens, C] and the mask [batch, tokens] or None."""
+    """Relaxed choices of one forward, for the losses: nu [batch, tokens, C] and the mask [batch, tokens] or None.
+
+    thread: the one that ran it; 0 in compiled graphs, which do not tell.
+    """
 
     nu: Tensor
     mask: Tensor | None
+    thread: int = 0
 
 
 class ACM(nn.Module):
@@ -88,9 +79,7 @@ class ACM(nn.Module):
         self.count = learners.w_in.shape[0]
         self.state: State = "learners"
         self.temperature: float | None = None
-        self.slot: Slot | None = None
         self.tap: Tap | None = None
-        self.observers: list[Observer] = []
         self.choices: list[Choices] = []
         self.conversion: Any = None
         self.replaced: Any = None  # what the graft took out, for `revert`
@@ -100,6 +89,9 @@ class ACM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         refuse_changed(self.name, (self.gate.inner, self.gate.outer), self.learners)
+        said = batch_of(self.conversion)
+        if said is not None:  # what nobody reads must fit, too
+            tokens.check_fit(said.mask, said.knob, x.shape[:-1], self.layout, site=self.name)
         if self.tap is not None:
             return self._run_tapped(x)
         if self.state == "dense":
@@ -112,7 +104,7 @@ class ACM(nn.Module):
             y = self._run_relaxed(x, self.temperature)
         else:
             x_TD = x.reshape(-1, x.shape[-1])
-            k_T = self.choose(x_TD, x.shape[:-1])
+            k_T = self.choose(x_TD, x.shape[:-1], said)
             self._report(k_T, x)
             y_TO = ops.learners(x_TD, k_T, self.learners.weights())
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
@@ -128,18 +120,23 @@ class ACM(nn.Module):
             self.dense.eval()  # a replaced module may hold the dropout that `forward` applies
         return self
 
-    def choose(self, x_TD: Tensor, shape: torch.Size) -> Tensor:
-        """k of every token, int32 [T], for tokens of an input [*shape, D]."""
-        slot = self._checked_slot()
+    def choose(self, x_TD: Tensor, shape: torch.Size, said: Said | None = None) -> Tensor:
+        """k of every token, int32 [T], for tokens of an input [*shape, D] of a batch that says so much."""
+        if said is not None and said.knob is not None and said.k_lo is not None and said.most is not None:
+            knob = self._of_examples(said.knob, shape)
+            k_hi = said.most[self.count].to(self.k_lo.device).clamp(min=self.k_min)
+            k_lo = self._of_examples(said.k_lo.clamp(self.k_min, self.count), shape)
+            return choose_k(self.utilities(x_TD, knob), torch.minimum(k_lo, k_hi), k_hi, self.k_min)
         knob, k_lo, k_hi = self._choices_for(shape)
-        if slot is not None and slot.knob is not None and slot.k_lo is not None:
-            knob = tokens.of_examples(slot.knob, shape, self.layout, site=self.name)
-            k_lo = tokens.of_examples(slot.k_lo.clamp(self.k_min, self.count), shape, self.layout, site=self.name)
-        elif ops.gate_is_operator(x_TD):
+        if ops.gate_is_operator(x_TD):
             choices = (knob, k_lo, k_hi)
             rule = self.gate.rule
             return ops.run_gate(x_TD, self.gate.weights(), choices, cost=self.cost, k_min=self.k_min, rule=rule)
         return choose_k(self.utilities(x_TD, knob), torch.minimum(k_lo, k_hi), k_hi, self.k_min)
+
+    def _of_examples(self, values_B: Tensor, shape: torch.Size) -> Tensor:
+        # a model may lie on several devices
+        return tokens.of_examples(values_B.to(self.k_lo.device), shape, self.layout, site=self.name)
 
     def _choices_for(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         """knob, k_lo and k_hi for an input [*shape, D]."""
@@ -165,12 +162,12 @@ class ACM(nn.Module):
 
     def _run_relaxed(self, x: Tensor, temperature: float) -> Tensor:
         shape, x_TD = x.shape[:-1], x.reshape(-1, x.shape[-1])
-        self._checked_slot()
         nu_TC = sample_nu(self.utilities(x_TD, self.knob.view(torch.float32)), temperature)
         self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), x)
         if torch.is_grad_enabled() and not recomputing():
             nu = tokens.to_batch(nu_TC, shape, self.layout, site=self.name)
-            self.choices.append(Choices(nu=nu, mask=self._mask(shape)))
+            thread = 0 if torch.compiler.is_compiling() else get_ident()
+            self.choices.append(Choices(nu=nu, mask=self._mask(shape), thread=thread))
             if len(self.choices) == _MANY:
                 warnings.warn(
                     f"{_MANY} relaxed forwards and no acm.losses(model, budget): each keeps its graph in memory; "
@@ -197,33 +194,24 @@ class ACM(nn.Module):
         return self.dense
 
     def _report(self, k_T: Tensor, x: Tensor) -> None:
-        if self.observers and not recomputing():
+        observers = observers_of(self.conversion)
+        if observers and not recomputing():
             shape = x.shape[:-1]
             k_BS = tokens.to_batch(k_T, shape, self.layout, site=self.name)
-            for observer in self.observers:
-                observer(self, k_BS, self._mask(shape), x)
+            for observe in observers:
+                observe(self, k_BS, self._mask(shape), x)
 
     def _mask(self, shape: torch.Size) -> Tensor | None:
-        """The slot's mask in this site's order of tokens, [batch, tokens]."""
-        if self.slot is None or self.slot.mask is None:
-            return None
-        mask_T = tokens.of_mask(self.slot.mask, shape, self.layout, site=self.name)
-        return tokens.to_batch(mask_T, shape, self.layout, site=self.name)
+        """The batch's mask in this site's order of tokens, [batch, tokens]."""
+        mask_T = self.mask_of(shape)
+        return None if mask_T is None else tokens.to_batch(mask_T, shape, self.layout, site=self.name)
 
-    def mask_of(self, x: Tensor) -> Tensor | None:
-        """The batch's mask for the tokens of `x` [..., D], flat [T], True at real tokens; None when all are real."""
-        if self.slot is None or self.slot.mask is None:
+    def mask_of(self, shape: torch.Size) -> Tensor | None:
+        """The batch's mask for an input [*shape, D], flat [T], True at real tokens; None when all are real."""
+        said = batch_of(self.conversion)
+        if said is None or said.mask is None:
             return None
-        return tokens.of_mask(self.slot.mask, x.shape[:-1], self.layout, site=self.name)
-
-    def _checked_slot(self) -> Slot | None:
-        if self.slot is not None and not torch.compiler.is_compiling() and self.slot.thread != threading.get_ident():
-            raise UsageError(
-                "another thread's acm.batch is open on this model",
-                where=self.name,
-                fix="run the model from the thread that opened acm.batch, or give each thread its own copy",
-            )
-        return self.slot
+        return tokens.of_mask(said.mask.to(self.k_lo.device), shape, self.layout, site=self.name)
 
     @property
     def knob_value(self) -> float:
@@ -274,8 +262,3 @@ class ACM(nn.Module):
 
 def _scalar(value: int, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.int32, device=device)
-
-
-def recomputing() -> bool:
-    """Whether this forward is a checkpoint's recomputation, run by the autograd engine."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

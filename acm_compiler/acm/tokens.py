@@ -30,11 +30,9 @@ def is_one_each(shape: torch.Size, layout: Layout | None) -> bool:
 
 def of_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     """Per-example values [batch] spread over the tokens of an input [*shape, D], as [T]."""
-    layout = _known(layout, site)
+    layout = _check_examples(values_B, shape, layout, site)
     if layout.batch_axis is None:
-        _check(values_B.shape[0], 1, "examples", site)
         return values_B.expand(shape.numel())
-    _check(values_B.shape[0] * layout.folds, shape[layout.batch_axis], "examples", site)
     folded = values_B.repeat_interleave(layout.folds) if layout.folds > 1 else values_B
     view = [1] * len(shape)
     view[layout.batch_axis] = -1
@@ -51,6 +49,33 @@ def examples(shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
 
 def of_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     """A mask [batch, tokens], True at real tokens, in the order of the tokens of an input [*shape, D], as [T]."""
+    layout, others = _check_mask(mask_BS, shape, layout, site)
+    if layout.batch_axis is None:
+        return mask_BS.reshape(-1)
+    return mask_BS.reshape(mask_BS.shape[0], *others).movedim(0, layout.batch_axis).reshape(-1)
+
+
+def check_fit(
+    mask_BS: Tensor | None, values_B: Tensor | None, shape: torch.Size, layout: Layout | None, *, site: str
+) -> None:
+    """LayoutUnknown where a mask, or values of examples, cannot be spread over the tokens of an input [*shape, D]."""
+    if mask_BS is not None:
+        _check_mask(mask_BS, shape, layout, site)
+    if values_B is not None:
+        _check_examples(values_B, shape, layout, site)
+
+
+def _check_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, site: str) -> Layout:
+    layout = _known(layout, site)
+    if layout.batch_axis is None:
+        _check(values_B.shape[0], 1, "examples", site)
+    else:
+        _check(values_B.shape[0] * layout.folds, shape[layout.batch_axis], "examples", site)
+    return layout
+
+
+def _check_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, site: str) -> tuple[Layout, torch.Size]:
+    """The layout, and the sizes of the axes but that of the batch."""
     layout = _known(layout, site)
     if layout.folds != 1:
         raise LayoutUnknown(
@@ -58,14 +83,10 @@ def of_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, *, site: 
             where=site,
             fix="leave mask= out",
         )
-    if layout.batch_axis is None:
-        _check(mask_BS.shape[0], 1, "examples", site)
-        _check(mask_BS.shape[1], shape.numel(), "tokens", site)
-        return mask_BS.reshape(-1)
-    _check(mask_BS.shape[0], shape[layout.batch_axis], "examples", site)
-    others = [size for axis, size in enumerate(shape) if axis != layout.batch_axis]
-    _check(mask_BS.shape[1], torch.Size(others).numel(), "tokens", site)
-    return mask_BS.reshape(mask_BS.shape[0], *others).movedim(0, layout.batch_axis).reshape(-1)
+    others = torch.Size(size for axis, size in enumerate(shape) if axis != layout.batch_axis)
+    _check(mask_BS.shape[0], 1 if layout.batch_axis is None else shape[layout.batch_axis], "examples", site)
+    _check(mask_BS.shape[1], others.numel(), "tokens", site)
+    return layout, others
 
 
 def _known(layout: Layout | None, site: str) -> Layout:

@@ -27,7 +27,7 @@ def real_tokens(acm: ACM, x: Tensor, mask_BS: Tensor | None) -> Tensor | None:
     A mask given by `acm.batch` must fit. That of the call, `mask_BS`, need not: it may speak of the other half
     of an encoder-decoder; then all tokens count here.
     """
-    given_T = acm.mask_of(x)
+    given_T = acm.mask_of(x.shape[:-1])
     if given_T is not None or mask_BS is None or not fits(acm, x.shape[:-1], mask_BS):
         return given_T
     return tokens.of_mask(mask_BS.to(x.device), x.shape[:-1], acm.layout, site=acm.name)

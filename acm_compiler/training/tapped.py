@@ -110,7 +110,7 @@ class TappedPhase:
 
     def _tap(self, backward: Backward) -> Callable[[ACM, Tensor, Tensor], None]:
         def tap(acm: ACM, x: Tensor, output: Tensor) -> None:
-            real_T = acm.mask_of(x)
+            real_T = acm.mask_of(x.shape[:-1])
             with torch.enable_grad():
                 total, shown = self.objective.loss(acm, x.flatten(0, -2), output.flatten(0, -2), real_T=real_T)
                 with self.machine.full_precision():

@@ -1,0 +1,129 @@
+"""What holds for the calls of one thread or asyncio task alone: what `acm.batch` says, and who observes.
+
+Both are values of one context variable, found by the model's conversion, so that many may call one model at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OPEN: ContextVar[_Open] = ContextVar("acm_compiler")
+_THREADS = "acm_compiler.open"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What one batch says to the ACMs of a model.
+
+    mask [batch, tokens], True at real tokens; knob and k_lo [batch], one budget per example, and with them `most`: for
+    every number of learners, from 0, the highest k of a site that has so many.
+    """
+
+    mask: Tensor | None = None
+    knob: Tensor | None = None
+    k_lo: Tensor | None = None
+    most: Tensor | None = None
+
+
+class _Open:
+    """What is open in a context: attributes `batch…` and `observers…` with the id of a conversion.
+
+    `now` is the one of the caller's context, or the object itself where nothing is open. Its getter is written in C on
+    purpose: Dynamo takes what it returns for an attribute, and its guards ask again in the context of every call.
+    `ContextVar.get` itself breaks graphs of torch 2.11.
+    """
+
+    now = property(_OPEN.get)  # type: ignore[arg-type]
+
+
+class _Held:
+    """A value that everyone who was given it loses at once, also tasks that outlive the block that started them."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+_NOTHING = _Open()
+
+
+@contextmanager
+def batch_held(owner: object, said: Said) -> Iterator[None]:
+    """While open, the calls of this context find `said` by `batch_of(owner)`."""
+    keep_graph_order()
+    with _held(f"batch{id(owner)}", held := _Held(said), held):
+        yield
+
+
+@contextmanager
+def observed(owner: object, observe: Callable[..., None]) -> Iterator[Callable[[], bool]]:
+    """While open, `observe` is among the observers of this context's calls; yields whether a call is one of those."""
+    name, held = f"observers{id(owner)}", _Held(observe)
+    with _held(name, (*getattr(_NOTHING.now, name, ()), held), held):
+        yield lambda: held.value is not None and held in getattr(_NOTHING.now, name, ())
+
+
+@contextmanager
+def _held(name: str, value: object, held: _Held) -> Iterator[None]:
+    here = _Open()
+    here.__dict__ |= _NOTHING.now.__dict__ | {name: value}
+    token, before = _OPEN.set(here), _of_thread()
+    torch._C._stash_obj_in_tls(_THREADS, here)
+    try:
+        yield
+    finally:
+        held.value = None
+        if _of_thread() is here:
+            torch._C._stash_obj_in_tls(_THREADS, before)
+        with suppress(ValueError):  # closed in another context than opened: nothing is held there any more
+            _OPEN.reset(token)
+
+
+def _of_thread() -> _Open:
+    """What was opened last on this thread; in threads of the autograd engine, on the one that called backward."""
+    return torch._C._get_obj_in_tls(_THREADS) if torch._C._is_key_in_tls(_THREADS) else _NOTHING
+
+
+def batch_of(owner: object) -> Said | None:
+    """What an open `acm.batch` says to the model with that conversion; None where none is open."""
+    here = _NOTHING.now
+    if here is _NOTHING:
+        if not recomputing():
+            return None
+        here = _of_thread()
+    held = getattr(here, f"batch{id(owner)}", None)
+    return None if held is None else held.value
+
+
+def observers_of(owner: object) -> tuple[Callable[..., None], ...]:
+    """Who observes the calls of this context."""
+    here = _NOTHING.now
+    if here is _NOTHING:
+        return ()
+    return tuple(held.value for held in getattr(here, f"observers{id(owner)}", ()) if held.value is not None)
+
+
+def only(when: Callable[[], bool], hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, for calls of which `when()` is true."""
+    return lambda *args: hook(*args) if when() else None
+
+
+def keep_graph_order() -> None:
+    """Let Dynamo look for the graph that fits a call in the order in which they were made, in this process.
+
+    Else it moves the one that fits to the front while other threads look, which then miss theirs and compile it again.
+    """
+    torch._C._dynamo.eval_frame._set_lru_cache(False)
+
+
+def recomputing() -> bool:
+    """Whether this forward is a checkpoint's recomputation, run by the autograd engine."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

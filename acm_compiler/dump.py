@@ -8,6 +8,7 @@ from pathlib import Path
 
 from acm_compiler import env
 from acm_compiler.errors import StorageError
+from acm_compiler.files import write_file
 
 _ROOMS = {"capture": "passes", "sites": "passes", "rewrite": "passes", "plan": "planner"}
 
@@ -19,8 +20,8 @@ def dump(name: str, text: Callable[[], str]) -> None:
         return
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        (Path(directory) / name).write_text(text(), encoding="utf-8")
-    except OSError as error:
+        write_file(Path(directory) / name, text())
+    except (OSError, StorageError) as error:
         raise StorageError("no dump can be written", where=directory, found=error, fix=f"unset {env.DUMP}") from None
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
 
 from acm_compiler.errors import PlanMismatch, StorageError
+from acm_compiler.files import parse_json
 from acm_compiler.site import Graft, Layout, LinearRef, Pair, Site, Skip
 
+_LOG = logging.getLogger(__name__)
 SCHEMA = 1
 SecondLayer = Literal["shared", "shared_top", "per_k", "original"]
 LinearForm = Literal["auto", "svd", "slices"]
@@ -150,7 +153,7 @@ class Plan:
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; StorageError when the text is no plan or of a newer schema."""
         try:
-            document = json.loads(text)
+            document = parse_json(text)
             found = document["schema"]
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError("this is no plan", found=repr(error), expected="JSON written by Plan.to_json") from None
@@ -202,20 +205,36 @@ def class_of(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
-def fingerprint(model: nn.Module) -> str:
-    """A digest of the model's class and its parameters' names and shapes; never of values, dtypes or devices."""
-    lines = [class_of(model)]
+def fingerprint(model: nn.Module, cls: str | None = None) -> str:
+    """A digest of the model's parameters' names and shapes, never of values, dtypes or devices, and of `cls`.
+
+    `cls` None: the name of the model's own class; a plan's digest has the name that the class had then.
+    """
+    lines = [cls or class_of(model)]
     lines += [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters(remove_duplicate=False)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def fits(plan: Plan, model: nn.Module) -> bool:
+    """Whether `model` has the parameters, by name and shape, of the model that `plan` was made for."""
+    return fingerprint(model, plan.model.cls) == plan.model.fingerprint
+
+
 def check_fits(plan: Plan, model: nn.Module) -> None:
-    """Raise PlanMismatch unless `plan` was made for a model of this class and these parameters."""
-    found = fingerprint(model)
-    if found != plan.model.fingerprint:
+    """Raise PlanMismatch unless `plan` was made for a model of these parameters."""
+    if not fits(plan, model):
         raise PlanMismatch(
-            f"the plan was made for {plan.model.cls} with other parameters than this {type(model).__name__}",
-            found=found,
-            expected=plan.model.fingerprint,
+            f"the plan was made for a {plan.model.cls} with other parameters than this {class_of(model)}",
             fix="plan again: acm.plan(model, example_inputs)",
+        )
+
+
+def warn_of_class(plan: Plan, model: nn.Module) -> None:
+    """Log that `model`, which fits `plan`, is of a class with another name than the one the plan was made for."""
+    if class_of(model) != plan.model.cls:
+        _LOG.warning(
+            "this model is a %s and the plan was made for a %s: the parameters are the same, so the class is taken "
+            "to be the same, renamed or moved",
+            class_of(model),
+            plan.model.cls,
         )

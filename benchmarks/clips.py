@@ -25,6 +25,7 @@ import torch
 from tabulate import tabulate
 
 from acm_compiler.data import BatchStream, open_dataset
+from acm_compiler.files import write_file
 from acm_compiler.progress import Progress
 from acm_compiler.recipe.datasets import CommonVoiceData
 
@@ -54,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def write_release(folder: Path, options: argparse.Namespace) -> None:
     """`train.tsv`, `clips/` and `vocab.json`; lengths are even between half and one and a half of the mean."""
     (folder / "clips").mkdir()
-    (folder / "vocab.json").write_text('{"<pad>": 0, "|": 1, "a": 2}')
+    write_file(folder / "vocab.json", '{"<pad>": 0, "|": 1, "a": 2}')
     draw = np.random.default_rng(0)
     lines = ["path\tsentence"]
     for i in range(options.clips):
         samples = int(options.rate * options.seconds * draw.uniform(0.5, 1.5))
         soundfile.write(folder / f"clips/{i}.{options.format}", 0.1 * draw.standard_normal(samples), options.rate)
         lines.append(f"{i}.{options.format}\ta aa")
-    (folder / "train.tsv").write_text("\n".join(lines) + "\n")
+    write_file(folder / "train.tsv", "\n".join(lines) + "\n")
 
 
 def measure(folder: str, *, batch: int, workers: Sequence[int]) -> list[tuple[int, str, str, str, str]]:

@@ -51,6 +51,7 @@ from acm_compiler.codegen.gate import run_gate
 from acm_compiler.codegen.launch import Call, run, run_call
 from acm_compiler.codegen.spec import spec_of
 from acm_compiler.codegen.tiles import Tiles, choose_tiles, tile_of
+from acm_compiler.files import write_file
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SECONDS = 540
@@ -266,7 +267,7 @@ def main() -> None:
             "  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
         )
     if chosen.out is not None:
-        chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_file(chosen.out, json.dumps(result, indent=1) + "\n")
     if not all(row.get("fine", True) for row in rows):
         raise SystemExit("answers are wrong: no time of this run counts")
 

@@ -30,6 +30,7 @@ from acm_compiler.control import FixedK
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import Batch, BatchStream, open_dataset
 from acm_compiler.evaluation.evaluate import evaluate, every_k
+from acm_compiler.files import write_file
 from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import Recipe, SiteRule
@@ -56,7 +57,7 @@ def main() -> None:
     for row in measure(options):
         row |= {"command": " ".join(sys.argv[1:]), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
         name = "_".join(part.lstrip("-") for part in [*sys.argv[1:2], row["method"]]).replace(" ", "_").replace(",", "")
-        (options.out / f"{name}.json").write_text(json.dumps(row, indent=1))
+        write_file(options.out / f"{name}.json", json.dumps(row, indent=1))
         sys.stdout.write(table_row(row) + "\n")
         sys.stdout.flush()
 

@@ -23,6 +23,7 @@ import soundfile
 import torch
 from tabulate import tabulate
 
+from acm_compiler.files import write_file
 from acm_compiler.recipe import Recipe, expand_paths, load_recipe
 from acm_compiler.run_folder import RunOptions
 from acm_compiler.run_recipe import Workshop, convert
@@ -67,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def stand_in(folder: Path, *, seconds: float, layers: int) -> None:
     """A model's config without weights, and a release of Common Voice with a clip of noise per split."""
-    (folder / "config.json").write_text(json.dumps(XLSR_300M | {"num_hidden_layers": layers}))
+    write_file(folder / "config.json", json.dumps(XLSR_300M | {"num_hidden_layers": layers}))
     vocabulary = {token: i for i, token in enumerate(["<pad>", "|", *LETTERS])}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    write_file(folder / "vocab.json", json.dumps(vocabulary))
     (folder / "clips").mkdir()
     draw = np.random.default_rng(0)
     for split in ("train", "test"):
         soundfile.write(folder / f"clips/{split}.wav", 0.1 * draw.standard_normal(int(seconds * RATE)), RATE)
-        (folder / f"{split}.tsv").write_text(f"path\tsentence\n{split}.wav\tuna frase corta\n")
+        write_file(folder / f"{split}.tsv", f"path\tsentence\n{split}.wav\tuna frase corta\n")
     os.environ.update(XLSR=str(folder), COMMON_VOICE=str(folder))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "acm_compiler"
 ROWS = [
-    {"errors", "inputs", "site", "env", "dump", "progress"}
+    {"errors", "inputs", "site", "env", "dump", "files", "progress"}
     | {"audio_frames", "call_mask", "dynamo_remarks", "size_conditions"},
     {"acm", "recipe", "float64"},
     {"plans", "cost", "cost_table", "conversion", "loss_terms", "budgets"},
@@ -121,3 +121,45 @@ def test_every_switch_is_declared_once():
     declared = set(re.findall(r'"(ACM_[A-Z]+)"', (PACKAGE / "env.py").read_text()))
     used = {name for path in sources() for name in re.findall(r"\bACM_[A-Z]+\b", path.read_text())}
     assert declared and used <= declared
+
+
+# file: calls that write where nobody looks for a file, or to a file that grows
+_OTHER_WRITES = {
+    "acm_compiler/codegen/ahead.py": "into a temporary folder, for a tool to read",
+    "acm_compiler/reporting/figures.py": "into memory",
+    "acm_compiler/training/journal.py": "line by line, at the end of what is there",
+    "benchmarks/step_memory.py": "a switch of the kernel",
+}
+_WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save_model", "copyfile", "copy2", "save_pretrained")
+
+
+def _writes(call: ast.Call) -> bool:
+    """Whether a call makes or changes a file."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    owner = getattr(getattr(call.func, "value", None), "id", "")
+    if name == "open":
+        modes = [arg.value for arg in (*call.args, *(k.value for k in call.keywords)) if isinstance(arg, ast.Constant)]
+        return any(isinstance(mode, str) and re.fullmatch(r"[rbt]*[wax+][rwabt+]*", mode) for mode in modes)
+    return name in _WRITERS or (owner, name) in (("torch", "save"), ("json", "dump"), ("np", "save"), ("np", "savez"))
+
+
+@pytest.mark.parametrize("folder", ["acm_compiler", "benchmarks"])
+def test_files_are_written_whole_or_not_at_all(folder):
+    root = PACKAGE.parent
+    for path in sorted((root / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        whole = [
+            range(block.lineno, block.end_lineno + 1)
+            for block in ast.walk(tree)
+            if isinstance(block, ast.With) and "whole_file(" in ast.unparse(block.items[-1].context_expr)
+        ]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _writes(node)]
+        bare = [call.lineno for call in calls if not any(call.lineno in lines for lines in whole)]
+        name = path.relative_to(root).as_posix()
+        assert bool(bare) == (name in _OTHER_WRITES), f"{name}: lines {bare}: write with acm_compiler.files"
+
+
+def test_json_is_read_in_one_place():
+    """Others would pass on a RecursionError."""
+    reads = [path.name for path in sources() if re.search(r"\bjson\.loads?\(", path.read_text())]
+    assert reads == ["files.py"]

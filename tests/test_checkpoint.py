@@ -146,10 +146,6 @@ def without_a_norm(model):
     model.blocks[0].norm_2 = torch.nn.Identity()
 
 
-def renamed(model):
-    model.__class__ = Renamed
-
-
 @pytest.mark.parametrize(
     ("change", "found", "expected"),
     [
@@ -157,7 +153,6 @@ def renamed(model):
         (narrower, "blocks.1.mlp [(96, 32), (32, 96)]", "[(128, 32), (32, 128)]"),
         (with_more_classes, "head.weight [5, 32]", "head.weight [4, 32]"),
         (without_a_norm, "no blocks.0.norm_2.bias", "blocks.0.norm_2.bias [32]"),
-        (renamed, "tests.test_checkpoint.Renamed", "tests.tour_model.Classifier"),
     ],
 )
 def test_the_first_thing_in_which_a_base_model_differs_is_named(tmp_path, change, found, expected):
@@ -167,6 +162,34 @@ def test_the_first_thing_in_which_a_base_model_differs_is_named(tmp_path, change
     with pytest.raises(PlanMismatch) as caught:
         acm.load(tmp_path / "out", base_model=model)
     assert f"(found {found}, expected {expected})" in str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["__main__", "tests.test_checkpoint"])
+def test_a_class_that_was_renamed_or_moved_is_warned_of(tmp_path, caplog, module, monkeypatch):
+    model, example = tour_model.model()
+    monkeypatch.setattr(tour_model.Classifier, "__module__", module)
+    plan = acm.plan(model, example)
+    acm.save(acm.rewrite(model, plan), tmp_path / "out")
+    monkeypatch.undo()
+    caplog.clear()
+    model.__class__ = Renamed
+    loaded = acm.load(tmp_path / "out", base_model=model)
+    (told,) = [record.message for record in caplog.records]
+    assert f"{module}.Classifier" in told and "tests.test_checkpoint.Renamed" in told
+    assert torch.equal(answer(loaded, example), answer(model, example))
+    assert torch.equal(answer(acm.rewrite(model, plan), example), answer(model, example))
+    assert len(caplog.records) == 2
+
+
+def test_what_was_resized_after_the_rewrite_loads_into_a_model_of_the_new_size(tmp_path):
+    model, example = tour_model.model()
+    copied = acm.rewrite(model, acm.plan(model, example))
+    with_more_classes(copied)
+    acm.save(copied, tmp_path / "out")
+    with pytest.raises(StorageError, match=r"do not fit at head\.weight \(found \(5, 32\), expected \(4, 32\)\)"):
+        acm.load(tmp_path / "out", base_model=model)
+    with_more_classes(model)
+    assert torch.equal(answer(acm.load(tmp_path / "out", base_model=model), example), answer(copied, example))
 
 
 def test_saving_tells_whether_the_model_can_be_built_again(tmp_path, caplog):
@@ -464,7 +487,7 @@ def test_a_save_that_does_not_finish_leaves_the_old_one(saved, how):
 def test_too_little_room_is_seen_before_anything_is_written(saved, monkeypatch):
     *_, copied, folder = saved
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
-    with pytest.raises(StorageError, match=r"too little room .*0 MB free"):
+    with pytest.raises(StorageError, match=r"too little room .*0 bytes free"):
         acm.save(copied, folder)
     assert sorted(os.listdir(folder)) == FILES
 

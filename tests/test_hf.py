@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import acm_compiler as acm
-from acm_compiler.errors import ModelSourceError, UsageError
+from acm_compiler.errors import ModelSourceError, StorageError, UsageError
 from acm_compiler.sources import build, parse_reference
 
 transformers = pytest.importorskip("transformers")
@@ -206,3 +206,48 @@ def test_code_that_comes_with_a_model_runs_only_when_the_user_says_so(with_code,
 def test_only_models_of_transformers_bring_code():
     with pytest.raises(ModelSourceError, match="trust_remote_code belongs to source: hf"):
         parse_reference("timm:vit_tiny_patch16_224", trust_remote_code=True)
+
+
+def more_tokens(model):
+    model.resize_token_embeddings(40, mean_resizing=False)
+
+
+def more_labels(model):
+    model.classifier = torch.nn.Linear(16, 7)
+    model.config.num_labels = model.num_labels = 7
+
+
+def in_half(model):
+    model.half().float()
+
+
+@pytest.mark.parametrize("change", [more_tokens, more_labels, in_half])
+@pytest.mark.parametrize("when", ["before the plan", "after the rewrite", "after the rewrite, of a known source"])
+def test_a_model_that_was_changed_in_place_still_knows_how_to_be_built(change, when, tmp_path):
+    config = transformers.BertConfig(**SMALL, num_labels=3)
+    auto_class, source = "AutoModelForSequenceClassification", None
+    if "source" in when:
+        source = {"source": "hf", "name": "x", "auto_class": auto_class, "config": config.to_dict(), "weights": None}
+    model = transformers.BertForSequenceClassification(config).eval()
+    if when.startswith("before"):
+        change(model)
+    model = acm.rewrite(model, acm.plan(model, X, source=source))
+    if when.startswith("after"):
+        change(model)
+    acm.save(model, tmp_path / "out")
+    assert torch.equal(logits(acm.load(tmp_path / "out")), logits(model))
+    assert torch.equal(logits(getattr(transformers, auto_class).from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_a_head_that_no_config_knows_is_asked_for(tmp_path, caplog):
+    config = transformers.BertConfig(**SMALL, num_labels=3)
+    source = {"source": "hf", "name": "x", "auto_class": "AutoModelForSequenceClassification", "weights": None}
+    model = transformers.BertForSequenceClassification(config).eval()
+    copied = acm.rewrite(model, acm.plan(model, X, source=source | {"config": config.to_dict()}))
+    copied.classifier = torch.nn.Linear(16, 7)
+    acm.save(copied, tmp_path / "out")
+    assert "nothing says how this BertForSequenceClassification is built again" in caplog.text
+    with pytest.raises(StorageError, match="base_model=model"):
+        acm.load(tmp_path / "out")
+    model.classifier = torch.nn.Linear(16, 7)
+    assert torch.equal(logits(acm.load(tmp_path / "out", base_model=model)), logits(copied))

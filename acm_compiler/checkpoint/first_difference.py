@@ -8,18 +8,16 @@ from acm_compiler.checkpoint.tensors import Stored
 from acm_compiler.errors import PlanMismatch
 from acm_compiler.passes.dense_region import check_tensors, named_tensors, tensor_names
 from acm_compiler.passes.normalize import normalized
-from acm_compiler.plans import Plan, class_of, fingerprint
+from acm_compiler.plans import Plan
 
 Shape = tuple[int, ...]
 
 
-def first_difference(base: nn.Module, plan: Plan, stored: Stored) -> tuple[str, str]:
-    """What is found in `base` first that is otherwise in the saved model, and what is expected there.
+def first_difference(base: nn.Module, plan: Plan, stored: Stored) -> tuple[str, str] | None:
+    """What is found in `base` first that is otherwise in the saved model, and what is expected there; None if nothing.
 
-    The class, then what stays beside ACMs, then the dense weights of sites; digests where none of these differs.
+    First what stays beside ACMs, then the dense weights of sites.
     """
-    if class_of(base) != plan.model.cls:
-        return class_of(base), plan.model.cls
     kept = _kept_shapes(plan, stored)
     replaced = {name for site in plan.sites for name in tensor_names(site)}
     with normalized(base) as unpacked:
@@ -39,7 +37,7 @@ def first_difference(base: nn.Module, plan: Plan, stored: Stored) -> tuple[str, 
         except PlanMismatch as error:
             missing = error.expected is None
             return f"{error.where} {'without ' if missing else ''}{error.found}", str(error.expected or "them")
-    return fingerprint(base), plan.model.fingerprint
+    return None
 
 
 def _kept_shapes(plan: Plan, stored: Stored) -> dict[str, Shape]:

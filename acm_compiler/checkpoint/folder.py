@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from acm_compiler.errors import StorageError, UsageError
+from acm_compiler.files import is_part, parse_json, size_text, storing
 from acm_compiler.sources.processor_files import PROCESSOR_FILES
 
 PLAN, WEIGHTS, MODEL, BUDGETS = "plan.json", "model.safetensors", "model.json", "budgets.json"
@@ -30,9 +28,9 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise StorageError("this is a file, not a folder", where=str(folder), fix="choose an empty or new folder")
-    foreign = (
-        sorted(path.name for path in folder.iterdir() if path.name not in _known(folder)) if folder.exists() else []
-    )
+    known = _known(folder)
+    found = [path.name for path in folder.iterdir()] if folder.exists() else []
+    foreign = sorted(name for name in found if name not in known and not is_part(name))
     if foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise StorageError(
@@ -68,7 +66,7 @@ def _known(folder: Path) -> frozenset[str]:
 def _described(folder: Path, key: str) -> object:
     """An entry of the folder's model.json, None where there is none."""
     try:
-        return json.loads((folder / MODEL).read_text(encoding="utf-8"))[key]
+        return parse_json((folder / MODEL).read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -87,9 +85,9 @@ def write_folder(
 ) -> None:
     """Write files into `directory`, all or none: each first into a sibling folder, then renamed.
 
-    `writers` writes each file at the path it is given, in their order, so that a later one can read an earlier one's;
-    `size_bytes` is about what they need together. Other files of ours in the folder stay; those of others are refused
-    but for `among_others`. StorageError when it cannot be written; what was there before is then untouched.
+    `writers` writes each file, whole, at the path it is given, in their order, so that a later one can read an earlier
+    one's; `size_bytes` is about what they need together. Other files of ours in the folder stay; those of others are
+    refused but for `among_others`. StorageError when it cannot be written; what was there before is then untouched.
     """
     if not among_others:
         check_own_folder(directory)
@@ -103,7 +101,7 @@ def write_folder(
         aside.mkdir()
         try:
             for name, write in writers.items():
-                _write(aside / name, write)
+                write(aside / name)
             _move(aside, folder, [*(set(writers) - set(_ORDER)), *(name for name in _ORDER if name in writers)])
         finally:
             _clear(aside)
@@ -122,43 +120,13 @@ def _clear(aside: Path) -> None:
         shutil.rmtree(aside)
 
 
-def _write(path: Path, write: Writer) -> None:
-    """Write a file through to the disk, with the permissions that the user's new files have."""
-    path.touch()
-    mode = path.stat().st_mode
-    write(path)
-    # safetensors makes files that nobody but their owner can read
-    path.chmod(mode)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def _check_room(folder: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size_bytes:
         raise StorageError(
             "the disk has too little room",
             where=str(folder),
-            found=f"{free / 1e6:.0f} MB free",
-            expected=f"{size_bytes / 1e6:.0f} MB",
+            found=f"{size_text(free)} free",
+            expected=size_text(size_bytes),
             fix="make room, or choose a folder on another disk",
         )
-
-
-@contextlib.contextmanager
-def storing(folder: Path) -> Iterator[None]:
-    """Turns what the system or the weights' format refuses into a StorageError."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        forbidden = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
-        raise StorageError(
-            "the folder cannot be written",
-            where=str(folder),
-            found=getattr(error, "strerror", None) or str(error),
-            fix="choose a folder that you may write to"
-            if forbidden
-            else "make room, or choose a folder on another disk",
-        ) from error

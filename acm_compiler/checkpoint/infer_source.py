@@ -10,33 +10,58 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.checkpoint.tensors import slots
 from acm_compiler.errors import AcmError
+from acm_compiler.files import parse_json
 from acm_compiler.passes.rewrite import check_convertible, convert
 from acm_compiler.plans import Plan
 from acm_compiler.sources import build_from_record
 
 _PLAIN = (bool, int, float, str, type(None))
-_UNLIKE = frozenset(["training", "gradient_checkpointing"])
+# modes, and a number that `resize_token_embeddings` sets at the outermost module alone: the shapes tell it
+_UNLIKE = frozenset(["training", "gradient_checkpointing", "vocab_size"])
 Record = dict[str, Any]
 
 
-def infer_source(model: nn.Module, plan: Plan) -> Record | None:
+def source_of(model: nn.Module, plan: Plan) -> Record | None:
     """A record from which `model`, rewritten by `plan`, can be built again; None when there is none that fits.
 
-    It is tried: what it builds must have the same parameters, modules and plain attributes once it is rewritten.
+    It is tried: what it builds must have the same parameters and buffers once it is rewritten and, but for the plan's
+    own record, the same modules and plain attributes. The plan's own no longer fits where the model was changed since.
     """
+    recorded = plan.model.source
+    if recorded is not None and not _is_outdated(recorded, model, plan):
+        return recorded
     candidates = {"transformers": _transformers, "torchvision": _torchvision, "timm": _timm}
     library = type(model).__module__.partition(".")[0]
     for record in candidates[library](model) if library in candidates else ():
-        try:
-            built = build_from_record(record, device="meta")
-            check_convertible(built, plan)
-            convert(built, plan, empty=True)
-        except (AcmError, TypeError, ValueError):
-            continue
-        if _alike(model, built):
+        built = _rewritten(record, plan)
+        if built is not None and _shapes(built) == _shapes(model) and _alike(model, built):
             return record
     return None
+
+
+def _is_outdated(record: Record, model: nn.Module, plan: Plan) -> bool:
+    """Whether `record` is known to build another model by now; users' code is not run to find out."""
+    if record.get("source") == "python" or record.get("trust_remote_code"):
+        return False
+    built = _rewritten(record, plan)
+    return built is not None and _shapes(built) != _shapes(model)
+
+
+def _rewritten(record: Record, plan: Plan) -> nn.Module | None:
+    """What `record` builds, rewritten by `plan` and without values; None where either cannot be done."""
+    try:
+        built = build_from_record(parse_json(json.dumps(record)), device="meta")  # as `load` will read it
+        check_convertible(built, plan, resized=True)
+        convert(built, plan, empty=True)
+    except (AcmError, TypeError, ValueError):
+        return None
+    return built
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(slot.tensor.shape) for name, slot in slots(model).items()}
 
 
 def _transformers(model: nn.Module) -> Iterator[Record]:
@@ -52,7 +77,7 @@ def _transformers(model: nn.Module) -> Iterator[Record]:
                 "source": "hf",
                 "name": config.name_or_path or config.model_type,
                 "auto_class": name,
-                "config": json.loads(config.to_json_string(use_diff=False)),
+                "config": parse_json(config.to_json_string(use_diff=False)),
                 "weights": None,
             }
 

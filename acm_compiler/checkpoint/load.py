@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -19,9 +18,10 @@ from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_ten
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import BudgetTable, Conversion, sites
 from acm_compiler.errors import PlanMismatch, StorageError
+from acm_compiler.files import parse_json
 from acm_compiler.passes.build_acm import mark_initialized
 from acm_compiler.passes.rewrite import check_convertible, convert, copied
-from acm_compiler.plans import Plan
+from acm_compiler.plans import Plan, fits, warn_of_class
 from acm_compiler.sources import build_from_record
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
     for name, text in texts.items():
         if digest(text) != description["digests"].get(name):
             raise _mixed(folder, name)
-    return description, Plan.from_json(texts[PLAN]), json.loads(texts[BUDGETS])
+    return description, Plan.from_json(texts[PLAN]), parse_json(texts[BUDGETS])
 
 
 def _text(folder: Path, name: str) -> str:
@@ -92,7 +92,7 @@ def _text(folder: Path, name: str) -> str:
 
 def _document(text: str, path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(text)
+        document = parse_json(text)
         number, written_by = document["format"], document["versions"].get("acm_compiler", "unknown")
         known = {"class", "source", "graph", "save", "digests"} <= set(document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -153,16 +153,14 @@ def _from_source(
 
 def _filled(model: nn.Module, plan: Plan, stored: Stored, folder: Path) -> nn.Module:
     """`model` with the plan's ACMs and the stored tensors; without dense regions, but those that forwards run."""
-    try:
-        check_convertible(model, plan)
-    except PlanMismatch as error:
-        raise PlanMismatch(
-            f"the installed libraries build another {type(model).__name__} than the one that was saved",
-            where=str(folder),
-            found=error.found,
-            expected=error.expected,
-            fix="install the versions named in model.json, or pass base_model=",
-        ) from error
+    _check_structure(
+        model,
+        plan,
+        stored,
+        what=f"the installed libraries build another {type(model).__name__} than the one that was saved",
+        where=folder,
+        fix="install the versions named in model.json, or pass base_model=",
+    )
     convert(model, plan, empty=True)
     for acm in sites(model).values():
         if acm.state != "dense":
@@ -175,17 +173,14 @@ def _from_base(
     base: nn.Module, plan: Plan, description: dict[str, Any], budgets: dict[str, Any], stored: Stored, folder: Path
 ) -> nn.Module:
     """A copy of `base` with the plan's ACMs and the stored tensors, dense regions included where they are the same."""
-    try:
-        check_convertible(base, plan)
-    except PlanMismatch as error:
-        found, expected = first_difference(base, plan, stored)
-        raise PlanMismatch(
-            "base_model is not built as the model that was saved",
-            where=str(folder),
-            found=found,
-            expected=expected,
-            fix="build it as that model was built, with the same class and sizes; its weights may be others",
-        ) from error
+    _check_structure(
+        base,
+        plan,
+        stored,
+        what="base_model is not built as the model that was saved",
+        where=folder,
+        fix="build it as that model was built, with the same sizes; its weights may be others",
+    )
     if graph_digest(base.graph if isinstance(base, fx.GraphModule) else None) != description["graph"]:
         raise PlanMismatch("the base model's graph is not the one that was rewritten", fix="trace the model as before")
     model = copied(base)
@@ -205,6 +200,24 @@ def _from_base(
         if acm.dense is not None:
             acm.dense.to(device="cpu", dtype=acm.learners.w_in.dtype)
     return model
+
+
+def _check_structure(base: nn.Module, plan: Plan, stored: Stored, *, what: str, where: Path, fix: str) -> None:
+    """Raise PlanMismatch unless the parameters of `base` are, by name and shape, those of the saved model.
+
+    The plan knows them as they were when it was made; what was resized since, such as embeddings, the weights know.
+    """
+    refusal: PlanMismatch | None = None
+    try:
+        check_convertible(base, plan, resized=True)
+    except PlanMismatch as error:
+        refusal = error
+    found = None if refusal is None and fits(plan, base) else first_difference(base, plan, stored)
+    if found is not None:
+        raise PlanMismatch(what, where=str(where), found=found[0], expected=found[1], fix=fix) from refusal
+    if refusal is not None:
+        raise refusal
+    warn_of_class(plan, base)
 
 
 def _give_values(model: nn.Module, stored: Stored, folder: Path) -> None:

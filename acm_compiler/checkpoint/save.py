@@ -17,9 +17,10 @@ from torch import Tensor, fx, nn
 
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, check_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
-from acm_compiler.checkpoint.infer_source import infer_source
+from acm_compiler.checkpoint.infer_source import source_of
 from acm_compiler.checkpoint.tensors import collect, write_tensors
 from acm_compiler.conversion import Conversion, conversion, sites
+from acm_compiler.files import whole_file
 from acm_compiler.passes.revert import rewritten_root
 from acm_compiler.passes.save_pretrained import refuse_part
 from acm_compiler.plans import Plan
@@ -51,8 +52,9 @@ def save(
     refuse_part(root, whole=len(sites(root)) == len(owner.plan.sites))
     tensors, aliases = collect(root)
     save_id = uuid.uuid4().hex
-    texts = {PLAN: _plan_now(root, owner).to_json(), BUDGETS: _json(_budgets(root, owner))}
-    source = owner.plan.model.source or infer_source(root, owner.plan)
+    plan = _plan_now(root, owner)
+    texts = {PLAN: plan.to_json(), BUDGETS: _json(_budgets(root, owner))}
+    source = source_of(root, plan)
     extra = hf_files(root, source) | extra
     files = [*extra, *texts, MODEL, WEIGHTS]
     description = _description(owner, texts, save_id, source=source, files=files)
@@ -84,7 +86,8 @@ def _writes(content: bytes | str) -> Writer:
     data = content.encode() if isinstance(content, str) else content
 
     def write(path: Path) -> None:
-        path.write_bytes(data)
+        with whole_file(path) as beside:
+            beside.write_bytes(data)
 
     return write
 
@@ -92,7 +95,7 @@ def _writes(content: bytes | str) -> Writer:
 def _write_description(path: Path, description: Mapping[str, Any]) -> None:
     """Write model.json beside the weights, whose digest it holds with those of the texts."""
     digests = description["digests"] | {WEIGHTS: file_digest(path.with_name(WEIGHTS))}
-    path.write_text(_json({**description, "digests": digests}))
+    _writes(_json({**description, "digests": digests}))(path)
 
 
 def _plan_now(root: nn.Module, owner: Conversion) -> Plan:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.errors import StorageError
+from acm_compiler.files import parse_json, whole_file
 
 
 class Slot(NamedTuple):
@@ -80,7 +81,8 @@ def write_tensors(
     metadata = {"aliases": json.dumps(dict(aliases)), "save": save_id}
     if stop is not None:
         own[stop], metadata["stop"] = torch.empty(0), stop
-    save_file(own, path, metadata=metadata)
+    with whole_file(path) as beside:
+        save_file(own, beside, metadata=metadata)
 
 
 def _is_part(tensor: Tensor) -> bool:
@@ -105,7 +107,7 @@ def read_tensors(path: Path) -> Stored:
             # copies, because the file's tensors are not aligned, which costs time and changes last bits
             names = [name for name in file.keys() if name != metadata.get("stop")]  # noqa: SIM118
             tensors = {name: file.get_tensor(name).clone() for name in names}
-        aliases = json.loads(metadata.get("aliases", "{}"))
+        aliases = parse_json(metadata.get("aliases", "{}"))
     except (OSError, SafetensorError, ValueError) as error:
         fix = "copy or download the file again from where it is whole, or save the model again"
         raise StorageError(

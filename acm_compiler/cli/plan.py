@@ -119,10 +119,6 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _write(path: Path, made: Plan) -> None:
-    from acm_compiler.errors import StorageError
+    from acm_compiler.files import write_file
 
-    try:
-        path.write_text(made.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        fix = "name a file in a folder that exists and can be written to"
-        raise StorageError("the plan cannot be written", where=str(path), found=error.strerror, fix=fix) from error
+    write_file(path, made.to_json() + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +55,8 @@ def copy(
     json: JsonOption = False,
 ) -> None:
     """Copy the recipe's file; an existing one stays unless --force is given."""
-    from acm_compiler.errors import StorageError, UsageError
+    from acm_compiler.errors import UsageError
+    from acm_compiler.files import write_file
     from acm_compiler.recipe import shipped_recipe
 
     out = Output(json=json)
@@ -65,10 +65,6 @@ def copy(
     path = path / source.name if path.is_dir() else path
     if path.exists() and not force:
         raise UsageError("there is a file already", where=str(path), fix="give another name, or --force")
-    try:
-        shutil.copyfile(source, path)
-    except OSError as error:
-        fix = "name a file in a folder that exists and can be written to"
-        raise StorageError("the recipe cannot be written", where=str(path), found=error.strerror, fix=fix) from error
+    write_file(path, source.read_bytes())
     out.say(f"wrote {path}")
     out.document({"name": name, "path": str(path)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import re
 from collections import Counter
@@ -19,6 +18,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.data.clips import collate_clips, load_clip, promised_seconds, standardise
 from acm_compiler.data.ledger import LeftOutLedger, told
 from acm_compiler.errors import DataError, UnusableClip, nearest
+from acm_compiler.files import parse_json
 
 if TYPE_CHECKING:
     from acm_compiler.recipe.datasets import CommonVoiceData
@@ -197,7 +197,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
 def read_vocabulary(path: Path) -> tuple[str, ...]:
     """The text of every label of a `vocab.json`, empty for special ones such as <pad>. DataError."""
     try:
-        labels = json.loads(path.read_text(encoding="utf-8"))
+        labels = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         fix = "give the vocab.json that lies in the folder of the model, from its training"
         raise DataError("the vocabulary cannot be read", where=str(path), found=error, fix=fix) from error

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.errors import StorageError
+from acm_compiler.files import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +97,9 @@ class Checkpoint:
     def save(self, cycle: OneCycle, step: int) -> None:
         """Keep where `cycle` is after so many steps; never half a file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
         kept = {"facts": dict(self.facts), "cycle": cycle.state(), "step": step, "random": torch.get_rng_state()}
-        torch.save(kept, unfinished)
-        unfinished.replace(self.path)
+        with whole_file(self.path) as beside:
+            torch.save(kept, beside)
 
     def remove(self) -> None:
         """Forget it, when the training is done."""
@@ -112,5 +112,6 @@ def write_weights(model: nn.Module, options: argparse.Namespace, **measured: str
 
     options.out.parent.mkdir(parents=True, exist_ok=True)
     facts = {name: str(getattr(options, name)) for name in _KEPT if hasattr(options, name)}
-    save_model(model, str(options.out), metadata={**measured, **facts, "torch": torch.__version__})
+    with whole_file(options.out) as beside:
+        save_model(model, str(beside), metadata={**measured, **facts, "torch": torch.__version__})
     log.info("%s: %d kB", options.out, options.out.stat().st_size // 1000)

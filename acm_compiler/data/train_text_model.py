@@ -31,6 +31,7 @@ from acm_compiler.data.docs_model import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.data.from_scratch import Checkpoint, OneCycle, training_options, write_weights
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.texts import TextSet
+from acm_compiler.files import write_file
 from acm_compiler.inputs import call_model
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.tasks.base import Task
@@ -139,7 +140,7 @@ def learn_tokenizer(path: Path, *, seed: int) -> None:
         single="<s> $A </s>", special_tokens=[(mark, MARKS.index(mark)) for mark in MARKS[1:]]
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(path), pretty=False)
+    write_file(path, tokenizer.to_str())
 
 
 def train(lesson: Lesson, data: TextSet, *, batch: int, seed: int, checkpoint: Checkpoint | None = None) -> nn.Module:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from acm_compiler.errors import StorageError
 from acm_compiler.evaluation.wording import budget_names
+from acm_compiler.files import parse_json, storing, write_file
 from acm_compiler.recipe.wrong_values import wrong_values
 
 SCHEMA = 1
@@ -189,7 +189,7 @@ class Evaluation:
 
 def _schema_of(text: str) -> object:
     try:
-        document = json.loads(text)
+        document = parse_json(text)
     except ValueError:
         return None
     return document.get("schema") if isinstance(document, dict) else None
@@ -198,7 +198,9 @@ def _schema_of(text: str) -> object:
 def save_evaluation(directory: Path, evaluation: Evaluation) -> Path:
     """Write `eval.json` into the directory, whole or not at all; returns its path. StorageError."""
     path = directory / FILE
-    write_whole(path, evaluation.to_json().encode())
+    with storing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    write_file(path, evaluation.to_json())
     return path
 
 
@@ -213,20 +215,3 @@ def load_evaluation(directory: Path) -> Evaluation | None:
         fix = "check its permissions, or measure again: acmc eval DIR"
         raise StorageError("an evaluation that cannot be read", where=str(path), found=str(error), fix=fix) from None
     return Evaluation.from_json(text)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, then rename it; nothing half-written stays. StorageError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(
-            "a result could not be written",
-            where=str(path),
-            found=error.strerror or str(error),
-            fix="make room, or choose a directory that can be written to",
-        ) from None

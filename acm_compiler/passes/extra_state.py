@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.conversion import BudgetTable, conversion, sites
+from acm_compiler.files import parse_json
 
 KEY = "_extra_state"
 _FORMAT = 1
@@ -58,7 +59,7 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
         )
     if text is None or other:
         return
-    facts = json.loads(bytes(text.cpu().tolist()))
+    facts = parse_json(bytes(text.cpu().tolist()))
     acms = sites(model)
     if facts["format"] != _FORMAT:
         errors.append(f"the budget table has format {facts['format']}, this version reads {_FORMAT}: update it")

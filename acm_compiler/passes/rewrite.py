@@ -30,7 +30,7 @@ from acm_compiler.passes.graph_regions import find_in_graph
 from acm_compiler.passes.normalize import disable_fast_path, normalize, normalized
 from acm_compiler.passes.save_pretrained import guard_saving
 from acm_compiler.passes.stand_ins import StashedACM
-from acm_compiler.plans import Plan, PlannedSite, check_fits
+from acm_compiler.plans import Plan, PlannedSite, check_fits, warn_of_class
 
 _SHOWN = 5
 
@@ -63,10 +63,12 @@ def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module
     (MLPs run all their learners, linear sites their dense region), but for sites planned with init="random".
     Learners and gates are new parameters, and what they replaced is frozen: make optimizers afterwards.
     Its tensors are ordinary ones also when this is called inside `torch.inference_mode`.
+    A class of another name with the same parameters is the same model, renamed: the log warns of it.
     Raises PlanMismatch for another model, AlreadyRewritten, NothingToConvert for a plan without sites, and UsageError
     for inference tensors that `inplace` would keep.
     """
     check_convertible(model, plan)
+    warn_of_class(plan, model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
             f"this {type(model).__name__} has no weights: it is on meta", fix="load its weights, then rewrite it"
@@ -78,8 +80,11 @@ def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module
     return model
 
 
-def check_convertible(model: nn.Module, plan: Plan) -> None:
-    """Raise the AcmError that says why `plan` cannot be applied to `model`, if it cannot."""
+def check_convertible(model: nn.Module, plan: Plan, *, resized: bool = False) -> None:
+    """Raise the AcmError that says why `plan` cannot be applied to `model`, if it cannot.
+
+    resized: parameters outside the sites may be others than in the model that the plan was made for.
+    """
     if not isinstance(plan, Plan):
         raise UsageError("this is no plan", found=type(plan).__name__, fix="plan = acm.plan(model, example_inputs)")
     if hasattr(model, "_orig_mod"):
@@ -88,7 +93,8 @@ def check_convertible(model: nn.Module, plan: Plan) -> None:
         raise AlreadyRewritten(
             f"this {type(model).__name__} holds ACMs already", fix="rewrite the original, or acm.revert(model) first"
         )
-    check_fits(plan, model)
+    if not resized:
+        check_fits(plan, model)
     if not plan.sites:
         skips = [f"\n  {skip.name}: {skip.reason}" for skip in plan.skipped[:_SHOWN]]
         more = len(plan.skipped) - _SHOWN

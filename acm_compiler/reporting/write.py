@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from acm_compiler.evaluation import wording
-from acm_compiler.evaluation.results import Evaluation, write_whole
+from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.evaluation.sequence_loads import ClipLoads
+from acm_compiler.files import storing, write_file
 from acm_compiler.reporting.clip_chart import clip_chart
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.cost_chart import cost_chart
@@ -43,8 +44,10 @@ def write_report(directory: Path, report: Report) -> Path:
         picture = _cost_picture(found, files["accuracy_over_cost.svg"])
         over_time = None if clips is None else _clip_picture(clips, found.names, files["load_over_time.svg"])
         files["index.html"] = page(report, picture, clip_picture=over_time).encode()
+    with storing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        write_whole(directory / name, content)
+        write_file(directory / name, content)
     return directory / "index.html"
 
 

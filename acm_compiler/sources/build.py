@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, StorageError
+from acm_compiler.files import parse_json
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.resolved import installed_version
 from acm_compiler.recipe.schema import InputConfig, ModelConfig
@@ -112,7 +112,7 @@ def _config_of(record: Mapping[str, Any]) -> ModelConfig:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "model.json").read_text(encoding="utf-8"))["source"]
+        return parse_json((folder / "model.json").read_text(encoding="utf-8"))["source"]
     except FileNotFoundError as error:
         raise ModelSourceError("no saved model here", where=str(folder), expected="model.json in it") from error
     except (ValueError, KeyError, TypeError, OSError) as error:

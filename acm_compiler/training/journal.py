@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from acm_compiler.errors import StorageError
+from acm_compiler.files import remedy
+from acm_compiler.training.state import what_remains
 
 
 class Journal:
@@ -59,5 +61,5 @@ def _unwritable(path: Path, error: OSError) -> StorageError:
         "metrics cannot be written",
         where=str(path),
         found=error.strerror or error,
-        fix="make room or choose another --out; the last saved state can be continued with --resume",
+        fix=f"{remedy(error)}; {what_remains(path.parent)}",
     )

@@ -25,6 +25,7 @@ from torch import nn
 
 from acm_compiler.conversion import conversion
 from acm_compiler.errors import StorageError, UsageError
+from acm_compiler.files import parse_json, remedy, whole_file
 from acm_compiler.recipe import differences
 from acm_compiler.training.generators import generator_states
 from acm_compiler.training.live_state import live_facts, live_tensors, restore_facts, restore_structure, restore_tensors
@@ -36,6 +37,7 @@ SCHEMA = 2
 _SHOWN = 8
 _NAME = re.compile(r"(\d+)-(\d+)")
 _UNFINISHED = ".unfinished"
+_FACTS = "state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +75,21 @@ class StateStore:
         The run itself goes on as if nothing had been saved.
         """
         generators = self.machine.gather(generator_states(self.machine.device))
-        problem: str | None = None
+        problem: tuple[str, str] | None = None
         if self.machine.is_main:
             facts = self._facts(model, position, metrics_bytes=metrics_bytes)
             try:
                 self._write(model, facts, optimization, {"generators": generators})
             except (OSError, RuntimeError, _safetensor_error()) as error:
-                problem = str(error)
+                problem = f"{getattr(error, 'strerror', None) or error}", remedy(error)
                 shutil.rmtree(self.directory / _UNFINISHED, ignore_errors=True)
         problem = self.machine.gather(problem)[0]
         if problem is not None:
             raise StorageError(
                 "the run's state cannot be saved",
                 where=str(self.directory),
-                found=problem,
-                fix="make room or choose another --out; the state saved before is complete: continue it with --resume",
+                found=problem[0],
+                fix=f"{problem[1]}; {what_remains(self.directory.parent)}",
             )
 
     def _facts(self, model: nn.Module, position: Position, *, metrics_bytes: int) -> dict[str, Any]:
@@ -109,18 +111,21 @@ class StateStore:
         from safetensors.torch import save_file
 
         final = self.directory / f"{facts['phase']}-{facts['step']}"
-        if final.exists():
+        if (final / _FACTS).is_file():
             return
+        shutil.rmtree(final, ignore_errors=True)
         new = self.directory / _UNFINISHED
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        save_file(live_tensors(model), new / "model.safetensors")
-        if optimization is not None:
-            torch.save(optimization, new / "optimization.pt")
-        torch.save(generators, new / "generators.pt")
-        (new / "state.json").write_text(json.dumps(facts, indent=1))
-        for path in [*new.iterdir(), new]:
-            _flush(path)
+        with whole_file(new / "model.safetensors") as path:
+            save_file(live_tensors(model), path)
+        parts = {"generators.pt": generators} | ({} if optimization is None else {"optimization.pt": optimization})
+        for name, part in parts.items():
+            with whole_file(new / name) as path:
+                torch.save(part, path)
+        with whole_file(new / _FACTS) as path:
+            path.write_text(json.dumps(facts, indent=1))
+        _flush(new)
         new.rename(final)
         _flush(self.directory)
         for older in self.directory.iterdir():
@@ -136,7 +141,7 @@ class StateStore:
         if found is None:
             return None
         try:
-            facts = json.loads((found / "state.json").read_text())
+            facts = parse_json((found / _FACTS).read_text())
             self._check(facts, model)
             restore_structure(model, facts["model"])
             restore_tensors(model, found / "model.safetensors")
@@ -199,11 +204,18 @@ def has_state(directory: Path) -> bool:
     return _latest(directory / "state") is not None
 
 
+def what_remains(directory: Path) -> str:
+    """What a run that stops without saving its state leaves in `directory`."""
+    if has_state(directory):
+        return "the state saved before is complete: continue it with --resume"
+    return "no state had been saved before: the run starts over"
+
+
 def saved_position(directory: Path, decisions: Mapping[str, Any]) -> Position | None:
     """Where the interrupted run in `directory` stands; None where there is none that `decisions` can continue."""
     found = _latest(directory / "state")
     try:
-        facts = json.loads((found / "state.json").read_text()) if found else None
+        facts = parse_json((found / _FACTS).read_text()) if found else None
         if facts is None or differences(facts["recipe"], dict(decisions)):
             return None
         return Position(phase=facts["phase"], step=facts["step"])
@@ -214,12 +226,12 @@ def saved_position(directory: Path, decisions: Mapping[str, Any]) -> Position | 
 def _latest(directory: Path) -> Path | None:
     if not directory.is_dir():
         return None
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / _FACTS).is_file()]
     return max(found, key=lambda path: tuple(map(int, path.name.split("-"))), default=None)
 
 
 def _flush(path: Path) -> None:
-    """Have the disk keep a file or a directory entry, so that a rename never outruns what it names."""
+    """Have the disk keep the entries of a directory, so that a rename never outruns what it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

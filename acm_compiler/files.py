@@ -1,0 +1,92 @@
+"""Files: written whole or not at all, and JSON that is refused as a ValueError however it is broken."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from acm_compiler.errors import StorageError
+
+_PART = ".part"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path beside `path` to write to: at the end it takes the place of `path`, and after an error nothing does.
+
+    The file is on the disk then, with the permissions of the one it replaces, or those of the user's new files. What
+    is no ordinary file, such as a pipe, is written to directly.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_file():
+        yield target
+        return
+    target = Path(os.path.realpath(target))  # a link stays a link
+    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}{_PART}")
+    try:
+        beside.touch(exist_ok=False)
+        mode = (target if target.exists() else beside).stat().st_mode
+        yield beside
+        beside.chmod(mode)  # safetensors makes files that nobody but their owner can read
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def is_part(name: str) -> bool:
+    """Whether a file of this name is what a killed process had not finished writing."""
+    return name.startswith(".") and name.endswith(_PART)
+
+
+def write_file(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Write a file whole or not at all. StorageError when it cannot be written; what was there is then untouched."""
+    with storing(path, "the file cannot be written"), whole_file(path) as beside:
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def storing(where: str | os.PathLike[str], what: str = "the folder cannot be written") -> Iterator[None]:
+    """Turns what the system or the weights' format refuses into a StorageError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        raise StorageError(what, where=os.fspath(where), found=found, fix=remedy(error)) from error
+
+
+def remedy(error: BaseException) -> str:
+    """What to do about a write that failed: room is only asked for where it is missing, or where nothing is known."""
+    number = getattr(error, "errno", None)
+    if number in _NO_PLACE:
+        return "choose a folder that exists and that you may write to"
+    if number in _NO_ROOM or number is None:
+        return "make room, or choose a folder on another disk"
+    return "check the disk, or choose a folder on another one"
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in a unit that shows it: `812 bytes`, `41.5 kB`, `1.2 GB`."""
+    if count < 1000:
+        return f"{count} bytes"
+    unit = next((unit for unit in ((1e3, "kB"), (1e6, "MB"), (1e9, "GB")) if count < 999.5 * unit[0]), (1e12, "TB"))
+    return f"{count / unit[0]:.3g} {unit[1]}"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The document that `text` is; ValueError for what is no JSON or nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

@@ -1,67 +1,105 @@
 """What the README and the docs show is what the package does."""
 
-import ast
+import importlib.util
 import inspect
 import re
 from pathlib import Path
 
 import pytest
-import torch
+import typer
 
 import acm_compiler as acm
 from acm_compiler import errors
-from acm_compiler.cli.app import VERBS
-from tests import tour_model
+from acm_compiler.cli.app import VERBS, app
+from acm_compiler.recipe.json_schema import recipe_json_schema
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CALLS = (ROOT / "docs/python.md").read_text()
+COMMANDS = (ROOT / "docs/cli.md").read_text()
 
 
-@pytest.fixture
-def users_own(tmp_path, monkeypatch):
-    """What the README takes for granted: a trained model, an example, and batches."""
+def code_of(page: Path) -> str:
+    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+
+
+@pytest.mark.parametrize("page", ["python.md", "calibration.md"])
+def test_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model, example_inputs = tour_model.model()
-    x = torch.stack([tour_model.data()[i]["tokens"] for i in range(96)])
-    return {"model": model, "example_inputs": example_inputs, "x": x, "batches": x.split(16)}
+    exec(compile(code_of(ROOT / "docs" / page), page, "exec"), {"__name__": page})
 
 
-def test_the_first_example_runs_as_it_stands(users_own, tmp_path):
-    exec(PYTHON[0], users_own)
-    usage = users_own["usage"]
-    assert 0.3 < usage.budget < 0.5
-    assert len(usage.shares) == len(usage.macs) == 96 and float(usage.shares.mean()) == pytest.approx(usage.budget)
-    assert acm.set_budget(acm.load("out/", base_model=tour_model.model()[0]), 0.4) == pytest.approx(0.4)
+@pytest.mark.parametrize("name", acm.__all__)
+def test_every_public_name_is_documented_with_its_signature(name):
+    assert f"### `acm.{name}`" in CALLS
+    called = getattr(acm, name)
+    if not inspect.isfunction(called):
+        return
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(called).parameters.values()]
+    written = re.search(rf"```py\nacm\.{name}(\(.*?\))\n```", CALLS, re.DOTALL)
+    assert written, f"acm.{name} has no signature"
+    shown = re.sub(r"\s+", " ", written[1]).replace("( ", "(").replace(" )", ")")
+    assert shown == str(inspect.Signature(parameters)).replace("'", '"')
 
 
-def test_the_three_lines_for_the_users_own_loop_run_as_they_stand(users_own):
-    model = acm.rewrite(users_own["model"], acm.plan(users_own["model"], users_own["example_inputs"], init="random"))
-    before, forward, after = PYTHON[2].partition("extra")
-    names = users_own | {"acm": acm, "model": model.train()}
-    exec(before, names)
-    names["task_loss"] = names["model"](users_own["x"]).square().mean()
-    exec(forward + after, names)
-    names["loss"].backward()
-    assert all(a.gate.outer.weight.grad is not None for a in acm.sites(model).values())
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_is_documented_with_its_options(verb):
+    section = re.search(rf"^## `acmc {verb}\b.*?(?=^## )", COMMANDS, re.MULTILINE | re.DOTALL)
+    assert section, f"acmc {verb} has no section"
+    command = typer.main.get_command(app).commands[verb]
+    commands = [command, *getattr(command, "commands", {}).values()]
+    options = {option for c in commands for p in c.params for option in p.opts if option.startswith("--")}
+    assert set(re.findall(r"^\| `(--[a-z-]+)`", section[0], re.MULTILINE)) == options - {"--help"}
 
 
-def test_the_list_of_calls_names_their_arguments_and_defaults():
-    calls = [call for call in ast.walk(ast.parse(PYTHON[1])) if isinstance(call, ast.Call)]
-    assert len(calls) > 8
-    for call in calls:
-        parameters = inspect.signature(getattr(acm, call.func.attr)).parameters
-        positional = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-        assert [arg.id for arg in call.args if isinstance(arg, ast.Name)] == positional[: len(call.args)] or (
-            call.func.attr == "set_budget"
-        )
-        for keyword in call.keywords:
-            assert parameters[keyword.arg].default == ast.literal_eval(keyword.value), (call.func.attr, keyword.arg)
+def test_every_exit_code_is_documented():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AcmError)]
+    documented = re.findall(r"^\| (\d+) \|", COMMANDS, re.MULTILINE)
+    assert {int(code) for code in documented} == {0, *(kind.exit_code for kind in kinds)}
 
 
 def test_every_verb_of_the_readme_exists():
     verbs = set(re.findall(r"^acmc ([a-z]+)", README, re.MULTILINE))
     assert verbs and verbs <= set(VERBS)
+
+
+def test_the_recipe_reference_is_that_of_the_schema():
+    spec = importlib.util.spec_from_file_location("recipe_reference", ROOT / "scripts/recipe_reference.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert generator.PAGE.read_text() == generator.page(), "run python scripts/recipe_reference.py"
+
+
+def test_every_key_of_a_recipe_has_a_meaning():
+    schema = recipe_json_schema()
+    sections = {"Recipe": schema, **schema["$defs"]}
+    bare = [
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key in section["properties"]
+        if not _meaning(section, key)
+    ]
+    assert not bare
+
+
+def _meaning(section, key):
+    # the keys that say which section this is stand in its heading
+    return key in ("kind", "phase") or section["properties"][key].get("description")
+
+
+def test_the_page_about_your_own_code_shows_the_example():
+    page = (ROOT / "docs/your-own-code.md").read_text()
+    project = (ROOT / "examples/my_project.py").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3 and all(block in project for block in blocks)
+    assert re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1] == (ROOT / "examples/my_recipe.yaml").read_text()
+
+
+def test_every_page_and_example_is_in_the_index():
+    index = (ROOT / "docs/index.md").read_text()
+    pages = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md"]
+    assert all(f"({page})" in index for page in pages)
+    assert all(f"(../examples/{path.name})" in index for path in (ROOT / "examples").glob("*.*"))
 
 
 def test_every_error_is_documented_with_its_exit_code():

@@ -32,8 +32,11 @@ class ImageFolderData(Section):
     crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
     """Without augmentation: the share of the resized picture's side that the centre crop keeps."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How pictures are resized."""
     mean: Three[float] = (0.485, 0.456, 0.406)
+    """Subtracted from each channel; pixels are between 0 and 1."""
     std: Three[Positive] = (0.229, 0.224, 0.225)
+    """Each channel is divided by this afterwards."""
     augment: Literal["none", "resize_crop", "three_augment"] = "none"
     """resize_crop: random crop and mirroring. three_augment: DeiT III's greyscale, solarise or blur."""
     color_jitter: NotNegative = 0.3
@@ -53,6 +56,7 @@ class ClutteredDigitsData(Section):
     count: Count = 10_000
     """Canvases in one epoch."""
     seed: Whole = 0
+    """Seed for drawing canvases."""
 
 
 class TextData(Section):
@@ -73,6 +77,7 @@ class TextData(Section):
     max_tokens: Annotated[int, Field(ge=2)] = 128
     """Longer ones are cut."""
     seed: Whole = 0
+    """Seed for drawing paragraphs."""
 
 
 class TextRowsData(Section):
@@ -124,7 +129,9 @@ class SpokenDigitsData(Section):
     count: Count = 2000
     """Utterances in one epoch."""
     most_words: Annotated[int, Field(ge=1, le=20)] = 3
+    """Digits in one utterance, at most."""
     seed: Whole = 0
+    """Seed for drawing utterances."""
 
 
 class PythonData(Section):
@@ -159,7 +166,9 @@ class DataSection(Section):
     """What a model is trained on, and what it is measured on."""
 
     train: DataConfig
+    """What a model is trained and calibrated on."""
     eval: DataConfig
+    """What it is measured on, as it is: without augmentation."""
 
     @model_validator(mode="after")
     def _measured_as_it_is(self) -> DataSection:

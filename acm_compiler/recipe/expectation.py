@@ -16,7 +16,9 @@ class ExpectConfig(Section):
     within: NotNegative | None = None
     """How far from `metric` it may be; the chance of which examples are drawn included."""
     at_least: float | None = None
+    """The smallest metric that will do; in place of metric and within."""
     at_most: float | None = None
+    """The largest metric that will do."""
     examples: Count = 512
     """How many examples of data.eval, drawn at random, it is measured on."""
 

@@ -22,12 +22,15 @@ class TrainedPhase(Section):
     accumulate: Count = 1
     """Parts that a batch is cut into, one after the other, to save memory."""
     optimizer: Literal["adam", "adamw"] = "adam"
+    """AdamW takes `weight_decay` from the weights themselves, Adam adds it to the gradient."""
     lr: Positive
     """Learning rate at the start of the phase."""
     weight_decay: NotNegative = 0.0
+    """Strength of the pull of weights towards zero."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """How the learning rate moves: along a half cosine from `lr` to `lr_min`, or not at all."""
     lr_min: NotNegative = 1e-6
+    """Learning rate at the end of a cosine schedule."""
     clip_norm: Positive | None = 1.0
     """Largest norm of the gradient; null switches clipping off."""
 
@@ -49,6 +52,7 @@ class DistillPhase(TrainedPhase):
 
     phase: Literal["distill"]
     lr: Positive = 1e-3
+    """Learning rate at the start of the phase."""
     detach: bool = False
     """Each prefix's error trains only its last learner."""
 
@@ -57,8 +61,9 @@ class LabelRule(Section):
     """How a token's label, the k its gate should choose, follows from its error at every k."""
 
     rule: Literal["relative_improvement"] = "relative_improvement"
+    """The smallest k after which one more learner hardly helps, by `tau`; N where every one helps."""
     tau: Annotated[float, Field(ge=1)] = 1.2
-    """The smallest k is chosen for which one more learner improves the error by less than this factor."""
+    """One more learner helps where it lowers the error by at least this factor."""
 
 
 class GatePhase(TrainedPhase):
@@ -66,9 +71,11 @@ class GatePhase(TrainedPhase):
 
     phase: Literal["gate"]
     lr: Positive = 1e-2
+    """Learning rate at the start of the phase."""
     labels: LabelRule = LabelRule()
+    """How a token's label follows from its error at every k."""
     temperature: Positive = 0.8
-    """Of the Gumbel-softmax."""
+    """Temperature of the Gumbel-softmax."""
 
 
 class FinetunePhase(TrainedPhase):
@@ -76,6 +83,7 @@ class FinetunePhase(TrainedPhase):
 
     phase: Literal["finetune"]
     lr: Positive = 1e-4
+    """Learning rate at the start of the phase."""
     objective: Literal["task", "distillation"] = "task"
     """task: the task's own loss. distillation: how far the answers are from the original model's; no labels."""
     update: Literal["all", "learners"] = "all"
@@ -84,7 +92,7 @@ class FinetunePhase(TrainedPhase):
     gate_lr: Positive | None = None
     """Learning rate of the gates at the start of the phase; unset: `lr`, as in the paper. Short runs need more."""
     temperature: Positive = 0.8
-    """Of the Gumbel-softmax."""
+    """Temperature of the Gumbel-softmax."""
     budget: NotNegative = 0.1
     """Weight of the distance to the budget."""
     budget_range: Two[Budget] | None = None
@@ -120,7 +128,9 @@ class CalibratePhase(Section):
 
     phase: Literal["calibrate"]
     tokens: Count = 20_000
+    """Real tokens that every site is fitted on."""
     batch: Count = 64
+    """Examples per forward."""
 
 
 Phase = Annotated[

@@ -71,6 +71,7 @@ class ModelConfig(Section):
     """The model to convert, by the place it comes from and its name there."""
 
     source: Literal["torchvision", "timm", "hf", "python", "shipped", "directory"]
+    """Where the model comes from."""
     name: Annotated[str, Field(min_length=1), PathLike()]
     """The name in torchvision's or timm's registry; a hub name or folder (hf); package.module:function (python);
     a shipped model; a directory that acm_compiler saved."""
@@ -108,6 +109,7 @@ class InputConfig(Section):
     tokens: Count | None = None
     """Length of a text in tokens."""
     audio_seconds: Positive | None = None
+    """Length of a recording."""
     sample_rate: Count = 16_000
     """Samples per second, for audio_seconds."""
     shape: Many[Count] | None = None
@@ -132,6 +134,7 @@ class SiteRule(Section):
     exclude: Texts = ()
     """No site whose name matches one of these."""
     learners: Annotated[int, Field(ge=1, le=64)] = 4
+    """N, the number of learners of each ACM."""
     width: Count | Auto = "auto"
     """Hidden width of one learner; auto: all learners together cost what the site cost."""
     k_min: Whole | Auto = "auto"
@@ -148,7 +151,8 @@ class SiteRule(Section):
     second_layer: Literal["auto", "shared", "shared_top", "per_k", "original"] = "auto"
     """An MLP's second layer; auto: shared, or shared_top when lossless."""
     form: Literal["auto", "svd", "slices"] = "auto"
-    """How a projection is cut into learners."""
+    """How a projection is cut into learners: as a low-rank product, or as slices of its own rows or columns. auto: by
+    which the model is expected to be damaged less."""
 
     @field_validator("activation")
     @classmethod
@@ -200,7 +204,9 @@ class RunConfig(Section):
     """How a run is carried out; apart from seed and precision it does not change what is learned."""
 
     seed: Whole = 0
+    """Seed for everything that is drawn: order of examples, augmentation, noise of gates, random starts."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of products while training; parameters stay fp32."""
     save_every: Interval = Every(amount=600, unit="second")
     """How often the state is saved for --resume."""
     eval_every: StepInterval = Every(amount=1, unit="epoch")
@@ -230,9 +236,13 @@ class Resolved(Section):
     """Where a resolved recipe came from; written by a run, of no effect when read."""
 
     recipe: str
+    """The file or shipped recipe that the run was given."""
     overrides: Many[str] = ()
+    """The `--set` values."""
     versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of the packages that were installed."""
     hash: str
+    """Equal for recipes that lead to the same model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,20 +259,31 @@ class Recipe(Section):
     acm: Literal[1]
     """Version of the recipe format."""
     name: Annotated[str, Field(min_length=1)]
+    """What the run is called; its folder is `runs/NAME` unless `--out` says otherwise."""
     description: str = ""
+    """One line for `acmc recipes`."""
     model: ModelConfig
+    """The model to convert."""
     input: InputConfig | None = None
     """What one example is; unset: what the model's source says."""
     task: TaskConfig | None = None
+    """What the model is for: loss and metric. Needed by a schedule."""
     data: DataSection | None = None
+    """Where examples come from. Needed by a schedule."""
     expect: ExpectConfig | None = None
+    """What the model must reach before conversion; else no run starts."""
     sites: Annotated[Many[SiteRule], Field(min_length=1)] = (SiteRule(match=("mlp",)), SiteRule(match=("attn",)))
+    """Rules for what is converted and how, in order: the last rule that matches a site decides."""
     gate: GateConfig = GateConfig()
+    """How large gates are."""
     budgets: BudgetsConfig = BudgetsConfig()
+    """What the gates are trained for and measured at."""
     schedule: Many[Phase] = ()
     """Phases in the order they run."""
     run: RunConfig = RunConfig()
+    """Seed, precision, device, saving."""
     resolved: Resolved | None = None
+    """Where the recipe came from; written by a run, of no effect when read."""
     _origin: Origin | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ class ClassifyTask(Section):
 
     kind: Literal["classify"]
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a label's weight that is spread over all classes, in the loss of training."""
 
 
 class CtcTask(Section):

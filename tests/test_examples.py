@@ -1,0 +1,69 @@
+"""Every script in examples/ runs as it stands, and the README's first steps are one of them."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import acm_compiler as acm
+from acm_compiler.recipe import load_recipe
+from acm_compiler.run_folder import RunOptions
+from acm_compiler.run_recipe import run_recipe
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+QUICK = ("first_steps", "hf_text_model", "own_training_loop")
+# name -> packages that are no dependency of this one
+SLOW = {
+    "compile_and_serve": (),
+    "lora_merge": ("peft",),
+    "sentence_vectors": ("sentence_transformers",),
+    "trainer": (),
+}
+
+
+def test_every_example_is_run_here():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*QUICK, *SLOW, "ddp", "my_project"}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_quick_ones(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SLOW)
+def test_the_longer_ones(name, tmp_path, monkeypatch):
+    for package in SLOW[name]:
+        pytest.importorskip(package, reason=f"examples/{name}.py shows the use of {package}")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]
+    environment = {**os.environ, "OUT": str(tmp_path / "out"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained by 2 processes, saved" in done.stdout and (tmp_path / "out/model.safetensors").exists()
+
+
+def test_a_recipe_with_your_own_model_data_and_task(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    recipe = load_recipe(EXAMPLES / "my_recipe.yaml")
+    found = run_recipe(recipe, RunOptions(directory=tmp_path / "run"), say=lambda text: None)
+    assert found is not None and [round(budget.asked, 2) for budget in found.budgets] == [0.5, 1.0]
+    assert len(acm.sites(acm.load(tmp_path / "run", allow_code=True))) == 2
+
+
+def test_the_first_steps_of_the_readme_are_the_example():
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    _, _, code = (EXAMPLES / "first_steps.py").read_text().partition('"""\n\n')
+    assert block == code

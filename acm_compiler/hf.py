@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from acm_compiler.checkpoint import load
 from acm_compiler.checkpoint.hf_files import MODEL_TYPE
 from acm_compiler.errors import ModelSourceError, UsageError
-from acm_compiler.recipe.schema import AUTO_CLASSES
+from acm_compiler.recipe.models import AUTO_CLASSES
 
 # what transformers passes along, or what says where to fetch from: nothing here depends on it
 _OF_NO_EFFECT = frozenset(

@@ -18,7 +18,8 @@ from acm_compiler.planner import notes_on, plan_sites
 from acm_compiler.plans import Plan
 from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.document import Path
-from acm_compiler.recipe.schema import GateConfig, ModelConfig, Recipe, SiteRule
+from acm_compiler.recipe.models import ModelConfig
+from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
 from acm_compiler.recipe.wrong_values import wrong_values
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, StorageError, UsageError
-from acm_compiler.recipe.schema import InputConfig, ModelConfig
+from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.sources import build, build_from_record, parse_input, parse_reference, show_reference
 from acm_compiler.sources.built import build_on
 

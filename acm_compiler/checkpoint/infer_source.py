@@ -67,7 +67,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def _transformers(model: nn.Module) -> Iterator[Record]:
     import transformers
 
-    from acm_compiler.recipe.schema import AUTO_CLASSES
+    from acm_compiler.recipe.models import AUTO_CLASSES
 
     config: Any = getattr(model, "config", None)
     for name in AUTO_CLASSES:

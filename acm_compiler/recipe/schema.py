@@ -1,13 +1,13 @@
 """A recipe: everything a user decides about one conversion. Every default is written here, once.
 
-The parts with several kinds have files of their own: `phases` (schedule), `datasets` (data), `tasks` (task).
+Its larger parts have files of their own: `models` (model, input), `phases` (schedule), `datasets` (data) and `tasks`.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -17,111 +17,24 @@ from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderDat
 from acm_compiler.recipe.document import Document
 from acm_compiler.recipe.expectation import ExpectConfig
 from acm_compiler.recipe.fields import (
-    FUNCTION,
     Auto,
     Budget,
     Count,
     Every,
     Interval,
     Many,
-    PathLike,
-    Positive,
     Section,
     StepInterval,
     Texts,
-    Three,
     Whole,
 )
 from acm_compiler.recipe.fitting import refuse_unfit
+from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.recipe.phases import Phase
 from acm_compiler.recipe.tasks import TaskConfig
 from acm_compiler.site import ACTIVATIONS
 
 VERSION = 1
-SOURCES = ("torchvision", "timm", "hf", "python", "shipped", "directory")
-AUTO_CLASSES = tuple(
-    f"AutoModel{task}"
-    for task in (
-        "ForCausalLM",
-        "ForSeq2SeqLM",
-        "ForMaskedLM",
-        "ForSequenceClassification",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-        "ForMultipleChoice",
-        "ForImageClassification",
-        "ForMaskedImageModeling",
-        "ForSemanticSegmentation",
-        "ForObjectDetection",
-        "ForDepthEstimation",
-        "ForVideoClassification",
-        "ForImageTextToText",
-        "ForCTC",
-        "ForSpeechSeq2Seq",
-        "ForAudioClassification",
-        "ForAudioFrameClassification",
-        "ForAudioXVector",
-        "ForPreTraining",
-        "",
-    )
-)
-
-
-class ModelConfig(Section):
-    """The model to convert, by the place it comes from and its name there."""
-
-    source: Literal["torchvision", "timm", "hf", "python", "shipped", "directory"]
-    """Where the model comes from."""
-    name: Annotated[str, Field(min_length=1), PathLike()]
-    """The name in torchvision's or timm's registry; a hub name or folder (hf); package.module:function (python);
-    a shipped model; a directory that acm_compiler saved."""
-    weights: Annotated[str | None, PathLike()] = "default"
-    """`default`: the trained weights that belong to the name. A name the source knows (IMAGENET1K_V1), or a file
-    (.safetensors, .pt, .pth). null: a random start."""
-    auto_class: str | None = None
-    """For hf: the transformers class that builds it; unset: the one the model's config names."""
-    trust_remote_code: bool = False
-    """For hf: run the Python files that come with the model. Only for repositories whose code you have read."""
-    args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
-    """Keyword arguments of the model's builder (hf: changes to its config)."""
-    freeze: Texts = ()
-    """Modules, or globs over parameter names, that no phase trains."""
-
-    @model_validator(mode="after")
-    def _keys_fit_source(self) -> ModelConfig:
-        if self.source == "python" and not re.fullmatch(f"(python:)?{FUNCTION}", self.name):
-            raise PydanticCustomError("acm", "name is no package.module:function", {"key": "name"})
-        for key in ("auto_class", "trust_remote_code"):
-            if getattr(self, key) and self.source != "hf":
-                raise PydanticCustomError("acm", "{key} belongs to source: hf", {"key": key})
-        if self.auto_class is not None and self.auto_class not in AUTO_CLASSES:
-            hint = did_you_mean(self.auto_class, AUTO_CLASSES) or f"; known: {', '.join(AUTO_CLASSES)}"
-            context = {"key": "auto_class", "name": self.auto_class, "hint": hint}
-            raise PydanticCustomError("acm", "unknown auto_class '{name}'{hint}", context)
-        return self
-
-
-class InputConfig(Section):
-    """What one example is, without the batch axis. Exactly one of the four kinds."""
-
-    image: Three[Count] | None = None
-    """Channels, height, width."""
-    tokens: Count | None = None
-    """Length of a text in tokens."""
-    audio_seconds: Positive | None = None
-    """Length of a recording."""
-    sample_rate: Count = 16_000
-    """Samples per second, for audio_seconds."""
-    shape: Many[Count] | None = None
-    """Sizes of a plain tensor of numbers."""
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> InputConfig:
-        kinds = ("image", "tokens", "audio_seconds", "shape")
-        given = [kind for kind in kinds if getattr(self, kind) is not None]
-        if len(given) != 1:
-            raise PydanticCustomError("acm", "exactly one of image, tokens, audio_seconds and shape must be given")
-        return self
 
 
 class SiteRule(Section):

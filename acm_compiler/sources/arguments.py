@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError
-from acm_compiler.recipe.schema import ModelConfig
+from acm_compiler.recipe.models import ModelConfig
 
 # these load files or fetch from the network; `weights:` is the one place that says where weights come from
 _RESERVED = ("weights", "weights_backbone", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path")

@@ -12,8 +12,8 @@ from torch import nn
 from acm_compiler.errors import ModelSourceError, StorageError
 from acm_compiler.files import parse_json
 from acm_compiler.inputs import Inputs
+from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
-from acm_compiler.recipe.schema import InputConfig, ModelConfig
 from acm_compiler.recipe.wrong_values import wrong_values
 from acm_compiler.sources import from_function, from_hf, from_package, from_timm, from_torchvision
 from acm_compiler.sources.built import Device, Found

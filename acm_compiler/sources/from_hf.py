@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
-from acm_compiler.recipe.schema import AUTO_CLASSES, ModelConfig
+from acm_compiler.recipe.models import AUTO_CLASSES, ModelConfig
 from acm_compiler.sources.arguments import refuse_reserved
 from acm_compiler.sources.built import Device, Found, build_on
 from acm_compiler.sources.hf_inputs import default_inputs

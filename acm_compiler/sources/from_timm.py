@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
-from acm_compiler.recipe.schema import ModelConfig
+from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.sources.arguments import call_builder
 from acm_compiler.sources.built import Device, Found, build_on
 from acm_compiler.sources.hf_place import out_of_reach

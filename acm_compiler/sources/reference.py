@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
-from acm_compiler.recipe.schema import SOURCES, ModelConfig
+from acm_compiler.recipe.models import SOURCES, ModelConfig
 
 FORMS = "torchvision:NAME, timm:NAME, hf:PATH_OR_NAME, python:package.module:function, shipped:NAME, a saved directory"
 

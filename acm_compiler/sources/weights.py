@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError
-from acm_compiler.recipe.schema import ModelConfig
+from acm_compiler.recipe.models import ModelConfig
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 

@@ -181,10 +181,14 @@ def test_explain_takes_inputs_as_plan_does(inputs):
 
 @pytest.mark.parametrize(
     ("inputs", "found"),
-    [((torch.zeros(2, 5, 7),), "found RuntimeError: "), ({"z": torch.zeros(2, 5, 8)}, r"found TypeError: .*'z'")],
+    [
+        ((torch.zeros(2, 5, 7),), r"^acms.0: the input must have .*expected \[..., 8\]"),
+        ((torch.zeros(2, 5, 8, 3),), r"^acms.0: the input must have"),
+        ({"z": torch.zeros(2, 5, 8)}, r"found TypeError: .*'z'.*\n  give inputs that the model takes"),
+    ],
 )
 def test_explain_says_what_the_model_raises_with_wrong_inputs(inputs, found):
-    with pytest.raises(acm.AcmError, match=rf"{found}.*\n  give inputs that the model takes"):
+    with pytest.raises(acm.AcmError, match=found):
         acm.explain(composite(), inputs)
 
 

@@ -6,18 +6,25 @@ front of a site then belongs to its operator, and no copy of the normalised toke
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import eq
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.operands import may_equal, require_gate, require_learners, require_together
 from acm_compiler.acm.ops import CHOICES, GATE, GATE_WEIGHTS, LEARNERS, LIBRARY, WEIGHTS, load_kernels, mapped_tokens
 from acm_compiler.acm.reference import Norm, layer_norm
 from acm_compiler.errors import UsageError
 
-LIBRARY.define(
-    f"gated_learners(Tensor x, {GATE_WEIGHTS}, Tensor knob, Tensor k_lo, Tensor k_hi, {WEIGHTS}, "
+_SCHEMA = (
+    f"(Tensor x, {GATE_WEIGHTS}, Tensor knob, Tensor k_lo, Tensor k_hi, {WEIGHTS}, "
     "Tensor? residual=None, Tensor? norm_weight=None, Tensor? norm_bias=None, *, "
     f"{CHOICES}, str form, str act, float? norm_eps=None) -> Tensor"
 )
+LIBRARY.define(f"gated_learners{_SCHEMA}")
+LIBRARY.define(f"gated_learners_reference{_SCHEMA}")
 _FIXED = 15  # x and what no copy of a mapped call has for itself: weights, knob and bounds
 _NORM = 16  # the norm's position among the arguments
 
@@ -33,6 +40,7 @@ def _gated(*tensors: Tensor | None, **options) -> Tensor:
 
 def run_apart(*tensors: Tensor | None, form: str, act: str, norm_eps: float | None = None, **choices) -> Tensor:
     """The operator as a sequence of others; the knob may be the bits of its float32."""
+    require_together(tensors, k_min=choices["k_min"], norm=norm_eps is not None)
     x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, *weights = tensors[:_NORM]
     assert x is not None and knob is not None
     z = normalised(x, *tensors[_NORM:], eps=norm_eps)
@@ -46,9 +54,29 @@ def normalised(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return x if eps is None else layer_norm(x, Norm(weight=weight, bias=bias, eps=eps))
 
 
-def _fake(x: Tensor, *tensors: Tensor | None, **options) -> Tensor:
-    b_out = tensors[12]
-    assert b_out is not None
+def require_operands(
+    tensors: Sequence[Tensor | None],
+    *,
+    form: str,
+    k_min: int,
+    rule: str,
+    norm_eps: float | None,
+    same: Callable[[Any, Any], bool] = eq,
+) -> None:
+    """UsageError naming the first operand that does not fit the others."""
+    x = tensors[0]
+    assert x is not None
+    require_gate(x, tensors[1:5], tensors[5:8], k_min=k_min, rule=rule, same=same)  # type: ignore[arg-type]
+    require_learners(x, None, tensors[8:_NORM], form, same)
+    require_together(tensors, k_min=k_min, norm=norm_eps is not None, same=same)
+
+
+def _fake(
+    *tensors: Tensor | None, form: str, act: str, cost: float, k_min: int, rule: str, norm_eps: float | None = None
+) -> Tensor:
+    require_operands(tensors, form=form, k_min=k_min, rule=rule, norm_eps=norm_eps, same=may_equal)
+    x, b_out = tensors[0], tensors[13]
+    assert x is not None and b_out is not None
     return x.new_empty(x.shape[0], b_out.shape[1])
 
 
@@ -63,6 +91,7 @@ def _vmap(info, in_dims, *tensors, **options):
 
 
 torch.library.impl("acm::gated_learners", "CompositeExplicitAutograd", _gated, lib=LIBRARY)
+torch.library.impl("acm::gated_learners_reference", "CompositeExplicitAutograd", run_apart, lib=LIBRARY)
 torch.library.register_fake("acm::gated_learners", _fake, lib=LIBRARY)
 torch.library.register_vmap("acm::gated_learners", _vmap, lib=LIBRARY)
 

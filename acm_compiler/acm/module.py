@@ -17,6 +17,7 @@ from acm_compiler.acm.context import Said, batch_of, observers_of, recomputing
 from acm_compiler.acm.gate import Gate
 from acm_compiler.acm.intact import refuse_changed, refuse_scripting
 from acm_compiler.acm.learners import Learners
+from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.reference import choice_costs, choose_k, relaxed_output, sample_nu, utilities
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.site import Layout
@@ -76,7 +77,7 @@ class ACM(nn.Module):
         self.gate, self.learners = gate, learners
         self.dense: nn.Module | None = None
         self.name, self.k_min, self.layout, self.cost, self.dropout = name, k_min, layout, cost, dropout
-        self.count = learners.w_in.shape[0]
+        self.d_in, self.count = gate.inner.in_features, learners.w_in.shape[0]
         self.state: State = "learners"
         self.temperature: float | None = None
         self.tap: Tap | None = None
@@ -94,6 +95,8 @@ class ACM(nn.Module):
             tokens.check_fit(said.mask, said.knob, x.shape[:-1], self.layout, site=self.name)
         if self.tap is not None:
             return self._run_tapped(x)
+        if not x.dim() or x.shape[-1] != self.d_in:
+            refuse_width(x, self.d_in, site=self.name)
         if self.state == "dense":
             y = self._dense_region()(x)
             self._report(
@@ -103,10 +106,13 @@ class ACM(nn.Module):
         elif self.training and self.temperature is not None:
             y = self._run_relaxed(x, self.temperature)
         else:
+            weights = self.learners.weights()
+            if x.dtype != weights.w_in.dtype:
+                refuse_type(x, weights.w_in.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
             k_T = self.choose(x_TD, x.shape[:-1], said)
             self._report(k_T, x)
-            y_TO = ops.learners(x_TD, k_T, self.learners.weights())
+            y_TO = ops.learners(x_TD, k_T, weights)
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 

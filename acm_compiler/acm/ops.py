@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from acm_compiler.acm.intact import refuse_onnx
+from acm_compiler.acm.operands import may_equal, require_gate, require_learners
 from acm_compiler.acm.reference import Weights, branchless_output, choice_costs, choose_k, run_learners, utilities
 from acm_compiler.errors import UsageError
 
@@ -55,6 +56,7 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=w.form, act=w.act)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
     if observed() or differentiated or pushed_forward:
+        require_learners(x_TD, k_T, tensors, w.form)
         return run_learners(x_TD, k_T, weights)
     # nothing to differentiate: past the autograd rule, which costs more than a small site's kernel
     with torch._C._AutoDispatchBelowAutograd():
@@ -128,6 +130,7 @@ def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
 
 def _run(x: Tensor, k: Tensor, tensors: Sequence[Tensor | None], form: str, act: str) -> Tensor:
     """The reference; `tensors` are the weights in the schema's order and then perhaps the residual."""
+    require_learners(x, k, tensors, form)
     y = run_learners(x, k, weights_of(tensors[:7], form, act))
     return y if len(tensors) < 8 or tensors[7] is None else y + tensors[7]
 
@@ -168,6 +171,7 @@ def _reference(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: st
 
 def _forward_fake(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     refuse_onnx()
+    require_learners(x, k, tensors, form, may_equal)
     b_out = tensors[5]
     assert b_out is not None
     return x.new_empty(x.shape[0], b_out.shape[1])
@@ -189,6 +193,7 @@ def _own(grad: Tensor, dy: Tensor) -> Tensor:
 
 
 def _backward_fake(dy: Tensor, x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> list[Tensor]:
+    require_learners(x, k, tensors, form, may_equal)
     return [t.new_empty(t.shape) for t in (x, *tensors) if t is not None]
 
 
@@ -214,6 +219,7 @@ def _gate(*args: Tensor, **kwargs) -> Tensor:
 
 
 def _gate_reference(x: Tensor, *args: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
+    require_gate(x, args[:4], args[4:], k_min=k_min, rule=rule)
     w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi = args
     with torch.autocast(x.device.type, enabled=False):
         score_TC = F.linear(F.gelu(F.linear(x.to(w_inner.dtype), w_inner, b_inner)), w_outer, b_outer)
@@ -223,7 +229,8 @@ def _gate_reference(x: Tensor, *args: Tensor, cost: float, k_min: int, rule: str
     return choose_k(u_TC, torch.minimum(k_lo, k_hi), k_hi, k_min)
 
 
-def _gate_fake(x: Tensor, *args: Tensor, **kwargs) -> Tensor:
+def _gate_fake(x: Tensor, *args: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
+    require_gate(x, args[:4], args[4:], k_min=k_min, rule=rule, same=may_equal)
     return x.new_empty(x.shape[0], dtype=torch.int32)
 
 

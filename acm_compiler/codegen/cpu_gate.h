@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <bit>
@@ -195,6 +194,23 @@ Rule make_rule(int64_t choices, const at::Tensor& knob, const at::Tensor& k_lo, 
 
 inline bool is_native(const at::Tensor& t) { return t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16; }
 
+// whether types, sizes and places are those that the native gate takes them for
+inline bool gate_fits(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor& b_inner,
+                      const at::Tensor& w_outer, const at::Tensor& b_outer, const at::Tensor& knob,
+                      const at::Tensor& k_lo, const at::Tensor& k_hi, int64_t k_min, std::string_view rule) {
+  if (x.dim() != 2 || w_inner.dim() != 2 || w_outer.dim() != 2 || w_inner.numel() == 0 || w_outer.size(0) == 0)
+    return false;
+  const int64_t width = w_inner.size(0), columns = w_outer.size(0);
+  const auto has = [&](const at::Tensor& t, std::initializer_list<int64_t> sizes) {
+    return t.sizes().equals(c10::IntArrayRef(sizes)) && t.scalar_type() == w_inner.scalar_type() &&
+           t.device() == x.device();
+  };
+  const auto is_number = [&](const at::Tensor& t) { return t.dim() == 0 && t.device() == x.device(); };
+  return is_native(x) && is_native(w_inner) && has(w_inner, {width, x.size(1)}) && has(b_inner, {width}) &&
+         has(w_outer, {columns, width}) && has(b_outer, {columns}) && is_number(knob) && is_number(k_lo) &&
+         is_number(k_hi) && k_min >= 0 && (rule == "damage" || rule == "logits");
+}
+
 // k of every token. `norm`: null, or what normalises them (floats or bfloat16, as the gate)
 at::Tensor choose(const at::Tensor& x, const at::Tensor& w_inner, const at::Tensor& b_inner, const at::Tensor& w_outer,
                   const at::Tensor& b_outer, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi,
@@ -204,9 +220,9 @@ at::Tensor choose(const at::Tensor& x, const at::Tensor& w_inner, const at::Tens
                                int64_t, std::string_view);
   static const auto reference =
       c10::Dispatcher::singleton().findSchemaOrThrow("acm::gate_reference", "").typed<Signature>();
-  if (!is_native(x) || !is_native(w_inner) || x.size(0) == 0)
-    return reference.call(x, w_inner, b_inner, w_outer, b_outer, at::full({}, knob_of(knob)), k_lo, k_hi, cost, k_min,
-                          rule_name);
+  if (!gate_fits(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, k_min, rule_name) || x.size(0) == 0)
+    return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob.scalar_type() == at::kInt ? knob.view(at::kFloat) : knob, k_lo,
+                          k_hi, cost, k_min, rule_name);
   const Rule rule = make_rule(w_outer.size(0), knob, k_lo, k_hi, cost, k_min, rule_name == "damage");
   const at::Tensor rows = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
   at::Tensor k = at::empty({x.size(0)}, x.options().dtype(at::kInt));

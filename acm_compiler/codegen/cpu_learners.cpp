@@ -1,5 +1,5 @@
-// acm::learners and acm::gate as native operators. What they do not cover (other types, composite activations, an
-// illegal k) they hand to the references.
+// acm::learners and acm::gate as native operators. What they do not cover (other types, composite activations) and what
+// cannot be (operands that do not fit each other, an illegal k) they hand to the references, which say what is wrong.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -89,6 +89,28 @@ struct Site {
     return w_in.scalar_type() == type && b_out.scalar_type() == type && fits(b_in) && fits(w_up) && fits(b_up) &&
            fits(w_out) && fits(w_top) && fits(residual);
   }
+
+  // whether the operands of a covered call have the sizes, and are where, the kernel takes them to be
+  bool fits(const Tensor& x, const Tensor& k) const {
+    const bool sliced = form == Form::rows || form == Form::cols;
+    if (x.dim() != 2 || w_in.dim() != (sliced ? 4 : 3) || w_in.numel() == 0 || b_out.dim() != 2) return false;
+    const int64_t tokens = x.size(0), d_in = x.size(1), n = w_in.size(0), width = w_in.size(1), d_out = b_out.size(1);
+    const auto has = [&](const Maybe& t, std::initializer_list<int64_t> sizes) {
+      return !t || (t->sizes().equals(c10::IntArrayRef(sizes)) && t->device() == x.device());
+    };
+    if (!has(b_out, {n + 1, d_out}) || !has(k, {tokens}) || !has(residual, {tokens, d_out})) return false;
+    if (sliced) {
+      const int64_t within = width * n * w_in.size(2), across = n * w_in.size(2) * w_in.size(3);
+      const bool rows = form == Form::rows;
+      return has(w_in, {n, width, w_in.size(2), w_in.size(3)}) && !b_in && !w_up && !b_up && !w_out && !w_top &&
+             (rows ? w_in.size(3) == d_in && within == d_out : across == d_in && width == d_out);
+    }
+    const bool gated = form == Form::gated, second = w_out->dim() == 4 ? has(w_out, {n, d_out, n, width})
+                                                                       : has(w_out, {d_out, n, width});
+    return has(w_in, {n, width, d_in}) && has(b_in, {n, width}) && second && gated == w_up.has_value() &&
+           has(w_up, {n, width, d_in}) && (gated || !b_up) && has(b_up, {n, width}) &&
+           has(w_top, {d_out, form == Form::linear ? d_in : n * width});
+  }
 };
 
 Tensor normalised(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
@@ -98,7 +120,7 @@ Tensor normalised(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
 Tensor run_site(const Tensor& x, const Tensor& k, const Site& s, const Norm* norm) {
   static const auto reference =
       c10::Dispatcher::singleton().findSchemaOrThrow("acm::learners_reference", "").typed<Signature>();
-  if (s.covers(x) && (k.scalar_type() == at::kInt || k.scalar_type() == at::kLong)) {
+  if (s.covers(x) && s.fits(x, k) && (k.scalar_type() == at::kInt || k.scalar_type() == at::kLong)) {
     const Operands operands{x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(), k.contiguous(),
                             s.w_in.contiguous(), s.b_out.contiguous(), packed(s.b_in), packed(s.w_up), packed(s.b_up),
                             packed(s.w_out), packed(s.w_top), packed(s.residual), *s.form, *s.act, norm};
@@ -122,16 +144,27 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
                       const Tensor& b_out, const Maybe& w_top, const Maybe& residual, const Maybe& norm_weight,
                       const Maybe& norm_bias, double cost, int64_t k_min, std::string_view rule, std::string_view form,
                       std::string_view act, std::optional<double> norm_eps) {
+  static const auto reference = c10::Dispatcher::singleton()
+                                    .findSchemaOrThrow("acm::gated_learners_reference", "")
+                                    .typed<decltype(gated_learners)>();
   const Site site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form, act};
   const auto run = [&](const Tensor& tokens, Norm* norm) {
     const Tensor k =
         choose(tokens, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, cost, k_min, rule, norm);
     return run_site(tokens, k, site, norm);
   };
+  const auto apart = [&] {
+    return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, w_in, b_in, w_up, b_up, w_out, b_out,
+                          w_top, residual, norm_weight, norm_bias, cost, k_min, rule, form, act, norm_eps);
+  };
+  if (w_outer.dim() != 2 || w_in.dim() < 3 || k_min + w_outer.size(0) - 1 > w_in.size(0)) return apart();
   if (!norm_eps) return run(x, nullptr);
-  const auto fits = [&](const Maybe& t) { return !t || t->scalar_type() == x.scalar_type(); };
-  const bool native = x.size(0) > 0 && is_native(w_inner) && site.covers(x) && fits(norm_weight) && fits(norm_bias);
-  if (!native) return run(normalised(x, norm_weight.value_or(Tensor()), norm_bias.value_or(Tensor()), *norm_eps), nullptr);
+  const auto fits = [&](const Maybe& t) {
+    return !t || (t->scalar_type() == x.scalar_type() && t->sizes().equals(x.sizes().slice(1)));
+  };
+  const bool native = x.size(0) > 0 && site.covers(x) && fits(norm_weight) && fits(norm_bias) &&
+                      gate_fits(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, k_min, rule);
+  if (!native) return apart();
   Norm norm{packed(norm_weight).value_or(Tensor()), packed(norm_bias).value_or(Tensor()),
             static_cast<float>(*norm_eps), std::vector<Moments>(x.size(0))};
   return run(x, &norm);

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from acm_compiler import env
-from acm_compiler.acm.gated_learners import run_apart
+from acm_compiler.acm.gated_learners import require_operands, run_apart
+from acm_compiler.acm.operands import require_gate, require_learners
 from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE, weights_of
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.spec import DTYPES
@@ -54,12 +55,9 @@ def _lacking() -> str | None:
 
 def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     """The operator; where no kernel fits, the reference, said once."""
-    w_in = tensors[0]
-    assert w_in is not None
+    require_learners(x, k, tensors, form)
     machine = machine_of(x.device)
     reason = not_covered(act=act, dtype=x.dtype, arch=machine.arch)
-    if reason is None and w_in.dtype != x.dtype:
-        reason = f"tokens are {x.dtype}, weights {w_in.dtype}"
     if reason is not None:
         _say_once(reason)
         return REFERENCE(x, k, *tensors, form=form, act=act)
@@ -72,6 +70,7 @@ def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
 
 def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     """The gate's operator: k of every token."""
+    require_gate(x, tensors[:4], tensors[4:], k_min=k_min, rule=rule)
     machine = machine_of(x.device)
     reason = gate_not_covered(dtypes=(x.dtype, tensors[0].dtype), width=tensors[0].shape[0], arch=machine.arch)
     if reason is not None:
@@ -87,13 +86,14 @@ def gated_learners(*tensors: Tensor | None, norm_eps: float | None = None, form:
     """The operator that is gate and learners, and perhaps the norm in front of them: then rows are normalised where
     kernels first read them.
     """
-    x, w_inner, w_in = tensors[0], tensors[1], tensors[8]
-    assert x is not None and w_inner is not None and w_in is not None
+    x, w_inner = tensors[0], tensors[1]
+    assert x is not None and w_inner is not None
     machine = machine_of(x.device)
     reason = gate_not_covered(dtypes=(x.dtype, w_inner.dtype), width=w_inner.shape[0], arch=machine.arch)
     reason = reason or not_covered(act=act, dtype=x.dtype, arch=machine.arch)
-    if norm_eps is None or reason is not None or w_in.dtype != x.dtype:
+    if norm_eps is None or reason is not None:
         return run_apart(*tensors, norm_eps=norm_eps, form=form, act=act, **choices)
+    require_operands(tensors, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
     from acm_compiler.codegen.normed import run_normed  # imports triton
 
     with torch.cuda.device(x.device):

@@ -1,0 +1,173 @@
+"""Operands of the ACM operators that do not fit each other, refused before a kernel reads past the end of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import eq
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from acm_compiler.errors import UsageError
+
+_LEARNER_OPERANDS = ("w_in", "b_in", "w_up", "b_up", "w_out", "b_out", "w_top", "residual")
+_GATE_OPERANDS = ("w_inner", "b_inner", "w_outer", "b_outer")
+_FORMS = ("mlp", "gated", "linear", "rows", "cols")
+_RULES = ("logits", "damage")
+_INTEGERS = (torch.int32, torch.int64)
+
+Shape = tuple[Any, ...]
+Same = Callable[[Any, Any], bool]
+
+
+def refuse_width(x: Tensor, d_in: int, *, site: str) -> NoReturn:
+    """UsageError naming the site for an input that is not [..., D]."""
+    raise UsageError(
+        "the input must have as many features as this site was planned with",
+        where=site,
+        # Dynamo cannot write down a size that it traces as free
+        found=None if torch.compiler.is_compiling() else f"shape {_written(x.shape)}",
+        expected=f"[..., {d_in}]",
+    )
+
+
+def refuse_type(x: Tensor, dtype: torch.dtype, *, site: str) -> None:
+    """UsageError naming the site for an input of another type than its weights that autocast does not convert."""
+    if not torch.is_autocast_enabled(x.device.type):
+        raise UsageError(
+            "the input must have the type of this site's weights",
+            where=site,
+            found=_short(x.dtype),
+            expected=_short(dtype),
+            fix="convert the input or the model, or run under torch.autocast",
+        )
+
+
+def require_learners(x: Tensor, k: Tensor | None, tensors: Sequence[Tensor | None], form: str, same: Same = eq) -> None:
+    """UsageError naming the first operand of `acm::learners` whose shape, type or device is not that of the others.
+
+    tensors: w_in to w_top and perhaps the residual. k: None where the operator's own gate chooses it. same: compares
+    two shapes; `may_equal` while tracing.
+    """
+    operator = "acm::learners"
+    if form not in _FORMS:
+        raise UsageError(f"unknown form of {operator}", found=repr(form), expected=" | ".join(_FORMS))
+    w_in, b_out, w_out = tensors[0], tensors[5], tensors[4]
+    assert w_in is not None and b_out is not None
+    rank = 4 if form in ("rows", "cols") else 3
+    if w_in.dim() != rank or not w_in.numel():
+        _refuse(operator, "w_in", w_in, f"{rank} dimensions, none of them 0")
+    d_in, shapes = _learner_shapes(w_in, b_out, form, per_k=w_out is not None and w_out.dim() == 4)
+    tokens = x.shape[0] if x.dim() else 1
+    if not same(x.shape, (tokens, d_in)):
+        _refuse(operator, "x", x, f"[tokens, {d_in}]")
+    if k is not None and not (same(k.shape, (tokens,)) and k.dtype in _INTEGERS):
+        _refuse(operator, "k", k, f"[{tokens}], int32 or int64")
+    shapes["residual"] = (tokens, shapes["b_out"][1])
+    for name, tensor in zip(_LEARNER_OPERANDS, tensors, strict=False):
+        _require(operator, name, tensor, shapes.get(name), like=x, same=same)
+    for name, tensor in (("w_out", w_out), ("w_up", tensors[2])):
+        if tensor is None and name in shapes:
+            raise UsageError(f"operand {name} of {operator} is missing", expected=_written(shapes[name]))
+    if k is not None and k.device != x.device:
+        _refuse(operator, "k", k, f"device {x.device}")
+
+
+def _learner_shapes(w_in: Tensor, b_out: Tensor, form: str, *, per_k: bool) -> tuple[Any, dict[str, Shape]]:
+    """D, and the shapes of all weights that an ACM of that form may have."""
+    n = w_in.shape[0]
+    if form == "rows":
+        d_in, d_out = w_in.shape[3], n * w_in.shape[1] * w_in.shape[2]
+        return d_in, {"w_in": w_in.shape, "b_out": (n + 1, d_out)}
+    if form == "cols":
+        d_in, d_out = n * w_in.shape[2] * w_in.shape[3], w_in.shape[1]
+        return d_in, {"w_in": w_in.shape, "b_out": (n + 1, d_out)}
+    (_, width, d_in), d_out = w_in.shape, b_out.shape[-1] if b_out.dim() else 1
+    second = (d_out, n, width)
+    shapes: dict[str, Shape] = {
+        "w_in": w_in.shape,
+        "b_in": (n, width),
+        "w_out": (n, *second) if per_k else second,
+        "b_out": (n + 1, d_out),
+        "w_top": (d_out, d_in if form == "linear" else n * width),
+    }
+    if form == "gated":
+        shapes |= {"w_up": w_in.shape, "b_up": (n, width)}
+    return d_in, shapes
+
+
+def require_gate(
+    x: Tensor, weights: Sequence[Tensor], choices: Sequence[Tensor], *, k_min: int, rule: str, same: Same = eq
+) -> None:
+    """The same for `acm::gate`, whose weights may have another type than its tokens.
+
+    weights: of its two linears; choices: knob, k_lo, k_hi.
+    """
+    operator = "acm::gate"
+    if rule not in _RULES or k_min < 0:
+        found, expected = f"rule {rule!r}, k_min {k_min}", f"rule {' | '.join(_RULES)}, k_min from 0 on"
+        raise UsageError(f"unknown choice of {operator}", found=found, expected=expected)
+    w_inner, _, w_outer, _ = weights
+    for name, tensor in (("w_inner", w_inner), ("w_outer", w_outer)):
+        if tensor.dim() != 2 or not tensor.numel():
+            _refuse(operator, name, tensor, "2 dimensions, none of them 0")
+    (width, d_in), columns = w_inner.shape, w_outer.shape[0]
+    if not same(x.shape, (x.shape[0] if x.dim() else 1, d_in)):
+        _refuse(operator, "x", x, f"[tokens, {d_in}]")
+    shapes = ((width, d_in), (width,), (columns, width), (columns,))
+    for name, tensor, shape in zip(_GATE_OPERANDS, weights, shapes, strict=True):
+        _require(operator, name, tensor, shape, like=w_inner, same=same)
+    for name, tensor in zip(("w_inner", "knob", "k_lo", "k_hi"), (w_inner, *choices), strict=True):
+        if tensor.device != x.device or (tensor.dim() and tensor is not w_inner):
+            _refuse(operator, name, tensor, f"{'' if tensor is w_inner else '[], '}device {x.device}")
+
+
+def require_together(tensors: Sequence[Tensor | None], *, k_min: int, norm: bool, same: Same = eq) -> None:
+    """What `acm::gated_learners` needs beyond what its gate and its learners need each."""
+    x, w_outer, w_in, *affine = tensors[0], tensors[3], tensors[8], *tensors[16:]
+    assert x is not None and w_outer is not None and w_in is not None
+    largest, learners = k_min + sum(w_outer.shape[:1]) - 1, sum(w_in.shape[:1])
+    if largest > learners:
+        raise UsageError(
+            "the gate of acm::gated_learners chooses more learners than there are",
+            found=f"k up to {largest}",
+            expected=f"at most {learners}",
+        )
+    for name, tensor in zip(("norm_weight", "norm_bias"), affine, strict=False):
+        _require("acm::gated_learners", name, tensor, x.shape[1:] if norm else None, like=x, same=same)
+
+
+def may_equal(found: Shape, expected: Shape) -> bool:
+    """Whether two shapes agree as far as is known while tracing; what is asked of an input becomes its guard."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # there already when something is traced
+
+    return len(found) == len(expected) and all(guard_or_true(a == b) for a, b in zip(found, expected, strict=True))
+
+
+def _require(operator: str, name: str, tensor: Tensor | None, shape: Shape | None, *, like: Tensor, same: Same) -> None:
+    """UsageError unless an operand that is there has this shape and the type and device of another one."""
+    if tensor is None:
+        return
+    if shape is None:
+        raise UsageError(f"operand {name} of {operator} has no use in this form", found=_written(tensor.shape))
+    if not same(tensor.shape, shape):
+        _refuse(operator, name, tensor, _written(shape))
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        _refuse(operator, name, tensor, f"{_short(like.dtype)} on {like.device}")
+
+
+def _refuse(operator: str, name: str, tensor: Tensor, expected: str) -> NoReturn:
+    raise UsageError(
+        f"operand {name} of {operator} does not fit the others",
+        found=f"{_written(tensor.shape)}, {_short(tensor.dtype)} on {tensor.device}",
+        expected=expected,
+    )
+
+
+def _written(shape: Shape) -> str:
+    return f"[{', '.join(str(size) for size in shape)}]"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -97,7 +97,7 @@ def test_the_page_about_your_own_code_shows_the_example():
 
 def test_every_page_and_example_is_in_the_index():
     index = (ROOT / "docs/index.md").read_text()
-    pages = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md"]
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md") if path.name != "index.md"]
     assert all(f"({page})" in index for page in pages)
     assert all(f"(../examples/{path.name})" in index for path in (ROOT / "examples").glob("*.*"))
 
@@ -110,6 +110,6 @@ def test_every_error_is_documented_with_its_exit_code():
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

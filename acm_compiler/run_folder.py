@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from acm_compiler.checkpoint import check_own_folder, holds_model, save_id
-from acm_compiler.errors import RunInterrupted, UsageError
-from acm_compiler.evaluation.results import FILE
+from acm_compiler.checkpoint import check_own_folder, holds_model, locked, save_id
+from acm_compiler.errors import AcmError, BudgetMissed, RunInterrupted, UsageError
+from acm_compiler.evaluation.results import FILE, Evaluation
 from acm_compiler.progress import Say
 from acm_compiler.recipe import Recipe, decisions, differences, expand_paths, load_recipe
+from acm_compiler.training.machine import Machine
 from acm_compiler.training.schedule import refuse_past
 from acm_compiler.training.state import has_state, saved_position
+from acm_compiler.training.watch import MISSED
 
 _SHOWN = 8
 _REMEDY = "choose another folder by --out; or replace that model and what was measured on it: --force"
@@ -37,6 +39,26 @@ class RunOptions:
     until: str | None = None
     strict_budget: bool = False
     resume_command: str = "acmc rewrite --resume"
+
+
+@contextmanager
+def one_run(directory: Path, machine: Machine, say: Say) -> Iterator[None]:
+    """Be the only run in `directory`, all processes of a launch together. StorageError, or UsageError naming the other.
+
+    The first process holds the lock for all of them; what it is refused, all of them raise.
+    """
+    refusal: AcmError | None = None
+    with ExitStack() as held:
+        if machine.is_main:
+            try:
+                check_own_folder(directory)
+                held.enter_context(locked(directory, say))
+            except AcmError as error:
+                refusal = error
+        refusal = machine.gather(refusal)[0]
+        if refusal is not None:
+            raise refusal
+        yield
 
 
 def is_finished(recipe: Recipe, options: RunOptions) -> bool:
@@ -126,3 +148,18 @@ def in_words(options: RunOptions) -> Iterator[None]:
             raise
         stopped = "stopped while evaluating, with all phases done and saved"
         raise RunInterrupted(stopped, fix=f"continue: {options.resume_command}") from None
+
+
+def judged(evaluation: Evaluation | None, options: RunOptions) -> Evaluation | None:
+    """The evaluation; BudgetMissed where it must not be so under `strict_budget`."""
+    if evaluation is None or not options.strict_budget:
+        return evaluation
+    missed = [budget for budget in evaluation.budgets if abs(budget.reached - budget.asked) > MISSED]
+    if missed:
+        raise BudgetMissed(
+            "the model is saved, but budgets were missed",
+            found=", ".join(f"{b.asked:.3g} reached {b.reached:.3f}" for b in missed),
+            expected=f"within {MISSED}",
+            fix="ask for budgets without --strict-budget, or measure them on data more like the evaluation's",
+        )
+    return evaluation

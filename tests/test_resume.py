@@ -317,6 +317,25 @@ def test_a_full_disk_stops_the_run_and_keeps_the_state_before(uninterrupted, tmp
     assert metrics(tmp_path) == uninterrupted[1]
 
 
+def test_a_full_disk_before_the_first_state_promises_no_state(tmp_path):
+    class Full(Task):
+        """From the first batch on no file may grow."""
+
+        def inputs(self, batch):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+            return super().inputs(batch)
+
+    try:
+        with pytest.raises(StorageError) as caught:
+            run_schedule(make_model(), SCHEDULE, job_in(tmp_path, padded=True, save_every="1steps", task=Full()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert "no state had been saved" in str(caught.value) and "--resume" not in str(caught.value)
+    assert not has_state(tmp_path)
+    (tmp_path / "state" / "1-0").mkdir(parents=True)
+    assert not has_state(tmp_path)
+
+
 def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     model = make_model()

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from acm_compiler import run_recipe
 from acm_compiler.base_metric import base_metric
+from acm_compiler.checkpoint import locked
 from acm_compiler.cli import app
 from acm_compiler.conversion import sites
 from acm_compiler.data import BatchStream, open_dataset
@@ -361,6 +362,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_training(folder):
     result = rewrite(folder)
     assert result.exit_code == 1 and "out" in result.stderr and "Traceback" not in result.stderr
     assert (folder / "out").read_text() == "a file, no folder"
+
+
+@pytest.mark.parametrize("words", [(), ("--resume",), ("--force",)])
+def test_a_second_run_in_the_folder_of_another_is_refused(words, folder):
+    with locked(folder / "out", pytest.fail):
+        result = rewrite(folder, *words)
+        assert os.listdir(folder / "out") == [".lock"]
+    assert result.exit_code == 2 and f"process {os.getpid()} on " in result.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX's")

@@ -2,6 +2,7 @@
 
 from acm_compiler.checkpoint.folder import check_own_folder, holds_model, save_id
 from acm_compiler.checkpoint.load import load, saved_conversion
+from acm_compiler.checkpoint.lock import locked
 from acm_compiler.checkpoint.save import save
 
-__all__ = ["check_own_folder", "holds_model", "load", "save", "save_id", "saved_conversion"]
+__all__ = ["check_own_folder", "holds_model", "load", "locked", "save", "save_id", "saved_conversion"]

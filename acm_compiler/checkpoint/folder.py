@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from acm_compiler.checkpoint.lock import LOCK, refuse_taken
 from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.files import is_part, parse_json, size_text, storing
 from acm_compiler.sources.processor_files import PROCESSOR_FILES
@@ -15,8 +16,9 @@ from acm_compiler.sources.processor_files import PROCESSOR_FILES
 PLAN, WEIGHTS, MODEL, BUDGETS = "plan.json", "model.safetensors", "model.json", "budgets.json"
 # written last: it names the other files of the same save
 _ORDER = (WEIGHTS, PLAN, BUDGETS, MODEL)
-_OURS = frozenset([*_ORDER, "recipe.yaml", "metrics.jsonl", "eval.json", "bench.json", "report", "state", ".saving"])
 _ASIDE = ".saving"
+_OF_RUNS = ("recipe.yaml", "metrics.jsonl", "eval.json", "bench.json", "report", "state")
+_OURS = frozenset([*_ORDER, *_OF_RUNS, _ASIDE, LOCK])
 Writer = Callable[[Path], None]
 
 
@@ -87,13 +89,15 @@ def write_folder(
 
     `writers` writes each file, whole, at the path it is given, in their order, so that a later one can read an earlier
     one's; `size_bytes` is about what they need together. Other files of ours in the folder stay; those of others are
-    refused but for `among_others`. StorageError when it cannot be written; what was there before is then untouched.
+    refused but for `among_others`. StorageError when it cannot be written, UsageError while another process works
+    there; what was there before is then untouched.
     """
     if not among_others:
         check_own_folder(directory)
     folder = Path(directory).resolve()
     # a mounted folder cannot be renamed, nor files into it from outside
     aside = folder / _ASIDE if folder.is_mount() else folder.with_name(f".{folder.name}{_ASIDE}")
+    refuse_taken(folder)
     with storing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _check_room(folder.parent, size_bytes)

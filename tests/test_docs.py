@@ -1,5 +1,6 @@
 """What the README and the docs show is what the package does."""
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -15,6 +16,7 @@ from acm_compiler.recipe.json_schema import recipe_json_schema
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CALLS = (ROOT / "docs/python.md").read_text()
 COMMANDS = (ROOT / "docs/cli.md").read_text()
 
@@ -95,6 +97,20 @@ def test_the_page_about_your_own_code_shows_the_example():
     assert re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1] == (ROOT / "examples/my_recipe.yaml").read_text()
 
 
+def test_code_on_pages_is_python_and_calls_what_there_is():
+    for page in PAGES:
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            ast.parse(block)
+        called = set(re.findall(r"\bacm\.(\w+)\(", page.read_text()))
+        assert called <= set(acm.__all__), f"{page.name}: {called - set(acm.__all__)}"
+
+
+def test_guides_tell_no_load_averages():
+    results = {"quality.md", "speed.md"}
+    guides = [page for page in PAGES if page.parent.name != "results" and page.name not in results]
+    assert not [page.name for page in guides if re.search(r"\bload \.?\d", page.read_text())]
+
+
 def test_every_page_and_example_is_in_the_index():
     index = (ROOT / "docs/index.md").read_text()
     pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md") if path.name != "index.md"]
@@ -110,6 +126,6 @@ def test_every_error_is_documented_with_its_exit_code():
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

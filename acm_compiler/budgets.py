@@ -13,6 +13,8 @@ from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, UsageError
 from acm_compiler.plans import Plan
 
 TOLERANCE = 1e-6
+# shares are printed with three decimals, or more
+_PRINTED = 5.001e-4
 # how well the table's rows meet the budgets that they were made for
 NEAR = 0.002
 _WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(?:(%)|([kMGT])?MACs?)\s*")
@@ -56,6 +58,31 @@ def parse_budget(budget: float | str, plan: Plan) -> float:
     return plan.cost.budget_of_macs(macs)
 
 
+def share_within(budget: float | str, plan: Plan, *, low: float) -> float | None:
+    """The share of learner MACs that `budget` asks for; None outside of `low` to 1.
+
+    What is an end of that range, rounded as our tables and messages print it, is that end.
+    """
+    share = parse_budget(budget, plan)
+    if low - TOLERANCE <= share <= 1 + TOLERANCE:
+        return share
+    end = low if share < low else 1.0
+    return end if _is_printed(budget, plan, end) else None
+
+
+def _is_printed(budget: float | str, plan: Plan, end: float) -> bool:
+    """Whether `budget` is the share `end` in its own unit, rounded to as many digits as it has."""
+    unit = None if is_number(budget) else _WITH_UNIT.fullmatch(str(budget))
+    if unit is None:
+        return abs(float(budget) - end) <= _PRINTED
+    exact = 100 * plan.cost.model_share(end)
+    if not unit[2]:
+        exact = plan.cost.macs(end) / plan.model.batch / _PREFIX[unit[3] or ""]
+    digits = unit[1].lstrip("0.").replace(".", "")
+    decimals = len(unit[1].partition(".")[2])
+    return round(exact, decimals) == float(unit[1]) and (bool(unit[2]) or len(digits) > 1)
+
+
 def _reading(text: object) -> str | None:
     """What a budget that cannot be read may have been meant as."""
     if "FLOP" in str(text):
@@ -80,8 +107,8 @@ def setting_of(owner: Conversion, asked: float | str) -> Setting:
 
     Raises NoBudgetTable where nothing was measured and BudgetUnreachable, with the range, outside what it covers.
     """
-    budget = parse_budget(asked, owner.plan)
-    if not owner.table_min - TOLERANCE <= budget <= 1 + TOLERANCE:
+    budget = share_within(asked, owner.plan, low=owner.table_min)
+    if budget is None:
         raised = owner.table is not None and owner.table.points[0].k_lo > 0
         raise unreachable(asked, owner.plan, low=owner.table_min, raised=raised)
     if budget >= 1 - TOLERANCE:

@@ -15,7 +15,7 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Phase
-from acm_compiler.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of
+from acm_compiler.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
 from acm_compiler.conversion import Conversion, conversion, sites, whole_conversion
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError
 
@@ -123,14 +123,21 @@ def set_budget(
     if not isinstance(wanted, Mapping):
         setting = _setting(model, wanted, cap)
         _write_setting(model, setting, cap)
-        owner.budget, owner.cap = parse_budget(wanted, owner.plan), cap
+        owner.budget, owner.cap = _share(owner, wanted), cap
         return min(setting.share, _largest_share(model))
     phases = _check_phases(model, wanted)
     settings = {phase: _setting(model, wanted[phase], cap) for phase in phases}
     for phase in phases:
         _write_setting(model, settings[phase], cap, phase)
-    owner.budget, owner.cap = {phase: parse_budget(wanted[phase], owner.plan) for phase in phases}, cap
+    owner.budget, owner.cap = {phase: _share(owner, wanted[phase]) for phase in phases}, cap
     return {phase: min(setting.share, _largest_share(model)) for phase, setting in settings.items()}
+
+
+def _share(owner: Conversion, wanted: float | str) -> float:
+    """The share of learner MACs that `wanted`, a budget in reach, asks for."""
+    share = share_within(wanted, owner.plan, low=owner.table_min)
+    assert share is not None
+    return share
 
 
 def _setting(model: nn.Module, wanted: float | str, cap: float | None) -> Setting:

@@ -75,6 +75,10 @@ class UnusableClip(DataError):
         super().__init__(f"the clip is {fault}", where=where, found=found, expected=expected)
 
 
+class FunctionFailed(AcmError):
+    """A user's function, named by `python:`, or the module that holds it, raised; the message shows where."""
+
+
 class NothingToConvert(AcmError):
     """The model holds no site; the skips say why."""
 

@@ -28,6 +28,25 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def refuse_labels(inputs: Inputs, *, planned: str) -> None:
+    """Refuse a batch that passes what looks like labels as one more argument of the model. UsageError.
+
+    planned: the shapes of the plan's example inputs, by commas. Labels are a tensor with one number per example, beyond
+    as many arguments as the example had.
+    """
+    args, _ = split_inputs(inputs)
+    known = len(planned.split(", "))
+    batch = next((len(arg) for arg in args if isinstance(arg, Tensor) and arg.dim()), None)
+    for place, arg in enumerate(args[known:], start=known + 1):
+        if isinstance(arg, Tensor) and tuple(arg.shape) in ((batch,), (batch, 1)):
+            raise UsageError(
+                "a batch holds what looks like labels, which would go to the model as one more argument",
+                found=f"argument {place} of {len(args)}: {str(arg.dtype).removeprefix('torch.')} {list(arg.shape)}",
+                expected=f"what the plan's example had: {planned}",
+                fix="leave labels out: (x for x, label in loader); or name what the model takes: {'x': x, 'other': y}",
+            )
+
+
 def call_model(model: nn.Module, inputs: Inputs) -> Any:
     """The model's output for `inputs`."""
     args, kwargs = split_inputs(inputs)

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pydantic import ValidationError
 from torch import nn
 
 from acm_compiler.advice import Advice, advise
-from acm_compiler.budgets import TOLERANCE, parse_budget, unreachable
+from acm_compiler.budgets import share_within, unreachable
+from acm_compiler.data.python_function import PREFIX, find_function
 from acm_compiler.dump import dump
-from acm_compiler.errors import NothingToConvert, UsageError, did_you_mean
+from acm_compiler.errors import NothingToConvert, SelectionError, UsageError, did_you_mean
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.kept_dense import kept_dense
 from acm_compiler.planner import notes_on, plan_sites
 from acm_compiler.plans import Plan
 from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.document import Path
+from acm_compiler.recipe.fitting import fitting_classes
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
+from acm_compiler.recipe.tasks import PythonTask
 from acm_compiler.recipe.wrong_values import wrong_values
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
 from acm_compiler.survey import Findings, look
+from acm_compiler.tasks.fitting_models import refuse_other_head
+from acm_compiler.training.check_schedule import check_schedule
 
 Rule = SiteRule | Mapping[str, Any]
 
@@ -106,10 +112,43 @@ def refuse(made: Plan, budgets: Iterable[tuple[str | None, float | str]]) -> Non
             "this model has no site that can become an ACM",
             found=f"{len(made.skipped)} look-alikes, see `kept dense` above",
         )
-    low, high = made.budget_range
+    low, _ = made.budget_range
     for where, budget in budgets:
-        if not low - TOLERANCE <= parse_budget(budget, made) <= high + TOLERANCE:
+        if share_within(budget, made, low=low) is None:
             raise unreachable(budget, made, low=low, where=where)
+
+
+def check_recipe(recipe: Recipe, model: nn.Module, made: Plan) -> None:
+    """Refuse what a run of the recipe could not carry out on its model, weights or not, and its plan, before it begins.
+
+    What needs the data is not looked at. Raises as `refuse`, `check_schedule`, `frozen_parameters` and `find_function`,
+    and UsageError for a task that does not fit the model.
+    """
+    refuse(made, named_budgets(recipe))
+    check_schedule(recipe.schedule, made.sites)
+    frozen_parameters(recipe, model)
+    for section in (recipe.task, *((recipe.data.train, recipe.data.eval) if recipe.data else ())):
+        if section is not None and section.kind.startswith(PREFIX):
+            find_function(section.kind)
+    if recipe.task is not None and recipe.data is not None and not isinstance(recipe.task, PythonTask):
+        fit = " or ".join(fitting_classes(recipe.task.kind, recipe.data.train))
+        refuse_other_head(recipe.task.kind, model, auto_class=fit)
+
+
+def frozen_parameters(recipe: Recipe, model: nn.Module) -> list[str]:
+    """The parameters of `model` that the recipe keeps out of every training. SelectionError for patterns of none."""
+    names = [name for name, _ in model.named_parameters()]
+    frozen = []
+    for i, pattern in enumerate(recipe.model.freeze):
+        found = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        if not found:
+            modules = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
+            raise SelectionError(
+                f"no parameter matches {pattern!r}{did_you_mean(pattern, modules)}",
+                where=str(recipe.origin.document.place_of_value(("model", "freeze", i))),
+            )
+        frozen += found
+    return frozen
 
 
 def named_budgets(recipe: Recipe) -> list[tuple[str | None, float | str]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from acm_compiler.control import set_budget
 from acm_compiler.conversion import EvaluatedBudget, conversion
 from acm_compiler.data import Batch, BatchStream, left_out, open_dataset
 from acm_compiler.dump import dump
-from acm_compiler.errors import DataError, SelectionError, UsageError, did_you_mean
+from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite import rewrite
-from acm_compiler.pipeline import decide, example_of, named_budgets, refuse
+from acm_compiler.pipeline import check_recipe, decide, example_of, frozen_parameters
 from acm_compiler.progress import Say, Teller, duration, telling_parts
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
@@ -46,7 +45,6 @@ from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.survey import look
 from acm_compiler.tasks import Metric, Task, judged_by, open_task
-from acm_compiler.training.check_schedule import check_schedule
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import check_phase, discard_state, run_schedule
@@ -112,34 +110,15 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     """load -> plan -> rewrite: the dense model and its rewritten copy; `say` is given the cost report."""
     torch.manual_seed(recipe.run.seed)
     built = build(recipe.model, device="cpu", example=recipe.input)
-    _freeze(built.model, recipe)
     plan = decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
     say(str(plan))
-    refuse(plan, named_budgets(recipe))
-    check_schedule(recipe.schedule, plan.sites)
+    check_recipe(recipe, built.model, plan)
+    for name in frozen_parameters(recipe, built.model):
+        built.model.get_parameter(name).requires_grad_(False)
     model = rewrite(built.model, plan)
     conversion(model).default_budget = recipe.budgets.train
     dump("30_rewritten.txt", lambda: str(model))
     return built.model, model
-
-
-def _freeze(model: nn.Module, recipe: Recipe) -> None:
-    """Take the parameters that the recipe keeps as they are out of every training."""
-    names = [name for name, _ in model.named_parameters()]
-    for i, pattern in enumerate(recipe.model.freeze):
-        found = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
-        if not found:
-            raise SelectionError(
-                f"no parameter matches {pattern!r}{did_you_mean(pattern, _modules(names))}",
-                where=str(recipe.origin.document.place_of_value(("model", "freeze", i))),
-            )
-        for name in found:
-            model.get_parameter(name).requires_grad_(False)
-
-
-def _modules(names: Iterable[str]) -> set[str]:
-    """All prefixes of dotted names."""
-    return {name.rsplit(".", i)[0] for name in names for i in range(name.count(".") + 1)}
 
 
 class Workshop:

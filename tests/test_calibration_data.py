@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
+from acm_compiler.calibration import calibrate
 from acm_compiler.calibration.dense_weights import read_dense
-from acm_compiler.calibration.examples import Examples, masked
+from acm_compiler.calibration.examples import Examples, masked, run
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe_model import observe
 from acm_compiler.calibration.options import Options
@@ -13,8 +15,11 @@ from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.calibration.whole_examples import WholeExamples
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import DataError, LayoutUnknown, UsageError
+from acm_compiler.passes.rewrite import rewrite
+from acm_compiler.pipeline import plan
 from acm_compiler.site import Layout
 from tests.calibration_tiny import make_tiny, observed, texts
+from tests.models import Mlp, Residual, Stack, example
 
 
 def records_of(model):
@@ -341,3 +346,26 @@ def test_energy_leaves_padding_out():
     tensor = torch.tensor([[[1.0], [100.0]], [[2.0], [3.0]]])
     assert energy([tensor], mask) == 14.0
     assert energy([tensor[:, 0]], mask) == 5.0
+
+
+class _Masked(nn.Module):
+    """A model whose second argument is optional, so that labels would pass for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Stack(Residual(Mlp()))
+
+    def forward(self, x, mask=None):
+        return self.inner(x) if mask is None else self.inner(x * mask.view(-1, 1, 1))
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(2, dtype=torch.int64), torch.rand(2, 1)])
+def test_labels_in_a_batch_are_refused_and_not_passed_on(labels):
+    dense = _Masked().eval()
+    model = rewrite(dense, plan(dense, example()))
+    for act in (calibrate, lambda rewritten, batches: run(rewritten, batches[0])):
+        with pytest.raises(UsageError, match="looks like labels") as caught:
+            act(model, [[example(), labels]])
+        assert "for x, label in loader" in caught.value.fix
+    run(model, {"x": example(), "mask": labels})  # named, they are meant
+    run(rewrite(dense, plan(dense, (example(), labels))), (example(), labels))

@@ -19,6 +19,7 @@ from acm_compiler.cli.output import JsonOption, Output
 from acm_compiler.cli.what import read_what
 from acm_compiler.errors import AcmError, BudgetUnreachable, NothingToConvert, RunInterrupted, UsageError
 from acm_compiler.recipe import ModelConfig, shipped_recipes
+from acm_compiler.recipe.registries import is_known
 from tests.rewrite_cases import ALL, rewritten
 
 ROOT = Path(__file__).parent.parent
@@ -158,6 +159,51 @@ def test_validate_refuses_with_the_place_and_exit_code_2(tmp_path, monkeypatch):
         "bad.yaml:2:1: unknown key 'nmae' in the recipe (did you mean 'name'?)",
         "bad.yaml:5:19: unknown key 'epohcs' in schedule[0] (did you mean 'epochs'?)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("torchvision:vit_b_61", "torchvision has no model 'vit_b_61' (did you mean 'vit_b_16'"),
+        ("shipped:digits_vti", "no model 'digits_vti' is shipped (did you mean 'digits_vit'?)"),
+        ("timm:vit_tiny_patch16_22", "timm has no model 'vit_tiny_patch16_22' (did you mean"),
+        ("torchvision:swin_t", None),
+        ("timm:vit_tiny_patch16_224", None),
+        ("shipped:digits_vit", None),
+    ],
+)
+def test_validate_looks_models_up_in_their_registries(reference, words):
+    source, _, name = reference.partition(":")
+    result = run("validate", "digits_vit_paper", "--set", f"model={{source: {source}, name: {name}}}")
+    assert result.exit_code == (2 if words else 0), result.output
+    assert words is None or words in result.stderr
+
+
+def test_a_quick_look_finds_every_model_of_a_registry_or_asks_it():
+    import torchvision.models
+
+    names = torchvision.models.list_models(module=torchvision.models)
+    found = [name for name in names if is_known(ModelConfig(source="torchvision", name=name))]
+    assert len(found) > 60 and not is_known(ModelConfig(source="torchvision", name="_vision_transformer"))
+
+
+def test_an_empty_section_is_told_at_its_own_line(tmp_path):
+    (tmp_path / "bad.yaml").write_text(MINIMAL + "schedule:\n\n# more\nrun: {seed: 1}\n")
+    result = run("validate", str(tmp_path / "bad.yaml"))
+    assert result.exit_code == 2 and "bad.yaml:4:1: wrong value for schedule (found null" in result.stderr
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_output_that_cannot_be_written_is_no_traceback(buffered):
+    full = f"{sys.executable} -m acm_compiler schema"
+    environment = os.environ | {"PYTHONUNBUFFERED": buffered}
+    for command, words in (
+        (f"{full} > /dev/full", "error: the output cannot be written: No space left"),
+        (f"{full} | true; exit ${{PIPESTATUS[0]}}", ""),
+    ):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 1 and done.stderr.startswith(words)
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 def test_validate_takes_overrides():

@@ -199,11 +199,31 @@ def test_advice_about_a_budget_that_cannot_be_fits_what_was_asked(model, budget,
 def test_the_least_share_that_is_said_to_be_in_reach_is(model):
     owner = conversion(model)
     first, *others = owner.table.points
-    owner.table = dataclasses.replace(owner.table, points=(dataclasses.replace(first, share=0.10042), *others))
+    owner.table = dataclasses.replace(owner.table, points=(dataclasses.replace(first, share=0.1006), *others))
     with pytest.raises(BudgetUnreachable, match=r"expected 0\.101 to 1 ") as error:
         set_budget(model, 0.1)
     assert "0.100" not in str(error.value)
     set_budget(model, 0.101)
+
+
+@pytest.mark.parametrize("share", [1 / 12, 0.10042, 0.1496])
+def test_every_printed_end_of_a_range_is_accepted_when_it_is_typed(model, share):
+    owner = conversion(model)
+    first, *others = owner.table.points
+    owner.table = dataclasses.replace(owner.table, points=(dataclasses.replace(first, share=share), *others))
+    plan, said = owner.plan, str(status(model))
+    low, high = re.search(r"range (\S+) to (\S+)\)", said).groups()
+    percent = re.search(r"in reach: (\S+%) to (\S+%)", said).groups()
+    kmacs = [f"{plan.cost.macs(end) / 1e3:.2f} kMACs" for end in (share, 1.0)]  # as the cost report has them
+    for least in (float(low), float(f"{share:.3g}"), percent[0], kmacs[0]):
+        assert set_budget(model, least) == pytest.approx(share, abs=1e-2)
+        set_k(model, None)  # what was set can be set again
+        assert share - 1e-6 <= owner.budget <= share + 1e-2
+    for most in (float(high), 1.0004, percent[1], kmacs[1]):
+        assert set_budget(model, most) == pytest.approx(1.0, abs=1e-2)
+    for beyond in (share - 0.01, 1.01, f"{float(percent[0][:-1]) - 2:.0f}%"):
+        with pytest.raises(BudgetUnreachable):
+            set_budget(model, beyond)
 
 
 def test_a_budget_that_only_calibration_put_out_of_reach_names_calibration(model):

@@ -13,7 +13,7 @@ from PIL import Image
 from acm_compiler.data import Batch, BatchStream, canvas_set, open_dataset
 from acm_compiler.data.canvas_set import CanvasSet
 from acm_compiler.data.python_function import call_function, find_function
-from acm_compiler.errors import DataError, UsageError
+from acm_compiler.errors import DataError, FunctionFailed, UsageError
 from acm_compiler.recipe.datasets import ClutteredDigitsData, ImageFolderData, PythonData
 
 SIZE = (32, 32)
@@ -301,6 +301,30 @@ def test_a_users_function_gives_the_data_set() -> None:
     assert len(open_dataset(config)) == 4  # type: ignore[arg-type]
     with pytest.raises(DataError, match="int"):
         open_dataset(PythonData(kind=f"python:{__name__}:make_nothing"))
+
+
+def make_trouble(name: str) -> None:
+    raise KeyError(name)
+
+
+def test_a_users_function_that_raises_shows_its_own_lines() -> None:
+    with pytest.raises(FunctionFailed) as caught:
+        call_function(f"python:{__name__}:make_trouble", {"name": "noise"})
+    what, frame, line = str(caught.value).splitlines()
+    assert what == f"python:{__name__}:make_trouble: the function raised KeyError: 'noise'"
+    assert frame.startswith(f'  File "{__file__}", line ') and frame.endswith(", in make_trouble")
+    assert line == "    raise KeyError(name)"
+    assert isinstance(caught.value.__cause__, KeyError) and caught.value.exit_code == 1
+
+
+def test_a_users_module_that_cannot_be_imported_shows_its_own_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(FunctionFailed, match="importing broken_module raised ModuleNotFoundError") as caught:
+        find_function("python:broken_module:make")
+    assert f'File "{tmp_path / "broken_module.py"}", line 1' in str(caught.value)
 
 
 def test_what_is_missing_of_a_users_function_is_told() -> None:

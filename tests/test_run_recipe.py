@@ -191,6 +191,22 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would(name, words, folder):
     assert "share of the dense model" in refused.stdout
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("--until", "distil"), "no phase 'distil' (did you mean 'distill'?)"),
+        (("--set", "model.freeze=[blcks.0]"), "no parameter matches 'blcks.0'"),
+        (("--set", "task={kind: 'python:tests.tour_model:no_task'}"), "module tests.tour_model has no 'no_task'"),
+        (("--set", "model.name=tests.tour_model:failing"), "the function raised RuntimeError: nothing here"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(change, words, folder):
+    for options in ([], ["--dry-run"]):
+        refused = rewrite(folder, *change, *options)
+        assert refused.exit_code in (1, 2) and words in said_by(refused)
+        assert "Traceback" not in said_by(refused) and not (folder / "out/metrics.jsonl").exists()
+
+
 def test_a_dry_run_of_what_may_replace_or_resume_a_run_is_none_the_worse(folder):
     (folder / "out/state/1-0").mkdir(parents=True)
     (folder / "out/state/1-0/state.json").write_text("{}")

@@ -74,3 +74,8 @@ def pictures(broken: bool = False) -> nn.Module:
     if broken:
         nn.init.constant_(vision.conv_proj.weight, float("nan"))
     return vision
+
+
+def failing() -> nn.Module:
+    """A builder that does not work."""
+    raise RuntimeError("nothing here")

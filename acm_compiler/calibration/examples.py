@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.call_mask import call_mask
+from acm_compiler.conversion import conversion
 from acm_compiler.errors import AcmError, DataError, UsageError
-from acm_compiler.inputs import Inputs, call_model, split_inputs
+from acm_compiler.inputs import Inputs, call_model, refuse_labels, split_inputs
 from acm_compiler.measure import Example
 from acm_compiler.passes.capture import Attempt, first_line
 from acm_compiler.passes.nested import tensors
@@ -95,6 +96,7 @@ def _said(mask: MaskOf, inputs: Inputs) -> Tensor | None:
 
 def run(model: nn.Module, inputs: Inputs) -> Any:
     """The model's output for one batch; UsageError, with the model's own error, where it raises."""
+    refuse_labels(inputs, planned=conversion(model).plan.model.inputs)
     attempt = Attempt()
     with attempt:
         return call_model(model, inputs)

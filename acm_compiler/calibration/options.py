@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from acm_compiler.budgets import is_number, parse_budget, too_much, unreachable
+from acm_compiler.budgets import is_number, parse_budget, share_within, too_much, unreachable
 from acm_compiler.calibration.outputs import Answer, default_answer
 from acm_compiler.conversion import conversion
 from acm_compiler.errors import UsageError
@@ -58,11 +58,13 @@ def shares_of(model: nn.Module, budgets: Sequence[float | str]) -> tuple[float, 
     if isinstance(budgets, str) or not isinstance(budgets, Sequence):
         raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
     plan = conversion(model).plan
-    shares = [parse_budget(budget, plan) for budget in budgets]
-    for budget, share in zip(budgets, shares, strict=True):
+    least, shares = plan.cost.budget_min, []
+    for budget in budgets:
+        share = share_within(budget, plan, low=0.0) or parse_budget(budget, plan)
         if isinstance(budget, str) and not 0 < share <= 1:
-            raise unreachable(budget, plan, low=plan.cost.budget_min)
-        _check_share(share, advice=too_much(budget, plan, low=plan.cost.budget_min) if share > 1 else None)
+            raise unreachable(budget, plan, low=least)
+        _check_share(share, advice=too_much(budget, plan, low=least) if share > 1 else None)
+        shares.append(share)
     return tuple(shares)
 
 

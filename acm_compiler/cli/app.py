@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from acm_compiler.cli.errors import ErrorBoundary
-from acm_compiler.cli.output import say_warnings
+from acm_compiler.cli.output import ending_unwritable, say_warnings
 
 # in the order of --help; each module's `register(app)` adds its verb, and imports what is heavy inside it
 VERBS = ("plan", "rewrite", "eval", "bench", "report", "explain", "kernels", "recipes", "validate", "schema", "doctor")
@@ -54,4 +54,5 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a job ends it as Ctrl-C does
     sys.path.append(os.getcwd())
     say_warnings()
-    app(prog_name="acmc")
+    with ending_unwritable():
+        app(prog_name="acmc")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 JSON_SCHEMA = 1
+# what writing to a stream that was opened before may raise; unbuffered, it leaves no trace in the stream
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF)
 _WANTS_JSON = "acm_compiler.json"
 
 
@@ -79,6 +83,34 @@ class Output:
     def _labelled(self, label: str, colour: str, text: str) -> None:
         typer.secho(f"{label}: ", fg=colour, nl=False, err=True, color=_colour())
         typer.echo(text, err=True)
+
+
+@contextmanager
+def ending_unwritable() -> Iterator[None]:
+    """End the process with exit code 1 where what is printed cannot be written: a disk is full, a pipe was closed."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+    except OSError as error:
+        lost = [stream for stream in (sys.stdout, sys.stderr) if not _flushes(stream)]
+        if not lost and (error.filename is not None or error.errno not in _UNWRITABLE):
+            raise
+        for stream in lost:  # what is left in the buffer goes nowhere, or Python says so once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if error.errno != errno.EPIPE:  # that a reader such as `head` has seen enough is no fault
+            Output().error(f"the output cannot be written: {error.strerror}")
+        sys.exit(1)
+
+
+def _flushes(stream: Any) -> bool:
+    try:
+        stream.flush()
+    except OSError:
+        return False
+    return True
 
 
 def _colour() -> bool | None:

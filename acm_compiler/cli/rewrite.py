@@ -75,16 +75,19 @@ def rewrite(
 
 def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
     """The plan, and whether it can become what the recipe asks for, in the folder that is meant."""
-    from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
-    from acm_compiler.recipe import expand_paths, unset_variables
+    from acm_compiler.pipeline import check_recipe, plan_recipe
+    from acm_compiler.recipe import expand_paths, how_to_set, unset_variables
     from acm_compiler.run_folder import is_finished
-    from acm_compiler.training.check_schedule import check_schedule
+    from acm_compiler.training.schedule import check_phase
 
-    _, made, _ = plan_recipe(recipe)
+    check_phase(options.until, recipe.schedule)
+    unset = unset_variables(recipe)
+    built, made, _ = plan_recipe(recipe)
     output.say(str(made))
-    refuse(made, named_budgets(recipe))
-    check_schedule(recipe.schedule, made.sites)
-    is_finished(recipe if unset_variables(recipe) else expand_paths(recipe), options)
+    check_recipe(recipe, built.model, made)
+    is_finished(recipe if unset else expand_paths(recipe), options)
+    for note in [*map(str, unset), *([how_to_set(recipe)] if unset else [])]:
+        output.note(note)
     output.document({"plan": made.as_json()})
 
 

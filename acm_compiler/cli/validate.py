@@ -1,13 +1,16 @@
-"""`acmc validate RECIPE`: check a recipe without its data, its model or torch."""
+"""`acmc validate RECIPE`: check a recipe without its data or its model, and mostly without torch."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from acm_compiler.cli.errors import sentence
 from acm_compiler.cli.output import JsonOption, Output, SetOption
+
+if TYPE_CHECKING:
+    from acm_compiler.recipe import Recipe
 
 
 def register(app: typer.Typer) -> None:
@@ -27,14 +30,37 @@ def validate(
     out = Output(json=json)
     try:
         loaded = load_recipe(recipe, overrides or ())
+        unknown = _check_model(loaded)
     except RecipeError as error:
         out.document({"recipe": recipe, "valid": False, "problems": list(error.problems), "notes": []})
         out.error(sentence(error))
         raise typer.Exit(error.exit_code) from error
-    notes = [str(note) for note in unset_variables(loaded)]
+    notes = [*unknown, *(str(note) for note in unset_variables(loaded))]
     phases = ", ".join(phase.phase for phase in loaded.schedule) or "none"
     out.say(f"{loaded.name}: valid (model {loaded.model.source}:{loaded.model.name}; phases: {phases})")
-    for note in [*notes, *([how_to_set(loaded)] if notes else [])]:
+    for note in [*notes, *([how_to_set(loaded)] if unset_variables(loaded) else [])]:
         out.note(note)
     facts = {"recipe": loaded.name, "valid": True, "hash": recipe_hash(loaded), "problems": [], "notes": notes}
     out.document(facts)
+
+
+def _check_model(loaded: Recipe) -> list[str]:
+    """RecipeError where no registry has the model, looked up there only when a look at its files does not find it.
+
+    Returns what cannot be told here, for a note.
+    """
+    from acm_compiler.errors import ModelSourceError, RecipeError
+    from acm_compiler.recipe.registries import is_installed, is_known
+
+    if is_known(loaded.model):
+        return []
+    place = loaded.origin.document.place_of_value(("model", "name"))
+    if not is_installed(loaded.model):
+        return [f"{place}: {loaded.model.source} is not installed here, so the model's name was not looked up"]
+    from acm_compiler.sources.build import check_name
+
+    try:
+        check_name(loaded.model)
+    except ModelSourceError as error:
+        raise RecipeError([f"{place}: {str(error).partition(chr(10))[0]}"], fix=error.fix) from error
+    return []

@@ -8,7 +8,11 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
-from acm_compiler.errors import UsageError, did_you_mean
+import torch
+
+from acm_compiler.errors import AcmError, FunctionFailed, UsageError, did_you_mean
+from acm_compiler.passes.capture import Attempt, first_line
+from acm_compiler.passes.source_lines import users_frames
 
 PREFIX = "python:"
 
@@ -16,19 +20,21 @@ PREFIX = "python:"
 def find_function(reference: str) -> Callable[..., Any]:
     """The callable that `python:package.module:function` names (dots after the second colon reach inside).
 
-    UsageError says which part is missing; a module's own ImportErrors of other modules are left as they are.
+    UsageError says which part is missing, FunctionFailed what the module itself raises when it is imported.
     """
     module_name, _, path = reference.removeprefix(PREFIX).partition(":")
-    try:
+    attempt = Attempt()
+    with attempt:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise
+    error = attempt.error
+    if isinstance(error, ModuleNotFoundError) and (module_name + ".").startswith(f"{error.name}."):
         raise UsageError(
             f"there is no module {error.name!r}",
             where=reference,
             fix="install its package, or run from (or add to PYTHONPATH) the folder that holds it",
         ) from error
+    if error is not None:
+        raise _failed(reference, f"importing {module_name} raised", error)
     try:
         function = reduce(getattr, path.split("."), module)
     except AttributeError as error:
@@ -47,11 +53,30 @@ def call_function(reference: str, arguments: Mapping[str, Any]) -> Any:
     try:
         takes = inspect.signature(function)
     except ValueError:  # some built-in classes do not say
-        return function(**arguments)
+        return run_function(reference, function, arguments)
     try:
         takes.bind(**arguments)
     except TypeError as error:
         raise UsageError(
             "the function does not take the recipe's args", where=reference, found=error, expected=f"args for {takes}"
         ) from error
-    return function(**arguments)
+    return run_function(reference, function, arguments)
+
+
+def run_function(reference: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What `function`, named by `reference`, returns; FunctionFailed, with the user's own frames, where it raises."""
+    attempt = Attempt()
+    with attempt:
+        return function(**arguments)
+    assert attempt.error is not None
+    raise _failed(reference, "the function raised", attempt.error)
+
+
+def _failed(reference: str, what: str, error: Exception) -> AcmError:
+    """The refusal for what a user's code raised; our own errors, and lack of memory, stay as they are."""
+    if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
+        raise error
+    frames = users_frames(error)
+    made = FunctionFailed(f"{what} {first_line(error)}" + (f"\n{frames}" if frames else ""), where=reference)
+    made.__cause__ = error
+    return made

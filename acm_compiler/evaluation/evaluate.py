@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.budgets import TOLERANCE, parse_budget
+from acm_compiler.budgets import parse_budget, share_within
 from acm_compiler.control import FixedK, set_budget, set_k
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import Batch
@@ -79,7 +79,7 @@ def reachable(model: nn.Module, budgets: Sequence[float], *, say: Callable[[str]
     if owner.table is None:
         say("no phase has measured this model's gates: the only budget is 1, all learners")
         return [1.0]
-    near = [budget for budget in budgets if budget >= owner.table_min - TOLERANCE]
+    near = [budget for budget in budgets if share_within(budget, owner.plan, low=owner.table_min) is not None]
     if len(near) < len(budgets):
         say(f"budgets below {owner.table_min:.3f} are out of this model's reach, and left out")
     return near or [1.0]

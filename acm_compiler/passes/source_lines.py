@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -33,6 +34,16 @@ def raising_line(error: BaseException) -> str | None:
     )
     shown = [f"{name}:{line}" for name, line in lines if name is not None]
     return shown[-1] if shown else None
+
+
+def users_frames(error: BaseException) -> str:
+    """The frames that `error` passed through in the user's own files, as tracebacks show them."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return "".join(traceback.format_list(frames)).rstrip()
+
+
+def _is_users(filename: str) -> bool:
+    return _shown_name(filename) is not None and "site-packages" not in Path(filename).parts
 
 
 def traced_line(stack_trace: str | None) -> str | None:

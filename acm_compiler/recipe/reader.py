@@ -141,6 +141,8 @@ class _Walk:
                 continue
             self.keys[(*path, key)] = _place(self.source, key_node)
             data[key] = self.construct(value_node, (*path, key))
+            if value_node.start_mark.index == value_node.end_mark.index:  # `key:` alone: the parser is lines further
+                self.values[(*path, key)] = self.keys[(*path, key)]
         for source_node in merged:
             self._merge(data, source_node, path)
         return data

@@ -26,6 +26,11 @@ _BUILDERS: dict[str, Callable[..., Found]] = {
     "python": from_function.build,
     "shipped": from_package.build,
 }
+_CHECKS: dict[str, Callable[[ModelConfig], None]] = {
+    "torchvision": from_torchvision.check,
+    "timm": from_timm.check,
+    "shipped": from_package.check,
+}
 _LIBRARIES = {"torchvision": "torchvision", "timm": "timm", "hf": "transformers"}
 
 
@@ -64,6 +69,12 @@ def build(
     model = found.model.eval()
     inputs = _inputs(found, example)
     return BuiltModel(model, None if inputs is None else fit_to(model, inputs), record)
+
+
+def check_name(config: ModelConfig) -> None:
+    """ModelSourceError where the registry that `config` means has no such model, tag or weights."""
+    if config.source in _CHECKS:
+        _CHECKS[config.source](config)
 
 
 def build_from_record(record: Mapping[str, Any], *, device: Device = "cpu", allow_code: bool = False) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from acm_compiler.data.python_function import find_function
+from acm_compiler.data.python_function import find_function, run_function
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.sources.arguments import check_arguments, expect_module
 from acm_compiler.sources.built import Device, Found
@@ -14,7 +14,7 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     refuse_names(config)
     function = find_function(config.name)
     check_arguments(function, config)
-    returned = function(**config.args)
+    returned = run_function(config.name, function, config.args)
     model, example = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     model = expect_module(model, config.name)
     if weights:

@@ -7,25 +7,23 @@ from typing import Any
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
 from acm_compiler.recipe.models import ModelConfig
+from acm_compiler.recipe.registries import SHIPPED
 from acm_compiler.sources.arguments import call_builder
 from acm_compiler.sources.built import Device, Found, build_on
 from acm_compiler.sources.weights import load_own_file, refuse_names
 
-# each module has build_model(), load_weights(model) and example_input()
-SHIPPED = {
-    "digits_vit": "acm_compiler.data.digits_model",
-    "llama_docs": "acm_compiler.data.docs_model",
-    "modernbert_packages": "acm_compiler.data.packages_model",
-    "wav2vec2_digits": "acm_compiler.data.spoken_model",
-}
 
-
-def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
-    """The shipped model `config.name`."""
+def check(config: ModelConfig) -> None:
+    """ModelSourceError for a name that no shipped model has."""
     if config.name not in SHIPPED:
         raise ModelSourceError(
             f"no model {config.name!r} is shipped{did_you_mean(config.name, SHIPPED)}", expected=", ".join(SHIPPED)
         )
+
+
+def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
+    """The shipped model `config.name`."""
+    check(config)
     refuse_names(config)
     module: Any = importlib.import_module(SHIPPED[config.name])
     model = build_on(device, lambda: call_builder(module.build_model, config))

@@ -20,6 +20,22 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     """The model `config.name`; a tag behind a dot (`.augreg_in1k`) says which pretrained weights are meant."""
+    check(config)
+    import timm
+
+    pretrained = weights and config.weights == "default"
+    builder = functools.partial(timm.create_model, config.name, pretrained=pretrained)
+    if pretrained:
+        model = _fetch(builder, config)
+    else:
+        model = build_on(device, lambda: call_builder(builder, config))
+        if weights:
+            load_own_file(model, config)
+    return Found(model=model, example=_example)
+
+
+def check(config: ModelConfig) -> None:
+    """ModelSourceError for a name, a tag or weights that timm does not know, and where timm is not installed."""
     try:
         import timm
     except ImportError as error:
@@ -30,21 +46,12 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
         raise ModelSourceError(f"timm has no model {architecture!r}{known}")
     if dot:
         _check_tag(architecture, tag)
-    pretrained = weights and config.weights == "default"
     if config.weights not in (None, "default") and not is_file(config.weights):
         raise ModelSourceError(
             f"timm knows no weights {config.weights!r}",
             expected="default, a file, or null; a pretrained tag belongs to the name",
             fix=f"write name: {architecture}.{config.weights}",
         )
-    builder = functools.partial(timm.create_model, config.name, pretrained=pretrained)
-    if pretrained:
-        model = _fetch(builder, config)
-    else:
-        model = build_on(device, lambda: call_builder(builder, config))
-        if weights:
-            load_own_file(model, config)
-    return Found(model=model, example=_example)
 
 
 def _check_tag(architecture: str, tag: str) -> None:

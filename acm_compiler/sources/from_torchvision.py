@@ -20,11 +20,9 @@ _FRAMES = 16
 
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     """The model `config.name`; without `weights` only its structure, which may depend on the named weights."""
-    from torchvision.models import get_model_builder, list_models
+    from torchvision.models import get_model_builder
 
-    known = list_models()
-    if config.name not in known:
-        raise ModelSourceError(f"torchvision has no model {config.name!r}{did_you_mean(config.name, known, count=3)}")
+    check(config)
     builder = functools.partial(get_model_builder(config.name), **_no_backbone(config.name))
     entry = _weights_entry(config)
     if weights and entry is not None:
@@ -35,6 +33,16 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
             load_own_file(model, config)
     facts = {"weights": entry.name} if entry is not None else {}
     return Found(model=model, example=functools.partial(_example, entry=entry, name=config.name), facts=facts)
+
+
+def check(config: ModelConfig) -> None:
+    """ModelSourceError for a name, or weights, that torchvision does not know."""
+    from torchvision.models import list_models
+
+    known = list_models()
+    if config.name not in known:
+        raise ModelSourceError(f"torchvision has no model {config.name!r}{did_you_mean(config.name, known, count=3)}")
+    _weights_entry(config)
 
 
 def _no_backbone(name: str) -> dict[str, None]:

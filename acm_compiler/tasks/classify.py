@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -25,12 +25,13 @@ class Classify:
     """A `Task`: logits [B, C] against labels int [B], or float [B, C] where mixup has made shares of them.
 
     `classes` is what the data set has, if known; a model with another number of them is refused. `auto_class`: the
-    transformers class that builds a model for this data, for messages.
+    transformers class that builds a model for this data, and `data` what the data set is called, for messages.
     """
 
     label_smoothing: float = 0.0
     classes: int | None = None
     auto_class: str = " or ".join(fitting_classes("classify"))
+    data: str = field(default="the data set", compare=False)
     metric: ClassVar[str] = "accuracy"
     answers_logits: ClassVar[bool] = True
 
@@ -52,8 +53,8 @@ class Classify:
         logits, label = self.logits(output), self._label(batch)
         if label.ndim == 2 and label.shape != logits.shape:
             raise _classes_differ(label.shape[1], logits.shape[1])
-        if label.ndim == 1 and not label.is_cuda and int(label.max()) >= logits.shape[1]:
-            raise _classes_differ(f"at least {int(label.max()) + 1}", logits.shape[1])
+        if not label.is_cuda:  # there the loss itself refuses it; to look would wait for the device at every step
+            self._check_range(label, logits.shape[1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if label.is_floating_point():
             label = label.to(logits.dtype)
@@ -62,10 +63,28 @@ class Classify:
         return torch.where((label != _IGNORED).any(), loss, torch.zeros_like(loss))
 
     def score(self, output: Any, batch: Batch) -> Tensor:
-        """1 where the largest logit is the label's, else 0; fp32 [B]."""
-        label = self._label(batch)
+        """1 where the largest logit is the label's, else 0; fp32 [B]. DataError for labels of no class."""
+        logits, label = self.logits(output), self._label(batch)
+        self._check_range(label, logits.shape[1])
         best = label if label.ndim == 1 else label.argmax(1)
-        return (self.logits(output).argmax(1) == best).float()
+        return (logits.argmax(1) == best).float()
+
+    def units(self, batch: Batch) -> Tensor:
+        """1 for every example with a label, 0 where it is -100; fp32 [B]."""
+        label = self._label(batch)
+        return (label != _IGNORED).float() if label.ndim == 1 else torch.ones(len(label), device=label.device)
+
+    def _check_range(self, label: Tensor, classes: int) -> None:
+        """DataError where a label [B] is none of so many classes, nor the one that counts nowhere."""
+        wrong = label[((label < 0) & (label != _IGNORED)) | (label >= classes)] if label.ndim == 1 else label[:0]
+        if len(wrong):
+            raise DataError(
+                "a label is none of the model's classes",
+                where=f"task classify, {self.data}",
+                found=f"label {int(wrong[0])}",
+                expected=f"0 to {classes - 1}, or {_IGNORED} for an example without a label",
+                fix="use the data set the model was trained on, number its classes from 0, or take another head",
+            )
 
     @property
     def likeness(self) -> Likeness:

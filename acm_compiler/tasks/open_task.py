@@ -42,7 +42,8 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn
     if isinstance(config, ClassifyTask):
         classes = getattr(dataset, "classes", None)
         count = len(classes) if classes else None
-        return Classify(label_smoothing=config.label_smoothing, classes=count, auto_class=auto_class)
+        name = "the data set" if dataset is None else type(dataset).__name__
+        return Classify(label_smoothing=config.label_smoothing, classes=count, auto_class=auto_class, data=name)
     if isinstance(config, CausalLMTask):
         return CausalLM()
     if isinstance(config, MaskedLMTask):

@@ -1,0 +1,50 @@
+"""The names that models have in registries, looked up without importing what they belong to."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from acm_compiler.recipe.models import ModelConfig
+
+# name -> the module with build_model(), load_weights(model) and example_input()
+SHIPPED = {
+    "digits_vit": "acm_compiler.data.digits_model",
+    "llama_docs": "acm_compiler.data.docs_model",
+    "modernbert_packages": "acm_compiler.data.packages_model",
+    "wav2vec2_digits": "acm_compiler.data.spoken_model",
+}
+REGISTRIES = ("torchvision", "timm")
+
+
+def is_known(model: ModelConfig) -> bool:
+    """Whether a quick look finds what `model` names, its weights included: then there is no need for the registry.
+
+    Models of other sources count as found: they are files, functions and places that a recipe may be far from.
+    """
+    if model.source == "shipped":
+        return model.name in SHIPPED
+    if model.source not in REGISTRIES:
+        return True
+    name, dot, _ = model.name.partition(".")
+    builder = re.compile(rf"^@register_model\b(?:.*\n)(?:@.*\n)*def {re.escape(name)}\(", re.MULTILINE)
+    found = next((text for text in _sources(model.source) if builder.search(text)), None)
+    if found is None or dot:
+        return False
+    return model.weights in (None, "default") or f"\n    {model.weights} = Weights(" in found
+
+
+def is_installed(model: ModelConfig) -> bool:
+    """Whether the package is here that knows the names of such models."""
+    return model.source not in REGISTRIES or find_spec(model.source) is not None
+
+
+@cache
+def _sources(package: str) -> tuple[str, ...]:
+    """The text of the package's files that define models."""
+    spec = find_spec(package)
+    places = spec.submodule_search_locations if spec is not None else None
+    files = sorted(Path(places[0], "models").rglob("*.py")) if places else []
+    return tuple(file.read_text(encoding="utf-8") for file in files)

@@ -5,6 +5,9 @@ Both are values of one context variable, found by the model's conversion, so tha
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -76,15 +79,34 @@ def _held(name: str, value: object, held: _Held) -> Iterator[None]:
     here = _Open()
     here.__dict__ |= _NOTHING.now.__dict__ | {name: value}
     token, before = _OPEN.set(here), _of_thread()
-    torch._C._stash_obj_in_tls(_THREADS, here)
+    _stash(_THREADS, here)
     try:
         yield
     finally:
         held.value = None
         if _of_thread() is here:
-            torch._C._stash_obj_in_tls(_THREADS, before)
+            _stash(_THREADS, before)
         with suppress(ValueError):  # closed in another context than opened: nothing is held there any more
             _OPEN.reset(token)
+
+
+def _stash(key: str, value: object) -> None:
+    """Keep `value` in this thread, which torch hands to the autograd engine's threads."""
+    torch._C._stash_obj_in_tls(key, value)
+    if _takes_its_callers_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+@functools.cache
+def _takes_its_callers_reference() -> bool:
+    """Whether torch (2.11 does) keeps an object without counting that, and later frees it under its other owners."""
+    probe = object()
+    counted = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(f"{_THREADS}.probe", probe)
+    if sys.getrefcount(probe) > counted:
+        return False
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return True
 
 
 def _of_thread() -> _Open:

@@ -46,15 +46,26 @@ class Status:
         table = tabulate([asdict(row) for row in self.sites], headers="keys")
         if self.budget_range is None:
             return f"{table}\nbudgets: none measured yet"
-        asked = "none set" if self.budget is None else _budget_text(self.budget)
-        capped = "" if self.cap is None or self.budget is None else f", every k at most {self.cap:g} N"
-        overruled = f"; {self.held} of {len(self.sites)} sites run a fixed k" if self.held else ""
         of_model = ""
         if self.model_range is not None:
             low, high = self.model_range
             of_model = f"; in reach: {low:.0%} to {high:.0%} of the dense model's MACs"
         in_range = f"(range {self.budget_range[0]:.3f} to {self.budget_range[1]:.3f})"
-        return f"{table}\nbudget: {asked}{capped} {in_range}{of_model}{overruled}"
+        return f"{table}\nbudget: {self._asked} {in_range}{of_model}{self._overruled}"
+
+    @property
+    def choice(self) -> str:
+        """The budget, its cap and how many sites do not follow it, in one line."""
+        return f"budget: {self._asked}{self._overruled}"
+
+    @property
+    def _asked(self) -> str:
+        capped = "" if self.cap is None or self.budget is None else f", every k at most {self.cap:g} N"
+        return ("none set" if self.budget is None else _budget_text(self.budget)) + capped
+
+    @property
+    def _overruled(self) -> str:
+        return f"; {self.held} of {len(self.sites)} sites run a fixed k" if self.held else ""
 
 
 def _budget_text(budget: float | dict[str, float]) -> str:
@@ -94,5 +105,5 @@ def status(model: nn.Module) -> Status:
         budget_range=measured,
         model_range=of_model,
         cap=owner.cap,
-        held=sum(is_held(acm, owner) for acm in sites(model).values()) if owner.table else 0,
+        held=sum(is_held(acm, owner) for acm in sites(model).values()),
     )

@@ -241,18 +241,70 @@ def build_swiglu() -> nn.Module:
 def test_states_budgets_and_rules_come_back(saved):
     model, x, copied, folder = saved
     owner = give_budgets(copied)
-    acm.set_budget(copied, 0.2)
     acm.save(copied, folder)
     loaded = acm.load(folder, base_model=model)
     again = conversion(loaded)
     assert (again.table, again.default_budget, again.damage) == (owner.table, 0.6, owner.damage)
-    assert again.budget == 0.6 and again.teacher == owner.teacher
+    assert again.budget == 0.6 and again.teacher == owner.teacher  # the recipe's own, where none was set
     acm.set_budget(copied, 0.6)
     for name, module in acm.sites(loaded).items():
         assert (module.state, module.gate.rule) == ("learners", "damage")
         assert module.knob_value == acm.sites(copied)[name].knob_value
     assert {site.state for site in again.plan.sites} == {"learners"}
     assert torch.equal(answer(loaded, x), answer(copied, x))
+
+
+SET = {
+    "a budget": (lambda m: acm.set_budget(m, 0.2), "budget: 0.200"),
+    "a capped budget": (lambda m: acm.set_budget(m, 1.0, cap=0.5), "budget: 1.000, every k at most 0.5 N"),
+    "budgets of phases": (
+        lambda m: acm.set_budget(m, {"prefill": 0.8, "decode": 0.4}),
+        "budget: prefill 0.800, decode 0.400",
+    ),
+    "a fixed k": (lambda m: acm.set_k(m, 1), "budget: none set; 5 of 5 sites run a fixed k"),
+    "a fixed k of a part": (
+        lambda m: (acm.set_budget(m, 0.4), acm.set_k(next(iter(acm.sites(m).values())), 2)),
+        "budget: 0.400; 1 of 5 sites run a fixed k",
+    ),
+    "the gates alone": (lambda m: acm.set_k(m, None), "budget: none set"),
+    "nothing": (lambda m: None, "no budget was set, every token runs all learners"),
+}
+
+
+UNMEASURED = ("a fixed k", "the gates alone", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"), [*((name, True) for name in SET), *((name, False) for name in UNMEASURED)]
+)
+def test_what_was_set_is_saved_and_comes_back(saved, name, measured, caplog):
+    model, x, copied, folder = saved
+    choose, told = SET[name]
+    owner = give_budgets(copied)
+    owner.table, owner.default_budget = owner.table if measured else None, None
+    choose(copied)
+    acm.save(copied, folder)
+    with caplog.at_level("INFO", logger="acm_compiler.checkpoint.load"):
+        loaded = acm.load(folder, base_model=model)
+    assert caplog.messages[-1] == f"{folder}: {told}"
+    assert states_of(loaded) == states_of(copied)
+    again = conversion(loaded)
+    assert (again.budget, again.cap) == (owner.budget, owner.cap)
+    assert acm.status(loaded).choice == acm.status(copied).choice
+    assert torch.equal(answer(loaded, x), answer(copied, x))
+
+
+def states_of(model):
+    return {name: site.run_time() for name, site in acm.sites(model).items()}
+
+
+def test_what_was_set_wins_over_the_recipes_budget(saved):
+    model, _, copied, folder = saved
+    give_budgets(copied)
+    acm.set_budget(copied, 0.2)
+    acm.save(copied, folder)
+    loaded = acm.load(folder, base_model=model)
+    assert conversion(loaded).budget == 0.2 and acm.set_budget(loaded, None) == 0.6
 
 
 def test_what_a_run_reached_is_kept_beside_its_knobs(saved):
@@ -280,16 +332,6 @@ def test_a_path_that_is_no_folder_is_named(tmp_path):
         acm.load(tmp_path / "file")
     with pytest.raises(StorageError, match=r"no saved model here .*\n  name a folder that acm.save"):
         acm.load(tmp_path / "nowhere")
-
-
-def test_without_a_table_a_loaded_model_runs_all_learners(saved):
-    model, _, copied, folder = saved
-    acm.finalize(copied)
-    for module in acm.sites(copied).values():
-        module.set_choices(knob=3.0, k_lo=0, k_hi=1)
-    acm.save(copied, folder)
-    loaded = acm.load(folder, base_model=model)
-    assert {(int(m.k_lo), int(m.k_hi), m.knob_value) for m in acm.sites(loaded).values()} == {(4, 4, 0.0)}
 
 
 def test_each_storage_is_written_once_and_tied_again(tmp_path):

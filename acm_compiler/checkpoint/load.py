@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from acm_compiler.checkpoint.choices import choices_in_words, restore_choices
 from acm_compiler.checkpoint.first_difference import first_difference
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
 from acm_compiler.checkpoint.hf_files import restore_generation
@@ -32,8 +33,10 @@ _OUR_FOLDER = "a folder that acm.save or acmc rewrite wrote"
 def load(
     directory: str | os.PathLike[str], *, base_model: nn.Module | None = None, allow_code: bool = False
 ) -> nn.Module:
-    """The model that `save` wrote to `directory`, on the CPU, in eval mode, at its own default budget if it has one.
+    """The model that `save` wrote to `directory`, on the CPU, in eval mode, with what was set on it when it was saved.
 
+    That is its budget, its cap, a fixed k; where none was set, the budget of the recipe that made it; else every token
+    runs all learners. The log says which, and so does `acm.status`.
     base_model: the model before the rewrite, for classes that only the user can build (its structure is compared),
     and for dense regions, which `revert`, calibration and distillation need; they are taken from it if its weights
     are those that were replaced. It is not changed. allow_code: whether a function named in the directory is imported.
@@ -49,7 +52,7 @@ def load(
         model = _from_base(base_model, plan, description, budgets, stored, folder)
     else:
         model = _from_source(plan, description, stored, folder, allow_code=allow_code)
-    _restore_budgets(model, budgets)
+    _restore_budgets(model, budgets, folder)
     restore_generation(model, folder)
     return model.eval()
 
@@ -227,15 +230,18 @@ def _give_values(model: nn.Module, stored: Stored, folder: Path) -> None:
         mark_initialized(acm)
 
 
-def _restore_budgets(model: nn.Module, budgets: dict[str, Any]) -> None:
+def _restore_budgets(model: nn.Module, budgets: dict[str, Any], folder: Path) -> None:
     acms = sites(model)
     owner: Conversion = next(iter(acms.values())).conversion
     for name, rule in budgets["rules"].items():
         acms[name].gate.rule = rule
     _restore_facts(owner, budgets)
-    phases = budgets.get("phase_budgets")  # not known to folders that were written before there were any
-    if owner.table is not None and (phases or owner.default_budget is not None):
-        set_budget(model, phases or None)
+    # folders that were written before there were choices may have budgets of phases
+    if phases := budgets.get("phase_budgets"):
+        set_budget(model, phases)
+    else:
+        restore_choices(model, budgets.get("choices"), where=folder / BUDGETS)
+    _LOG.info("%s: %s", folder, choices_in_words(model))
 
 
 def _restore_facts(owner: Conversion, budgets: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from acm_compiler.checkpoint.choices import collect_choices
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, check_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.infer_source import source_of
@@ -39,6 +40,7 @@ def save(
 ) -> None:
     """Write a rewritten model to `directory`: its plan, weights, source and budgets, and the `extra` files by name.
 
+    What is set comes back with `acm.load`: the budget, its cap, a fixed k.
     Dense regions are left out but at sites whose learners were never fitted. Wrappers (DDP, compiled) are looked
     through. Files of ours already in the folder are replaced, once all new ones are complete; those of others are
     refused, or left there with `among_others`. Models of transformers get a config.json: see `acm_compiler.hf`. The
@@ -110,7 +112,7 @@ def _budgets(root: nn.Module, owner: Conversion) -> dict[str, Any]:
         "teacher": owner.teacher,
         "start_gates": owner.start_gates,
         "default_budget": owner.default_budget,
-        "phase_budgets": owner.budget if isinstance(owner.budget, dict) else None,
+        "choices": collect_choices(root),
         "damage": owner.damage,
         "rules": {name: acm.gate.rule for name, acm in sites(root).items()},
         "table": None if owner.table is None else asdict(replace(owner.table, evaluated=())),

@@ -35,7 +35,8 @@ with torch.no_grad(), acm.record(model) as usage:
 print(usage)  # what was spent, and the mean k of every site
 
 acm.save(model, "converted/")  # safetensors and JSON
-loaded = acm.load("converted/", base_model=original)  # a class of your own is built by your own code
-acm.set_budget(loaded, 0.4)
+loaded = acm.load(
+    "converted/", base_model=original
+)  # a class of your own is built by your own code; its budget is set again
 with torch.no_grad():
     torch.testing.assert_close(loaded(x), y)

@@ -37,6 +37,19 @@ def test_moments_of_a_stream_are_those_of_all_of_it():
     torch.testing.assert_close(moments.covariance, torch.cov(data.double().T, correction=0), rtol=1e-5, atol=1e-5)
 
 
+def test_wide_moments_are_symmetric_and_whole():
+    v, g = torch.randn(50, 600), torch.randn(40, 600)
+    moments, metric = Moments(), SecondMoment()
+    for part in v.split(20):
+        moments.add(part)
+    for part in g.split(20):
+        metric.add(part)
+        metric.count_tokens(len(part))
+    torch.testing.assert_close(moments.covariance, torch.cov(v.double().T, correction=0), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(metric.value(600, v.device), (g.T @ g).double() / 40, atol=1e-5, rtol=1e-4)
+    assert torch.equal(moments.covariance, moments.covariance.T)
+
+
 def test_weights_count_as_repetitions():
     data, weight = torch.randn(300, 4) + 2, torch.randint(0, 4, (300,))
     moments, repeated = Moments(), Moments()

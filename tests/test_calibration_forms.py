@@ -12,7 +12,7 @@ from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.low_rank import nested_factors, prefix_biases
 from acm_compiler.calibration.neuron_order import RIDGE, greedy_order, neuron_order, variance_order
 from acm_compiler.calibration.second_layer import Hidden, fit_second_layer, refit_ridge, weight_of_k
-from acm_compiler.calibration.symmetric import roots, solve
+from acm_compiler.calibration.symmetric import solve, square_factors
 from acm_compiler.calibration.whole_examples import Whole
 
 N, H, F, OUT, T = 3, 4, 12, 5, 400
@@ -303,12 +303,13 @@ def test_prefixes_of_factors_have_the_mean_output_and_all_of_them_the_weight():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 5])
-def test_solve_and_roots_bear_singular_matrices(rank):
+def test_solve_and_square_factors_bear_singular_matrices(rank):
     x = torch.randn(6, rank, dtype=torch.float64)
     a = x @ x.T
     b = a @ torch.randn(6, 2, dtype=torch.float64)
     torch.testing.assert_close(a @ solve(a, b), b, rtol=1e-3, atol=1e-6)
-    root, inverse = roots(a, 1e-5)
+    root, inverse = square_factors(a, 1e-5)
+    torch.testing.assert_close(root @ root.T, a, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(root @ inverse, torch.eye(6, dtype=torch.float64), rtol=1e-4, atol=1e-4)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from acm_compiler.acm import Gate
 from acm_compiler.acm.reference import choose_k, utilities
-from acm_compiler.calibration.fit_gate import fit_gate, gamma_loss
+from acm_compiler.calibration.fit_gate import fit_gates, gamma_loss
 
 D, C, T = 6, 4, 6000
 
@@ -25,7 +25,7 @@ def fitted():
     noisy = mean * torch.distributions.Exponential(1.0).sample((T, 1))
     offset, scale = torch.tensor([100.0, -3, 0, 0, 7, 0]), torch.tensor([5.0, 0.01, 1, 1, 1, 1])
     gate = Gate(D, 16, C)
-    fit_gate(gate, x * scale + offset, noisy, steps=250, seed=0)
+    fit_gates([gate], x * scale + offset, [noisy], steps=250, seed=0)
     fresh = torch.randn(2000, D)
     with torch.no_grad():
         return gate, gate(fresh * scale + offset), known_damage(fresh)
@@ -60,9 +60,29 @@ def test_a_gate_is_the_same_every_time():
     x, damage = torch.randn(500, D), torch.rand(500, C)
     gates = [Gate(D, 8, C) for _ in range(2)]
     for gate in gates:
-        fit_gate(gate, x, damage, steps=5, seed=7)
+        fit_gates([gate], x, [damage], steps=5, seed=7)
     for a, b in zip(*(gate.parameters() for gate in gates), strict=True):
         assert torch.equal(a, b)
+
+
+def test_gates_of_the_same_input_are_what_each_would_be_alone():
+    x, damages = torch.randn(500, D), [torch.rand(500, C), torch.rand(500, C).square()]
+    together, alone = ([Gate(D, 8, C) for _ in damages] for _ in range(2))
+    fit_gates(together, x, damages, steps=20, seed=7)
+    for gate, damage in zip(alone, damages, strict=True):
+        fit_gates([gate], x, [damage], steps=20, seed=7)
+    for one, other in zip(together, alone, strict=True):
+        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_small_sample_is_learned_in_fewer_steps():
+    x, damage = torch.randn(500, D), torch.rand(500, C)
+    gates = [Gate(D, 8, C) for _ in range(3)]
+    for gate, steps in zip(gates, (100, 300, 50), strict=True):
+        fit_gates([gate], x, [damage], steps=steps, seed=7)
+    assert torch.equal(gates[0].inner.weight, gates[1].inner.weight)
+    assert not torch.equal(gates[0].inner.weight, gates[2].inner.weight)
 
 
 def test_choices_without_damage_and_inputs_without_spread_are_borne():
@@ -71,11 +91,11 @@ def test_choices_without_damage_and_inputs_without_spread_are_borne():
     damage = torch.rand(500, C) * 1e-12
     damage[:, -1] = 0
     gate = Gate(D, 8, C)
-    fit_gate(gate, x, damage, steps=50, seed=0)
+    fit_gates([gate], x, [damage], steps=50, seed=0)
     with torch.no_grad():
         score = gate(x)
     assert score.isfinite().all() and (score[:, -1] < score[:, 0] - 5).all()
-    fit_gate(gate, x, torch.zeros(500, C), steps=5, seed=0)
+    fit_gates([gate], x, [torch.zeros(500, C)], steps=5, seed=0)
     with torch.no_grad():
         assert gate(x).isfinite().all()
 
@@ -83,7 +103,7 @@ def test_choices_without_damage_and_inputs_without_spread_are_borne():
 def test_an_input_that_never_varies_gives_one_score_to_all():
     x = torch.randn(D).expand(500, D) + 1e-7 * torch.randn(500, D)
     gate = Gate(D, 8, C)
-    fit_gate(gate, x, torch.rand(500, C), steps=50, seed=0)
+    fit_gates([gate], x, [torch.rand(500, C)], steps=50, seed=0)
     with torch.no_grad():
         assert gate(x).std(0).max() < 0.1
 

@@ -112,15 +112,27 @@ def _slices_of_input(x_TD: Tensor, weights: Weights) -> Tensor:
 
 def all_outputs(x_TD: Tensor, weights: Weights, k_min: int) -> Tensor:
     """y_k(x) for every k from k_min to N, [C, T, O]."""
-    if not weights.is_nested:
-        return torch.stack([prefix_output(x_TD, weights, k) for k in range(k_min, weights.learners + 1)])
+    last = weights.learners
+    if weights.w_out is not None and weights.w_out.dim() == 4:
+        return torch.stack([prefix_output(x_TD, weights, k) for k in range(k_min, last + 1)])
     s_NTO = learner_outputs(x_TD, weights)
     sums = torch.cat([torch.zeros_like(s_NTO[:1]), s_NTO.cumsum(0)])
-    return (sums + weights.b_out[:, None].to(sums.dtype))[k_min:]
+    y_CTO = (sums + weights.b_out[:, None].to(sums.dtype))[k_min:]
+    if weights.w_top is None:
+        return y_CTO
+    return torch.cat([y_CTO[:-1], prefix_output(x_TD, weights, last)[None]])
 
 
 def learner_outputs(x_TD: Tensor, weights: Weights) -> Tensor:
-    """s_n(x) of each learner alone, [N, T, O]; for one shared second layer."""
+    """s_n(x) of each learner alone, [N, T, O]; where all k but N share one second layer."""
+    if weights.form == "rows":
+        heads, width = weights.w_in.shape[1:3]
+        n_N = torch.arange(weights.learners, device=x_TD.device)
+        owner_O = n_N[None, :, None].expand(heads, -1, width).flatten()
+        y_TO = _slices_of_output(F.linear(x_TD, weights.w_in.flatten(0, 2)), weights)
+        return y_TO * (owner_O == n_N[:, None])[:, None]
+    if weights.form == "cols":
+        return torch.einsum("tngh,nogh->nto", _slices_of_input(x_TD, weights), weights.w_in)
     assert weights.w_out is not None
     h_TNH = hidden(x_TD, weights, weights.learners).unflatten(-1, weights.w_in.shape[:2])
     return torch.einsum("tnh,onh->nto", h_TNH, weights.w_out)

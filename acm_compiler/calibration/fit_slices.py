@@ -16,7 +16,7 @@ from torch import Tensor
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.dense_weights import DenseWeights
-from acm_compiler.calibration.head_bases import HeadBases, bases_of_scores, bases_of_values, head_blocks
+from acm_compiler.calibration.head_bases import HeadBases, bases_of_scores, bases_of_values, head_blocks, head_products
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.float64 import to_float64
 from acm_compiler.plans import PlannedSite
@@ -49,10 +49,9 @@ def fit_slices(first: SiteRecord, second: SiteRecord, judged: Mapping[str, Judge
         return [_rows(v, of_v, judged[v.site.name]), _columns(o, of_o, judged[o.site.name])]
     q, k = records["q"], records["k"]
     (w_q, b_q), (w_k, _) = _double(q), _double(k)
-    mean_q = w_q @ q.moments.mean + b_q
-    second_q = w_q @ q.moments.covariance @ w_q.T + torch.outer(mean_q, mean_q)
-    covariance_k = w_k @ k.moments.covariance @ w_k.T
-    of_q, of_k = bases_of_scores(head_blocks(second_q, _heads(q)), head_blocks(covariance_k, _heads(k)))
+    mean_Gd = (w_q @ q.moments.mean + b_q).unflatten(0, (_heads(q), -1))
+    second_q = head_products(w_q, q.moments.covariance, _heads(q)) + mean_Gd[:, :, None] * mean_Gd[:, None]
+    of_q, of_k = bases_of_scores(second_q, head_products(w_k, k.moments.covariance, _heads(k)))
     return [_rows(q, of_q, judged[q.site.name]), _rows(k, of_k, judged[k.site.name])]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acm_compiler.calibration.symmetric import roots
+from acm_compiler.calibration.symmetric import square_factors
 
 _RIDGE = 1e-5
 
@@ -51,13 +51,13 @@ def bases_of_scores(second_q: Tensor, covariance_k: Tensor) -> tuple[HeadBases, 
     """Bases of queries and keys in which dropping the last coordinates costs the scores least.
 
     second_q [Gq, d, d]: E[q q^T] with the bias; covariance_k [Gk, d, d]: softmax ignores the mean of the keys. With
-    S_q^1/2 S_k^1/2 = U S V^T: T_q = S^1/2 U^T S_q^-1/2, T_k = S^1/2 V^T S_k^-1/2.
+    S_q = R_q R_q^T, S_k = R_k R_k^T and R_q^T R_k = U S V^T: T_q = S^1/2 U^T R_q^-1, T_k = S^1/2 V^T R_k^-1.
     """
     group = len(second_q) // len(covariance_k)
     turns_q, turns_k = [], []
     for s_q, s_k in zip(_grouped(second_q, group), covariance_k, strict=True):
-        (q_root, q_inverse), (k_root, k_inverse) = roots(s_q, _RIDGE), roots(s_k, _RIDGE)
-        u, s, vh = torch.linalg.svd(q_root @ k_root)
+        (q_root, q_inverse), (k_root, k_inverse) = square_factors(s_q, _RIDGE), square_factors(s_k, _RIDGE)
+        u, s, vh = torch.linalg.svd(q_root.T @ k_root)
         scale = s.clamp_min(torch.finfo(s.dtype).tiny).sqrt()[:, None]
         turns_q.append(scale * (u.T @ q_inverse))
         turns_k.append(scale * (vh @ k_inverse))
@@ -71,14 +71,14 @@ def bases_of_values(covariance_o: Tensor, w_OD: Tensor, g_OO: Tensor, *, heads: 
     """Bases of the values and of what the output projection reads, for `heads` heads of values.
 
     covariance_o [Go, d, d]: of the projection's input, head by head; w_OD its weight, g_OO the metric of its output.
-    T = E^T C^-1/2 with E the eigenvectors of C^1/2 W_o^T G W_o C^1/2, the largest first.
+    T = E^T R^-1 with C = R R^T and E the eigenvectors of R^T W_o^T G W_o R, the largest first.
     """
     group = len(covariance_o) // heads
-    per_head = head_blocks(w_OD.T @ g_OO @ w_OD, len(covariance_o))
+    per_head = head_products(w_OD.T, g_OO, len(covariance_o))
     turns, backs = [], []
     for c, m in zip(_grouped(covariance_o, group), _grouped(per_head, group), strict=True):
-        root, inverse = roots(c, _RIDGE)
-        vectors = torch.linalg.eigh(root @ m @ root).eigenvectors.flip(1)
+        root, inverse = square_factors(c, _RIDGE)
+        vectors = torch.linalg.eigh(root.T @ m @ root).eigenvectors.flip(1)
         turns.append(vectors.T @ inverse)
         backs.append(root @ vectors)
     v = HeadBases(turn=torch.stack(turns), back=torch.stack(backs))
@@ -90,6 +90,12 @@ def head_blocks(c_FF: Tensor, heads: int) -> Tensor:
     size = len(c_FF) // heads
     blocks = c_FF.unflatten(0, (heads, size)).unflatten(2, (heads, size))
     return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
+def head_products(w_FD: Tensor, c_DD: Tensor, heads: int) -> Tensor:
+    """The blocks [G, d, d] on the diagonal of w c w^T."""
+    w_GdD = w_FD.unflatten(0, (heads, -1))
+    return (w_FD @ c_DD).view_as(w_GdD) @ w_GdD.mT
 
 
 def _grouped(blocks: Tensor, group: int) -> Tensor:

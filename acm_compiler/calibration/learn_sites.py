@@ -13,7 +13,7 @@ from acm_compiler.acm import Gate
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.damage import Judged, token_damage
-from acm_compiler.calibration.fit_gate import fit_gate
+from acm_compiler.calibration.fit_gate import fit_gates
 from acm_compiler.calibration.fit_learners import fit_learners, resolve_site
 from acm_compiler.calibration.fit_slices import Fit, fit_slices
 from acm_compiler.calibration.options import Options
@@ -79,35 +79,45 @@ def learn(
     options: Options,
 ) -> list[list[Learned]]:
     """The learners of a unit in every form it may take; `slices` holds those of the pairs that can be sliced."""
-    sliced = [
-        _learned(model, record, slices[record.site.name], options) for record in records if record.site.name in slices
-    ]
-    if sliced and records[0].site.form == "slices":
-        return [sliced]
-    own = []
-    for record in records:
-        site = resolve_site(record.site, record.tokens)
-        weights = fit_learners(site, record.dense, record)
-        own.append(_learned(model, record, Fit(site=site, weights=weights, judged=judged[site.name]), options))
-    return [own, sliced] if sliced else [own]
+    learned = [_learned(model, record, _forms(record, judged, slices), options) for record in records]
+    return [list(unit) for unit in zip(*learned, strict=True)]
 
 
-def _learned(model: nn.Module, record: SiteRecord, fit: Fit, options: Options) -> Learned:
-    site, x_TD = fit.site, fit.judged.x_TD
-    damage_TC = token_damage(fit.weights, fit.judged, site.k_min)
-    like = sites(model)[site.name].learners.w_in
+def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str, Fit]) -> list[Fit]:
+    """The site's learners in every form that it may take."""
+    name = record.site.name
+    if name in slices and record.site.form == "slices":
+        return [slices[name]]
+    site = resolve_site(record.site, record.tokens)
+    own = Fit(site=site, weights=fit_learners(site, record.dense, record), judged=judged[name])
+    return [own, slices[name]] if name in slices else [own]
+
+
+def _learned(model: nn.Module, record: SiteRecord, fits: Sequence[Fit], options: Options) -> list[Learned]:
+    damages = [token_damage(fit.weights, fit.judged, fit.site.k_min) for fit in fits]
+    like = sites(model)[record.site.name].learners.w_in
     # drawn weights would be of no use here, and cost the user's generator
-    gate = skip_init(Gate, site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
-    fit_gate(gate, x_TD, damage_TC, steps=options.gate_steps, seed=record.seed)
-    ranks.from_first([gate])
-    with torch.no_grad():
-        expected_TC = to_float64(gate(x_TD[:_TOKENS])).exp()
+    gates = [
+        skip_init(Gate, fit.site.d_in, fit.site.gate_width, fit.site.columns, device=like.device, dtype=like.dtype)
+        for fit in fits
+    ]
+    inputs = {id(fit.judged.x_TD): fit.judged.x_TD for fit in fits}
+    for x_TD in inputs.values():
+        same = [place for place, fit in enumerate(fits) if fit.judged.x_TD is x_TD]
+        targets = [damages[place] for place in same]
+        fit_gates([gates[place] for place in same], x_TD, targets, steps=options.gate_steps, seed=record.seed)
+    ranks.from_first(gates)
+    return [_of_fit(*parts, record.tokens) for parts in zip(fits, damages, gates, strict=True)]
+
+
+@torch.no_grad()
+def _of_fit(fit: Fit, damage_TC: Tensor, gate: Gate, tokens: int) -> Learned:
     return Learned(
-        site=site,
+        site=fit.site,
         weights=fit.weights,
         judged=fit.judged,
         damage_TC=damage_TC,
         gate=gate,
-        expected_TC=expected_TC,
-        tokens=record.tokens,
+        expected_TC=to_float64(gate(fit.judged.x_TD[:_TOKENS])).exp(),
+        tokens=tokens,
     )

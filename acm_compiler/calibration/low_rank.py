@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acm_compiler.calibration.symmetric import mean_diagonal, roots
+from acm_compiler.calibration.symmetric import mean_diagonal, square_factors
 
 # a metric from a few hundred examples is noisy: of the ridges tried on MiniLM this one served held-out texts best
 _RIDGE_INPUT, _RIDGE_METRIC, _RIDGE_ORDER = 1e-5, 0.3, 3e-2
@@ -29,23 +29,23 @@ def nested_factors(w_OD: Tensor, c_DD: Tensor, g_OO: Tensor, rank: int) -> Facto
     """The factors that for every r minimise E[d^T G d], d = (W - w_out[:, :r] w_in[:r]) (x - mean), all float64.
 
     `c_DD` is the covariance of the input, `g_OO` the metric of the output. It is the truncated SVD of
-    G^1/2 W C^1/2, taken back to the original coordinates.
+    R_g^T W R_c with R_g R_g^T = G and R_c R_c^T = C, taken back to the original coordinates.
     """
     if mean_diagonal(c_DD) < _CONSTANT:  # the bias explains it, and W's own factors have a sensible size
         c_DD = torch.eye(len(c_DD)).to(c_DD)
-    c_root, c_inverse = roots(c_DD, _RIDGE_INPUT)
-    g_root, g_inverse = roots(g_OO, _RIDGE_METRIC)
-    u, s, vh = torch.linalg.svd(g_root @ w_OD @ c_root, full_matrices=False)
+    c_root, c_inverse = square_factors(c_DD, _RIDGE_INPUT)
+    g_root, g_inverse = square_factors(g_OO, _RIDGE_METRIC)
+    u, s, vh = torch.linalg.svd(g_root.T @ w_OD @ c_root, full_matrices=False)
     found = min(rank, len(s))
     w_in, w_out = w_OD.new_zeros(rank, w_OD.shape[1]), w_OD.new_zeros(w_OD.shape[0], rank)
-    w_in[:found] = (vh @ c_inverse)[:found]
-    w_out[:, :found] = (g_inverse @ (u * s))[:, :found]
+    w_in[:found] = vh[:found] @ c_inverse
+    w_out[:, :found] = g_inverse.T @ (u * s)[:, :found]
     return Factors(w_in=w_in, w_out=w_out)
 
 
 def metric_root(g_OO: Tensor) -> Tensor:
-    """G^1/2 [O, O], symmetric; with the ridge that keeps directions no sampled gradient pointed in."""
-    return roots(g_OO, _RIDGE_ORDER)[0]
+    """R^T [O, O] with R R^T = G; with the ridge that keeps directions no sampled gradient pointed in."""
+    return square_factors(g_OO, _RIDGE_ORDER)[0].T
 
 
 def prefix_biases(w_OD: Tensor, b_O: Tensor, mean_D: Tensor, factors: Factors, learners: int) -> Tensor:

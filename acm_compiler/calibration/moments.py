@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.calibration import ranks
+from acm_compiler.calibration.symmetric import SymmetricSum
 from acm_compiler.float64 import float64_device, to_float64
 
 _BLOCK = 4096
@@ -23,7 +24,8 @@ class Moments:
     def __init__(self) -> None:
         self.count = 0.0
         self._shift: Tensor | None = None
-        self._sum = self._products = torch.zeros(())
+        self._sum = torch.zeros(())
+        self._products = SymmetricSum()
 
     def add(self, v_TF: Tensor, weight_T: Tensor | None = None) -> None:
         """Take in `v_TF`, every vector once or as often as `weight_T` says."""
@@ -32,16 +34,13 @@ class Moments:
         home = float64_device(v_TF.device)
         if self._shift is None:
             self._shift = v_TF.mean(0)
-            features = v_TF.shape[1]
-            self._sum = torch.zeros(features, dtype=torch.float64, device=home)
-            self._products = torch.zeros(features, features, dtype=torch.float64, device=home)
-        weight_T = v_TF.new_ones(len(v_TF)) if weight_T is None else weight_T.to(v_TF)
-        for block, weight in zip(v_TF.split(_BLOCK), weight_T.split(_BLOCK), strict=True):
-            shifted = block - self._shift
-            weighed = shifted * weight[:, None]
+            self._sum = torch.zeros(v_TF.shape[1], dtype=torch.float64, device=home)
+        for first in range(0, len(v_TF), _BLOCK):
+            shifted = v_TF[first : first + _BLOCK] - self._shift
+            weighed = shifted if weight_T is None else shifted * weight_T[first : first + _BLOCK, None].to(v_TF)
             self._sum += to_float64(weighed.sum(0))
-            self._products += (shifted.T @ weighed).to(home)
-        self.count += float(to_float64(weight_T).sum())
+            self._products.add(shifted, weighed)
+        self.count += len(v_TF) if weight_T is None else float(to_float64(weight_T).sum())
 
     @property
     def mean(self) -> Tensor:
@@ -53,7 +52,7 @@ class Moments:
     def covariance(self) -> Tensor:
         """Covariance [F, F], float64, divided by the number of tokens."""
         offset = self._sum / self.count
-        return self._products / self.count - torch.outer(offset, offset)
+        return self._products.value(len(offset), offset.device) / self.count - torch.outer(offset, offset)
 
     def spread_around(self, mean_F: Tensor) -> Tensor:
         """Second moment [F, F] around another mean."""
@@ -73,7 +72,7 @@ class Moments:
         mean = ranks.total(own_mean * self.count) / count.clamp_min(torch.finfo(count.dtype).tiny)
         if self.count:
             products = self.count * self.spread_around(mean)
-        self._products = ranks.total(products)
+        self._products.replace(ranks.total(products))
         self.count, self._shift, self._sum = float(count), mean, torch.zeros_like(mean)
 
 
@@ -82,12 +81,11 @@ class SecondMoment:
 
     def __init__(self) -> None:
         self.count = 0
-        self._products: Tensor | None = None
+        self._products = SymmetricSum()
 
     def add(self, g_TF: Tensor) -> None:
         """Take in `g_TF`."""
-        product = to_float64(g_TF.T @ g_TF)
-        self._products = product if self._products is None else self._products + product
+        self._products.add(g_TF, g_TF)
 
     def count_tokens(self, tokens: int) -> None:
         """Say how many tokens there were, with a `g` or without."""
@@ -96,19 +94,16 @@ class SecondMoment:
     @property
     def is_finite(self) -> bool:
         """Whether everything seen so far was finite."""
-        return self._products is None or bool(self._products.diagonal().isfinite().all())
+        return self._products.is_finite
 
     def join(self, features: int, home: torch.device) -> None:
         """Become the moment of what all processes saw."""
-        own = torch.zeros(features, features, dtype=torch.float64, device=home)
-        self._products = ranks.total(own if self._products is None else self._products)
+        self._products.replace(ranks.total(self._products.value(features, home)))
         self.count = int(ranks.total(torch.tensor(self.count, device=home)))
 
     def value(self, features: int, device: torch.device) -> Tensor:
         """E[g g^T], zeros if there never was a `g`."""
-        if self._products is None:
-            return torch.zeros(features, features, dtype=torch.float64, device=float64_device(device))
-        return self._products / max(1, self.count)
+        return self._products.value(features, float64_device(device)) / max(1, self.count)
 
 
 class Reservoir:

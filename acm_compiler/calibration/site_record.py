@@ -30,6 +30,7 @@ class SiteRecord:
         self.moments, self.heard, self.metric = Moments(), Moments(), SecondMoment()
         self.sample, self.whole = Reservoir(sample, seed), WholeExamples(int(sample * _WHOLE))
         self.home = float64_device(dense.device)
+        self._listens: list[tuple[Tensor, list[Tensor]]] = []
 
     @property
     def tokens(self) -> int:
@@ -52,6 +53,8 @@ class SiteRecord:
         self.metric.count_tokens(len(x_TD))
         call = self.sample.offer(x_TD)
         take_whole = self.whole.offer(x_TD, example_T)
+        listens: list[Tensor] = []
+        self._listens.append((x_TD, listens))
 
         def take_gradient(g_TO: Tensor) -> None:
             with torch.no_grad():
@@ -62,8 +65,7 @@ class SiteRecord:
                 listens_T = g_TO.square().sum(1)
                 call.weigh(listens_T)
                 take_whole(g_TO)
-                if self.dense.last is None:
-                    self.heard.add(x_TD, listens_T)
+                listens.append(listens_T)
 
         if o_TO.requires_grad:
             o_TO.register_hook(take_gradient)
@@ -71,6 +73,10 @@ class SiteRecord:
     def settle(self) -> None:
         """After a batch's backward. TrainingFailed when something was not finite."""
         self.sample.settle()
+        for x_TD, listens in self._listens:
+            if listens and self.dense.last is None:
+                self.heard.add(x_TD, torch.stack(listens).sum(0))
+        self._listens.clear()
         if not self.moments.is_finite:
             raise TrainingFailed(
                 "the model computed values that are not finite",

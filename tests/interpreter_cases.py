@@ -216,6 +216,16 @@ def test_a_gates_ties_go_to_the_smaller_k():
     assert k.tolist() == [2] * 9
 
 
+def test_a_nan_token_runs_all_learners_that_it_may():
+    weights = torch.randn(8, 16), torch.randn(8), torch.randn(5, 8), torch.randn(5)
+    x = torch.randn(9, 16)
+    x[4] = torch.nan
+    for rule in ("logits", "damage"):
+        bounds = torch.tensor(0.0), torch.tensor(2, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
+        k = run_gate(x, weights, bounds, cost=1.0, k_min=1, rule=rule, machine=HOPPER)
+        assert k[4] == 4 and k.min() >= 2 and k.max() <= 4
+
+
 def test_the_same_call_gives_the_same_bits():
     inputs = inputs_of(Case(dtype=torch.bfloat16))
     assert torch.equal(run(inputs), run(inputs))

@@ -68,6 +68,9 @@ def test_budgets_of_examples_overrule_a_fixed_k_in_a_graph_that_is_kept():
             with acm.batch(model, budgets=[0.3, 1.0, 0.6]):
                 answers.append(compiled(x))
                 torch.testing.assert_close(answers[-1], model(x))
+        x[1, 2] = torch.nan
+        with acm.batch(model, budgets=[0.3, 1.0, 0.6]):
+            torch.testing.assert_close(compiled(x), model(x), equal_nan=True)
     for other in answers[1:]:
         assert torch.equal(other, answers[0])
     assert counters["stats"]["unique_graphs"] == 1

@@ -94,12 +94,28 @@ def test_the_strongest_knobs_are_followed(knob, rule):
     assert torch.equal(native, plain)
 
 
-def test_a_nan_token_gets_a_legal_k_and_disturbs_no_other():
-    gate, x = drawn(8, 8, 0), torch.randn(40, 8)
-    clean, _ = both(gate, x)
+@pytest.mark.parametrize("rule", ["logits", "damage"])
+@pytest.mark.parametrize(("k_min", "bounds"), [(0, (0, 4)), (1, (1, 3)), (1, (3, 2)), (0, (-5, 9))])
+def test_a_nan_token_runs_all_learners_that_it_may_and_disturbs_no_other(k_min, bounds, rule):
+    gate, x = drawn(8, 8, k_min), torch.randn(40, 8)
+    options = dict(zip(("k_lo", "k_hi"), bounds, strict=True)) | {"k_min": k_min, "rule": rule}
+    clean, _ = both(gate, x, **options)
     x[5] = torch.nan
-    native, plain = both(gate, x)
-    assert torch.equal(native, plain) and torch.equal(native[6:], clean[6:])
+    native, plain = both(gate, x, **options)
+    assert native[5] == plain[5] == min(bounds[1], N)
+    others = torch.arange(40) != 5
+    assert torch.equal(native[others], clean[others]) and torch.equal(native, plain)
+
+
+@pytest.mark.parametrize("rule", ["logits", "damage"])
+def test_no_knob_and_no_score_leads_beyond_the_bounds(rule):
+    gate, x = drawn(8, 8, 1), torch.randn(9, 8)
+    with torch.no_grad():
+        for bias in (-torch.inf, torch.inf, 0.0):
+            gate.outer.bias.fill_(bias)
+            for knob in (-torch.inf, torch.inf, torch.nan):
+                native, plain = both(gate, x, knob=knob, k_lo=2, k_hi=3, k_min=1, rule=rule)
+                assert native.min() >= 2 and native.max() <= 3 and torch.equal(native, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

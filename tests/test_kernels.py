@@ -1,6 +1,7 @@
 """The Triton kernels without a GPU: in the interpreter, and compiled ahead of time for the architectures they serve."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,9 +11,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+import numpy as np
 import torch
 from typer.testing import CliRunner
 
+from acm_compiler.acm.reference import choose_k
 from acm_compiler.cli import app
 from acm_compiler.codegen.ahead import build, gate_kernel_of, kernels_of
 from acm_compiler.codegen.cuda import gate_not_covered, not_covered, take_over
@@ -20,6 +23,7 @@ from acm_compiler.codegen.gate import WIDEST, GateSpec
 from acm_compiler.codegen.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
 from acm_compiler.codegen.tiles import SOME_TOKENS, TABLE, choose_tiles
+from tests import ttir
 from tests.build import plan_of, planned_site, sliced_site
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +109,19 @@ def test_a_gate_is_built_as_designed(arch):
     assert built.spills == 0 and built.resident >= 4
     assert bool(built.instructions["LDGSTS"]) == (arch == 80 or puts_fences())
     assert built.instructions["HGMMA" if arch == 90 else "HMMA"]
+
+
+@pytest.mark.parametrize("fold", [ttir.from_left, ttir.from_right, ttir.by_halves])
+def test_the_compiled_choice_of_a_gate_is_legal_whatever_its_utilities_are(fold):
+    """As compiled, an argmax over NaN answers with any column, those that pad it among them."""
+    text = build(gate_kernel_of(replace(GATE, k_min=1), 90, TOKENS), "bf16", 90).ttir
+    name, rows = ttir.utility_of(text), np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
+    rows[0], rows[1, 2], rows[2, :5], rows[3, 5:], rows[4] = np.nan, np.nan, np.nan, np.nan, -np.inf
+    loads = dict(zip(("k_lo", "k_hi"), re.findall(r"(%\w+) = tt.load %k_(?:lo|hi) ", text), strict=True))
+    for low, high in ((1, 5), (2, 4), (4, 2), (-3, 99)):
+        k = ttir.stored(text, {name: rows, loads["k_lo"]: np.int32(low), loads["k_hi"]: np.int32(high)}, fold)
+        bounds = (torch.tensor(bound, dtype=torch.int32) for bound in (low, high))
+        assert k.tolist() == choose_k(torch.from_numpy(rows)[:, :5], *bounds, 1).tolist()
 
 
 @pytest.mark.parametrize("arch", [80, 90])

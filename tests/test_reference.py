@@ -162,3 +162,9 @@ def test_a_token_never_depends_on_its_neighbours(order, chosen, form):
     torch.testing.assert_close(run_learners(x[order], k[order], weights), y[order])
     some = sorted(chosen)
     torch.testing.assert_close(run_learners(x[some], k[some], weights), y[some])
+
+
+def test_a_nan_among_the_allowed_utilities_runs_as_many_learners_as_allowed():
+    u = torch.tensor([[0.0, 2.0, 1.0, torch.nan], [torch.nan] * 4, [-torch.inf] * 4, [torch.nan, 0.0, 0.0, 0.0]])
+    assert choose_k(u, torch.tensor(1), torch.tensor(2), 0).tolist() == [1, 2, 1, 1]
+    assert choose_k(u, torch.tensor([0, 0, 2, 0]), torch.tensor([3, 1, 3, 9]), 0).tolist() == [3, 1, 2, 3]

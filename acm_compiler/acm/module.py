@@ -132,13 +132,13 @@ class ACM(nn.Module):
             knob = self._of_examples(said.knob, shape)
             k_hi = said.most[self.count].to(self.k_lo.device).clamp(min=self.k_min)
             k_lo = self._of_examples(said.k_lo.clamp(self.k_min, self.count), shape)
-            return choose_k(self.utilities(x_TD, knob), torch.minimum(k_lo, k_hi), k_hi, self.k_min)
+            return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
         knob, k_lo, k_hi = self._choices_for(shape)
         if ops.gate_is_operator(x_TD):
             choices = (knob, k_lo, k_hi)
             rule = self.gate.rule
             return ops.run_gate(x_TD, self.gate.weights(), choices, cost=self.cost, k_min=self.k_min, rule=rule)
-        return choose_k(self.utilities(x_TD, knob), torch.minimum(k_lo, k_hi), k_hi, self.k_min)
+        return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
 
     def _of_examples(self, values_B: Tensor, shape: torch.Size) -> Tensor:
         # a model may lie on several devices

@@ -226,7 +226,7 @@ def _gate_reference(x: Tensor, *args: Tensor, cost: float, k_min: int, rule: str
     score_TC = score_TC.double() if x.dtype == torch.float64 else score_TC.float()
     cost_C = choice_costs(cost, k_min=k_min, n_learners=k_min + score_TC.shape[1] - 1, device=x.device)
     u_TC = utilities(score_TC, knob, cost_C, rule)
-    return choose_k(u_TC, torch.minimum(k_lo, k_hi), k_hi, k_min)
+    return choose_k(u_TC, k_lo, k_hi, k_min)
 
 
 def _gate_fake(x: Tensor, *args: Tensor, cost: float, k_min: int, rule: str) -> Tensor:

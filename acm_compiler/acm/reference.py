@@ -218,12 +218,16 @@ def choice_costs(cost: float, *, k_min: int, n_learners: int, device: torch.devi
 def choose_k(u_TC: Tensor, k_lo: Tensor, k_hi: Tensor, k_min: int) -> Tensor:
     """argmax of the utilities over k in [k_lo, k_hi], ties to the smaller k; int32 [T].
 
-    `k_lo` and `k_hi` are scalars or [T], within [k_min, N] and k_lo <= k_hi.
+    A token with a NaN among the utilities of these k runs k_hi. `k_lo` and `k_hi` are scalars or [T]; the bounds hold
+    as far as the k in [k_min, N] allow, k_hi before k_lo.
     """
+    most = k_hi.clamp(k_min, k_min + u_TC.shape[1] - 1)
+    least = torch.minimum(k_lo.clamp(min=k_min), most)
     k_C = torch.arange(k_min, k_min + u_TC.shape[1], device=u_TC.device)
-    allowed = (k_C >= k_lo[..., None]) & (k_C <= k_hi[..., None])
-    best = torch.where(allowed, u_TC, -torch.inf).argmax(-1)
-    return (best + k_min).to(torch.int32)
+    allowed = (k_C >= least[..., None]) & (k_C <= most[..., None])
+    u_TC = torch.where(allowed, u_TC, -torch.inf)
+    best_T = torch.where(u_TC.isnan().any(-1), most, u_TC.argmax(-1) + k_min)
+    return best_T.clamp(least, most).to(torch.int32)
 
 
 def sample_nu(u_TC: Tensor, temperature: float) -> Tensor:

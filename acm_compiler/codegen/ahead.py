@@ -71,6 +71,7 @@ class Built:
     resident: int
     size: int
     instructions: dict[str, int]
+    ttir: str = field(repr=False)
     ptx: str = field(repr=False)
 
 
@@ -248,6 +249,7 @@ def _read_binary(kernel: Kernel, arch: int, texts: dict[str, Any], shared_bytes:
         resident=min(by_registers, by_memory, 2048 // threads),
         size=len(operations),
         instructions={name: count(name) for name in _INSTRUCTIONS},
+        ttir=texts["ttir"],
         ptx=texts["ptx"],
     )
 

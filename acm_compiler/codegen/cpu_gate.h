@@ -43,13 +43,16 @@ struct Rule {
   bool damage;
   std::vector<float> cost;  // c_k of the choices times the knob; for damages knob + log c_k; padded to whole vectors
 
-  // ties go to the smaller k; a NaN wins, as in torch. Overwrites the scores
+  // ties go to the smaller k; with a NaN among the utilities all allowed learners run. Overwrites the scores
   int32_t choose(float* scores) const {
-    for (int64_t c = first; c < stop; c++)
-      if (std::isnan(scores[c])) return k_min + c;
+    bool lost = false;
+    for (int64_t c = first; c < stop; c++) {
+      if (!damage) scores[c] -= cost[c];
+      lost |= std::isnan(scores[c]) || std::isnan(cost[c]);
+    }
+    if (lost) return k_min + stop - 1;
     if (damage) weigh_damages(scores);
-    else for (int64_t c = first; c < stop; c++) scores[c] -= cost[c];
-    int64_t best = 0;
+    int64_t best = first;
     float most = -std::numeric_limits<float>::infinity();
     for (int64_t c = first; c < stop; c++)
       if (scores[c] > most) most = scores[c], best = c;
@@ -181,9 +184,10 @@ inline float knob_of(const at::Tensor& knob) {
 
 Rule make_rule(int64_t choices, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi, double cost,
                int64_t k_min, bool damage) {
-  const int64_t high = number<int32_t>(k_hi), low = std::min<int64_t>(number<int32_t>(k_lo), high);
+  const int64_t most = std::clamp<int64_t>(number<int32_t>(k_hi) - k_min, 0, choices - 1);
+  const int64_t least = std::clamp<int64_t>(number<int32_t>(k_lo) - k_min, 0, most);
   const float strength = knob_of(knob);
-  Rule rule{k_min, std::max<int64_t>(0, low - k_min), std::min(choices, high - k_min + 1), damage, {}};
+  Rule rule{k_min, least, most + 1, damage, {}};
   for (int64_t c = 0; c < choices; c++) {
     const float cost_c = static_cast<float>(static_cast<double>(k_min + c) * cost);
     rule.cost.push_back(damage ? strength + std::log(cost_c) : strength * cost_c);

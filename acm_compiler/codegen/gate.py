@@ -74,9 +74,25 @@ def _utility(score, k, knob, cost, RULE: tl.constexpr):
     price = k.to(tl.float32) * cost
     if RULE == "damage":
         other = knob + tl.log(price)
-        return -(tl.maximum(score, other) + tl.log(1.0 + tl.exp(-tl.abs(score - other))))
+        apart = tl.where(score == other, 0.0, tl.abs(score - other))  # of two infinities, too
+        return -(tl.maximum(score, other) + tl.log(1.0 + tl.exp(-apart)))
     else:
         return score - knob * price
+
+
+@triton.jit
+def _best(u, choice, k_lo, k_hi, K_MIN: tl.constexpr, C: tl.constexpr):
+    """The best k of every row, as the reference's `choose_k` has it.
+
+    No NaN reaches the argmax, which would be free to answer with a column that is padding, and what it answers is
+    clamped: a k beyond the last would read weights that are not there.
+    """
+    most = tl.minimum(tl.maximum(k_hi, K_MIN), K_MIN + C - 1)
+    least = tl.minimum(tl.maximum(k_lo, K_MIN), most)
+    allowed = ((choice >= least) & (choice <= most))[None, :]
+    lost = tl.max((allowed & (u != u)).to(tl.int32), 1) > 0
+    best = tl.argmax(tl.where(allowed & (u == u), u, float("-inf")), 1).to(tl.int32) + K_MIN
+    return tl.where(lost, most, tl.minimum(tl.maximum(best, least), most))
 
 
 @triton.jit(do_not_specialize=["T", "cost", "eps"])
@@ -119,12 +135,9 @@ def gate_kernel(
     w = tl.load(w_outer + outer[None, :] * G + inner[:, None], mask=real, other=0.0)
     score = tl.dot(h, w.to(tl.float32), input_precision="ieee")
     score += tl.load(b_outer + outer, mask=outer < C, other=0.0).to(tl.float32)[None, :]
-    choice = (outer + K_MIN)[None, :]
-    high = tl.load(k_hi)
-    low = tl.minimum(tl.load(k_lo), high)
-    allowed = (choice >= low) & (choice <= high) & (outer < C)[None, :]
-    u = tl.where(allowed, _utility(score, choice, tl.load(knob), cost, RULE), float("-inf"))
-    tl.store(k_out + rows, tl.argmax(u, 1).to(tl.int32) + K_MIN, mask=rows < T)
+    choice = outer + K_MIN
+    u = _utility(score, choice[None, :], tl.load(knob), cost, RULE)
+    tl.store(k_out + rows, _best(u, choice, tl.load(k_lo), tl.load(k_hi), K_MIN, C), mask=rows < T)
 
 
 def gate_spec_of(x_TD: Tensor, w_inner: Tensor, w_outer: Tensor, *, k_min: int, rule: str, norm: bool) -> GateSpec:

@@ -35,8 +35,6 @@ with torch.no_grad(), acm.record(model) as usage:
 print(usage)  # what was spent, and the mean k of every site
 
 acm.save(model, "converted/")  # safetensors and JSON
-loaded = acm.load(
-    "converted/", base_model=original
-)  # a class of your own is built by your own code; its budget is set again
+loaded = acm.load("converted/", base_model=original)  # your own code builds a class of your own
 with torch.no_grad():
-    torch.testing.assert_close(loaded(x), y)
+    torch.testing.assert_close(loaded(x), y)  # at the same budget, which was saved too

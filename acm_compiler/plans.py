@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from acm_compiler.errors import PlanMismatch, StorageError
-from acm_compiler.files import parse_json
-from acm_compiler.site import Graft, Layout, LinearRef, Pair, Site, Skip
+from acm_compiler.errors import PlanMismatch
+from acm_compiler.site import Count, Site, Skip, Whole
 
 _LOG = logging.getLogger(__name__)
 SCHEMA = 1
@@ -34,10 +33,10 @@ class PlannedSite(Site):
     the input (o). `init` "random" is the paper's start. `state` "dense": no phase has fitted the learners yet.
     """
 
-    learners: int
-    width: int
-    k_min: int
-    gate_width: int
+    learners: Count
+    width: Count
+    k_min: Whole
+    gate_width: Count
     learner_act: str
     second_layer: SecondLayer = "shared"
     form: LinearForm = "auto"
@@ -92,10 +91,10 @@ class ModelFacts:
     cls: str
     source: dict[str, Any] | None = None
     inputs: str = ""
-    batch: int = 1
-    dense_macs: int
-    dense_params: int
-    not_counted: dict[str, int] = field(default_factory=dict)
+    batch: Count = 1
+    dense_macs: Whole
+    dense_params: Whole
+    not_counted: dict[str, Whole] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,53 +150,15 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan that `to_json` wrote; StorageError when the text is no plan or of a newer schema."""
-        try:
-            document = parse_json(text)
-            found = document["schema"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise StorageError("this is no plan", found=repr(error), expected="JSON written by Plan.to_json") from None
-        if found != SCHEMA:
-            raise StorageError(
-                "a plan of another schema",
-                found=found,
-                expected=SCHEMA,
-                fix="use the version of acm_compiler that wrote it",
-            )
-        try:
-            return Plan(
-                model=_facts_from(document["model"]),
-                sites=tuple(_site_from(entry) for entry in document["sites"]),
-                skipped=tuple(Skip(**entry) for entry in document["skipped"]),
-                kept=tuple(Skip(**entry) for entry in document["kept"]),
-                notes=tuple(document.get("notes", ())),  # not known to plans that were written before there were any
-            )
-        except (KeyError, TypeError) as error:
-            raise StorageError("a plan that misses or misnames an entry", found=str(error)) from None
+        """The plan that `to_json` wrote; StorageError, naming the key, for values that do not fit."""
+        from acm_compiler.read_plan import read_plan
+
+        return read_plan(text)
 
 
 def _facts_json(facts: ModelFacts) -> dict[str, Any]:
     """`cls` is `class` in JSON, which Python does not take for a name."""
     return {"class" if name == "cls" else name: value for name, value in dataclasses.asdict(facts).items()}
-
-
-def _facts_from(entry: dict[str, Any]) -> ModelFacts:
-    return ModelFacts(**{"cls" if name == "class" else name: value for name, value in entry.items()})
-
-
-def _site_from(entry: dict[str, Any]) -> PlannedSite:
-    names = {f.name for f in dataclasses.fields(PlannedSite)}
-    values = {name: value for name, value in entry.items() if name in names}
-    values["first"] = tuple(_ref_from(ref) for ref in values["first"])
-    values["last"] = values["last"] and _ref_from(values["last"])
-    values["layout"] = values["layout"] and Layout(**values["layout"])
-    values["pair"] = values.get("pair") and Pair(**values["pair"])
-    values["graft"] = Graft(**values["graft"] | {"modules": tuple(values["graft"]["modules"])})
-    return PlannedSite(**values)
-
-
-def _ref_from(entry: dict[str, Any]) -> LinearRef:
-    return LinearRef(**entry | {"rows": entry["rows"] and tuple(entry["rows"])})
 
 
 def class_of(model: nn.Module) -> str:

@@ -6,11 +6,17 @@ Everything here is frozen, holds no tensors and survives a JSON round trip.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 SiteKind = Literal["mlp", "gated_mlp", "linear"]
 Role = Literal["q", "k", "v", "o", "qkv", "kv", "qk"]
 GraftKind = Literal["W", "T", "S", "R"]
+# what is read from a file must be so; the largest is what sizes of tensors are counted with
+Whole = Annotated[int, Ge(0), Le(2**63 - 1)]
+Count = Annotated[int, Ge(1), Le(2**31 - 1)]
+Probability = Annotated[float, Ge(0), Le(1)]
 # an `act` is one of these names, or an expression
 ACTIVATIONS = (
     "identity",
@@ -42,7 +48,7 @@ class LinearRef:
     weight: str
     bias: str | None = None
     transposed: bool = False
-    rows: tuple[int, int] | None = None
+    rows: tuple[Whole, Whole] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +60,8 @@ class Layout:
     be told and the plan was made for one example, `batch_axis` is None: all tokens of a call are one example's.
     """
 
-    batch_axis: int | None = 0
-    folds: int = 1
+    batch_axis: Whole | None = 0
+    folds: Count = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +77,8 @@ class Graft:
 
     kind: GraftKind
     modules: tuple[str, ...]
-    dropout: float = 0.0
-    stash_width: int = 0
+    dropout: Probability = 0.0
+    stash_width: Whole = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,7 @@ class Pair:
     """
 
     partner: str
-    heads: int
+    heads: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +110,16 @@ class Site:
     name: str
     kind: SiteKind
     role: Role | None = None
-    d_in: int
-    d_out: int
-    dense_width: int | None = None
+    d_in: Count
+    d_out: Count
+    dense_width: Count | None = None
     act: str = "identity"
     first: tuple[LinearRef, ...]
     last: LinearRef | None = None
     residual: bool = False
     residual_norm: bool = False
-    calls: int = 1
-    tokens: int
+    calls: Count = 1
+    tokens: Whole
     layout: Layout | None = None
     graft: Graft
     pair: Pair | None = None
@@ -127,5 +133,5 @@ class Skip:
 
     name: str
     reason: str
-    macs: int
+    macs: Whole
     source: str | None = None

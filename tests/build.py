@@ -15,6 +15,7 @@ from acm_compiler.site import Graft, Layout, LinearRef, Pair
 
 def planned_site(name: str = "mlp", **changes) -> PlannedSite:
     """An MLP site of 8 -> 32 -> 8 as 4 learners, with a bypass; `changes` replace fields."""
+    first = LinearRef(weight=f"{name}.0.weight", bias=f"{name}.0.bias")
     values = {
         "name": name,
         "kind": "mlp",
@@ -22,7 +23,7 @@ def planned_site(name: str = "mlp", **changes) -> PlannedSite:
         "d_out": 8,
         "dense_width": 32,
         "act": "gelu",
-        "first": (LinearRef(weight=f"{name}.0.weight", bias=f"{name}.0.bias"),),
+        "first": (first,) * (2 if changes.get("kind") == "gated_mlp" else 1),
         "last": LinearRef(weight=f"{name}.2.weight", bias=f"{name}.2.bias"),
         "residual": True,
         "tokens": 5,

@@ -13,7 +13,7 @@ ROWS = [
     {"errors", "inputs", "site", "env", "dump", "files", "progress"}
     | {"audio_frames", "call_mask", "dynamo_remarks", "size_conditions"},
     {"acm", "recipe", "float64"},
-    {"plans", "cost", "cost_table", "conversion", "loss_terms", "budgets"},
+    {"plans", "read_plan", "cost", "cost_table", "conversion", "loss_terms", "budgets"},
     {"planner", "control", "batch_context", "site_status", "codegen"},
     {"passes", "kept_work", "decoder_tokens", "usage", "measure"},
     {

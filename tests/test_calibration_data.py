@@ -127,7 +127,7 @@ def test_records_hold_the_moments_of_what_the_dense_site_computes():
     model, batches = make_tiny(), texts(3)
     inputs = {name: [] for name in sites(model)}
     for acm in sites(model).values():
-        acm.tap = lambda acm, x, o: inputs[acm.name].append(x[acm.mask_of(x).reshape(x.shape[:2])])
+        acm.tap = lambda acm, x, o: inputs[acm.name].append(x[acm.mask_of(x.shape[:-1]).reshape(x.shape[:2])])
     from acm_compiler.batch_context import batch
 
     for b in batches:
@@ -382,3 +382,28 @@ def test_labels_in_a_batch_are_refused_and_not_passed_on(labels):
         assert "for x, label in loader" in caught.value.fix
     run(model, {"x": example(), "mask": labels})  # named, they are meant
     run(rewrite(dense, plan(dense, (example(), labels))), (example(), labels))
+
+
+@torch.library.custom_op("acm_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """An operator without a formula for its gradient."""
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+_LIBRARY = torch.library.Library("acm_tests", "FRAGMENT")
+_LIBRARY.define("tripled(Tensor x) -> Tensor")
+_LIBRARY.impl("tripled", lambda x: x * 3, "CPU")
+_LIBRARY.impl("tripled", torch.empty_like, "Meta")
+
+
+@pytest.mark.parametrize("operator", ["doubled", "tripled"])
+def test_an_operator_without_a_gradient_is_named_with_the_remedy(operator):
+    class Custom(Residual):
+        def forward(self, x):
+            return getattr(torch.ops.acm_tests, operator)(super().forward(x))
+
+    dense = Stack(Custom(Mlp())).eval()
+    with pytest.raises(UsageError, match=f"no gradient, .*found acm_tests::{operator}") as caught:
+        calibrate(rewrite(dense, plan(dense, example())), [example()])
+    assert "register_autograd" in caught.value.fix

@@ -330,6 +330,41 @@ def test_quantised_linears_are_left_with_the_advice_to_convert_first():
     )
 
 
+class Int8Linear(nn.Module):
+    """A linear whose weight is a buffer of whole numbers, scaled before the product or after it."""
+
+    def __init__(self, d_in, d_out, how) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("weight", torch.randint(-127, 127, (d_out, d_in), dtype=torch.int8))
+        self.register_buffer("scale", torch.rand(d_out) / 100)
+
+    def forward(self, x):
+        if self.how == "before":
+            return x @ (self.weight.to(x.dtype) * self.scale[:, None]).T
+        if self.how == "after":
+            return F.linear(x, self.weight.to(x.dtype)) * self.scale
+        return torch.ops.aten._weight_int8pack_mm(x.flatten(0, 1), self.weight, self.scale).unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("how", ["before", "after", "packed"])
+def test_linears_of_whole_numbers_are_skips(how):
+    mlp = Mlp()
+    mlp.up, mlp.down = Int8Linear(WIDTH, HIDDEN, how), Int8Linear(HIDDEN, WIDTH, how)
+    plan = acm.plan(Stack(Residual(mlp)).eval(), example())
+    reasons = {skip.name.removesuffix(".weight"): skip.reason for skip in plan.skipped}
+    assert not plan.sites and all("quantised linear" in reasons[f"blocks.0.inner.{name}"] for name in ("up", "down"))
+
+
+def test_a_linear_over_a_buffer_is_a_skip():
+    mlp = Mlp()
+    weight = mlp.up.weight.detach()
+    del mlp.up.weight
+    mlp.up.register_buffer("weight", weight)
+    plan = acm.plan(Stack(Residual(mlp)).eval(), example())
+    assert {skip.name: skip.reason for skip in plan.skipped}["blocks.0.inner.up"].startswith("its weight is a buffer")
+
+
 class Numpy(Inner):
     def forward(self, x):
         return self.branch(torch.from_numpy(np.tanh(x.detach().numpy())))

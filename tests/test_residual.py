@@ -97,6 +97,11 @@ PATTERNS = {
     "layer norm written out on the branch": (lambda s, x: x + standardised(s.f(x)), NORMED),
     "f.normalize on the branch": (lambda s, x: x + F.normalize(s.f(x), dim=-1), NORMED),
     "nothing": (lambda s, x: s.f(s.norm(x)), NONE),
+    "scaled by an einsum": (lambda s, x: x + torch.einsum("bsd,d->bsd", s.f(x), s.scale), BYPASS),
+    "mixed with other tokens by an einsum": (
+        lambda s, x: x + torch.einsum("bsd,st->btd", s.f(x), torch.eye(x.shape[1])),
+        NONE,
+    ),
     "added to a parameter": (lambda s, x: s.f(x) + s.scale, NONE),
     "added to another branch": (lambda s, x: s.norm(s.f(x) + s.other(x)), NONE),
     "added to the mean over tokens": (lambda s, x: s.f(x) + x.mean(1, keepdim=True).expand_as(x), NONE),

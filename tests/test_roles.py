@@ -107,6 +107,18 @@ def local_enhanced(_, q, k, v):
     return sdpa(_, q, k, v) + v.roll(1, 1)
 
 
+def queries_added(_, q, k, v):
+    """The queries are also added to what they attended to, as MViT's pooled ones are."""
+    return merged((heads(q) @ heads(k).mT).softmax(-1) @ heads(v) + heads(q))
+
+
+def queries_added_in_place(_, q, k, v):
+    """The same for all tokens but the first."""
+    mixed = (heads(q) @ heads(k).mT).softmax(-1) @ heads(v)
+    mixed[:, :, 1:] += heads(q)[:, :, 1:]
+    return merged(mixed)
+
+
 def heads_mixed(s, q, k, v):
     """A linear over the heads of the scores, another over those of the weights."""
     scores = s.before((heads(q) @ heads(k).mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -148,7 +160,7 @@ def activated(s, q, k, v):
 
 
 WAYS = [sdpa, by_keyword, written_out, keys_first, by_einsum, keys_first_by_einsum, by_baddbmm, rotary]
-WAYS += [gated_output, local_enhanced]
+WAYS += [gated_output, local_enhanced, queries_added, queries_added_in_place]
 WAYS += [
     heads_mixed,
     two_softmaxes,
@@ -171,6 +183,41 @@ def roles_of(model):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_projections_are_told_by_where_their_values_go(way):
     assert roles_of(Stack(Projected(way)))[0] == {"q": "q", "k": "k", "v": "v", "o": "o"}
+
+
+class Latents(nn.Module):
+    """Learned latents read the tokens, as in a Perceiver: the queries depend on no input."""
+
+    def __init__(self, attention) -> None:
+        super().__init__()
+        self.latents, self.attention = nn.Parameter(torch.randn(3, WIDTH)), attention
+        self.to_q, self.to_k, self.to_v, self.to_o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        latents = self.latents.expand(len(x), -1, -1)
+        return latents + self.to_o(self.attention(self, self.to_q(latents), self.to_k(x), self.to_v(x)))
+
+
+@pytest.mark.parametrize("way", [sdpa, softmax_written_out, by_einsum, keys_first_by_einsum])
+def test_what_learned_latents_read_are_keys_and_values(way):
+    found, skips = roles_of(Stack(Latents(way)))
+    assert found == {"to_k": "k", "to_v": "v", "to_o": "o"}
+    reasons = {skip.name: skip.reason for skip in skips}
+    assert reasons["blocks.0.to_q"] == "its input does not depend on the model's inputs"
+
+
+def test_mvit_with_pooled_queries_has_its_output_projections():
+    from torchvision.models.video.mvit import MSBlockConfig, MViT
+
+    pooled = {"kernel_q": [3, 3, 3], "kernel_kv": [3, 3, 3], "stride_q": [1, 1, 1], "stride_kv": [1, 2, 2]}
+    blocks = [MSBlockConfig(num_heads=1, input_channels=8, output_channels=8, **pooled) for _ in range(2)]
+    second = {"residual_pool": True, "residual_with_cls_embed": False, "rel_pos_embed": True, "proj_after_attn": True}
+    with torch.device("meta"):
+        model = MViT((16, 16), 4, blocks, **second).eval()
+        sites, _ = find_sites(model, capture(model, torch.zeros(1, 3, 4, 16, 16)))
+    found = {site.name: (site.role or site.kind, site.residual) for site in sites}
+    parts = {"attn.qkv": ("qkv", False), "attn.project": ("o", True), "mlp": ("mlp", True)}
+    assert found == {f"blocks.{i}.{name}": what for i in range(2) for name, what in parts.items()}
 
 
 def test_heads_that_share_keys_and_values_make_no_difference():

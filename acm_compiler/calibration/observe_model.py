@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,13 @@ from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import TrainingFailed, UsageError
 from acm_compiler.measure import Example
+
+# torch's words for an operator without a gradient: of a library, of `torch.library.custom_op`, of its own
+_UNREGISTERED = "an autograd kernel was not registered"
+_NO_FORMULA = re.compile(
+    rf"(\S+): {_UNREGISTERED}|backward through (\S+)\.\w+ but no autograd formula|"
+    r"derivative for (\S+) is not implemented"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,10 +76,20 @@ def observe(
 
 
 def _differentiate(loss: Tensor, wanted: list[Tensor], more: bool) -> None:
-    """Run the gradient's hooks; UsageError where the model overwrote what a gradient needs."""
+    """Run the gradient's hooks; UsageError where the model overwrote what a gradient needs, or an operator has none."""
     try:
-        torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=more)
-    except RuntimeError as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", f".*{_UNREGISTERED}")  # torch goes on, with no gradient or a wrong one
+            torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=more)
+    except (RuntimeError, UserWarning) as error:
+        if without := _NO_FORMULA.search(str(error)):
+            operator = next(filter(None, without.groups())).replace(".", "::")  # as it is registered
+            raise UsageError(
+                "an operator of the model has no gradient, and calibration asks for gradients",
+                found=operator,
+                fix=f"register one: torch.library.register_autograd({operator!r}, backward); or plan without the sites "
+                "before it: acm.plan(..., exclude=...)",
+            ) from error
         if "modified by an inplace operation" not in str(error):
             raise
         raise UsageError(

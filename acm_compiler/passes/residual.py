@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from acm_compiler.passes.dataflow import Dataflow
 from acm_compiler.passes.op_names import COPIES, MOVES, NORMS, RESHAPES, SCALES, SUMS, op_set
+from acm_compiler.passes.resolve_linears import scales_only
 from acm_compiler.passes.values import Value
 
 _REORDERS = op_set("roll flip gather take_along_dim index index_select unfold as_strided")
@@ -117,6 +118,8 @@ def _keeps_zero(flow: Dataflow, value: Value, name: str) -> bool:
         return value.op != "lerp" or value.args[0] != name
     if value.op == "div":
         return value.args[0] == name
+    if value.op == "einsum":
+        return scales_only(value.node)
     if value.op == "where":
         return all(a == name or not flow.values[a].live for a in value.args[1:])
     return False

@@ -89,7 +89,7 @@ def _product(value: Value, values: Mapping[str, Value], views: Mapping[str, View
     elif value.op in ("matmul", "mm", "rmatmul", "bmm", "baddbmm", "grouped_mm"):
         found = _matrix_product(value, values, views)
     elif value.op == "einsum":
-        found = _einsum(value, values)
+        found = None if scales_only(node) else _einsum(value, values, views)
     else:
         return None
     if found is None:
@@ -122,7 +122,15 @@ def _matrix_product(value: Value, values: Mapping[str, Value], views: Mapping[st
     return _Product(x=right, weight=left, problem=problem) if left.name in views else None
 
 
-def _einsum(value: Value, values: Mapping[str, Value]) -> _Product | None:
+def scales_only(einsum: fx.Node) -> bool:
+    """Whether the einsum multiplies entries and sums none up, as in `bsd,d->bsd`: one operand has the result's axes."""
+    equation = argument(einsum, 0, "equation")
+    inputs, arrow, output = str(equation).replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    return bool(arrow) and len(terms) == 2 and output in terms and set(inputs) <= {*output, ","}
+
+
+def _einsum(value: Value, values: Mapping[str, Value], views: Mapping[str, Views]) -> _Product | None:
     equation = argument(value.node, 0, "equation")
     operands: list[Any] = list(value.node.args[1:])
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
@@ -137,6 +145,8 @@ def _einsum(value: Value, values: Mapping[str, Value]) -> _Product | None:
     x, weight = (0, 1) if lives[0] or not lives[1] else (1, 0)
     xs, ws = terms[x], terms[weight]
     if len(ws) != 2:
+        if operands[weight].name not in views:
+            return None  # computed from parameters, as learned queries are: no weight, but a value like another
         problem = f"its einsum weight has {len(ws)} dimensions; write it as a matrix [out, in]"
         return _Product(x=operands[x], weight=operands[weight], problem=problem)
     contracted = xs[-1]

@@ -32,7 +32,9 @@ _KEEPS_ROLE = COPIES | RESHAPES | MOVES | SCALES | NORMS | ACTIVATIONS | SUMS | 
 _CAPS = op_set("tanh clamp maximum max where")
 _TO_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | SUMS | _CAPS | _WRITES | {"cat", "baddbmm"}
 _FROM_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | NORMS | _WRITES | {"where", "cat"}
-_BACK_TO_ATTENTION = COPIES | RESHAPES | MOVES | SCALES | NORMS | SUMS | ACTIVATIONS | _FOLDS | {"stack", "result"}
+_BACK_TO_ATTENTION = (
+    COPIES | RESHAPES | MOVES | SCALES | NORMS | SUMS | ACTIVATIONS | _FOLDS | _WRITES | {"stack", "result"}
+)
 _TO_ANOTHER_LAYER = COPIES | RESHAPES | MOVES | NORMS | ACTIVATIONS | {"result", "cat"}
 
 
@@ -236,8 +238,10 @@ def _reads_attention(flow: Dataflow, x: str) -> bool:
             fresh = [a for a in live if a not in seen]
             seen.update(fresh)
             todo += fresh
-    # in a residual sum one operand feeds the attention whose result is the other
-    return any(not any(o != name and flow.feeds(o, name) for o in beside) for name in attended)
+    # in a residual sum one operand feeds the attention whose result is the other, through projections: a query that is
+    # itself added to what it attended to, as pooled queries are, is no residual
+    around = [o for o in beside if _forward_roles(flow, o, set()) != {"q"}]
+    return any(not any(o != name and flow.feeds(o, name) for o in around) for name in attended)
 
 
 def _averages_one(flow: Dataflow, value: Value) -> bool:

@@ -26,6 +26,11 @@ class CallMask:
     real_BR: Tensor
     heard: Tensor
 
+    @property
+    def is_of_audio(self) -> bool:
+        """Whether the mask speaks of samples of audio [B, R]."""
+        return self.heard.is_floating_point() and self.heard.shape == self.real_BR.shape
+
     def tokens(self) -> Tensor:
         """bool [B, tokens]: the mask, of audio that of its frames."""
         return frame_mask(self.model, self.heard, self.real_BR)

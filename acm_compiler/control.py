@@ -17,6 +17,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Phase
 from acm_compiler.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
 from acm_compiler.conversion import Conversion, conversion, sites, whole_conversion
+from acm_compiler.decoder_tokens import unwatch_padding, watch_padding
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
@@ -201,14 +202,16 @@ def _no_own_budget(owner: Conversion) -> NoBudgetTable:
 def relax(model: nn.Module, temperature: float | None) -> None:
     """From now on train() samples the gates (Gumbel, straight through), like dropout; eval() stays deterministic.
 
-    None ends it. Sampling goes over all of a site's choices, at the knob set last. An optimizer for it is made after
-    `rewrite` and `calibrate`, both of which make new parameters. SitesNotFitted while sites without fitted learners
-    exist.
+    None ends it. `acm.losses` then leaves out what the calls' own padding masks say, as `acm.record` does. Sampling
+    goes over all of a site's choices, at the knob set last. An optimizer for it is made after `rewrite` and
+    `calibrate`, both of which make new parameters. SitesNotFitted while sites without fitted learners exist.
     """
     if temperature is not None and not (is_number(temperature) and 0 < temperature < math.inf):
         raise UsageError("a temperature must be positive", found=repr(temperature), expected="a number such as 0.8")
     if temperature is not None:
         refuse_unfitted(model, "relax")
+    unwatch_padding(model)
+    conversion(model).padding = None if temperature is None else watch_padding(model)
     for acm in sites(model).values():
         acm.temperature = temperature
         acm.choices.clear()

@@ -65,7 +65,8 @@ class Conversion:
     trained them, where it is known; `default_budget` is the recipe's own, what `set_budget(model, None)` means;
     `budget` is the budget set last, one per phase where it was set so, None when the gates were not asked to keep one;
     `cap` bounds every token's k with it, as a share of N.
-    `damage` is what the last calibration expects of every k at every site, from k_min to N.
+    `damage` is what the last calibration expects of every k at every site, from k_min to N. `padding` follows the masks
+    of the model's calls while training relaxes the gates.
     """
 
     plan: Plan
@@ -76,6 +77,7 @@ class Conversion:
     budget: float | dict[str, float] | None = None
     cap: float | None = None
     damage: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    padding: Any = None
     undo: Any = None  # what `rewrite` changed around the ACMs, for `revert`
 
     @property

@@ -6,30 +6,36 @@ Shapes: B examples, S the decoder's own tokens of one call, M the encoder's (the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from acm_compiler.acm.context import only
+from acm_compiler.acm import ACM
+from acm_compiler.acm.context import recomputing
+from acm_compiler.call_mask import call_mask
 from acm_compiler.float64 import to_float64
 from acm_compiler.inputs import by_name
-from acm_compiler.kept_work import outside_acms
+from acm_compiler.site import Layout
 
 # "own": the decoder's tokens; "both": attention of those to the encoder's; None stands for all else
 Side = Literal["own", "both"]
 Lengths = dict[int, Tensor | None]
+Hook = Callable[..., None]
 
 
 class DecoderTokens:
     """Where a forward is in an encoder-decoder, and what the decoder's latest call said about padding.
 
     `own` and `memory`: for the number of tokens S or M the mask, bool [B, S] or [B, M], True at real tokens, or None.
+    `enter`, `leave` and `end` are hooks of the decoder's modules and of the model; graphs leave them out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: nn.Module | None = None) -> None:
         self.own: Lengths = {}
         self.memory: Lengths = {}
+        self._decoder = decoder
         self._handed: Tensor | None = None
         self._sides: list[Side | None] = []
         self._past = False
@@ -41,7 +47,7 @@ class DecoderTokens:
             return self._sides[-1]
         return "own" if self._past else None
 
-    def begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The decoder is called."""
         args, kwargs = by_name(decoder, args, kwargs)
         mask, memory_mask = kwargs.get("attention_mask"), kwargs.get("encoder_attention_mask")
@@ -52,46 +58,101 @@ class DecoderTokens:
         known = handed is not None and memory_mask is not None
         self.memory = {handed.shape[1]: _last(memory_mask, handed.shape[1])} if known else {}
 
-    def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A part of the decoder begins: what it reads shows in the tensors of the encoder that it is handed."""
+        if torch.compiler.is_compiling() or recomputing():
+            return
+        if module is self._decoder:
+            self._begin(module, args, kwargs)
         given = [value is self._handed for value in _tensors(args, kwargs)]
         self._sides.append("own" if not any(given) else None if given[0] else "both")
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """The innermost part of the decoder ends."""
-        self._sides.pop()
-        self._past = not self._sides
+        if self._sides and not recomputing():
+            self._sides.pop()
+            self._past = not self._sides
 
-    def end(self) -> None:
+    def end(self, *_: Any) -> None:
         """The model ends."""
         self._past, self._handed = False, None
 
 
-@contextmanager
-def decoder_watched(model: nn.Module, here: DecoderTokens, when: Callable[[], bool]) -> Iterator[None]:
-    """While open, `here` follows the decoder of `model`, where the config of transformers says that it has one.
+class CallPadding:
+    """What the latest call of a model said about padding, for every site that its mask fits."""
 
-    It follows the calls of which `when()` is true.
-    """
-    decoder, handles = half_of(model, "decoder"), []
+    def __init__(self, model: nn.Module) -> None:
+        self.decoder = DecoderTokens(half_of(model, "decoder"))
+        self.given_BR: Tensor | None = None
+        self._model = model
+        self._tokens_BS: Tensor | None = None
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is decoder:
-            here.begin(module, args, kwargs)
-        here.enter(args, kwargs)
+    def watch(self, hook: Callable[[Hook], Hook] = lambda hook: hook) -> list[RemovableHandle]:
+        """Follow the calls of the model from now on; `hook` changes what is registered for that."""
+        # generate() calls an encoder by itself
+        parts = [part for part in (self._model, half_of(self._model, "encoder")) if part is not None]
+        handles = [part.register_forward_pre_hook(hook(self.begin), with_kwargs=True) for part in parts]
+        handles.append(self._model.register_forward_hook(hook(self.end), always_call=True))
+        if self.decoder._decoder is not None:
+            for module in outside_acms(self.decoder._decoder):
+                handles.append(
+                    module.register_forward_pre_hook(hook(self.decoder.enter), prepend=True, with_kwargs=True)
+                )
+                handles.append(module.register_forward_hook(hook(self.decoder.leave), always_call=True))
+        return handles
 
-    end, leave = only(when, lambda *_: here.end()), only(when, lambda *_: here.leave())
+    def begin(self, part: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take the padding mask from a call of the model, or from one of its encoder that has a mask."""
+        if part is not self._model and by_name(part, args, kwargs)[1].get("attention_mask") is None:
+            return
+        self.given_BR = self._tokens_BS = None
+        found = call_mask(part, args, kwargs)
+        if found is not None and found.heard.dim() >= 2 and not (torch.compiler.is_compiling() and found.is_of_audio):
+            self._tokens_BS, self.given_BR = found.new_tokens(), found.real_BR
 
-    try:
-        if decoder is not None:
-            handles.append(model.register_forward_hook(end, always_call=True))
-            for module in outside_acms(decoder):
-                handles.append(module.register_forward_pre_hook(only(when, enter), prepend=True, with_kwargs=True))
-                handles.append(module.register_forward_hook(leave, always_call=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def end(self, *_: Any) -> None:
+        """The model ends."""
+        self.decoder.end()
+
+    def mask_of(self, shape_BS: torch.Size, layout: Layout | None) -> Tensor | None:
+        """The mask [batch, tokens] for a site of that layout and so many tokens, where the call's fits them."""
+        own = self.decoder.own if self.decoder.side == "own" else {}
+        mask_BS = own.get(shape_BS[1], self._tokens_BS)
+        if mask_BS is None or mask_BS.shape != shape_BS or layout is None or layout.folds != 1:
+            return None
+        return mask_BS
+
+
+def watch_padding(model: nn.Module) -> CallPadding:
+    """Follow the calls of `model`, or of what it wraps (DDP, compiled), until `unwatch_padding`."""
+    children = list(model.named_children())
+    while len(children) == 1 and children[0][0] in ("_orig_mod", "module"):
+        model = children[0][1]
+        children = list(model.named_children())
+    padding = CallPadding(model)
+    padding.watch()
+    return padding
+
+
+def unwatch_padding(model: nn.Module) -> None:
+    """Take away what `watch_padding` put on `model`, or on the model that this one is a copy of."""
+    for module in model.modules():
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks: dict[int, Any] = getattr(module, kind)
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), (CallPadding, DecoderTokens)):
+                    for part in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
+                        getattr(module, part, {}).pop(key, None)
+
+
+def outside_acms(model: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """The modules of the model, each once: ACMs, but nothing inside them."""
+    seen = set() if seen is None else seen
+    if model not in seen and not isinstance(model, torch.jit.ScriptModule):
+        seen.add(model)
+        yield model
+        for part in () if isinstance(model, ACM) else model.children():
+            yield from outside_acms(part, seen)
 
 
 def half_of(model: nn.Module, name: Literal["encoder", "decoder"]) -> nn.Module | None:

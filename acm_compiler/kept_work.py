@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import only, recomputing
+from acm_compiler.decoder_tokens import outside_acms
 from acm_compiler.passes.dense_macs import Call, Work, does_macs, work_of
 from acm_compiler.passes.eager import EAGER
 from acm_compiler.passes.op_names import name_of
@@ -94,16 +95,6 @@ def _real_share(work: Work, real: Mapping[int, Tensor], padded: Tensor, batch: i
         return real[min(near, key=lambda size: abs(math.log(size / rows)))] if near else padded
     known = [real[size] for size in work.lengths if size in real][:2]
     return math.prod(known[1:], start=known[0]) if known else padded
-
-
-def outside_acms(model: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """The modules of the model, each once: ACMs, but nothing inside them."""
-    seen = set() if seen is None else seen
-    if model not in seen and not isinstance(model, torch.jit.ScriptModule):
-        seen.add(model)
-        yield model
-        for part in () if isinstance(model, ACM) else model.children():
-            yield from outside_acms(part, seen)
 
 
 class _Here(threading.local):

@@ -125,9 +125,10 @@ class RelaxedChoices:
 def losses(model: nn.Module, budget: float) -> dict[str, Tensor]:
     """`{"budget": L_b, "entropy": L_e, "diversity": L_d}`, scalars over the relaxed forwards since the last call.
 
-    Values are those of the hard choices, gradients are straight-through; padded tokens count nowhere, and a
-    forward of padding alone gives 0. `budget` is a
-    share of learner MACs in (0, 1]. NothingRecorded when no relaxed forward ran since the last call.
+    Values are those of the hard choices, gradients are straight-through. Padded tokens count nowhere: the mask is that
+    of `acm.batch`, or else the call's own, as in `acm.record`; of compiled calls one given by name, and none of audio.
+    A forward of padding alone gives 0. `budget` is a share of learner MACs in (0, 1]. NothingRecorded when no relaxed
+    forward ran since the last call.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget <= 1:
         raise UsageError("a budget outside its range", found=budget, expected="a share of learner MACs in (0, 1]")
@@ -195,7 +196,7 @@ def _part(calls: tuple[Choices, ...], index: int, parts: int) -> tuple[Choices, 
 
 def _site_choices(acm: ACM, calls: tuple[Choices, ...], learner_macs: float) -> SiteChoices:
     """The calls of one forward as one: repeated calls follow each other along the token axis."""
-    real = [torch.ones_like(c.nu[..., 0]) if c.mask is None else c.mask.to(c.nu.dtype) for c in calls]
+    real = [torch.ones_like(c.nu[..., 0]) if c.mask is None else c.mask.to(c.nu) for c in calls]
     return SiteChoices(
         site=acm.name,
         k_min=acm.k_min,

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import observed, only
-from acm_compiler.call_mask import call_mask
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
 from acm_compiler.cost_table import unit_of
-from acm_compiler.decoder_tokens import DecoderTokens, Lengths, Side, decoder_watched, half_of, lengths_of
+from acm_compiler.decoder_tokens import CallPadding, Lengths, Side, lengths_of
 from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
 from acm_compiler.float64 import to_float64
-from acm_compiler.inputs import by_name
 from acm_compiler.kept_work import kept_work_watched, real_work
 from acm_compiler.passes.dense_macs import Work
 from acm_compiler.plans import Plan, PlannedSite
@@ -35,13 +33,12 @@ class Usage:
     along the token axis. `masked` tells whether a padding mask was known, `counted` whether MACs are.
     """
 
-    def __init__(self, plan: Plan, *, counted: bool = True) -> None:
+    def __init__(self, plan: Plan, padding: CallPadding, *, counted: bool = True) -> None:
         self._plan, self.counted = plan, counted
         self._calls: dict[str, list[Tensor]] = {}
-        self._call_mask: Tensor | None = None
-        self._given_mask: Tensor | None = None
         self._lengths: dict[Side | None, Lengths] = {}
-        self._decoder = DecoderTokens()
+        self._padding = padding
+        self._decoder = padding.decoder
         self._kept: list[int | Tensor] = []
         self.masked = False
 
@@ -49,9 +46,7 @@ class Usage:
         """Add one call of one ACM."""
         side = self._decoder.side
         if mask_BS is None:
-            own = self._decoder.own if side == "own" else {}
-            mask_BS = own.get(k_BS.shape[1], self._call_mask)
-            mask_BS = mask_BS if mask_BS is not None and mask_BS.shape == k_BS.shape else None
+            mask_BS = self._padding.mask_of(k_BS.shape, acm.layout)
         self._lengths.setdefault(side, {}).setdefault(k_BS.shape[1], mask_BS)
         if mask_BS is not None:
             self.masked = True
@@ -67,14 +62,6 @@ class Usage:
             )
         calls.append(k_BS.detach())
 
-    def see_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the padding mask from the model's own call, where it has one [batch, tokens]."""
-        found = call_mask(model, args, kwargs)
-        if found is not None and found.heard.dim() >= 2:
-            self._call_mask, self._given_mask = found.new_tokens(), found.real_BR
-        else:
-            self._call_mask = self._given_mask = None
-
     def end_call(self, works: Mapping[Side | None, list[Work]]) -> None:
         """Add what one call of the model, or of a part of it, did outside the ACMs, by whose tokens it was done for."""
         seen, self._lengths = self._lengths, {}
@@ -85,7 +72,7 @@ class Usage:
         if len({len(mask) for mask in masks}) != 1:
             self._kept.append(sum(work.macs for part in works.values() for work in part))
             return
-        batch, given = masks[0].shape[0], self._given_mask
+        batch, given = masks[0].shape[0], self._padding.given_BR
         if given is not None and given.shape[0] == batch:
             others.setdefault(given.shape[1], given)
         for side, part in works.items():
@@ -234,22 +221,16 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
     owner, acms = conversion(model), sites(model)
-    usage = Usage(owner.plan, counted=macs)
+    padding = CallPadding(model)
+    usage = Usage(owner.plan, padding, counted=macs)
 
     def observe(acm: ACM, *what: Any) -> None:
         if acm.name in acms:  # `model` may be a part
             usage.observe(acm, *what)
 
-    def see(part: nn.Module, args: Any, kwargs: Any) -> None:
-        if part is model or by_name(part, args, kwargs)[1].get("attention_mask") is not None:
-            usage.see_call(part, args, kwargs)
-
-    # generate() calls an encoder by itself
-    seen = [part for part in (model, half_of(model, "encoder")) if part is not None]
     with observed(owner, observe) as is_here, ExitStack() as hooks:
-        for part in seen:
-            hooks.callback(part.register_forward_pre_hook(only(is_here, see), with_kwargs=True).remove)
-        hooks.enter_context(decoder_watched(model, usage._decoder, is_here))
+        for handle in padding.watch(lambda hook: only(is_here, hook)):
+            hooks.callback(handle.remove)
         if macs:
             watched = kept_work_watched(model, usage.end_call, side=lambda: usage._decoder.side, when=is_here)
             hooks.enter_context(watched)

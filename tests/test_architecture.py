@@ -14,8 +14,8 @@ ROWS = [
     | {"audio_frames", "call_mask", "dynamo_remarks", "size_conditions"},
     {"acm", "recipe", "float64"},
     {"plans", "read_plan", "cost", "cost_table", "conversion", "loss_terms", "budgets"},
-    {"planner", "control", "batch_context", "site_status", "codegen"},
-    {"passes", "kept_work", "decoder_tokens", "usage", "measure"},
+    {"planner", "control", "batch_context", "decoder_tokens", "site_status", "codegen"},
+    {"passes", "kept_work", "usage", "measure"},
     {
         "data",
         "tasks",

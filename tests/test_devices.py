@@ -13,6 +13,7 @@ from acm_compiler.acm.reference import choice_costs, choose_k, utilities
 from acm_compiler.calibration import Options, calibrate_on, lowest_k, ranks
 from acm_compiler.calibration.examples import masked
 from acm_compiler.conversion import conversion, sites
+from acm_compiler.decoder_tokens import CallPadding
 from acm_compiler.measure import _mean_over_ranks, _Search
 from acm_compiler.passes.capture import capture
 from acm_compiler.tasks.metric import Metric
@@ -158,7 +159,7 @@ class MetaHoldsOnes(TorchDispatchMode):
 
 def test_loads_of_a_model_on_two_devices_are_averaged():
     model = stack_of(planned_site("a"), planned_site("b"))
-    usage = Usage(conversion(model).plan)
+    usage = Usage(conversion(model).plan, CallPadding(model))
     usage.observe(sites(model)["a"], torch.full((2, 5), 2), None, torch.empty(2, 5, 8))
     usage.observe(sites(model)["b"], torch.full((2, 5), 2, device="meta"), None, torch.empty(2, 5, 8))
     with MetaHoldsOnes():

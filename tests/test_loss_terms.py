@@ -1,10 +1,16 @@
 """The three auxiliary losses against numbers worked out by hand, and `acm.losses` on a relaxed model."""
 
+import copy
+import functools
 import math
+import pickle
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+import acm_compiler
+from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Choices
 from acm_compiler.batch_context import batch
 from acm_compiler.control import relax
@@ -13,6 +19,7 @@ from acm_compiler.cost import macs_per_learner
 from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.loss_terms import budget_loss, diversity_loss, entropy_loss, losses, take_choices
 from tests.build import acm_for, plan_of
+from tests.rewrite_cases import ALL
 from tests.training_tiny import TOKENS, make_model, tiny_site
 
 
@@ -214,3 +221,84 @@ def test_gradients_of_the_budget_term_are_those_of_soft_choices():
     (expected,) = torch.autograd.grad((soft @ k).mean() / 4, logits, retain_graph=True)
     (gradient,) = torch.autograd.grad(found, logits)
     torch.testing.assert_close(gradient, expected)
+
+
+@pytest.fixture(scope="module")
+def bert():
+    """A tiny BERT with gates and random learners, two batches with padding, and their masks."""
+    model, x = ALL["hf_bert"]()
+    converted = acm_compiler.rewrite(model.eval(), acm_compiler.plan(model, x, init="random"))
+    relax(converted, 0.8)
+    for module in converted.modules():
+        module.training = isinstance(module, ACM)  # no dropout: only the gates draw
+    masks = [torch.arange(7) < torch.tensor(lengths)[:, None] for lengths in ((7, 3), (2, 5))]
+    return converted, [torch.randint(0, 50, (2, 7)) for _ in masks], [mask.long() for mask in masks]
+
+
+def losses_after(model, *calls, seed=3):
+    torch.manual_seed(seed)
+    for call in calls:
+        call()
+    return losses(model, 0.5)
+
+
+def given_both_ways(model, x, mask):
+    """The call alone, and the same inside of acm.batch; both attend by the mask."""
+
+    def inside():
+        with batch(model, mask=mask):
+            model(x, attention_mask=mask)
+
+    return lambda: model(x, attention_mask=mask), inside
+
+
+def test_padding_that_the_call_marks_counts_in_no_loss(bert):
+    model, (x, other), (mask, other_mask) = bert
+    alone, inside = given_both_ways(model, x, mask)
+    found, expected = losses_after(model, alone), losses_after(model, inside)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    placed = losses_after(model, lambda: model(x, mask))
+    assert all(torch.equal(placed[name], expected[name]) for name in expected)
+
+    def all_count():
+        with batch(model, mask=torch.ones_like(mask)):
+            model(x, attention_mask=mask)
+
+    assert losses_after(model, all_count)["entropy"] != expected["entropy"]
+    # several forwards before one call of losses, each with a mask of its own, and one without any
+    more = given_both_ways(model, other, other_mask)
+    found = losses_after(model, alone, more[0], lambda: model(x))
+    expected = losses_after(model, inside, more[1], lambda: model(x))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_padding_is_left_out_where_checkpoints_compute_again_and_in_copies(bert):
+    model, (x, _), (mask, _) = bert
+    expected = losses_after(model, given_both_ways(model, x, mask)[1])
+    copied = copy.deepcopy(model)
+    for layer in copied.bert.encoder.layer:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    found = losses_after(copied, lambda: copied(x, attention_mask=mask).logits.sum().backward())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    relax(copied, None)
+    assert not copied._forward_pre_hooks and model._forward_pre_hooks
+
+
+def test_a_compiled_call_leaves_out_the_padding_that_a_mask_given_by_name_says(bert):
+    model, (x, _), (mask, _) = bert
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found = losses_after(model, lambda: compiled(x, attention_mask=mask))
+    expected = losses_after(model, given_both_ways(model, x, mask)[1])
+    assert all(found[name].item() == pytest.approx(expected[name].item(), abs=1e-6) for name in expected)
+
+
+def test_what_wraps_a_model_may_be_relaxed_and_a_relaxed_model_be_kept(bert):
+    model, (x, _), (mask, _) = bert
+    expected = losses_after(model, lambda: model(x, attention_mask=mask))
+    wrapped = torch.nn.ModuleDict({"module": copy.deepcopy(model)})
+    relax(wrapped, 0.8)
+    again = pickle.loads(pickle.dumps(wrapped["module"]))
+    for one in (wrapped["module"], again):
+        found = losses_after(one, lambda: one(x, mask))  # noqa: B023
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

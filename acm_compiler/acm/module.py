@@ -173,7 +173,10 @@ class ACM(nn.Module):
         if torch.is_grad_enabled() and not recomputing():
             nu = tokens.to_batch(nu_TC, shape, self.layout, site=self.name)
             thread = 0 if torch.compiler.is_compiling() else get_ident()
-            self.choices.append(Choices(nu=nu, mask=self._mask(shape), thread=thread))
+            mask, padding = self._mask(shape), getattr(self.conversion, "padding", None)
+            if mask is None and padding is not None:
+                mask = padding.mask_of(nu.shape[:2], self.layout)
+            self.choices.append(Choices(nu=nu, mask=mask, thread=thread))
             if len(self.choices) == _MANY:
                 warnings.warn(
                     f"{_MANY} relaxed forwards and no acm.losses(model, budget): each keeps its graph in memory; "

@@ -47,7 +47,8 @@ arguments = TrainingArguments(
     per_device_train_batch_size=16,
     max_steps=8,
     learning_rate=1e-3,
-    save_strategy="no",  # acm.save writes the model; a checkpoint of the Trainer is no folder of acm.load
+    save_strategy="steps",
+    save_steps=4,  # checkpoints are folders of acm.load; train(resume_from_checkpoint=...) continues from one
     report_to="none",
     disable_tqdm=True,
     use_cpu=True,
@@ -59,3 +60,4 @@ acm.recalibrate(model, batches, tokens=800)
 acm.set_budget(model, BUDGET)
 acm.save(model, "converted/")
 print(acm.status(model))
+checkpoint = acm.load("trainer/checkpoint-8")

@@ -211,7 +211,7 @@ def test_bfloat16_is_rounded_where_the_dense_layers_do_and_nowhere_else(tokens):
     as_dense = (hidden.bfloat16().double() @ w_out.t() + weights.b_out[N].double()).bfloat16()
     y = native_output(x, k, weights)
     # the same but for sums that fell on the other side of a border between two bfloat16
-    assert relative_error(y, as_dense.double()) <= 1e-3
+    assert relative_error(y, as_dense.double()) <= 2e-3
 
 
 @pytest.mark.parametrize("tokens", [3, 300, 1300])

@@ -40,7 +40,10 @@ def _gated(*tensors: Tensor | None, **options) -> Tensor:
 
 def run_apart(*tensors: Tensor | None, form: str, act: str, norm_eps: float | None = None, **choices) -> Tensor:
     """The operator as a sequence of others; the knob may be the bits of its float32."""
-    require_together(tensors, k_min=choices["k_min"], norm=norm_eps is not None)
+    if norm_eps is None:  # gate and learners look at the rest
+        require_together(tensors, k_min=choices["k_min"], norm=False)
+    else:
+        require_operands(tensors, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
     x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, *weights = tensors[:_NORM]
     assert x is not None and knob is not None
     z = normalised(x, *tensors[_NORM:], eps=norm_eps)

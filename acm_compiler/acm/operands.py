@@ -135,7 +135,9 @@ def require_together(tensors: Sequence[Tensor | None], *, k_min: int, norm: bool
             expected=f"at most {learners}",
         )
     for name, tensor in zip(("norm_weight", "norm_bias"), affine, strict=False):
-        _require("acm::gated_learners", name, tensor, x.shape[1:] if norm else None, like=x, same=same)
+        # of any type that torch's own norm takes
+        if tensor is not None and not (norm and same(tensor.shape, x.shape[1:]) and tensor.device == x.device):
+            _refuse("acm::gated_learners", name, tensor, f"{_written(x.shape[1:])} on {x.device}")
 
 
 def may_equal(found: Shape, expected: Shape) -> bool:

@@ -125,12 +125,19 @@ def choose_implementation(call: Call) -> tuple[str, str | None]:
     if not ops.has_kernels(call.device):
         return "reference", f"no kernels for device {call.device} are loaded"
     if call.device == "cpu":
-        reason = cpu.not_covered(form=call.form, act=call.act, dtype=call.dtype)
-        return ("cpu", None) if reason is None else ("reference", reason)
-    from acm_compiler.codegen import cuda
+        kernel, reason = "cpu", cpu.not_covered(form=call.form, act=call.act, dtype=call.dtype)
+        gate_reason = call.gate and cpu.gate_not_covered((call.dtype, call.gate.dtype))
+    else:
+        from acm_compiler.codegen import cuda
 
-    reason = cuda.not_covered(act=call.act, dtype=call.dtype, arch=cuda.current_machine().arch)
-    return ("triton", None) if reason is None else ("reference", reason)
+        kernel, arch = "triton", cuda.current_machine().arch
+        reason = cuda.not_covered(form=call.form, act=call.act, dtype=call.dtype, shape=call.shape, arch=arch)
+        gate_reason = call.gate and cuda.gate_not_covered(
+            (call.dtype, call.gate.dtype), width=call.gate.width, arch=arch
+        )
+    if reason is not None:
+        return "reference", reason
+    return (kernel, None) if gate_reason is None else (f"{kernel}, gate by reference", f"its gate: {gate_reason}")
 
 
 def split_options(options: dict[str, Any], inductors: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -206,15 +213,17 @@ def _announce(lowered: tuple[Lowered, ...], fallback: str) -> None:
         return
     behind = [acm for acm in lowered if acm.reason is not None]
     kernels = len(lowered) - len(behind)
-    _LOG.info("graph with %d ACMs: %d by kernels, %d by the reference", len(lowered), kernels, len(behind))
+    _LOG.info(
+        "graph with %d ACMs: %d by kernels, %d wholly or in part by the reference", len(lowered), kernels, len(behind)
+    )
     asked = env.kernel() == "reference"
     for acm in behind:
         if fallback == "error" and not asked:
             raise KernelUnavailable(
-                "no kernel covers this ACM",
+                "no kernel covers this ACM or its gate",
                 where=f"{acm.site} ({acm.line or 'line unknown'})",
                 found=acm.reason,
                 fix='compile with options={"fallback": "warn"} to run it on plain torch operations',
             )
         level = logging.WARNING if fallback == "warn" and not asked else logging.INFO
-        _LOG.log(level, "%s (%s) runs on the reference: %s", acm.site, acm.line or "line unknown", acm.reason)
+        _LOG.log(level, "%s (%s) runs on %s: %s", acm.site, acm.line or "line unknown", acm.implementation, acm.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import sympy
 from torch._guards import TracingContext
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._traceback import shorten_filename
 
 # what Dynamo calls one size of an argument, such as L['args'][0].size()[1]
 _SIZE = re.compile(r"L\['(?!self'\])(?:kwargs'\]\[')?(\w+)'\](.*)\.size\(\)\[(\d+)\]")
@@ -61,4 +63,9 @@ def _words(expression: Any) -> str:
 
 def _line(place: Any) -> str | None:
     """`file:line in function` of the line that asked."""
-    return place.maybe_user_loc.rpartition("  # ")[2] if place.maybe_user_loc else None
+    if not place.maybe_user_loc:
+        return None
+    cut, colon, rest = place.maybe_user_loc.rpartition("  # ")[2].rpartition(":")
+    # torch leaves out what a path has in common with its own, and where that is "/" a letter more
+    whole = (name for name in tuple(linecache.cache) if shorten_filename(name) == cut)
+    return f"{next(whole, cut)}{colon}{rest}"

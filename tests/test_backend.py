@@ -16,7 +16,7 @@ from acm_compiler.codegen import compare, cpu
 from acm_compiler.control import set_k
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.errors import KernelUnavailable, UsageError, VerificationFailed
-from acm_compiler.passes.verify import Call
+from acm_compiler.passes.verify import Call, GateCall
 from tests.build import planned_site, stack_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -145,10 +145,12 @@ def test_without_a_compiler_for_inductor_the_graph_runs_uncompiled(caplog):
 
 
 def test_what_runs_follows_device_type_and_the_switch(monkeypatch):
-    call = Call(form="mlp", act="gelu", dtype=torch.float32, device="cpu")
+    call = Call(form="mlp", act="gelu", dtype=torch.float32, device="cpu", shape=(4, 8, 8))
     assert choose_implementation(call) == ("cpu", None)
     assert "float64" in choose_implementation(replace(call, dtype=torch.float64))[1]
     assert choose_implementation(replace(call, device="meta")) == ("reference", "no kernels for device meta are loaded")
+    apart, reason = choose_implementation(replace(call, gate=GateCall(dtype=torch.float64, width=8)))
+    assert apart == "cpu, gate by reference" and reason.startswith("its gate: ") and "float64" in reason
     monkeypatch.setenv("ACM_KERNEL", "reference")
     assert choose_implementation(call) == ("reference", "ACM_KERNEL=reference")
 
@@ -175,6 +177,19 @@ def test_explain_says_what_runs_each_site():
     assert (plain.site, plain.implementation, plain.reason) == ("acms.1", "cpu", None)
     assert said.graphs == 1 and "2 ACMs in 1 graph" in str(said)
     assert said.as_json()["sites"][1]["implementation"] == "cpu"
+
+
+def test_explain_and_fallback_tell_of_a_gate_without_a_kernel(caplog):
+    model, x = stack_of(planned_site("acms.0"), planned_site("acms.1")), torch.randn(2, 5, 8)
+    model.acms[0].gate.double()
+    a, b = acm.explain(model, x).sites
+    assert a.implementation == "cpu, gate by reference" and "float64" in a.reason and (b.reason is None)
+    with torch.no_grad(), caplog.at_level("WARNING", logger="acm_compiler.backend"):
+        torch.testing.assert_close(torch.compile(model, backend="acm")(x), model(x))
+    assert "runs on cpu, gate by reference: its gate" in caplog.text
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(KernelUnavailable, match="or its gate"):
+        torch.compile(model, backend="acm", options={"fallback": "error"})(x)
 
 
 @pytest.mark.parametrize("inputs", [(torch.zeros(2, 5, 8),), {"x": torch.zeros(2, 5, 8)}])
@@ -260,7 +275,7 @@ def choosy_conditions(*shapes):
 
 def test_explain_names_what_its_graph_asks_of_sizes_and_the_line_that_does():
     asked = choosy_conditions((4, 5, 8), (1, 5, 1), (1, 1, 8))
-    assert asked["x.size(0) < 16"].rpartition(" in ")[0].endswith(f"tests/test_backend.py:{line_of(Choosy.forward)}")
+    assert asked["x.size(0) < 16"] == f"{__file__}:{line_of(Choosy.forward)} in forward"
     assert "x.size(2) == 8" in asked and not [c for c in asked if "x.size(1)" in c or "rest" in c or "y" in c]
     asked = choosy_conditions((20, 5, 8), (20, 5, 1), (1, 1, 8))
     assert {"x.size(0) >= 16", "x.size(0) == rest[0].size(0)", "x.size(2) == y.size(2)"} <= asked.keys()

@@ -1,5 +1,6 @@
 """The Triton kernels without a GPU: in the interpreter, and compiled ahead of time for the architectures they serve."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,17 +14,24 @@ pytest.importorskip("triton")
 
 import numpy as np
 import torch
+from triton.runtime.errors import OutOfResources
 from typer.testing import CliRunner
 
+from acm_compiler.acm import ops
+from acm_compiler.acm.gated_learners import run_apart
 from acm_compiler.acm.reference import choose_k
+from acm_compiler.backend import choose_implementation
 from acm_compiler.cli import app
+from acm_compiler.codegen import cuda
 from acm_compiler.codegen.ahead import build, gate_kernel_of, kernels_of
 from acm_compiler.codegen.cuda import gate_not_covered, not_covered, take_over
 from acm_compiler.codegen.gate import WIDEST, GateSpec
 from acm_compiler.codegen.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
 from acm_compiler.codegen.tiles import SOME_TOKENS, TABLE, choose_tiles
+from acm_compiler.passes.verify import Call, GateCall
 from tests import ttir
+from tests.asan_cases import gate_call, gated_call, learners_call
 from tests.build import plan_of, planned_site, sliced_site
 
 ROOT = Path(__file__).parent.parent
@@ -244,7 +252,7 @@ def test_acmc_kernels_shows_tiles_and_what_was_built(tmp_path):
 
 
 def test_what_kernels_do_not_cover_is_said_in_words():
-    covered = {"act": "gelu", "dtype": torch.bfloat16, "arch": 90}
+    covered = {"form": "mlp", "act": "gelu", "dtype": torch.bfloat16, "shape": (4, 8, 8), "arch": 90}
     assert not_covered(**covered) is None
     for changes, words in (
         ({"arch": 75}, "sm_75"),
@@ -256,6 +264,50 @@ def test_what_kernels_do_not_cover_is_said_in_words():
     assert gate_not_covered(**gate) is None
     assert "256" in gate_not_covered(**gate | {"width": 300})
     assert "float64" in gate_not_covered(**gate | {"dtypes": (torch.bfloat16, torch.float64)})
+
+
+def test_a_gate_without_a_kernel_is_told_apart_from_its_learners(monkeypatch):
+    monkeypatch.setattr(cuda, "current_machine", lambda: Machine(arch=90, processors=3))
+    monkeypatch.setattr(ops, "load_kernels", lambda device: False)
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    gate = GateCall(dtype=torch.bfloat16, width=WIDEST)
+    call = Call(form="mlp", act="gelu", dtype=torch.bfloat16, device="cuda", shape=(4, 8, 8), gate=gate)
+    assert choose_implementation(call) == choose_implementation(replace(call, gate=None)) == ("triton", None)
+    found, reason = choose_implementation(replace(call, gate=replace(gate, width=WIDEST + 1)))
+    assert found == "triton, gate by reference" and "its gate: " in reason and "256 columns, not 257" in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OutOfResources(300_000, 101_376, "shared memory"), "out of resource"),
+        (RuntimeError("PassManager::run failed"), "P"),
+    ],
+)
+def test_kernels_that_cannot_be_built_make_room_for_the_reference_and_say_why(error, words, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(cuda, "_UNBUILT", {})
+    monkeypatch.setattr(cuda, "machine_of", lambda device: Machine(arch=90, processors=3))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for name in ("launch.run", "gate.run_gate", "normed.run_normed"):
+        monkeypatch.setattr(f"acm_compiler.codegen.{name}", fail)
+    args, kwargs = learners_call("mlp")
+    with caplog.at_level("INFO", logger="acm_compiler.backend"):
+        for _ in range(2):
+            torch.testing.assert_close(cuda.learners(*args, **kwargs), ops.REFERENCE(*args, **kwargs))
+    assert words in caplog.text and "plain torch operations: Triton cannot build" in caplog.text
+    facts = {"form": "mlp", "act": "gelu", "dtype": torch.float32, "arch": 90}
+    assert words in not_covered(shape=tuple(args[2].shape), **facts)
+    assert not_covered(shape=(1, 2, 3), **facts) is None
+    gate, choices = gate_call()
+    assert torch.equal(cuda.gate(*gate, **choices), ops.GATE_REFERENCE(*gate, **choices))
+    whole, options = gated_call("mlp")
+    torch.testing.assert_close(cuda.gated_learners(*whole, **options), run_apart(*whole, **options))
+    error = RuntimeError("an illegal memory access")  # no matter of building
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        cuda.learners(*learners_call("gated")[0], **learners_call("gated")[1])
 
 
 def test_another_kernel_may_be_asked_for(monkeypatch, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -54,9 +55,13 @@ def not_covered(*, form: str, act: str, dtype: torch.dtype) -> str | None:
         return f"form {form} has no native CPU kernel yet"
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the native CPU kernel's"
-    if dtype not in DTYPES:
-        return f"the native CPU kernel knows float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    return None
+    return gate_not_covered((dtype,))
+
+
+def gate_not_covered(dtypes: Iterable[torch.dtype]) -> str | None:
+    """The same for a gate: the types of its tokens and of its weights."""
+    unknown = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in DTYPES]
+    return f"the native CPU kernel knows float32 and bfloat16, not {unknown[0]}" if unknown else None
 
 
 def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -21,6 +23,7 @@ from acm_compiler.site import ACTIVATIONS
 
 OLDEST = 80
 """The compute capability that the kernels need."""
+_UNBUILT: dict[Hashable, str] = {}  # kinds of calls whose kernels could not be built, and why
 _LOG = logging.getLogger("acm_compiler.backend")
 
 
@@ -56,30 +59,33 @@ def _lacking() -> str | None:
 def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     """The operator; where no kernel fits, the reference, said once."""
     require_learners(x, k, tensors, form)
-    machine = machine_of(x.device)
-    reason = not_covered(act=act, dtype=x.dtype, arch=machine.arch)
-    if reason is not None:
-        _say_once(reason)
-        return REFERENCE(x, k, *tensors, form=form, act=act)
-    from acm_compiler.codegen.launch import run  # imports triton
+    machine, shape = machine_of(x.device), _shape_of(tensors[0])
+    reason = not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
+    if reason is None:
+        from acm_compiler.codegen.launch import run  # imports triton
 
-    with torch.cuda.device(x.device):  # kernels start on the current device
-        weights = weights_of(tensors[:7], form, act)
-        return run(x, k, weights, residual=tensors[7] if len(tensors) > 7 else None, machine=machine)
+        with torch.cuda.device(x.device), _unless_unbuilt((form, act, x.dtype, shape)):  # kernels start on that device
+            weights = weights_of(tensors[:7], form, act)
+            return run(x, k, weights, residual=tensors[7] if len(tensors) > 7 else None, machine=machine)
+        reason = _UNBUILT[form, act, x.dtype, shape]
+    _say_once(reason)
+    return REFERENCE(x, k, *tensors, form=form, act=act)
 
 
 def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     """The gate's operator: k of every token."""
     require_gate(x, tensors[:4], tensors[4:], k_min=k_min, rule=rule)
     machine = machine_of(x.device)
-    reason = gate_not_covered(dtypes=(x.dtype, tensors[0].dtype), width=tensors[0].shape[0], arch=machine.arch)
-    if reason is not None:
-        _say_once(reason)
-        return GATE_REFERENCE(x, *tensors, cost=cost, k_min=k_min, rule=rule)
-    from acm_compiler.codegen.gate import run_gate  # imports triton
+    dtypes, width = (x.dtype, tensors[0].dtype), tensors[0].shape[0]
+    reason = gate_not_covered(dtypes, width=width, arch=machine.arch)
+    if reason is None:
+        from acm_compiler.codegen.gate import run_gate  # imports triton
 
-    with torch.cuda.device(x.device):
-        return run_gate(x, tensors[:4], tensors[4:], cost=cost, k_min=k_min, rule=rule, machine=machine)
+        with torch.cuda.device(x.device), _unless_unbuilt((dtypes, width)):
+            return run_gate(x, tensors[:4], tensors[4:], cost=cost, k_min=k_min, rule=rule, machine=machine)
+        reason = _UNBUILT[dtypes, width]
+    _say_once(reason)
+    return GATE_REFERENCE(x, *tensors, cost=cost, k_min=k_min, rule=rule)
 
 
 def gated_learners(*tensors: Tensor | None, norm_eps: float | None = None, form: str, act: str, **choices) -> Tensor:
@@ -88,16 +94,18 @@ def gated_learners(*tensors: Tensor | None, norm_eps: float | None = None, form:
     """
     x, w_inner = tensors[0], tensors[1]
     assert x is not None and w_inner is not None
-    machine = machine_of(x.device)
-    reason = gate_not_covered(dtypes=(x.dtype, w_inner.dtype), width=w_inner.shape[0], arch=machine.arch)
-    reason = reason or not_covered(act=act, dtype=x.dtype, arch=machine.arch)
-    if norm_eps is None or reason is not None:
-        return run_apart(*tensors, norm_eps=norm_eps, form=form, act=act, **choices)
-    require_operands(tensors, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
-    from acm_compiler.codegen.normed import run_normed  # imports triton
+    if norm_eps is not None:
+        require_operands(tensors, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
+        machine, shape = machine_of(x.device), _shape_of(tensors[8])
+        reason = gate_not_covered((x.dtype, w_inner.dtype), width=w_inner.shape[0], arch=machine.arch)
+        reason = reason or not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
+        normed = ("norm", form, act, x.dtype, shape, w_inner.shape)
+        if reason is None and normed not in _UNBUILT:
+            from acm_compiler.codegen.normed import run_normed  # imports triton
 
-    with torch.cuda.device(x.device):
-        return run_normed(tensors, form=form, act=act, eps=norm_eps, choices=choices, machine=machine)
+            with torch.cuda.device(x.device), _unless_unbuilt(normed):
+                return run_normed(tensors, form=form, act=act, eps=norm_eps, choices=choices, machine=machine)
+    return run_apart(*tensors, norm_eps=norm_eps, form=form, act=act, **choices)
 
 
 def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
@@ -107,20 +115,41 @@ def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
     return y
 
 
-def not_covered(*, act: str, dtype: torch.dtype, arch: int) -> str | None:
-    """Why such an ACM is handed to the reference, None when the kernels run it."""
+def not_covered(*, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ...], arch: int) -> str | None:
+    """Why such an ACM is handed to the reference, None when the kernels run it. shape: of w_in."""
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the Triton kernels'"
-    return _machine_lacks(dtype, arch)
+    return _machine_lacks(dtype, arch) or _UNBUILT.get((form, act, dtype, shape))
 
 
-def gate_not_covered(*, dtypes: tuple[torch.dtype, ...], width: int, arch: int) -> str | None:
+def gate_not_covered(dtypes: tuple[torch.dtype, ...], *, width: int, arch: int) -> str | None:
     """Why such a gate is handed to the reference, None when the kernel runs it."""
     from acm_compiler.codegen.gate import WIDEST  # imports triton
 
     if width > WIDEST:
         return f"the Triton kernel holds gates of up to {WIDEST} columns, not {width}"
-    return next((reason for dtype in dtypes if (reason := _machine_lacks(dtype, arch))), None)
+    lacking = next((reason for dtype in dtypes if (reason := _machine_lacks(dtype, arch))), None)
+    return lacking or _UNBUILT.get((dtypes, width))
+
+
+@contextmanager
+def _unless_unbuilt(kind: Hashable) -> Iterator[None]:
+    """Keep what Triton refuses to build or has no room for, as the reason why calls of that kind run elsewhere."""
+    from triton.errors import TritonError
+
+    try:
+        yield
+    except TritonError as error:
+        first = next(iter(str(error).splitlines()), "no message")
+        _UNBUILT[kind] = f"Triton cannot build its kernel here: {type(error).__name__}: {first}"
+    except RuntimeError as error:  # of a compiler pass
+        if "PassManager" not in str(error):
+            raise
+        _UNBUILT[kind] = f"Triton cannot build its kernel here: {error}"
+
+
+def _shape_of(tensor: Tensor | None) -> tuple[int, ...]:
+    return () if tensor is None else tuple(tensor.shape)
 
 
 def _machine_lacks(dtype: torch.dtype, arch: int) -> str | None:

@@ -23,18 +23,34 @@ from acm_compiler.passes.acm_nodes import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GateCall:
+    """What a gate's kernel has to run: the type of its weights and how many columns its hidden layer has."""
+
+    dtype: torch.dtype
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a kernel has to run: form, activation, type of the tokens and of their device."""
+    """What kernels have to run: form, activation, type of the tokens and of their device, shape of w_in.
+
+    gate: None where it is no operator, as with budgets of examples: plain operations, which Inductor compiles.
+    """
 
     form: str
     act: str
     dtype: torch.dtype
     device: str
+    shape: tuple[int, ...]
+    gate: GateCall | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """One ACM of a compiled graph: `implementation` is a kernel's name or "reference", then with the `reason`."""
+    """One ACM of a compiled graph: what runs it, and the `reason` where plain operations run it or its gate.
+
+    implementation: a kernel's name, "reference", or a kernel's name and ", gate by reference".
+    """
 
     site: str
     implementation: str
@@ -65,11 +81,28 @@ def _lowered(node: fx.Node, choose: Choose) -> Lowered:
     x = value_of(node.args[0])
     if x is None:
         raise VerificationFailed("an ACM reads what is no tensor", where=site_of(node), found=node.args[0])
-    call = Call(form=str(node.kwargs["form"]), act=str(node.kwargs["act"]), dtype=x.dtype, device=x.device.type)
+    w_in = value_of(node.args[8 if node.target in GATED else 2])
+    call = Call(
+        form=str(node.kwargs["form"]),
+        act=str(node.kwargs["act"]),
+        dtype=x.dtype,
+        device=x.device.type,
+        shape=() if w_in is None else tuple(w_in.shape),
+        gate=_gate(node),
+    )
     implementation, reason = choose(call)
     return Lowered(
         site=site_of(node), implementation=implementation, reason=reason, fused=_fused(node), line=line_of(node)
     )
+
+
+def _gate(node: fx.Node) -> GateCall | None:
+    """The gate of an ACM, where it is an operator."""
+    gate = node if node.target in GATED else node.args[1]
+    if not isinstance(gate, fx.Node) or gate.target not in (*GATED, *GATES):
+        return None
+    w_inner = value_of(gate.args[1])
+    return None if w_inner is None else GateCall(dtype=w_inner.dtype, width=w_inner.shape[0])
 
 
 def _fused(node: fx.Node) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from acm_compiler.acm import tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.acm.reference import run_learners
-from acm_compiler.errors import LayoutUnknown, NoDenseRegion
+from acm_compiler.errors import LayoutUnknown, NoDenseRegion, UsageError
 from acm_compiler.site import Layout
-from tests.build import acm_for, planned_site, sliced_site
+from tests.build import acm_for, planned_site, sliced_site, stack_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
@@ -182,3 +183,37 @@ def test_the_operator_keeps_torchs_rules():
     k = torch.randint(0, 5, (11,), dtype=torch.int32)
     args = (torch.randn(11, 8, requires_grad=True), k, w.w_in, w.b_in, None, None, w.w_out, w.b_out, None)
     torch.library.opcheck(torch.ops.acm.learners, args, {"form": "mlp", "act": "gelu"})
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_gates_that_take_no_part_are_refused_where_data_parallel_training_waits_for_them():
+    model, x = stack_of(planned_site("a")), torch.randn(2, 5, 8)
+
+    def steps(count=2, **options):
+        wrapped = DistributedDataParallel(copy.deepcopy(model), **options).train()
+        for _ in range(count):
+            wrapped(x).sum().backward()
+
+    with pytest.raises(
+        UsageError, match=r"a: gates that are not relaxed take no part (?s:.*) acm\.relax\(model, 0\.8\)"
+    ):
+        steps()
+    steps(find_unused_parameters=True)
+    with torch.no_grad():
+        DistributedDataParallel(copy.deepcopy(model)).train()(x)
+    DistributedDataParallel(copy.deepcopy(model)).eval()(x)
+    model.acms[0].gate.requires_grad_(False)
+    steps()
+    model.acms[0].gate.requires_grad_(True)
+    model.acms[0].temperature = 0.8
+    steps()
+    model.acms[0].state, model.acms[0].dense = "dense", nn.Linear(8, 8)
+    with pytest.raises(UsageError, match=r"a: learners that were never fitted take no part (?s:.*) acm\.calibrate"):
+        steps()

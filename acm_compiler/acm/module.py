@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
 from acm_compiler.acm.context import Said, batch_of, observers_of, recomputing
+from acm_compiler.acm.data_parallel import refuse_idle
 from acm_compiler.acm.gate import Gate
 from acm_compiler.acm.intact import refuse_changed, refuse_scripting
 from acm_compiler.acm.learners import Learners
@@ -97,6 +98,8 @@ class ACM(nn.Module):
             return self._run_tapped(x)
         if not x.dim() or x.shape[-1] != self.d_in:
             refuse_width(x, self.d_in, site=self.name)
+        if self.training:
+            self._refuse_idle()
         if self.state == "dense":
             y = self._dense_region()(x)
             self._report(
@@ -119,6 +122,17 @@ class ACM(nn.Module):
     def __prepare_scriptable__(self) -> ACM:
         refuse_scripting(self.name)
         return self
+
+    def _refuse_idle(self) -> None:
+        if self.state == "dense":
+            fix = "fit them first: acm.calibrate(model, batches), or a recipe's distill phase"
+            refuse_idle(self.name, self.parameters(), what="learners that were never fitted", fix=fix)
+        elif self.temperature is None:
+            fix = (
+                "acm.relax(model, 0.8) lets training sample the gates; to train all else, before DDP wraps the model: "
+                "for site in acm.sites(model).values(): site.gate.requires_grad_(False)"
+            )
+            refuse_idle(self.name, self.gate.parameters(), what="gates that are not relaxed", fix=fix)
 
     def train(self, mode: bool = True) -> ACM:
         super().train(mode)

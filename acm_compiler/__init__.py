@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from acm_compiler import errors as errors
+
 if TYPE_CHECKING:
     from acm_compiler.batch_context import batch
     from acm_compiler.calibration import calibrate, recalibrate, sensitivity
@@ -21,13 +23,15 @@ if TYPE_CHECKING:
     from acm_compiler.control import relax, set_budget, set_k
     from acm_compiler.conversion import sites
     from acm_compiler.errors import AcmError
+    from acm_compiler.evaluation.evaluate import evaluate
     from acm_compiler.explanation import explain
     from acm_compiler.loss_terms import losses
     from acm_compiler.passes.revert import finalize, revert
     from acm_compiler.passes.rewrite import rewrite
     from acm_compiler.pipeline import plan
     from acm_compiler.plans import Plan
-    from acm_compiler.recipe.schema import SiteRule
+    from acm_compiler.recipe.schema import GateConfig, SiteRule
+    from acm_compiler.reporting.draw import report
     from acm_compiler.site_status import status
     from acm_compiler.usage import record
 
@@ -35,10 +39,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AcmError": "errors",
+    "GateConfig": "recipe.schema",
     "Plan": "plans",
     "SiteRule": "recipe.schema",
     "batch": "batch_context",
     "calibrate": "calibration",
+    "evaluate": "evaluation.evaluate",
     "explain": "explanation",
     "finalize": "passes.revert",
     "load": "checkpoint",
@@ -47,6 +53,7 @@ _HOMES = {
     "recalibrate": "calibration",
     "record": "usage",
     "relax": "control",
+    "report": "reporting.draw",
     "revert": "passes.revert",
     "rewrite": "passes.rewrite",
     "save": "checkpoint",
@@ -59,10 +66,12 @@ _HOMES = {
 
 __all__ = [
     "AcmError",
+    "GateConfig",
     "Plan",
     "SiteRule",
     "batch",
     "calibrate",
+    "evaluate",
     "explain",
     "finalize",
     "load",
@@ -71,6 +80,7 @@ __all__ = [
     "recalibrate",
     "record",
     "relax",
+    "report",
     "revert",
     "rewrite",
     "save",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from acm_compiler.advice import Advice, advise
@@ -44,7 +44,7 @@ def plan(
     learners: int = 4,
     lossless: bool = False,
     init: Literal["auto", "random"] = "auto",
-    gate: GateConfig | None = None,
+    gate: GateConfig | Mapping[str, Any] | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Find the sites of `model` and decide what becomes of each; nothing stays on the model, weights are not needed.
@@ -54,13 +54,15 @@ def plan(
     rules as in a recipe ({"match": "mlp", "learners": 8}, or `SiteRule`s), of which the last that matches a site
     decides. Of those given as text only what also matches one of `include` is meant, if there are any, and nothing
     that matches one of `exclude`; learners, lossless and init hold for them too.
+    gate: the size of the gates, {"hidden": 4} or {"share": 0.02} (of the site's MACs), or a `GateConfig`.
     source: how the base model is built again, for models that `acm.load` shall rebuild by itself.
     A model without sites gives a plan without sites, whose `skipped` say why.
     Raises CaptureFailed, SelectionError, UsageError, AlreadyRewritten.
     """
     rules = rules_of(sites, include=include, exclude=exclude, learners=learners, lossless=lossless, init=init)
+    size = _gate(gate)
     found = look(model, example_inputs, source=source)
-    return decide(found, rules, gate or GateConfig())
+    return decide(found, rules, size)
 
 
 def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> Plan:
@@ -186,14 +188,29 @@ def rules_of(sites: str | Rule | Iterable[str | Rule], **options: Any) -> list[S
         ) from None
 
 
+def _gate(given: GateConfig | Mapping[str, Any] | None) -> GateConfig:
+    """The size of gates that `given` means; UsageError where it means none."""
+    if given is None or isinstance(given, GateConfig):
+        return given or GateConfig()
+    if not isinstance(given, Mapping):
+        raise UsageError("gate must be a mapping or a GateConfig", found=repr(given), expected='such as {"hidden": 4}')
+    try:
+        return GateConfig(**_known_keys(given, GateConfig, "gate"))
+    except ValidationError as error:
+        found = "; ".join(wrong_values(error))
+        raise UsageError(f"no such gate: {found}", expected='such as {"hidden": 4} or {"share": 0.02}') from None
+
+
 def _rule(given: Any, options: Mapping[str, Any]) -> SiteRule:
     if isinstance(given, SiteRule):
         return given
     if not isinstance(given, Mapping):
         return SiteRule(match=(given,), **options)
+    return SiteRule(**_known_keys(given, SiteRule, "a rule for sites"))
+
+
+def _known_keys(given: Mapping[Any, Any], kind: type[BaseModel], what: str) -> dict[str, Any]:
     for key in given:
-        if key not in SiteRule.model_fields:
-            raise UsageError(
-                f"no such key of a rule for sites{did_you_mean(str(key), SiteRule.model_fields)}", found=key
-            )
-    return SiteRule(**given)
+        if key not in kind.model_fields:
+            raise UsageError(f"no such key of {what}{did_you_mean(str(key), kind.model_fields)}", found=key)
+    return dict(given)

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,6 +96,12 @@ class ModelFacts:
     dense_macs: Whole
     dense_params: Whole
     not_counted: dict[str, Whole] = field(default_factory=dict)
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of the example, where it is one tensor [B, C, H, W]."""
+        found = re.fullmatch(r"\d+ x \d+ x (\d+) x (\d+)", self.inputs)
+        return (int(found[1]), int(found[2])) if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

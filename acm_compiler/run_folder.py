@@ -14,6 +14,8 @@ from acm_compiler.errors import AcmError, BudgetMissed, RunInterrupted, UsageErr
 from acm_compiler.evaluation.results import FILE, Evaluation
 from acm_compiler.progress import Say
 from acm_compiler.recipe import Recipe, decisions, differences, expand_paths, load_recipe
+from acm_compiler.recipe.datasets import DataConfig
+from acm_compiler.recipe.tasks import TaskConfig
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.schedule import refuse_past
 from acm_compiler.training.state import has_state, saved_position
@@ -116,13 +118,16 @@ def _check_same(made_by: Recipe, recipe: Recipe, directory: Path) -> None:
         )
 
 
-def subject_of(directory: Path, recipe: Recipe | None) -> str | None:
-    """What an evaluation of the model saved in `directory` by `recipe` is of: see `Evaluation.subject`."""
+def subject_of(directory: Path, data: DataConfig | None, task: TaskConfig | None) -> str | None:
+    """What an evaluation of the model saved in `directory` on this data is of: see `Evaluation.subject`.
+
+    It starts with the save, and ends there where data or task are not known.
+    """
     save = save_id(directory)
-    if save is None or recipe is None or recipe.data is None or recipe.task is None:
-        return None
-    parts = (save, recipe.data.eval.model_dump_json(), recipe.task.model_dump_json())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    if save is None or data is None or task is None:
+        return save
+    examples = "\n".join((data.model_dump_json(), task.model_dump_json()))
+    return f"{save}:{hashlib.sha256(examples.encode()).hexdigest()[:16]}"
 
 
 def drop_measured(directory: Path, say: Say, *, evaluated: bool) -> None:

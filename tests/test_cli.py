@@ -70,7 +70,7 @@ def test_an_unknown_verb_is_refused_with_the_nearest():
 def test_a_model_saved_without_a_recipe_is_told_what_needs_one(tmp_path):
     _, _, model = rewritten(ALL["hf_bert"], init="random")
     acm.save(model, tmp_path / "out")
-    for verb, missing in (("explain", "acm.explain"), ("eval", "evaluate.evaluate"), ("bench", "acmc rewrite")):
+    for verb, missing in (("explain", "acm.explain"), ("eval", "acm.evaluate"), ("bench", "--data")):
         done = acmc(verb, str(tmp_path / "out"))
         assert done.returncode == 2 and missing in done.stderr and "recipe" in done.stderr, done.stderr
 

@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,8 @@ def test_every_error_is_documented_with_its_exit_code():
     documented = {name: int(code) for name, code in re.findall(r"^\| `(\w+)` \| (\d+) \|", table, re.MULTILINE)}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AcmError)]
     assert documented == {kind.__name__: kind.exit_code for kind in kinds if kind is not errors.AcmError}
+    code = "import acm_compiler as acm, sys; [getattr(acm.errors, name) for name in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", code, *documented], check=True)
 
 
 def test_links_lead_somewhere():

@@ -12,13 +12,30 @@ import pytest
 from acm_compiler.control import FixedK
 from acm_compiler.conversion import conversion
 from acm_compiler.evaluation.evaluate import evaluate
+from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.load_maps import find_load_maps
+from acm_compiler.evaluation.times import BASE, OURS, Row, Times
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.markup import Markup, join, tag
 from acm_compiler.reporting.write import write_report
 from tests.pictures import OPEN, TASK, picture_batch, picture_model
 
 EVIL = '<script>alert("x")</script>&$x_1$'
+ROW = {"time_ms": 2.0, "ratio_q1": 0.4, "ratio_q3": 0.6, "mac_ratio": 0.45, "error": None}
+TIMES = Times(
+    rows=tuple(
+        Row(batch=batch, budget=budget, contender=OURS if budget else BASE, ratio=budget or 1.0, **ROW)
+        for batch in (1, 8)
+        for budget in (None, OPEN, 0.5, 1.0)
+    ),
+    versions={"torch": "2.99", "acm_compiler": EVIL},
+    device=f"cpu {EVIL}",
+    clock="wall time",
+    threads=3,
+    date="2026-11-23",
+    break_even_budget=OPEN,
+    break_even_batch=8,
+)
 VOID = {"meta", "img", "source", "br"}
 
 
@@ -71,7 +88,8 @@ def written(tmp_path_factory):
         description=EVIL,
         evaluation=dataclasses.replace(found, metric=metric, budgets=budgets, model=f"my.{EVIL}"),
         plan=dataclasses.replace(plan, sites=sites),
-        maps=maps,
+        loads=Loads(maps=maps),
+        times=TIMES,
     )
     return write_report(tmp_path_factory.mktemp("run") / "report", report)
 
@@ -103,7 +121,7 @@ def test_nothing_is_fetched(page, written):
 
 def test_every_picture_has_words_for_those_who_cannot_see_it(page):
     pictures = page.all("img")
-    assert len(pictures) == 1 + 6 * 3
+    assert len(pictures) == 2 + 6 * 3
     assert all(len(attributes["alt"]) > 5 for attributes in pictures)
 
 
@@ -111,7 +129,7 @@ def test_the_page_is_made_for_phones_and_for_dark_rooms(page, written):
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
     assert "prefers-color-scheme:dark" in written.read_text()
     assert page.all("html")[0]["lang"] == "en"
-    assert sum("dark" in source["media"] for source in page.all("source")) == 2
+    assert sum("dark" in source["media"] for source in page.all("source")) == 3
 
 
 def test_the_page_says_what_was_measured_and_what_was_modelled(page):
@@ -120,9 +138,22 @@ def test_the_page_says_what_was_measured_and_what_was_modelled(page):
         assert words in said
 
 
+def test_the_page_says_with_what_times_were_measured(page):
+    for words in (
+        "Time over budget",
+        "3 threads",
+        "torch 2.99",
+        "wall time",
+        "faster than the dense model from batch 8",
+    ):
+        assert words in page.text
+    (chart,) = [attributes["alt"] for attributes in page.all("img") if "time of the" in attributes["alt"]]
+    assert "batch 8, budget 0.50: 50 % of the dense model's time, 45 % of its MACs" in chart
+
+
 def test_charts_lie_beside_the_page_as_png_and_svg(written):
     names = {path.name for path in written.parent.iterdir()}
-    charts = ("accuracy_over_cost", "learners_per_site", "load_maps")
+    charts = ("accuracy_over_cost", "learners_per_site", "load_maps", "time_over_budget")
     assert names == {"index.html", *(f"{chart}.{kind}" for chart in charts for kind in ("png", "svg"))}
     for chart in charts:
         assert (written.parent / f"{chart}.png").read_bytes()[:4] == b"\x89PNG"
@@ -159,7 +190,7 @@ def test_a_browser_shows_every_picture_and_needs_no_sideways_scrolling(written, 
         harness.unlink()
     title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)[1]
     seen = json.loads(title.replace("&quot;", '"'))
-    assert len(seen["images"]) == 1 + 6 * 3 and all(pixels > 0 for pixels in seen["images"])
+    assert len(seen["images"]) == 2 + 6 * 3 and all(pixels > 0 for pixels in seen["images"])
     assert seen["scroll"] <= width and seen["wide"] == []
     assert seen["text"] > 1000
     assert width < 1280 or seen["cut"] == [], "tables that need a scrollbar where the margins have room"

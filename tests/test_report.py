@@ -22,6 +22,7 @@ from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import PackageMissing
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.evaluate import evaluate
+from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.join_evaluations import joined
 from acm_compiler.evaluation.load_maps import find_load_maps, spread
 from acm_compiler.evaluation.results import Evaluation, Interval, load_evaluation
@@ -275,7 +276,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path, found):
 def test_a_report_leaves_load_maps_out_and_says_why(tmp_path, found):
     plan = conversion(picture_model()).plan
     why = "the model does not see"
-    page = write_report(tmp_path, Report(title="x", evaluation=found, plan=plan, no_maps=why)).read_text()
+    page = write_report(tmp_path, Report(title="x", evaluation=found, plan=plan, loads=Loads(missing=why))).read_text()
     assert f"There are no load maps in this report: {why}." in page
     assert not list(tmp_path.glob("load_maps.*"))
 

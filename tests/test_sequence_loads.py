@@ -12,6 +12,7 @@ import acm_compiler as acm
 from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion
 from acm_compiler.errors import NothingRecorded
 from acm_compiler.evaluation.evaluate import evaluate
+from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.frames import frame_foreground
 from acm_compiler.evaluation.sequence_loads import Clip, ClipLoads, Text, TextLoads, find_clip_loads, find_text_loads
 from acm_compiler.evaluation.table import evaluation_table
@@ -142,7 +143,7 @@ def test_the_page_shows_clips_and_whether_speech_costs_more(tmp_path, listener, 
     found = evaluate(listener, [clips], FrameTask(), budgets=[OPEN])
     loads = find_clip_loads(listener, clips, FrameTask(), [OPEN], rate=rate)
     page = write_report(
-        tmp_path, Report(title="x", evaluation=found, plan=conversion(listener).plan, clips=loads)
+        tmp_path, Report(title="x", evaluation=found, plan=conversion(listener).plan, loads=Loads(clips=loads))
     ).read_text()
     for words in ("load over time of 3 clips", "Speech against silence", "k on speech", "speech ratio at 0.50"):
         assert words in page, words
@@ -163,7 +164,7 @@ def test_the_page_shades_tokens_and_escapes_them(tmp_path):
     plain = find_text_loads(model, batch, FrameTask(), [OPEN], pieces=None)
     assert plain.texts[1].pieces == ("3", "1", "2")
     evaluation = evaluate(model, [batch], FrameTask(), budgets=[OPEN])
-    report = Report(title="x", evaluation=evaluation, plan=conversion(model).plan, texts=found)
+    report = Report(title="x", evaluation=evaluation, plan=conversion(model).plan, loads=Loads(texts=found))
     page = write_report(tmp_path, report).read_text()
     assert "Each token is shaded" in page and "&lt;3&gt;" in page and "<3>" not in page
     shades = [re.search(rf'style="background:(#\w+);color:(#\w+)" title="{share}"', page) for share in ("1.00", "0.25")]

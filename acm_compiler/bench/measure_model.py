@@ -16,32 +16,16 @@ from acm_compiler.control import set_budget, set_k
 from acm_compiler.conversion import sites
 from acm_compiler.dynamo_remarks import without_remarks
 from acm_compiler.errors import VerificationFailed
+from acm_compiler.evaluation.times import BASE, OURS, Row
 from acm_compiler.float64 import to_float64
 from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.usage import record
 
-BASE = "dense inductor"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative norm of the difference between compiled and eager answers of a whole model, k given."""
 
 Answer = Callable[[Any], Tensor]
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One contender at one batch size; `ratio` is its time over dense Inductor's, `mac_ratio` its MACs over the dense
-    model's, `error` the relative difference of its answers from the eager model's at that budget."""
-
-    batch: int
-    budget: float | None
-    contender: str
-    time_ms: float
-    ratio: float
-    ratio_q1: float
-    ratio_q3: float
-    mac_ratio: float
-    error: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +105,12 @@ def measure_model(
 def break_even(rows: Sequence[Row], budget: float) -> int | None:
     """The smallest measured batch from which on compiled ACMs are faster than dense Inductor, upper quartiles too."""
     found = None
-    ours = [row for row in rows if row.contender == "acm compiled" and row.budget == budget]
+    ours = [row for row in rows if row.contender == OURS and row.budget == budget]
     for row in sorted(ours, key=lambda row: -row.batch):
         if row.ratio_q3 >= 1:
             break
         found = row.batch
     return found
-
-
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows as plain data."""
-    return [asdict(row) for row in rows]
 
 
 def _measure(
@@ -142,7 +121,7 @@ def _measure(
         contenders["dense eager"] = contest.dense
         if contest.quantized is not None:
             contenders["dense int8"] = contest.quantized
-    contenders |= {"acm eager": contest.converted, "acm compiled": contest.compiled}
+    contenders |= {"acm eager": contest.converted, OURS: contest.compiled}
     calls = {name: _call(model, inputs) for name, model in contenders.items()}
     share, error = _mac_ratio(contest.converted, inputs), _error(contest, inputs)
     timings = interleave(calls, base=BASE, rounds=rounds)
@@ -158,7 +137,7 @@ def _row(name: str, timing: Timing, batch: int, budget: float, facts: tuple[floa
         budget=budget if ours else None,
         contender=name,
         mac_ratio=share if ours else 1.0,
-        error=error if name == "acm compiled" else None,
+        error=error if name == OURS else None,
         **asdict(timing),
     )
 

@@ -3,6 +3,15 @@
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.process import calibrate, calibrate_on, check_closed_form
 from acm_compiler.calibration.recalibration import recalibrate
-from acm_compiler.calibration.sensitivities import Sensitivity, sensitivity
+from acm_compiler.calibration.sensitivities import Sensitivity, known_damages, sensitivity
 
-__all__ = ["Options", "Sensitivity", "calibrate", "calibrate_on", "check_closed_form", "recalibrate", "sensitivity"]
+__all__ = [
+    "Options",
+    "Sensitivity",
+    "calibrate",
+    "calibrate_on",
+    "check_closed_form",
+    "known_damages",
+    "recalibrate",
+    "sensitivity",
+]

@@ -50,6 +50,11 @@ def sensitivity(model: nn.Module) -> Sensitivity:
     return Sensitivity(sites=_by_k(owner.plan, owner.damage))
 
 
+def known_damages(model: nn.Module) -> dict[str, dict[int, float]]:
+    """The same by site and k as plain data; empty for a model that was not calibrated."""
+    return sensitivity(model).sites if conversion(model).damage else {}
+
+
 def _by_k(plan: Plan, damage: dict[str, tuple[float, ...]]) -> dict[str, dict[int, float]]:
     return {
         site.name: dict(enumerate(damage[site.name], start=site.k_min)) for site in plan.sites if site.name in damage

@@ -1,8 +1,17 @@
 """Saved models: directories that say themselves how to build, fill and run a rewritten model."""
 
 from acm_compiler.checkpoint.folder import check_own_folder, holds_model, save_id
-from acm_compiler.checkpoint.load import load, saved_conversion
+from acm_compiler.checkpoint.load import build_dense, load, saved_conversion
 from acm_compiler.checkpoint.lock import locked
 from acm_compiler.checkpoint.save import save
 
-__all__ = ["check_own_folder", "holds_model", "load", "locked", "save", "save_id", "saved_conversion"]
+__all__ = [
+    "build_dense",
+    "check_own_folder",
+    "holds_model",
+    "load",
+    "locked",
+    "save",
+    "save_id",
+    "saved_conversion",
+]

@@ -65,6 +65,14 @@ def saved_conversion(directory: str | os.PathLike[str]) -> Conversion:
     return owner
 
 
+def build_dense(directory: str | os.PathLike[str], *, allow_code: bool = False) -> nn.Module:
+    """The model before conversion with random weights, by what the directory says of how it is built. StorageError and
+    ModelSourceError as `load`."""
+    folder = Path(directory)
+    description, _, _ = _read(folder)
+    return build_from_record(_source_of(description, folder), device="cpu", allow_code=allow_code)
+
+
 def _read(folder: Path) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
     """model.json, the plan and budgets.json, of one save and of a format that is known here."""
     description = _document(_text(folder, MODEL), folder / MODEL)
@@ -140,18 +148,22 @@ def _check_weights(path: Path, expected: str | None) -> None:
 def _from_source(
     plan: Plan, description: dict[str, Any], stored: Stored, folder: Path, *, allow_code: bool
 ) -> nn.Module:
-    record = description["source"]
-    if record is None:
-        raise StorageError(
-            f"nothing here says how to build {description['class']}",
-            where=str(folder),
-            fix="build it yourself: acm.load(directory, base_model=model)",
-        )
+    record = _source_of(description, folder)
     model = _filled(build_from_record(record, device="meta", allow_code=allow_code), plan, stored, folder)
     if without := left_on_meta(model):
         _LOG.info("built with values, which tensors outside parameters and buffers need: %s", ", ".join(without[:3]))
         model = _filled(build_from_record(record, device="cpu", allow_code=allow_code), plan, stored, folder)
     return model
+
+
+def _source_of(description: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if description["source"] is None:
+        raise StorageError(
+            f"nothing here says how to build {description['class']}",
+            where=str(folder),
+            fix="build it yourself: acm.load(directory, base_model=model), or --base-model python:my_module:my_model",
+        )
+    return description["source"]
 
 
 def _filled(model: nn.Module, plan: Plan, stored: Stored, folder: Path) -> nn.Module:

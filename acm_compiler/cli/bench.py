@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import platform
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from acm_compiler.cli.eval import CodeOption
+from acm_compiler.cli.given import BaseOption, DataOption, Given, TaskOption
 from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
-    from acm_compiler.bench.measure_model import Contest, Row
+    from acm_compiler.bench.measure_model import Contest
     from acm_compiler.cli.saved_run import SavedRun
+    from acm_compiler.evaluation.times import Row, Times
 
 
 _BUDGETS = (0.25, 0.5, 0.75, 1.0)
@@ -26,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")],
     budgets: Annotated[
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of learner MACs, or 60%, or 11GMACs; unset: .25,.5,.75,1."),
@@ -34,20 +37,27 @@ def bench(
     batches: Annotated[str, typer.Option(metavar="N,N,…", help="Batch sizes.")] = "1,8,64",
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Turns that every contender gets.")] = 11,
     verify: Annotated[bool, typer.Option("--verify", help="Only compare answers, at every k.")] = False,
+    task: TaskOption = None,
+    data: DataOption = None,
+    base_model: BaseOption = None,
     allow_code: CodeOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Check that the compiled model answers as the eager one, then print one row per contender, batch and budget."""
-    from acm_compiler.bench.measure_model import as_json, break_even, check_answers, measure_model
+    """Check that the compiled model answers as the eager one, then print one row per contender, batch and budget, and
+    keep them in the folder."""
+    from acm_compiler.bench.measure_model import break_even, check_answers, measure_model
+    from acm_compiler.checkpoint import save_id
     from acm_compiler.cli.saved_run import open_saved_run, read_budgets
     from acm_compiler.evaluation.evaluate import reachable
+    from acm_compiler.evaluation.times import Times
 
     output = Output(json=json)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)
     sizes = sorted({_whole(part) for part in batches.split(",") if part.strip()})
+    given = Given.read(task, data, base_model)
     asked = None if budgets is None else read_budgets(directory, budgets)
-    run = open_saved_run(directory, allow_code=allow_code)
-    contest = _contest(run)
+    run = open_saved_run(directory, given=given, allow_code=allow_code)
+    contest = _contest(run, output, allow_code=allow_code)
     output.progress("compiling, and comparing answers at every k")
     error = check_answers(contest, run.inputs(sizes[-1]))
     output.say(f"compiled and eager answers agree at every k: largest relative error {error:.1e}")
@@ -59,10 +69,20 @@ def bench(
     rows = measure_model(contest, inputs, budgets=shares, rounds=rounds, progress=output.progress)
     least = min(shares)
     even = break_even(rows, least)
-    output.table([_cells(row) for row in rows], headers=_HEADERS)
+    times = Times(
+        rows=tuple(rows), **_machine(), save=save_id(directory), break_even_budget=least, break_even_batch=even
+    )
+    _say(times, output)
+    _keep(directory, times, output)
+    output.document(times.as_json())
+
+
+def _say(times: Times, output: Output) -> None:
+    """The table of times, and from where on they are better than the dense model's."""
+    output.table([_cells(row) for row in times.rows], headers=_HEADERS)
+    even = times.break_even_batch
     where = f"from batch {even} on" if even is not None else "at none of the batch sizes measured"
-    output.say(f"at budget {least:.4g} it is faster than dense Inductor {where}")
-    output.document({**_machine(), "rows": as_json(rows), "break_even_budget": least, "break_even_batch": even})
+    output.say(f"at budget {times.break_even_budget:.4g} it is faster than dense Inductor {where}")
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -73,18 +93,36 @@ def _is_news(record: logging.LogRecord) -> bool:
 _HEADERS = ("batch", "budget", "contender", "ms", "ratio", "q1", "q3", "MAC ratio", "error")
 
 
-def _contest(run: SavedRun) -> Contest:
+def _contest(run: SavedRun, output: Output, *, allow_code: bool) -> Contest:
+    """The saved model against the dense one; against one with random weights, where only its class is to be had."""
     from acm_compiler.bench.measure_model import Contest
-    from acm_compiler.errors import UsageError
+    from acm_compiler.checkpoint import build_dense
+    from acm_compiler.errors import ModelSourceError, StorageError, UsageError
 
-    if run.dense is None:
-        raise UsageError(
-            "there is no dense model to compare with",
-            where=str(run.directory),
-            found=run.no_dense,
-            fix="give a folder of acmc rewrite whose recipe names a model that can be built here",
-        )
-    return Contest.of(run.dense, run.model, run.task(run.data()).answer)
+    answer, dense = run.task(run.data()).answer, run.dense
+    if dense is None:
+        try:
+            dense = build_dense(run.directory, allow_code=allow_code).to(next(run.model.parameters()))
+        except (ModelSourceError, StorageError) as error:
+            raise UsageError(
+                "there is no dense model to compare with",
+                where=str(run.directory),
+                found=run.no_dense,
+                fix="name the model before conversion: --base-model python:my_module:my_model",
+            ) from error
+        output.note("the dense model has random weights, which its time does not depend on")
+    return Contest.of(dense, run.model, answer)
+
+
+def _keep(directory: Path, times: Times, output: Output) -> None:
+    """Write `bench.json`; a folder that cannot be written to is no failure, since the result is printed."""
+    from acm_compiler.errors import StorageError
+    from acm_compiler.evaluation.times import save_times
+
+    try:
+        output.say(f"kept in {save_times(directory, times)}; acmc report draws it")
+    except StorageError as error:
+        output.warn(str(error))
 
 
 def _cells(row: Row) -> list[str]:
@@ -104,8 +142,10 @@ def _machine() -> dict[str, Any]:
     names = ("torch", "acm_compiler")
     return {
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in names}},
-        "device": f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}",
         "clock": clock()[0],
+        "threads": torch.get_num_threads(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from acm_compiler.cli.given import BaseOption, DataOption, Given, TaskOption
 from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")],
     budgets: Annotated[
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of learner MACs, or 60%, or 11GMACs; unset: the recipe's."),
@@ -42,21 +43,26 @@ def evaluate(
     per_site: Annotated[
         bool, typer.Option("--per-site", help="Also show what each k is expected to do at every site.")
     ] = False,
+    task: TaskOption = None,
+    data: DataOption = None,
+    base_model: BaseOption = None,
     allow_code: CodeOption = False,
     json: JsonOption = False,
 ) -> None:
     """Print the metric and the cost at each budget, and keep them in the folder."""
+    from acm_compiler.calibration import known_damages
     from acm_compiler.cli.saved_run import checked_budgets, open_saved_run
     from acm_compiler.evaluation.table import evaluation_table
 
     output = Output(json=json)
+    given = Given.read(task, data, base_model)
     asked = None if budgets is None else checked_budgets(directory, budgets)
-    run = open_saved_run(directory, allow_code=allow_code)
+    run = open_saved_run(directory, given=given, allow_code=allow_code)
     found = measure(run, output, budgets=asked, examples=examples, batch=batch)
     keep(run.directory, found, output)
     output.say(evaluation_table(found))
     say_advice(directory, found, run.recipe, output)
-    damages = known_damages(run) if per_site else None
+    damages = known_damages(run.model) if per_site else None
     if damages is not None:
         output.say("\n" + damage_table(damages))
     output.document(found.as_json() | ({} if damages is None else {"sensitivity": damages}))
@@ -70,14 +76,6 @@ def say_advice(directory: Path, found: Evaluation, recipe: Recipe | None, output
     advice = advise_lossless(found, saved_conversion(directory).plan, recipe.schedule if recipe else ())
     if advice is not None:
         output.say(f"advice: {advice}")
-
-
-def known_damages(run: SavedRun) -> dict[str, dict[int, float]]:
-    """The expected damage by site and k; empty where the model was not calibrated."""
-    from acm_compiler.calibration import sensitivity
-    from acm_compiler.conversion import conversion
-
-    return sensitivity(run.model).sites if conversion(run.model).damage else {}
 
 
 def damage_table(damages: dict[str, dict[int, float]]) -> str:
@@ -106,12 +104,13 @@ def measure(
     """
     from acm_compiler.data import BatchStream, left_out
     from acm_compiler.evaluation.evaluate import evaluate, every_k, first_examples, reachable, with_progress
-    from acm_compiler.recipe.schema import RunConfig
+    from acm_compiler.recipe.schema import BudgetsConfig, RunConfig
 
     data = run.data()
     task = run.task(data)
     if budgets is None:
-        budgets = reachable(run.model, run.recipe.budgets.report if run.recipe else (), say=output.note)
+        report = (run.recipe.budgets if run.recipe else BudgetsConfig()).report
+        budgets = reachable(run.model, report, say=output.note)
     settings = [*budgets, *every_k(run.model)]
     count = len(data) if examples is None else min(examples, len(data))  # type: ignore[arg-type]
     size = batch or (run.recipe.run if run.recipe else RunConfig()).eval_batch

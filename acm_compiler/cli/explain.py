@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from acm_compiler.cli.eval import CodeOption
+from acm_compiler.cli.given import BaseOption, DataOption, Given, TaskOption
 from acm_compiler.cli.output import JsonOption, Output
 
 BatchOption = Annotated[int, typer.Option("--batch", min=1, metavar="B", help="Examples in the traced call.")]
@@ -19,8 +20,11 @@ def register(app: typer.Typer) -> None:
 
 
 def explain(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")],
     batch: BatchOption = 2,
+    task: TaskOption = None,
+    data: DataOption = None,
+    base_model: BaseOption = None,
     allow_code: CodeOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -30,7 +34,7 @@ def explain(
     from acm_compiler.inputs import split_inputs
 
     output = Output(json=json)
-    run = open_saved_run(directory, allow_code=allow_code)
+    run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
     args, kwargs = split_inputs(run.inputs(batch))
     found = explain(run.model.eval(), *args, **kwargs)
     output.say(str(found))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acm_compiler.cli.eval import CodeOption, keep, known_damages, measure
+from acm_compiler.cli.eval import CodeOption, keep, measure
+from acm_compiler.cli.given import BaseOption, DataOption, Given, TaskOption
 from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
     from acm_compiler.cli.saved_run import SavedRun
+    from acm_compiler.evaluation.find_loads import Loads
     from acm_compiler.evaluation.results import Evaluation
+    from acm_compiler.evaluation.times import Times
 
 _LOOKED_AT = 64  # examples among which those for load maps are chosen
 
@@ -23,11 +26,15 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite wrote.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")],
+    task: TaskOption = None,
+    data: DataOption = None,
+    base_model: BaseOption = None,
     allow_code: CodeOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write DIR/report from DIR/eval.json, which is measured first where it is missing."""
+    """Write DIR/report from DIR/eval.json, which is measured first where it is missing, and DIR/bench.json."""
+    from acm_compiler.calibration import known_damages
     from acm_compiler.cli.saved_run import open_saved_run
     from acm_compiler.conversion import conversion
     from acm_compiler.evaluation.results import load_evaluation
@@ -37,18 +44,18 @@ def report(
 
     require_matplotlib()
     output = Output(json=json)
-    run = open_saved_run(directory, allow_code=allow_code)
+    run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
     found = load_evaluation(directory)
-    if found is not None and found.subject not in (None, run.subject):
+    if found is not None and not run.has_measured(found):
         output.note("this folder's evaluation is of another model, or on other data")
         found = None
     if found is None:
         output.note("this folder holds no evaluation of its model yet, so that comes first (acmc eval)")
         found = measure(run, output)
         keep(directory, found, output)
-    loads, no_loads = _loads(run, found)
-    if no_loads:
-        output.note(f"no load maps: {no_loads}")
+    loads = _loads(run, found)
+    if loads.missing:
+        output.note(f"no load maps: {loads.missing}")
     page = write_report(
         directory / "report",
         Report(
@@ -56,37 +63,36 @@ def report(
             description=run.recipe.description if run.recipe else "",
             evaluation=found,
             plan=conversion(run.model).plan,
-            damages=known_damages(run),
-            no_maps=no_loads,
-            **loads,
+            damages=known_damages(run.model),
+            loads=loads,
+            times=_times(directory, output),
         ),
     )
     output.say(f"wrote {page}, and its charts as PNG and SVG beside it")
     output.document({"page": str(page), "files": sorted(path.name for path in page.parent.iterdir())})
 
 
-def _loads(run: SavedRun, found: Evaluation) -> tuple[dict[str, Any], str]:
-    """Load maps of a few of the run's pictures, or loads along clips or texts; the reason where there are none."""
-    from acm_compiler.conversion import conversion
+def _loads(run: SavedRun, found: Evaluation) -> Loads:
+    """Where the learners run, on a few of the run's examples; the reason where that cannot be shown."""
     from acm_compiler.data import BatchStream
     from acm_compiler.errors import AcmError
-    from acm_compiler.evaluation.load_maps import find_load_maps, spread
-    from acm_compiler.evaluation.sequence_loads import find_clip_loads, find_text_loads
+    from acm_compiler.evaluation.find_loads import Loads, find_loads
 
-    budgets = spread([budget.asked for budget in found.budgets], own=conversion(run.model).default_budget)
-    if not budgets:
-        return {}, "no budget below 1 was measured"
     try:
         data = run.data()
-        task = run.task(data)
-        batch = next(BatchStream(dataset=data, batch=_LOOKED_AT, shuffle=True).epoch())
-        if "input_values" in batch:
-            return {"clips": find_clip_loads(run.model, batch, task, budgets, rate=getattr(data, "rate", None))}, ""
-        if "input_ids" in batch:
-            pieces = getattr(data, "pieces", None)
-            return {"texts": find_text_loads(run.model, batch, task, budgets, pieces=pieces)}, ""
-        maps = find_load_maps(run.model, batch, task, budgets)
+        stream = BatchStream(dataset=data, batch=_LOOKED_AT, shuffle=True)
+        return find_loads(run.model, found, lambda: next(stream.epoch()), run.task(data), dataset=data)
     except AcmError as error:  # the numbers are there already: a page without pictures is better than none
-        return {}, error.what
-    why = "the data holds no pictures, or the model's tokens have no known place in them"
-    return {"maps": maps}, "" if maps is not None else why
+        return Loads(missing=error.what)
+
+
+def _times(directory: Path, output: Output) -> Times | None:
+    """What `acmc bench` measured on the model that is here now."""
+    from acm_compiler.checkpoint import save_id
+    from acm_compiler.evaluation.times import FILE, load_times
+
+    times = load_times(directory)
+    if times is not None and times.save != save_id(directory):
+        output.note(f"{directory / FILE} is of another model than the one here, and left out (acmc bench)")
+        return None
+    return times

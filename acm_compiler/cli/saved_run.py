@@ -1,4 +1,4 @@
-"""A run's folder opened again: its model, its recipe, and what that says about task and data."""
+"""A saved model's folder opened again, with the task and the data that its recipe or the command line names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from acm_compiler.cli.given import Given
 from acm_compiler.errors import AcmError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+    from acm_compiler.evaluation.results import Evaluation
     from acm_compiler.inputs import Inputs
     from acm_compiler.recipe import Recipe
     from acm_compiler.recipe.datasets import DataConfig
+    from acm_compiler.recipe.tasks import TaskConfig
     from acm_compiler.tasks import Task
 
 
@@ -22,12 +25,13 @@ if TYPE_CHECKING:
 class SavedRun:
     """A saved model, on the device its recipe names, and the model before conversion, None with `no_dense` saying why.
 
-    `recipe` is None for models that were saved without one.
+    `recipe` is None for models that were saved without one; `given` goes before what it says.
     """
 
     directory: Path
     model: nn.Module
     recipe: Recipe | None
+    given: Given
     dense: nn.Module | None
     no_dense: str
 
@@ -41,26 +45,37 @@ class SavedRun:
         """What an evaluation of this run is of; see `Evaluation.subject`."""
         from acm_compiler.run_folder import subject_of
 
-        return subject_of(self.directory, self.recipe)
+        task, data = _sections(self.recipe, self.given)
+        return subject_of(self.directory, data, task)
+
+    def has_measured(self, found: Evaluation) -> bool:
+        """Whether an evaluation may be of this saved model, on this run's data where they are known."""
+        ours, theirs = self.subject, found.subject
+        return ours is None or theirs is None or theirs == ours or theirs.startswith(f"{ours}:")
 
     def task(self, data: Dataset[Any]) -> Task:
-        """The recipe's task on its data. UsageError when there is none."""
+        """The task on its data. UsageError when neither recipe nor command line names one."""
         from acm_compiler.tasks import open_task
 
-        if self.recipe is None or self.recipe.task is None:
+        config, _ = _sections(self.recipe, self.given)
+        if config is None:
             raise self._misses("task")
-        return open_task(self.recipe.task, data, self.model)
+        return open_task(config, data, self.model)
 
     def data(self) -> Dataset[Any]:
-        """The examples to evaluate on. UsageError when the recipe names none, DataError when they are not here."""
+        """The examples to evaluate on. UsageError when nothing names them, DataError when they are not here."""
+        from acm_compiler.conversion import conversion
         from acm_compiler.data import open_dataset
         from acm_compiler.recipe import expand_paths
 
-        if self.recipe is None or self.recipe.data is None:
+        recipe = self.recipe and expand_paths(self.recipe)
+        _, config = _sections(recipe, self.given)
+        if config is None:
             raise self._misses("data")
-        recipe = expand_paths(self.recipe)
-        config: DataConfig = recipe.data.eval  # type: ignore[union-attr]
-        return open_dataset(config, image_size=recipe.image_size(config))
+        if recipe is not None:
+            return open_dataset(config, image_size=recipe.image_size(config))
+        size = conversion(self.model).plan.model.image_size
+        return open_dataset(config) if size is None else open_dataset(config, image_size=size)
 
     def inputs(self, count: int) -> Inputs:
         """The model's inputs for the first `count` evaluation examples, in the model's precision and on its device.
@@ -78,32 +93,33 @@ class SavedRun:
 
     def _misses(self, section: str) -> UsageError:
         return UsageError(
-            f"the run's recipe says nothing about its {section}" if self.recipe else "a model saved without a recipe",
+            f"nothing says which {section} to take",
             where=str(self.directory),
-            expected=None if self.recipe else f"a folder of acmc rewrite, whose recipe names its {section}",
-            fix="from Python, with inputs of your own: acm.load(directory), then acm.explain(model, x) or "
-            "acm_compiler.evaluation.evaluate.evaluate(model, batches, task, budgets=[0.25, 0.5])",
+            found=f"a recipe without {section}" if self.recipe else "a model saved without a recipe",
+            fix="give both: --data python:my_module:my_data --task classify; or from Python, with batches of your own, "
+            "acm.evaluate(model, batches, task=…), acm.report and acm.explain",
         )
 
 
-def open_saved_run(directory: Path, *, allow_code: bool = False) -> SavedRun:
+def open_saved_run(directory: Path, *, given: Given | None = None, allow_code: bool = False) -> SavedRun:
     """The run in `directory`. Nothing named in it is imported unless `allow_code`; see `acm.load` for the errors."""
     import torch
 
     from acm_compiler.checkpoint import load
 
-    recipe = _recipe(directory)
+    recipe, given = _recipe(directory), given or Given()
     if recipe is not None and not allow_code:
-        _refuse_code(directory, recipe)
-    dense, no_dense = _dense(recipe, allow_code)
+        _refuse_code(directory, recipe, given)
+    dense, no_dense = _dense(recipe, given, allow_code)
     model = load(directory, base_model=dense, allow_code=allow_code)
     if dense is not None and not _kept_dense(model):
-        dense, no_dense = None, "the model's source now gives other weights than those that were converted"
+        dense, no_dense = None, "its source now gives other weights than those that were converted"
     device = torch.device(_device(recipe))
     return SavedRun(
         directory=directory,
         model=model.to(device),
         recipe=recipe,
+        given=given,
         dense=None if dense is None else dense.to(device),
         no_dense=no_dense,
     )
@@ -163,10 +179,17 @@ def _recipe(directory: Path) -> Recipe | None:
     return load_recipe(file) if file.is_file() else None
 
 
-def _refuse_code(directory: Path, recipe: Recipe) -> None:
+def _sections(recipe: Recipe | None, given: Given) -> tuple[TaskConfig | None, DataConfig | None]:
+    """The task, and the data to evaluate on: given, else the recipe's."""
+    data = recipe.data.eval if recipe is not None and recipe.data is not None else None
+    return given.task or (recipe.task if recipe else None), given.data or data
+
+
+def _refuse_code(directory: Path, recipe: Recipe, given: Given) -> None:
     """A folder that someone else wrote must not make us import functions by naming them."""
-    named = [recipe.task.kind] if recipe.task else []
-    named += [recipe.data.eval.kind, getattr(recipe.data.eval, "rows", "")] if recipe.data else []
+    named = [recipe.task.kind] if recipe.task and given.task is None else []
+    if recipe.data and given.data is None:
+        named += [recipe.data.eval.kind, getattr(recipe.data.eval, "rows", "")]
     functions = [kind for kind in named if kind.startswith("python:")]
     if functions:
         raise UsageError(
@@ -177,13 +200,15 @@ def _refuse_code(directory: Path, recipe: Recipe) -> None:
         )
 
 
-def _dense(recipe: Recipe | None, allow_code: bool) -> tuple[nn.Module | None, str]:
+def _dense(recipe: Recipe | None, given: Given, allow_code: bool) -> tuple[nn.Module | None, str]:
     """The model before conversion, with its weights; None and the reason where it is not to be had."""
     from acm_compiler.recipe import expand_paths
     from acm_compiler.sources import build
 
+    if given.base is not None:
+        return build(given.base).model, ""
     if recipe is None:
-        return None, "the run has no recipe that names it"
+        return None, "nothing names it; --base-model does"
     if recipe.model.source in ("python", "directory") and not allow_code:
         return None, "it is built by a function, which is imported only with --allow-code"
     try:

@@ -55,3 +55,30 @@ def as_example(item: Any, dataset: Dataset[Any]) -> Mapping[str, Any]:
         found=type(item).__name__,
         expected="a mapping from names to tensors, or a pair (image, label)",
     )
+
+
+def as_batch(given: Any) -> Batch:
+    """A batch as users' loaders give it: a mapping of tensors, a pair (inputs, label), or the inputs alone.
+
+    One tensor of inputs is called `image`, as in data sets, whatever it holds; `labels` are called `label`, so that
+    they do not go to the model. DataError for anything else.
+    """
+    inputs, labels = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, None)
+    batch = {"image": inputs} if isinstance(inputs, Tensor) else inputs
+    if not isinstance(batch, Mapping) or not batch:
+        raise DataError(
+            "batch must be a mapping of tensors, a pair (inputs, label), or a tensor", found=type(given).__name__
+        )
+    if labels is not None:
+        batch = {**batch, "label": labels}
+    elif "labels" in batch and "label" not in batch:
+        batch = {"label" if name == "labels" else name: value for name, value in batch.items()}
+    wrong = next((name for name, value in batch.items() if not isinstance(value, Tensor)), None)
+    if wrong is not None:
+        raise DataError(
+            "batch must hold tensors only",
+            where=str(wrong),
+            found=type(batch[wrong]).__name__,
+            fix="leave it out of the batches, or make a tensor of it in the loader's collate_fn",
+        )
+    return dict(batch)

@@ -1,4 +1,4 @@
-"""Measuring one model at several budgets: what it answers, and what that costs (SURFACE 2).
+"""Measuring one model at several budgets: what it answers, and what that costs.
 
 Every batch is loaded once and run in every setting, so that all of them, and the dense model, see the same examples.
 """
@@ -6,8 +6,9 @@ Every batch is loaded once and run in every setting, so that all of them, and th
 from __future__ import annotations
 
 import datetime
+import logging
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,7 +20,7 @@ from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.budgets import parse_budget, share_within
 from acm_compiler.control import FixedK, set_budget, set_k
 from acm_compiler.conversion import conversion, sites
-from acm_compiler.data import Batch
+from acm_compiler.data import Batch, as_batch
 from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.evaluation.against_fixed import against_fixed
 from acm_compiler.evaluation.bootstrap import Sample
@@ -29,41 +30,58 @@ from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
 from acm_compiler.plans import Plan
 from acm_compiler.progress import Progress, Say
-from acm_compiler.tasks import Likeness, Metric, Task
+from acm_compiler.recipe.schema import BudgetsConfig
+from acm_compiler.tasks import Likeness, Metric, Score, Task, task_for
 from acm_compiler.usage import record
 
 Setting = float | str | FixedK
+_LOG = logging.getLogger(__name__)
 _SAME_BUDGET = 6  # decimals
 _VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
 
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[Batch],
-    task: Task,
+    batches: Iterable[Any],
+    task: Task | str | Mapping[str, Any] | None = None,
     *,
-    budgets: Sequence[Setting],
+    metric: Score | None = None,
+    lower_is_better: bool = False,
+    budgets: Sequence[Setting] | None = None,
+    fixed_k: bool | None = None,
     dense: nn.Module | None = None,
 ) -> Evaluation:
-    """The metric and the modelled MACs of `model` in each setting, in one pass over `batches`.
+    """Measure the metric and the MACs of a rewritten `model` at several budgets, in one pass over `batches`.
 
-    MACs are of these examples, by their own lengths; a budget in "%" or GMACs speaks of the plan's.
+    `print` of the result is the table of `acmc eval`; `acm.report` draws it. MACs are modelled from the learners that
+    these examples ran, by their own lengths; a budget in "%" or GMACs speaks of the plan's.
 
-    budgets: shares of learner MACs (or texts as `set_budget` takes them); a `FixedK` overrules the gates instead.
+    batches: as a loader gives them: mappings of tensors, which the model takes by name, or pairs (inputs, label).
+    task: "classify", "causal_lm", "embed", …, a section as in a recipe, or an object with the methods of a task.
+    metric: in place of a task, a function of (output, batch) that gives one score per example, [B]. The batch is a
+    mapping, in which a pair's are called `image` and `label`. One whose name ends in accuracy is shown in percent.
+    budgets: shares of learner MACs, or texts as `acm.set_budget` takes them; None: those of .25, .4, .6, .75 and 1
+    that the model reaches. fixed_k: measure every token at the same k, too, for each k, as the control of the gates;
+    None: where no budgets are given.
     dense: the model before conversion, to compare with. None: the dense regions are run inside today's trunk where
-    they are kept, which is the original model as long as the trunk was not trained; else nothing is compared. Budgets
-    are compared with the fixed k that are given, too, at equal shares.
+    they are kept, which is the original model as long as the trunk was not trained; else nothing is compared.
     Mode, choices and budget of the model come back at the end. An example is grouped by `batch["source"]`, if any.
-    Raises DataError without examples, and before the first batch BudgetUnreachable, NoBudgetTable, SitesNotFitted.
+    Raises UsageError, DataError without examples, and before the first batch BudgetUnreachable, NoBudgetTable,
+    SitesNotFitted.
     """
-    runs = _Runs(model, task, dense)
+    dataset = getattr(batches, "dataset", None)
+    judge = task_for(task, metric, lower_is_better=lower_is_better, dataset=dataset, model=model)
+    runs = _Runs(model, judge, dense)
+    settings = list(reachable(model, BudgetsConfig().report, say=_LOG.warning) if budgets is None else budgets)
+    if fixed_k or (fixed_k is None and budgets is None):
+        settings += every_k(model)
     with undisturbed(model), _evaluating(dense):
         # a budget that cannot be set is refused before any data is read
         plan = conversion(model).plan
-        budgets = _distinct(budgets, plan)
-        tallies = [(setting, _apply(model, setting), Tally(plan, seed=i)) for i, setting in enumerate(budgets)]
+        distinct = _distinct(settings, plan)
+        tallies = [(setting, _apply(model, setting), Tally(plan, seed=i)) for i, setting in enumerate(distinct)]
         for batch in batches:
-            on_device = runs.take(batch)
+            on_device = runs.take(as_batch(batch))
             for setting, _, tally in tallies:
                 _apply(model, setting)
                 runs.measure(on_device, tally)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from acm_compiler.errors import StorageError
+from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.files import parse_json, storing, write_file
 from acm_compiler.recipe.wrong_values import wrong_values
@@ -156,8 +157,12 @@ class Evaluation:
         """What each budget is called, by the share asked for; no two alike."""
         return budget_names(budget.asked for budget in self.budgets)
 
+    def __str__(self) -> str:
+        """The table that `acmc eval` prints."""
+        return evaluation_table(self)
+
     def as_json(self) -> dict[str, Any]:
-        """Plain data; SURFACE 2 names the main keys."""
+        """Plain data: metric, budgets, fixed k, and what they were measured on and with."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from acm_compiler.data.ledger import told
 from acm_compiler.evaluation import wording
-from acm_compiler.evaluation.results import BudgetResult, Evaluation, Result
+
+if TYPE_CHECKING:
+    from acm_compiler.evaluation.results import BudgetResult, Evaluation, Result
 
 _NEAR = 0.01
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from acm_compiler.evaluation import wording
-from acm_compiler.evaluation.load_maps import LoadMaps
+from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.results import BudgetResult, Evaluation
-from acm_compiler.evaluation.sequence_loads import ClipLoads, TextLoads
+from acm_compiler.evaluation.times import Times
 from acm_compiler.plans import Plan
 
 CLOSE = 0.03
@@ -15,9 +15,10 @@ CLOSE = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The facts of one report: load maps of pictures, or loads along clips or texts; `no_maps`: why there are none.
+    """The facts of one report.
 
     damages: the expected damage by site and k (`acm.sensitivity`), empty where the model was not calibrated.
+    times: what `acmc bench` measured, if it did.
     """
 
     title: str
@@ -25,10 +26,8 @@ class Report:
     evaluation: Evaluation
     plan: Plan
     damages: dict[str, dict[int, float]] = field(default_factory=dict)
-    maps: LoadMaps | None = None
-    clips: ClipLoads | None = None
-    texts: TextLoads | None = None
-    no_maps: str = ""
+    loads: Loads = field(default_factory=Loads)
+    times: Times | None = None
 
 
 def headline_budget(found: Evaluation) -> BudgetResult | None:

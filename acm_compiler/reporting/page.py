@@ -10,13 +10,17 @@ from acm_compiler.reporting.section_maps import maps_section
 from acm_compiler.reporting.section_method import method_section
 from acm_compiler.reporting.section_sequences import clips_section, texts_section
 from acm_compiler.reporting.section_sites import sites_section
+from acm_compiler.reporting.section_times import times_section
 from acm_compiler.reporting.style import style_sheet
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def page(report: Report, cost_picture: Markup, *, clip_picture: Markup | None = None) -> str:
-    """The whole page around the charts of the metric over cost, and of load over time; what users wrote is escaped."""
+def page(
+    report: Report, cost_picture: Markup, *, clip_picture: Markup | None = None, time_picture: Markup | None = None
+) -> str:
+    """The whole page around the charts of the metric over cost, of time over budget, and of load over time; what users
+    wrote is escaped."""
     found = report.evaluation
     head = tag(
         "head",
@@ -30,6 +34,7 @@ def page(report: Report, cost_picture: Markup, *, clip_picture: Markup | None = 
         "main",
         _header(report),
         _cost_section(report.evaluation, cost_picture),
+        times_section(report.times, time_picture) if report.times and time_picture else None,
         _load_section(report, clip_picture),
         sites_section(report),
         method_section(report),
@@ -39,9 +44,10 @@ def page(report: Report, cost_picture: Markup, *, clip_picture: Markup | None = 
 
 
 def _load_section(report: Report, clip_picture: Markup | None) -> Markup:
-    if report.clips is not None and clip_picture is not None:
+    if report.loads.clips is not None and clip_picture is not None:
         return clips_section(report, clip_picture)
-    return maps_section(report) if report.texts is None else texts_section(report, report.texts)
+    texts = report.loads.texts
+    return maps_section(report) if texts is None else texts_section(report, texts)
 
 
 def _header(report: Report) -> Markup:

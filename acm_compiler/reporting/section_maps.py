@@ -16,7 +16,7 @@ _STOPS = 9
 
 def maps_section(report: Report) -> Markup:
     """Pictures beside their load maps at several budgets; a sentence instead where there are none."""
-    maps = report.maps
+    maps = report.loads.maps
     if maps is None:
         return tag("section", tag("h2", "Where the learners run"), tag("p", _reason(report)), foreground_part(report))
     return tag(
@@ -37,7 +37,7 @@ def maps_section(report: Report) -> Markup:
 
 
 def _reason(report: Report) -> str:
-    return f"There are no load maps in this report: {report.no_maps or 'the model does not take pictures'}."
+    return f"There are no load maps in this report: {report.loads.missing or 'the model does not take pictures'}."
 
 
 def _which(maps: LoadMaps) -> str:
@@ -47,7 +47,7 @@ def _which(maps: LoadMaps) -> str:
 
 
 def _caption(report: Report) -> str:
-    shown = list(report.maps.loads) if report.maps else []
+    shown = list(report.loads.maps.loads) if report.loads.maps else []
     left_out = [b.asked for b in report.evaluation.budgets if b.asked not in shown and b.asked >= 1]
     return "At budget 1 every patch runs all learners, so it has no map." if left_out else ""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.evaluation.sequence_loads import ClipLoads
+from acm_compiler.evaluation.times import Times
 from acm_compiler.files import storing, write_file
 from acm_compiler.reporting.clip_chart import clip_chart
 from acm_compiler.reporting.contents import Report
@@ -18,7 +19,9 @@ from acm_compiler.reporting.k_chart import k_chart
 from acm_compiler.reporting.load_pictures import load_chart
 from acm_compiler.reporting.markup import Markup, data_uri, image, tag
 from acm_compiler.reporting.page import page
+from acm_compiler.reporting.section_times import time_alt
 from acm_compiler.reporting.theme import DARK, LIGHT
+from acm_compiler.reporting.time_chart import time_chart
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +35,7 @@ def write_report(directory: Path, report: Report) -> Path:
     PackageMissing without matplotlib, StorageError where nothing can be written.
     """
     require_matplotlib()
-    found, maps, clips = report.evaluation, report.maps, report.clips
+    found, maps, clips = report.evaluation, report.loads.maps, report.loads.clips
     with drawing():
         files = _both("accuracy_over_cost", lambda: cost_chart(found, LIGHT))
         if found.budgets:
@@ -41,9 +44,13 @@ def write_report(directory: Path, report: Report) -> Path:
             files |= _both("load_maps", lambda: load_chart(maps, LIGHT, found.names))
         if clips is not None:
             files |= _both("load_over_time", lambda: clip_chart(clips, LIGHT, found.names))
+        if report.times is not None:
+            times = report.times
+            files |= _both("time_over_budget", lambda: time_chart(times, LIGHT))
         picture = _cost_picture(found, files["accuracy_over_cost.svg"])
         over_time = None if clips is None else _clip_picture(clips, found.names, files["load_over_time.svg"])
-        files["index.html"] = page(report, picture, clip_picture=over_time).encode()
+        timed = None if report.times is None else _time_picture(report.times, files["time_over_budget.svg"])
+        files["index.html"] = page(report, picture, clip_picture=over_time, time_picture=timed).encode()
     with storing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -73,6 +80,11 @@ def _cost_picture(found: Evaluation, wide_light: bytes) -> Markup:
 def _clip_picture(clips: ClipLoads, names: Mapping[float, str], light: bytes) -> Markup:
     dark = tag("source", media=_DARK, srcset=data_uri(as_svg(clip_chart(clips, DARK, names)), "svg+xml"))
     return tag("picture", dark, image(light, "svg+xml", f"load over time of {wording.count(len(clips.clips), 'clip')}"))
+
+
+def _time_picture(times: Times, light: bytes) -> Markup:
+    dark = tag("source", media=_DARK, srcset=data_uri(as_svg(time_chart(times, DARK)), "svg+xml"))
+    return tag("picture", dark, image(light, "svg+xml", time_alt(times)))
 
 
 def _cost_alt(found: Evaluation) -> str:

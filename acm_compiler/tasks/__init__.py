@@ -4,5 +4,6 @@ from acm_compiler.tasks.base import Task, judged_by
 from acm_compiler.tasks.likeness import Likeness
 from acm_compiler.tasks.metric import Metric
 from acm_compiler.tasks.open_task import open_task
+from acm_compiler.tasks.own_metric import Score, task_for
 
-__all__ = ["Likeness", "Metric", "Task", "judged_by", "open_task"]
+__all__ = ["Likeness", "Metric", "Score", "Task", "judged_by", "open_task", "task_for"]

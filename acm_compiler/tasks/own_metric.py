@@ -1,0 +1,85 @@
+"""A user's function as a metric, and tasks by name: what `acm.evaluate` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from acm_compiler.data.batch import Batch
+from acm_compiler.errors import UsageError
+from acm_compiler.inputs import Inputs
+from acm_compiler.recipe.sections import task_section
+from acm_compiler.tasks.base import Task
+from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
+from acm_compiler.tasks.open_task import open_task
+
+Score = Callable[[Any, Batch], Tensor]
+_PARTS = ("metric", "inputs", "mask", "score")
+_KINDS = "classify, causal_lm, masked_lm, embed, ctc, python:package.module:function"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnMetric:
+    """What measuring asks of a `Task`: `function(output, batch)` gives one score per example, [B]."""
+
+    function: Score
+    metric: str
+    lower_is_better: bool = False
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """The picture or single tensor of the batch, or else all its tensors by name but for the labels."""
+        return batch["image"] if "image" in batch else named_inputs(batch)
+
+    def mask(self, batch: Batch) -> Tensor | None:
+        """The batch's `attention_mask` as bool [B, S], None where it has none."""
+        return padding_mask(batch)
+
+    def score(self, output: Any, batch: Batch) -> Tensor:
+        """The function's scores as fp32 [B]. UsageError where there is not one per example."""
+        found, size = self.function(output, batch), len(next(iter(batch.values())))
+        if not isinstance(found, Tensor) or tuple(found.shape) != (size,):
+            shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise UsageError(
+                "metric must return one score per example",
+                where=self.metric,
+                found=shown,
+                expected=f"a tensor of shape ({size},)",
+                fix="leave the mean over examples to evaluate",
+            )
+        return found.float()
+
+
+def task_for(
+    given: Task | str | Mapping[str, Any] | None,
+    metric: Score | None,
+    *,
+    lower_is_better: bool = False,
+    dataset: Any = None,
+    model: nn.Module,
+) -> Task:
+    """The task that `given` is or names (as in a recipe), or one of `metric` alone. UsageError for both or neither."""
+    if (given is None) == (metric is None):
+        raise UsageError(
+            "exactly one of task and metric must be given",
+            found="neither" if given is None else "both",
+            expected=f"task= one of {_KINDS}, or metric= a function of (output, batch)",
+        )
+    if metric is not None:
+        name = getattr(metric, "__name__", type(metric).__name__).strip("<>").replace("_", " ")
+        return OwnMetric(  # type: ignore[return-value]
+            function=metric, metric="metric" if name == "lambda" else name, lower_is_better=lower_is_better
+        )
+    if isinstance(given, (str, Mapping)):
+        return open_task(task_section(given, where="task"), dataset, model)
+    missing = [part for part in _PARTS if not hasattr(given, part)]
+    if missing:
+        raise UsageError(
+            "task must be a task or the name of one",
+            found=f"{type(given).__name__} without {', '.join(missing)}",
+            expected=_KINDS,
+            fix="a function that scores outputs goes to metric=",
+        )
+    return given  # type: ignore[return-value]

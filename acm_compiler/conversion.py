@@ -13,15 +13,16 @@ from torch import fx, nn
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AcmError, FixedBudget, NotRewritten, UsageError
 from acm_compiler.plans import Plan
+from acm_compiler.site import Share, Whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPoint:
     """One row of a budget table: with this knob and lowest k the gates reach this share of learner MACs."""
 
-    share: float
+    share: Share
     knob: float
-    k_lo: int
+    k_lo: Whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,7 @@ def sites(model: nn.Module) -> dict[str, ACM]:
     NotRewritten when there are none, FixedBudget for graphs made of a rewritten model (exported, or frozen for good),
     UsageError where several rewritten models are parts of one.
     """
-    if not isinstance(model, nn.Module):
-        raise _no_module(model)
+    refuse_no_module(model)
     found = {module.name: module for module in model.modules() if isinstance(module, ACM)}
     if not found:
         raise _no_acms(model)
@@ -117,16 +117,19 @@ def sites(model: nn.Module) -> dict[str, ACM]:
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
 
-def _no_module(model: object) -> AcmError:
+def refuse_no_module(model: object) -> None:
+    """UsageError, or FixedBudget for exported programs, unless `model` is a module."""
+    if isinstance(model, nn.Module):
+        return
     name = type(model).__name__
     if _holds_operators(getattr(model, "graph_module", None)):
-        return _exported(name)
-    return UsageError(
-        "not a model",
-        found=name,
-        expected="a torch.nn.Module",
-        fix="what is made of a model (a package of AOTInductor, an ONNX program) keeps its budget: name the model",
-    )
+        raise _exported(name)
+    fix = "what is made of a model (a package of AOTInductor, an ONNX program) keeps its budget: name the model"
+    if isinstance(model, type):
+        name, fix = f"the class {model.__name__}", f"make one of it: {model.__name__}(…)"
+    elif isinstance(model, Mapping):
+        fix = "load its tensors into a model: model.load_state_dict(…)"
+    raise UsageError("not a model", found=name, expected="a torch.nn.Module", fix=fix)
 
 
 def _no_acms(model: nn.Module) -> AcmError:

@@ -16,7 +16,7 @@ GraftKind = Literal["W", "T", "S", "R"]
 # what is read from a file must be so; the largest is what sizes of tensors are counted with
 Whole = Annotated[int, Ge(0), Le(2**63 - 1)]
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
-Probability = Annotated[float, Ge(0), Le(1)]
+Share = Annotated[float, Ge(0), Le(1)]
 # an `act` is one of these names, or an expression
 ACTIVATIONS = (
     "identity",
@@ -77,7 +77,7 @@ class Graft:
 
     kind: GraftKind
     modules: tuple[str, ...]
-    dropout: Probability = 0.0
+    dropout: Share = 0.0
     stash_width: Whole = 0
 
 

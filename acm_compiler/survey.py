@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.conversion import refuse_no_module
 from acm_compiler.dump import dump
 from acm_compiler.errors import AlreadyRewritten, UsageError
 from acm_compiler.inputs import Inputs, call_model, split_inputs
@@ -40,8 +41,7 @@ class Findings:
 
 def look(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] | None = None) -> Findings:
     """normalize -> capture -> find sites -> layouts; the model is as it was afterwards."""
-    if not isinstance(model, nn.Module):
-        raise UsageError("this is no model", found=type(model).__name__, expected="a torch.nn.Module")
+    refuse_no_module(model)
     if any(isinstance(module, ACM) for module in model.modules()):
         raise AlreadyRewritten(
             "this model holds ACMs already", fix="plan the original model, or acm.revert(model) first"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import observed, only
-from acm_compiler.conversion import conversion, sites
+from acm_compiler.conversion import conversion, refuse_no_module, sites
 from acm_compiler.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
 from acm_compiler.cost_table import unit_of
 from acm_compiler.decoder_tokens import CallPadding, Lengths, Side, lengths_of
@@ -239,6 +239,7 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
 
 def refuse_compiled(model: nn.Module, done: str, *, fix: str) -> None:
     """CompiledModelError for a compiled model, whose graphs do not show what runs; `done` is what it cannot be."""
+    refuse_no_module(model)
     # a compiled model exists only where dynamo has been imported
     dynamo = sys.modules.get("torch._dynamo")
     wrapped = dynamo is not None and isinstance(model, dynamo.eval_frame.OptimizedModule)

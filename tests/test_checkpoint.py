@@ -616,3 +616,50 @@ def test_weights_that_do_not_fit_are_refused(saved):
         save_file(changed, path, metadata=metadata)
         with pytest.raises(StorageError, match=found):
             acm.load(folder, base_model=model)
+
+
+# what the JSON says
+
+
+def seal(folder, name):
+    """Let model.json name the file as it is now."""
+    if name != "model.json":
+        description = json.loads((folder / "model.json").read_text())
+        digests = description["digests"] | {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()}
+        rewrite_json(folder / "model.json", digests=digests)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("budgets.json", {"default_budget": "half"}, "default_budget"),
+        ("budgets.json", {"default_budget": -1}, "default_budget"),
+        ("budgets.json", {"rules": {"gone": "damage"}}, "rules"),
+        ("budgets.json", {"rules": None}, "rules"),
+        ("budgets.json", {"damage": {"blocks.0.mlp": ["x"]}}, r"damage\.blocks\.0\.mlp\[0\]"),
+        ("budgets.json", {"damage": {"gone": [1.0]}}, "damage"),
+        ("budgets.json", {"table": {"rule": "damage", "points": [], "examples": 3}}, r"table\.points"),
+        ("budgets.json", {"table": {"rule": "x", "points": [], "examples": 3}}, r"table\.rule"),
+        ("budgets.json", {"choices": {"budget": 0.5, "cap": None, "sites": {"gone": {}}}}, r"choices\.sites"),
+        ("budgets.json", {"widht": 3}, "widht"),
+        ("model.json", {"source": 3}, "source"),
+        ("model.json", {"class": None}, "class"),
+        ("model.json", {"widht": 3}, "widht"),
+        ("plan.json", {"sites": 3}, "sites"),
+    ],
+)
+def test_json_is_checked_as_values_before_anything_is_built(name, changes, key, saved):
+    model, *_, folder = saved
+    rewrite_json(folder / name, **changes)
+    seal(folder, name)
+    with pytest.raises(StorageError, match=key):
+        acm.load(folder, base_model=model)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "budgets.json", "model.json"])
+def test_json_that_nests_too_deeply_is_refused(name, saved):
+    model, *_, folder = saved
+    (folder / name).write_text("[" * 100_000)
+    seal(folder, name)
+    with pytest.raises(StorageError, match=r"nested too deeply|recursion limit"):
+        acm.load(folder, base_model=model)

@@ -27,7 +27,7 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
 
     Nothing is created.
     """
-    folder = Path(directory)
+    folder = folder_at(directory)
     if folder.exists() and not folder.is_dir():
         raise StorageError("this is a file, not a folder", where=str(folder), fix="choose an empty or new folder")
     known = _known(folder)
@@ -44,6 +44,15 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     with storing(folder), tempfile.TemporaryFile(dir=nearest):
         pass
+
+
+def folder_at(directory: str | os.PathLike[str]) -> Path:
+    """The path that `directory` is; UsageError for what is none."""
+    try:
+        return Path(directory)
+    except TypeError:
+        found = type(directory).__name__
+        raise UsageError("not a folder", found=found, expected="a path, as text or pathlib.Path") from None
 
 
 def holds_model(directory: str | os.PathLike[str]) -> bool:
@@ -94,7 +103,7 @@ def write_folder(
     """
     if not among_others:
         check_own_folder(directory)
-    folder = Path(directory).resolve()
+    folder = folder_at(directory).resolve()
     # a mounted folder cannot be renamed, nor files into it from outside
     aside = folder / _ASIDE if folder.is_mount() else folder.with_name(f".{folder.name}{_ASIDE}")
     refuse_taken(folder)

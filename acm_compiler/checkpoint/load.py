@@ -11,8 +11,9 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.checkpoint.choices import choices_in_words, restore_choices
+from acm_compiler.checkpoint.documents import check_budgets, check_description
 from acm_compiler.checkpoint.first_difference import first_difference
-from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
+from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, folder_at
 from acm_compiler.checkpoint.hf_files import restore_generation
 from acm_compiler.checkpoint.save import FORMAT, digest, file_digest, graph_digest
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
@@ -42,7 +43,7 @@ def load(
     are those that were replaced. It is not changed. allow_code: whether a function named in the directory is imported.
     Raises StorageError, PlanMismatch for a base model of another structure, ModelSourceError.
     """
-    folder = Path(directory)
+    folder = folder_at(directory)
     description, plan, budgets = _read(folder)
     stored = read_tensors(folder / WEIGHTS)
     if stored.save_id != description["save"]:
@@ -59,7 +60,7 @@ def load(
 
 def saved_conversion(directory: str | os.PathLike[str]) -> Conversion:
     """The plan, budget table and default budget of a saved model, without its weights. StorageError as `load`."""
-    _, plan, budgets = _read(Path(directory))
+    _, plan, budgets = _read(folder_at(directory))
     owner = Conversion(plan=plan)
     _restore_facts(owner, budgets)
     return owner
@@ -75,12 +76,16 @@ def build_dense(directory: str | os.PathLike[str], *, allow_code: bool = False) 
 
 def _read(folder: Path) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
     """model.json, the plan and budgets.json, of one save and of a format that is known here."""
-    description = _document(_text(folder, MODEL), folder / MODEL)
+    text = _text(folder, MODEL)
+    description = _document(text, folder / MODEL)
+    check_description(text, str(folder / MODEL))
     texts = {name: _text(folder, name) for name in (PLAN, BUDGETS)}
     for name, text in texts.items():
         if digest(text) != description["digests"].get(name):
             raise _mixed(folder, name)
-    return description, Plan.from_json(texts[PLAN]), parse_json(texts[BUDGETS])
+    plan = Plan.from_json(texts[PLAN])
+    check_budgets(texts[BUDGETS], plan, str(folder / BUDGETS))
+    return description, plan, parse_json(texts[BUDGETS])
 
 
 def _text(folder: Path, name: str) -> str:

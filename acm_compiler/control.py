@@ -218,7 +218,7 @@ def relax(model: nn.Module, temperature: float | None) -> None:
 
 
 def refuse_unfitted(model: nn.Module, request: str) -> None:
-    """Raise SitesNotFitted, naming them, while sites still answer by their dense region (DECISIONS 2)."""
+    """Raise SitesNotFitted, naming them, while sites run their dense region (docs/semantics.md, The start)."""
     names = [name for name, acm in sites(model).items() if acm.state == "dense"]
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

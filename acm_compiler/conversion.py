@@ -37,7 +37,7 @@ class EvaluatedBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetTable:
-    """Measured budget -> knob, in order of rising share (DECISIONS 6, 14). `rule` is the gates' rule.
+    """Measured budget -> knob, in order of rising share (docs/semantics.md, Budgets). `rule` is the gates' rule.
 
     `evaluated`: the budgets at which a run has evaluated the model with this table. `jumps`: the shares of those points
     from which no knob leads to any share before the next point's, as where all tokens are alike.

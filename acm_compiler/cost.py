@@ -52,7 +52,7 @@ def dense_macs_per_token(site: PlannedSite) -> int:
 
 
 def macs_per_learner(site: PlannedSite) -> int:
-    """MACs of one learner for one token; p_l of SEMANTICS 2."""
+    """MACs of one learner for one token; p_l of docs/semantics.md."""
     if site.is_sliced:
         return site.d_in * site.d_out // site.learners
     branches = 2 if site.kind == "gated_mlp" else 1
@@ -65,7 +65,7 @@ def gate_macs_per_token(site: PlannedSite) -> int:
 
 
 def learner_unit(sites: tuple[PlannedSite, ...]) -> float:
-    """Mean over sites of the MACs of one learner, the unit of `choice costs` (DECISIONS 6)."""
+    """Mean over sites of the MACs of one learner, the unit of `choice costs` (docs/semantics.md, Gate and knob)."""
     return sum(macs_per_learner(site) for site in sites) / len(sites)
 
 
@@ -153,7 +153,7 @@ class CostReport:
         return (macs - self.fixed_macs - self.gate_macs) / self.learner_macs
 
     def totals(self) -> dict[str, Any]:
-        """The plan's totals as SURFACE 3 names them."""
+        """The plan's totals, as its JSON names them."""
         return {
             "dense_macs": self.plan.model.dense_macs,
             "fixed_macs": self.fixed_macs,

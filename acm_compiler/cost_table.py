@@ -1,4 +1,4 @@
-"""The cost report as text: what a plan costs, kind by kind and budget by budget (SURFACE 6)."""
+"""The cost report as text: what a plan costs, kind by kind and budget by budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three terms that lead gates to a budget, one function per equation (SEMANTICS 2, III), and `acm.losses`.
+"""The three terms that lead gates to a budget, one function per equation (docs/semantics.md), and `acm.losses`.
 
 Shapes: B examples, S tokens of an example at one site, C gate columns.
 """
@@ -112,7 +112,7 @@ class RelaxedChoices:
         return counts
 
     def losses(self, budget: float) -> dict[str, Tensor]:
-        """L_b, L_e and L_d; budget and diversity see the examples of all processes (DECISIONS 16)."""
+        """L_b, L_e and L_d; budget and diversity see the examples of all processes."""
         every = [site for forward in self.forwards for site in forward]
         share_B = gather_examples(self.shares)
         return {

@@ -1,4 +1,4 @@
-"""Measuring which knob reaches which budget, on the converted model's own forwards (DECISIONS 6, 14)."""
+"""Measuring which knob reaches which budget, on the converted model's own forwards (docs/semantics.md, Budgets)."""
 
 from __future__ import annotations
 

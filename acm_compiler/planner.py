@@ -122,7 +122,7 @@ def _kinds(found: Iterable[Site]) -> str:
 
 
 def _plan_site(site: Site, rule: SiteRule, gate: GateConfig) -> PlannedSite:
-    # a nonlinear activation at a linear site has no start that keeps answers (DECISIONS 2)
+    # a nonlinear activation at a linear site has no start that keeps answers (docs/semantics.md, The start)
     random = rule.init == "random" or (site.kind == "linear" and rule.activation not in ("auto", "identity"))
     planned = PlannedSite(
         **{f.name: getattr(site, f.name) for f in dataclasses.fields(Site)},
@@ -192,14 +192,14 @@ def _second_layer(site: Site, rule: SiteRule) -> SecondLayer:
 
 
 def matched_width(site: Site, learners: int) -> int:
-    """H of one learner such that N of them match the site's MACs and parameters (SEMANTICS 1)."""
+    """H of one learner such that N of them match the site's MACs and parameters (docs/semantics.md, Sizes)."""
     if site.dense_width is not None:
         return -(-site.dense_width // learners)
     return max(1, round(site.d_in * site.d_out / (learners * (site.d_in + site.d_out))))
 
 
 def gate_width(site: PlannedSite, share: float) -> int:
-    """Hidden width at which the gate costs about `share` of the site's MACs, in steps of 8 (DECISIONS 4)."""
+    """Hidden width at which the gate costs about `share` of the site's MACs, in steps of 8."""
     ideal = share * dense_macs_per_token(site) / site.d_in
     return max(_GATE_STEP, _GATE_STEP * round(ideal / _GATE_STEP))
 

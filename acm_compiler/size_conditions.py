@@ -1,4 +1,4 @@
-"""What Dynamo took for granted about the sizes of a graph's inputs while it traced them as free (DECISIONS 8)."""
+"""What Dynamo took for granted about the sizes of a graph's inputs while it traced them as free."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Usage:
 
     @property
     def shares(self) -> Tensor:
-        """Share of learner MACs of each example, float64 [batch]; padding left out (b_i of SEMANTICS 2).
+        """Share of learner MACs of each example, float64 [batch]; padding left out (b_i of docs/semantics.md, Budgets).
 
         nan for an example of padding alone, which has no share.
         """

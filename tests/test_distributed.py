@@ -1,4 +1,4 @@
-"""Two processes under `accelerate launch` end where one process with the same batches ends (DECISIONS 16)."""
+"""Two processes under `accelerate launch` end where one process with the same batches ends."""
 
 import logging
 import os

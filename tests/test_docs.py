@@ -129,6 +129,25 @@ def test_every_error_is_documented_with_its_exit_code():
     subprocess.run([sys.executable, "-c", code, *documented], check=True)
 
 
+def test_code_cites_only_pages_and_headings_that_are_here():
+    sources = [
+        path
+        for folder in ("acm_compiler", "benchmarks", "examples", "scripts", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    cited = {
+        match for path in sources for match in re.findall(r"\bdocs/([\w-]+\.md)(?:, ([A-Z][\w ]*\w))?", path.read_text())
+    }
+    assert ("semantics.md", "The module") in cited
+    for page, heading in cited:
+        text = (ROOT / "docs" / page).read_text()
+        assert not heading or re.search(rf"^#+ {heading}$", text, re.MULTILINE), (
+            f"docs/{page} has no heading {heading!r}"
+        )
+    notes = re.compile(r"\b(SEMANTICS|DECISIONS|QUALITY|SURFACE|ARCHITECTURE) [0-9]")
+    assert not [path for path in sources if notes.search(path.read_text())]
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

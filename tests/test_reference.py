@@ -1,4 +1,4 @@
-"""The reference against the plain formula of SEMANTICS 1, in float64."""
+"""The reference against the plain formulas of docs/semantics.md, in float64."""
 
 import pytest
 import torch
@@ -126,7 +126,7 @@ def test_learner_mass_sums_the_columns_above_n():
 
 
 def test_damage_choices_minimise_damage_plus_price():
-    """The utility form chooses as argmin_k exp(o_k) + lambda c_k does (DECISIONS 6)."""
+    """The utility form chooses as argmin_k exp(o_k) + lambda c_k does (docs/semantics.md, Gate and knob)."""
     o, costs = torch.randn(500, N + 1, dtype=torch.float64), torch.arange(N + 1, dtype=torch.float64) * 0.7
     for lam in (0.01, 0.3, 2.0):
         expected = (o.exp() + lam * costs).argmin(-1)

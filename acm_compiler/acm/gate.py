@@ -12,7 +12,7 @@ GateRule = Literal["logits", "damage"]
 
 
 class Gate(nn.Module):
-    """Linear -> GELU -> Linear, one output column per allowed k (SEMANTICS 1).
+    """Linear -> GELU -> Linear, one output column per allowed k (docs/semantics.md, Gate and knob).
 
     `rule` says what a score means: a paper's logit, or the log of the damage expected from running k learners;
     `reference.utilities` turns either into choices.

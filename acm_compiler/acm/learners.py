@@ -11,7 +11,7 @@ from acm_compiler.acm.reference import Weights
 
 
 class Learners(nn.Module):
-    """Parameters of N learners; every prefix of them is a valid smaller network (SEMANTICS 1).
+    """Parameters of N learners; every prefix of them is a valid smaller network (docs/semantics.md, The module).
 
     w_in, w_up [N, H, D]; b_in, b_up [N, H]; w_out [O, N, H] or, with `per_k`, [N, O, N, H]; b_out [N + 1, O];
     w_top [O, N * H] or, for form "linear", [O, D]. Absent ones are None. Slices (forms "rows", "cols") of G `heads`

@@ -45,12 +45,12 @@ class Choices:
 
 
 class ACM(nn.Module):
-    """Gate + N learners in a site's place; [..., D] -> [..., O], every token by itself (SEMANTICS 1).
+    """Gate + N learners in a site's place; [..., D] -> [..., O], every token by itself (docs/semantics.md, The module).
 
     `state` "dense": no phase has fitted the learners yet and the dense region answers, counted as k = N.
     `dense` is that region, frozen; it is left out of the state dict unless `state` is "dense".
     Run-time choices are the buffers `knob` (the bits of a float32), `k_lo` and `k_hi`: written in place, never
-    rebound, so that a compiled model follows them without recompiling (DECISIONS 7). Inputs of one token per example
+    rebound, so that a compiled model follows them without recompiling. Inputs of one token per example
     follow `decode_knob`, `decode_k_lo` and `decode_k_hi`, which say the same unless budgets were set per phase.
     `written` holds the same numbers for graphs that Inductor freezes: they keep them, and are guarded by them.
     `cost` is what one learner of this site costs in units of the model's mean site.

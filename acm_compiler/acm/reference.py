@@ -1,5 +1,7 @@
 """What an ACM computes, in plain torch: the meaning that kernels, costs and tests defer to.
 
+The equations: docs/semantics.md, The module.
+
 Shapes: T tokens, D in, O out, N learners, H learner width, C = N - k_min + 1 gate columns.
 `k` is how many learners a token runs, `n` one learner's index, `c` a gate column; k = k_min + c.
 """
@@ -76,7 +78,7 @@ def _in_layer(x_TD: Tensor, w_NHD: Tensor, b_NH: Tensor | None, k: int) -> Tenso
 
 
 def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
-    """y_k(x) [T, O]: what tokens get that all run k learners; k = 0 adds b_out(0) only (SEMANTICS 1)."""
+    """y_k(x) [T, O]: what tokens get that all run k learners; k = 0 adds b_out(0) only."""
     b_O = weights.b_out[k]
     if k == 0:
         return b_O.to(x_TD.dtype).expand(x_TD.shape[0], -1)
@@ -157,7 +159,7 @@ def run_learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
 
 
 def relaxed_output(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:
-    """y = sum_c nu_c b_out(k(c)) + sum_n m_n s_n(x) with m_n = sum of nu_c over k(c) > n, [T, O] (SEMANTICS 1).
+    """y = sum_c nu_c b_out(k(c)) + sum_n m_n s_n(x) with m_n = sum of nu_c over k(c) > n, [T, O].
 
     With `nu` one-hot in value and soft in gradient this is the straight-through output: the loss reaches the gate
     through every m_n and through b_out.
@@ -196,7 +198,7 @@ def learner_mass(nu_TC: Tensor, n_learners: int, k_min: int) -> Tensor:
 
 
 def utilities(score_TC: Tensor, knob: Tensor, cost_C: Tensor, rule: str) -> Tensor:
-    """The utility of each choice, [T, C], in fp32 (float64 for float64 scores); DECISIONS 6.
+    """The utility of each choice, [T, C], in fp32 (float64 for float64 scores) (docs/semantics.md, Gate and knob).
 
     rule "damage": scores o are log expected damages, knob is log lambda, u = -logaddexp(o, knob + log c_k).
     rule "logits": scores are the paper's logits, knob is lambda, u = logit - lambda c_k.

@@ -1,4 +1,4 @@
-"""How much each k is expected to change the model's output, token by token (QUALITY 2).
+"""How much each k is expected to change the model's output, token by token (docs/semantics.md, Expected damage).
 
 e_t(k) = |g_t|^2 d_k^T G d_k / tr G, d_k = y_k - o: what k learners do instead of the dense region, in the metric of the
 site's output, times how much the model's output listens to this token. Its scale, for each k, is set by examples kept

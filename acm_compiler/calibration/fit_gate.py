@@ -1,4 +1,4 @@
-"""Gates that predict the log of the expected damage of every k from a site's input (QUALITY 3)."""
+"""Gates that predict the log of the expected damage of every k from a site's input (docs/semantics.md, Gates)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A pair of projections as slices of themselves: learner n is the n-th part of every head's coordinates (QUALITY 1.4).
+"""A pair of projections as slices of themselves: learner n is the n-th part of every head's coordinates.
+
+The equations: docs/semantics.md, Projections.
 
 MACs and parameters stay, k = N is exact; what a token leaves out is replaced by its mean, b_out(k).
 Shapes: G heads of N * h coordinates, D in, O out.

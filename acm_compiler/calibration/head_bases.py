@@ -1,4 +1,6 @@
-"""A basis for every head of an attention, in which its first coordinates are the ones that matter (QUALITY 1.4).
+"""A basis for every head of an attention, in which its first coordinates are the ones that matter.
+
+The equations: docs/semantics.md, Projections.
 
 q^T k and o(v) stay what they are: q' = T_q q, k' = T_k k with T_q^T T_k = I, and v' = T v, W_o' = W_o T^-1.
 Shapes: G heads of d coordinates, D in, O out; all float64. Where several heads of q (or o) meet one head of k (or v),

@@ -1,4 +1,4 @@
-"""A linear site as learners without activation: nested low-rank factors of its weight (QUALITY 1.3).
+"""A linear site as learners without activation: nested low-rank factors of its weight (docs/semantics.md, Projections).
 
 Shapes: D in, O out, R = N * width.
 """

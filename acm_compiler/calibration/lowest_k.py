@@ -1,4 +1,4 @@
-"""Whether any token may run no learner at all: decided by the model's own answers at low budgets (QUALITY 3)."""
+"""The lowest k of a budget table, by the model's own answers at low budgets (docs/semantics.md, Gates)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`acm.calibrate`: fit every site, install, measure (QUALITY 1 to 3)."""
+"""`acm.calibrate`: fit every site, install, measure (docs/semantics.md, Closed form)."""
 
 from __future__ import annotations
 

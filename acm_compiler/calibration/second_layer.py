@@ -1,4 +1,4 @@
-"""The second layer of an MLP's learners, refitted in closed form to the dense one (QUALITY 1).
+"""The second layer of an MLP's learners, refitted in closed form to the dense one (docs/semantics.md, MLPs).
 
 The MLP's output is linear in its hidden activation h, so all follows from the mean and covariance C of h.
 Shapes: F hidden neurons, O out, N learners of width H, K = kept neurons in their order; all float64.

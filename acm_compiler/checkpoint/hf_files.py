@@ -1,6 +1,6 @@
 """What a saved folder of a transformers model also holds, so that transformers loads it as what it is or not at all.
 
-`AutoModel.from_pretrained(folder)` gives the ACM model after `import acm_compiler.hf` (DECISIONS 19). Without this
+`AutoModel.from_pretrained(folder)` gives the ACM model after `import acm_compiler.hf`. Without this
 package the folder's `model_type` is unknown to the auto classes, and a concrete class such as BertModel stops at
 `transformers_weights`, which names no file: missing weights alone would only be warned about, and drawn at random.
 """

@@ -1,4 +1,4 @@
-"""A rewritten model's tensors as a file: each storage once, ties between names kept (SURFACE 4)."""
+"""A rewritten model's tensors as a file: each storage once, ties between names kept."""
 
 from __future__ import annotations
 

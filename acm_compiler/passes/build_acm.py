@@ -1,4 +1,4 @@
-"""PlannedSite -> ACM: sizes from the plan, starting weights from the dense model (DECISIONS 2)."""
+"""PlannedSite -> ACM: sizes from the plan, starting weights from the dense model (docs/semantics.md, The start)."""
 
 from __future__ import annotations
 

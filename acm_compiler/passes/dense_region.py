@@ -1,4 +1,4 @@
-"""The dense computation that an ACM replaces, kept while something may still need it (DECISIONS 12)."""
+"""The dense computation that an ACM replaces, kept while something may still need it (docs/semantics.md, The start)."""
 
 from __future__ import annotations
 

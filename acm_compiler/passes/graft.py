@@ -1,4 +1,4 @@
-"""Puts an ACM into a live model by replacing modules in place (ARCHITECTURE 6); `graft_weights` does graft R.
+"""Puts an ACM into a live model by replacing modules in place; `graft_weights` does graft R.
 
 W  mlp           -> ACM                         the replaced module is the dense region
 T  fc1, act, fc2 -> PassThrough, PassThrough, ACM

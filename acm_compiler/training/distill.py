@@ -1,4 +1,4 @@
-"""Phase I: every ACM imitates the part of the network that it replaces, at every k (SEMANTICS 2, I).
+"""Phase I: every ACM imitates the part of the network that it replaces, at every k (docs/semantics.md).
 
 Shapes: T tokens, D in, O out.
 """

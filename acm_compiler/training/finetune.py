@@ -1,4 +1,4 @@
-"""Phase III: the whole network learns its task while the gates are led to a budget (SEMANTICS 2, III)."""
+"""Phase III: the whole network learns its task while the gates are led to a budget (docs/semantics.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phase II: the gates learn, from the learners' errors, how many learners each token needs (SEMANTICS 2, II).
+"""Phase II: the gates learn, from the learners' errors, how many learners each token needs (docs/semantics.md).
 
 Shapes: T tokens, D in, O out, C = N - k_min + 1 values of k.
 """

@@ -1,4 +1,4 @@
-"""The state of a run on disk, from which it continues at the very batch (DECISIONS 17).
+"""The state of a run on disk, from which it continues at the very batch.
 
     state/<phase>-<step>/model.safetensors   every live parameter and buffer
                          optimization.pt     optimizer and loss scaling: tensors and plain values only

@@ -172,7 +172,7 @@ def _pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
 
 
 def _scale_gradients(parameters: list[nn.Parameter], factor: float, *, world: int) -> None:
-    """Sum the gradients over processes and multiply them. DDP does not see a backward per site (DECISIONS 16)."""
+    """Sum the gradients over processes and multiply them. DDP does not see a backward per site."""
     if world > 1:
         for parameter in parameters:
             if parameter.grad is None:

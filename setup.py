@@ -10,6 +10,15 @@ setup(
     package_dir={"acm_compiler.recipes": "recipes"},
     package_data={
         "acm_compiler.recipes": ["*.yaml"],
-        "acm_compiler": ["**/*.cpp", "**/*.h", "**/*.safetensors", "**/*.json", "**/*.html", "**/*.css", "**/*.js"],
+        "acm_compiler": [
+            "py.typed",
+            "**/*.cpp",
+            "**/*.h",
+            "**/*.safetensors",
+            "**/*.json",
+            "**/*.html",
+            "**/*.css",
+            "**/*.js",
+        ],
     },
 )

@@ -395,11 +395,13 @@ def test_a_wheel_carries_the_recipes_and_finds_them(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", str(copied), "--no-deps", "-q", "-w", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 5_000_000
     installed = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     assert sorted(path.stem for path in (installed / "acm_compiler" / "recipes").iterdir()) == sorted(shipped_recipes())
     assert len(list((ROOT / "acm_compiler").rglob("*.safetensors"))) == len(list(installed.rglob("*.safetensors")))
+    assert (installed / "acm_compiler" / "py.typed").is_file()
     code = "from acm_compiler.recipe import *; import sys; print(shipped_recipe('digits_vit_paper'))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=installed, capture_output=True, text=True, check=True, env=os.environ

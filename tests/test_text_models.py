@@ -8,6 +8,7 @@ import torch
 from acm_compiler.base_metric import base_metric
 from acm_compiler.data import BatchStream, docs_model, packages_model, train_text_model
 from acm_compiler.data.from_scratch import Checkpoint, OneCycle
+from acm_compiler.data.shipped_weights import packed, round_as_packed, unpacked
 from acm_compiler.data.texts import TextSet
 from acm_compiler.errors import StorageError
 from acm_compiler.pipeline import plan_recipe
@@ -40,7 +41,21 @@ def test_their_recipes_are_planned_with_every_site():
 
 def test_shipped_files_are_small():
     files = (docs_model.WEIGHTS, packages_model.WEIGHTS, docs_model.TOKENIZER)
-    assert sum(path.stat().st_size for path in files) < 6_500_000
+    assert sum(path.stat().st_size for path in files) < 3_000_000
+
+
+def test_weights_packed_in_8_bits_are_read_back_to_half_a_step():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8, bias=False))
+    model[2].weight = model[0].weight = torch.nn.Parameter(torch.randn(8, 8).mul(torch.logspace(-3, 2, 8)[:, None]))
+    tensors = packed(model)
+    assert tensors["0.weight"].dtype == torch.int8 and tensors["1.weight"].dtype == torch.float16
+    assert sum(name.endswith("weight") for name in tensors) == 2  # shared ones once
+    error = (unpacked(tensors)["0.weight"] - model[0].weight).abs().amax(1)
+    assert (error <= 0.51 / 127 * model[0].weight.abs().amax(1)).all() and error.min() > 0
+    before = model[2].weight.detach().clone()
+    round_as_packed(model)
+    assert torch.equal(model[2].weight, unpacked(tensors)["0.weight"]) and not torch.equal(model[2].weight, before)
 
 
 @pytest.fixture

@@ -106,12 +106,12 @@ class Checkpoint:
         self.path.unlink(missing_ok=True)
 
 
-def write_weights(model: nn.Module, options: argparse.Namespace, **measured: str) -> None:
+def write_weights(tensors: Mapping[str, Tensor], options: argparse.Namespace, **measured: str) -> None:
     """Write `options.out`: the weights and, as metadata, what was measured and what they were trained with."""
-    from safetensors.torch import save_model
+    from safetensors.torch import save_file
 
     options.out.parent.mkdir(parents=True, exist_ok=True)
     facts = {name: str(getattr(options, name)) for name in _KEPT if hasattr(options, name)}
     with whole_file(options.out) as beside:
-        save_model(model, str(beside), metadata={**measured, **facts, "torch": torch.__version__})
+        save_file(dict(tensors), str(beside), metadata={**measured, **facts, "torch": torch.__version__})
     log.info("%s: %d kB", options.out, options.out.stat().st_size // 1000)

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     minutes = (time.monotonic() - began) / 60
     accuracy, error = measure(model)
     log.info("accuracy %.4f, standard error %.4f over source digits, %.1f minutes", accuracy, error, minutes)
-    write_weights(model, options, accuracy=f"{accuracy:.4f}", standard_error=f"{error:.4f}")
+    write_weights(model.state_dict(), options, accuracy=f"{accuracy:.4f}", standard_error=f"{error:.4f}")
 
 
 def train(*, steps: int, batch: int, lr: float, seed: int) -> nn.Module:

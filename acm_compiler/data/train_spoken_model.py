@@ -26,6 +26,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.data.common_voice import LABEL_PADDING
 from acm_compiler.data.from_scratch import OneCycle, training_options, write_weights
 from acm_compiler.data.loading import BatchStream
+from acm_compiler.data.shipped_weights import packed, round_as_packed
 from acm_compiler.data.spoken_model import build_model
 from acm_compiler.data.spoken_words import RATE, VOCABULARY
 from acm_compiler.data.utterance_set import UtteranceSet
@@ -57,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = utterances(options.steps, options.batch, seed=options.seed)
     model = train(model, shown, steps=options.steps, lr=options.lr)
     minutes = (time.monotonic() - began) / 60
-    model = model.half().float()
+    round_as_packed(model)
     errors, words = measure(model)
     log.info("word error rate %.4f on %d words of unheard takes, %.1f minutes", errors / words, words, minutes)
-    write_weights(model.half(), options, word_error_rate=f"{errors / words:.4f}", words=str(words))
+    write_weights(packed(model), options, word_error_rate=f"{errors / words:.4f}", words=str(words))
 
 
 def train(model: nn.Module, batches: Iterable[Batch], *, steps: int, lr: float) -> nn.Module:

@@ -30,6 +30,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.data.docs_model import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.data.from_scratch import Checkpoint, OneCycle, training_options, write_weights
 from acm_compiler.data.loading import BatchStream
+from acm_compiler.data.shipped_weights import packed, round_as_packed
 from acm_compiler.data.texts import TextSet
 from acm_compiler.files import write_file
 from acm_compiler.inputs import call_model
@@ -89,11 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = texts(options.tokenizer, "train")
     model = train(lesson, data, batch=options.batch, seed=options.seed, checkpoint=checkpoint)
     minutes = (time.monotonic() - began) / 60
-    model = model.half().float()
+    round_as_packed(model)
     held_out = BatchStream(dataset=texts(options.tokenizer, "eval"), batch=32)
     found = base_metric(model, held_out.epoch(), lesson.task)
     log.info("%s %.4f on %d held-out texts, %.1f minutes", lesson.task.metric, found, held_out.examples, minutes)
-    write_weights(model.half(), options, **{lesson.task.metric: f"{found:.4f}"})
+    write_weights(packed(model), options, **{lesson.task.metric: f"{found:.4f}"})
     checkpoint.remove()
 
 

@@ -127,6 +127,12 @@ def test_an_unknown_key_is_named_as_documented(recipe_file):
         ("a: [1\n", "r.yaml:2:1: not valid YAML: while parsing a flow sequence, expected ',' or ']'"),
         ("a: b: c\n", "r.yaml:1:5: not valid YAML: mapping values are not allowed here"),
         ("a: *x\n", "r.yaml:1:4: not valid YAML: found undefined alias 'x'"),
+        ("a: " + "[" * 5000, "r.yaml:1:53: not valid YAML: nested more than 50 deep"),
+        ("\n".join(" " * i + "a:" for i in range(3000)), "r.yaml:50:50: not valid YAML: nested more than 50 deep"),
+        (
+            "".join(f"a{i}: &a{i} {'[' * 40}{f'*a{i - 1}' if i else ''}{']' * 40}\n" for i in range(99)),
+            "r.yaml:1:19: nested more than 50 deep, by aliases",
+        ),
         ("a: &a [*a]\n", "r.yaml:1:4: an alias that contains itself"),
         ("a: !!python/object:os.system {}\n", "r.yaml:1:4: unknown tag '!!python/object:os.system'"),
         ("a: !!int zz\n", "r.yaml:1:4: not a value of type int: 'zz'"),

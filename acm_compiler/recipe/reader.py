@@ -6,6 +6,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
@@ -19,6 +20,23 @@ _MERGE = _TAG + "merge"
 # dates have no meaning in a recipe: `name: 2024-01-31` is text
 _AS_TEXT = frozenset((_TAG + "timestamp",))
 _MOST_VALUES = 20_000
+_DEEPEST = 50
+
+
+class _Composer(Composer):
+    """Refuses what nests too deeply at its place; Python itself would give up without one, a little later."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One value with all that is inside it."""
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            mark = self.parser.peek_event().start_mark
+            raise MarkedYAMLError(problem=f"nested more than {_DEEPEST} deep", problem_mark=mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 def read_file(path: FilePath, *, source: str | None = None) -> Document:
@@ -66,6 +84,7 @@ def read_value(text: str) -> Any:
 
 def _compose(text: str, source: str) -> Node | None:
     yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _Composer
     try:
         return yaml.compose(text)
     except MarkedYAMLError as error:
@@ -101,6 +120,8 @@ class _Walk:
         self._count += 1
         if any(node is outer for outer in self._open):
             return self._fault(node, "an alias that contains itself")
+        if len(self._open) > _DEEPEST:
+            return self._fault(node, f"nested more than {_DEEPEST} deep, by aliases")
         if self._count > _MOST_VALUES:
             raise RecipeError([f"{self.source}: more than {_MOST_VALUES} values; this is no recipe"])
         if isinstance(node, ScalarNode):

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -251,3 +252,28 @@ def test_a_head_that_no_config_knows_is_asked_for(tmp_path, caplog):
         acm.load(tmp_path / "out")
     model.classifier = torch.nn.Linear(16, 7)
     assert torch.equal(logits(acm.load(tmp_path / "out", base_model=model)), logits(copied))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"config": None},
+        {"config": {}},
+        {"config": {"model_type": "bert", "hidden_size": "wide"}},
+        {"config": {"model_type": "bert", "hidden_size": -16, "num_attention_heads": 0}},
+        {"config": {"model_type": "none of these"}},
+        {"auto_class": "AutoTokenizer"},
+        {"auto_class": None},
+        {"source": "directory"},
+        {"source": 3},
+        {"name": None},
+    ],
+    ids=str,
+)
+def test_a_record_that_builds_nothing_is_refused_in_words(record, saved, tmp_path):
+    shutil.copytree(saved[1], tmp_path / "out")
+    path = tmp_path / "out" / "model.json"
+    description = json.loads(path.read_text())
+    path.write_text(json.dumps(description | {"source": description["source"] | record}))
+    with pytest.raises((ModelSourceError, StorageError)):
+        acm.load(tmp_path / "out")

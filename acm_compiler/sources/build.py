@@ -31,6 +31,17 @@ _CHECKS: dict[str, Callable[[ModelConfig], None]] = {
     "timm": from_timm.check,
     "shipped": from_package.check,
 }
+# what libraries raise for arguments and configs that do not fit
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _LIBRARIES = {"torchvision": "torchvision", "timm": "timm", "hf": "transformers"}
 
 
@@ -93,9 +104,17 @@ def _rebuild(record: Mapping[str, Any], *, device: Device, allow_code: bool) -> 
             f"this model is built by {code}, which loading does not import by itself",
             fix="if you trust the directory: allow_code=True (--allow-code); or pass base_model=",
         )
-    if config.source == "hf" and "config" in record and not config.trust_remote_code:
-        return from_hf.rebuild(dict(record), device=device)
-    return _BUILDERS[config.source](config, weights=False, device=device)
+    try:
+        if config.source == "hf" and "config" in record and not config.trust_remote_code:
+            return from_hf.rebuild(dict(record), device=device)
+        return _BUILDERS[config.source](config, weights=False, device=device)
+    except _FAILURES as error:
+        raise ModelSourceError(
+            "the library does not build the model that was recorded",
+            where=f"{config.source}:{config.name}",
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            fix="install the versions named in model.json, or pass base_model=",
+        ) from error
 
 
 def _inputs(found: Found, example: InputConfig | InputSpec | None) -> Inputs | None:

@@ -41,11 +41,13 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
 def rebuild(record: dict[str, Any], *, device: Device) -> Found:
     """The model that `record` describes, from the config stored in it: no folder, no hub."""
     transformers = _import_transformers()
+    from huggingface_hub.errors import StrictDataclassError
+
     settings = _with_floats(_without_unsafe(record["config"]))
     try:
         config = transformers.AutoConfig.for_model(**settings)
-    except ValueError as error:
-        found = str(error).splitlines()[0]
+    except (ValueError, StrictDataclassError) as error:
+        found = " ".join(str(error).split())
         raise ModelSourceError("transformers here does not know this model", found=found) from error
     auto = _auto_class(record["auto_class"], config)
     model = build_on(device, lambda: auto.from_config(config, trust_remote_code=False))

@@ -136,7 +136,9 @@ def test_code_cites_only_pages_and_headings_that_are_here():
         for path in (ROOT / folder).rglob("*.py")
     ]
     cited = {
-        match for path in sources for match in re.findall(r"\bdocs/([\w-]+\.md)(?:, ([A-Z][\w ]*\w))?", path.read_text())
+        match
+        for path in sources
+        for match in re.findall(r"\bdocs/([\w-]+\.md)(?:, ([A-Z][\w ]*\w))?", path.read_text())
     }
     assert ("semantics.md", "The module") in cited
     for page, heading in cited:

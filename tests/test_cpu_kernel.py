@@ -348,3 +348,29 @@ def test_an_unknown_kernel_is_refused(monkeypatch):
     monkeypatch.setenv("ACM_KERNEL", "tritn")
     with pytest.raises(UsageError, match="triton"):
         cpu.take_over()
+
+
+BUSY = """
+import ctypes, torch
+from acm_compiler.acm import ops
+from acm_compiler.codegen import build_cpu
+from tests.test_cpu_kernel import drawn, native_output
+ops.load_kernels("cpu")
+worked = ctypes.CDLL(str(build_cpu.library_file())).acm_threads_that_worked
+for threads, tokens in ((2, 384), (8, 1536), (16, 3072), (32, 6144), (16, 1576), (32, 4000)):
+    torch.set_num_threads(threads)
+    for form in ("mlp", "linear_top", "rows", "cols"):
+        weights, k = drawn(form, torch.float32), torch.randint(0, 5, (tokens,))
+        worked()
+        native_output(torch.randn(tokens, 24), k, weights)
+        print(threads, tokens, form, worked())
+"""
+
+
+def test_every_thread_has_work():
+    """Counted with more threads than cores: who has work does not depend on when they run."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "32", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-c", BUSY]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert len(rows) == 24 and [row for row in rows if row[0] != row[3]] == []

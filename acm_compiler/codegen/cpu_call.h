@@ -6,8 +6,6 @@
 // one product per learner over its prefix, the second one product over the first k H hidden values of each token.
 #pragma once
 
-#include <atomic>
-
 #include "cpu_activations.h"
 #include "cpu_norm.h"
 #include "cpu_products.h"
@@ -47,7 +45,7 @@ struct Call : Sorted {
 
   struct Chunk {
     int64_t first, stop;
-    bool shared;                 // it is the only one: threads share its columns
+    bool shared;                 // it is the only one: threads share its products
     std::vector<const T*> x, h;  // its rows
     int64_t hidden_stride;
     T* hidden;
@@ -116,18 +114,26 @@ struct Call : Sorted {
     const int64_t rows = c.stop - c.first, stride = apart(d_in, rows);
     T* to = grown(kept, rows * stride);
     const T *weight = Norm::data_of<T>(norm->weight), *bias = Norm::data_of<T>(norm->bias);
-    for (int64_t i = 0; i < rows; i++, to += stride) {
-      normalise(c.x[i], norm->moments[order[c.first + i]], d_in, weight, bias, to);
-      c.x[i] = to;
-    }
+    each_row(c, [&](int64_t i) {
+      normalise(c.x[i], norm->moments[order[c.first + i]], d_in, weight, bias, to + i * stride);
+      c.x[i] = to + i * stride;
+    });
+  }
+
+  template <typename F>
+  void each_row(const Chunk& c, const F& f) const {
+    const int64_t rows = c.stop - c.first;
+    at::parallel_for(0, rows, c.shared ? 64 : rows, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; i++) f(i);
+    });
   }
 
   void take_all_slices(Chunk& c) const {
-    for (int64_t i = 0; i < c.stop - c.first; i++) {
+    each_row(c, [&](int64_t i) {
       T* own = c.hidden + i * c.hidden_stride;
       take_slices(c.x[i], k_at(c.first + i), own);
       c.x[i] = own;
-    }
+    });
   }
 
   // to[k, G, part] = what the first k learners read of a row [G, N, part]
@@ -175,7 +181,7 @@ struct Call : Sorted {
   }
 
   void run_rows(const Chunk& c) const {
-    for (int64_t i = 0; i < c.stop - c.first; i++) start_rest(order[c.first + i], k_at(c.first + i));
+    each_row(c, [&](int64_t i) { start_rest(order[c.first + i], k_at(c.first + i)); });
     for (int64_t n = 0; n < learners; n += company()) {
       const int64_t rows = clip(c, at_least[n + 1]), cols = std::min(company(), learners - n) * width;
       if (rows == 0) break;
@@ -258,10 +264,7 @@ struct Call : Sorted {
     const int64_t chunks = cuts.size() - 1;
     if (at_least[1] == 0) return;
     if (chunks == 1) return run_chunk(cuts[0], cuts[1], true);
-    std::atomic<int64_t> next{0};
-    at::parallel_for(0, std::min<int64_t>(chunks, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-      for (int64_t c = next++; c < chunks; c = next++) run_chunk(cuts[c], cuts[c + 1], false);
-    });
+    share_out(chunks, true, [&](int64_t c) { run_chunk(cuts[c], cuts[c + 1], false); });
   }
 };
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -30,6 +31,8 @@ constexpr int64_t kPanelCols = kTileVecs * kLanes;
 constexpr int64_t kPanelDepth = 1024;  // words: a panel stays in the second cache
 constexpr int64_t kStretch = 384;      // words summed before they are added to what there is: short sums round less
 constexpr int64_t kDotCols = 4;
+constexpr int64_t kPartRows = 24;  // so many rows at least share a panel of their own
+constexpr int64_t kMostThreads = 1024;
 // up to so many rows, and one for so many words of depth, a product without panels is the cheaper one
 constexpr int64_t kDotRows = 32, kDotDepth = 32;
 
@@ -132,6 +135,22 @@ struct Inner {
   }
 };
 
+// ---- sharing work between threads ---------------------------------------------------------------------------------
+
+inline std::atomic<bool> worked[kMostThreads];  // threads that had something to do, for tests
+
+// calls f(item) for each of so many items; `shared`: threads take them, each one at least
+template <typename F>
+void share_out(int64_t items, bool shared, const F& f) {
+  const int64_t workers = shared ? std::min<int64_t>(items, at::get_num_threads()) : 1;
+  std::atomic<int64_t> next{workers};
+  at::parallel_for(0, workers, 1, [&](int64_t from, int64_t to) {
+    if (shared) worked[at::get_thread_num() % kMostThreads].store(true, std::memory_order_relaxed);
+    for (int64_t worker = from; worker < to; worker++)
+      for (int64_t item = worker; item < items; item = next++) f(item);
+  });
+}
+
 // ---- a whole product --------------------------------------------------------------------------------------------
 
 // memory that is kept from call to call, grown to so many values if it has fewer; what it held is lost
@@ -152,7 +171,7 @@ inline float* panel_memory(int64_t words) {
 
 // One product of rows with columns [first_col, first_col + cols) of a matrix. `finish(row, rows, col, cols, tile,
 // width)` gets every tile of sums, [rows, width], once. `most`: of all rows of the call, these among them; it decides how
-// they are summed. `memory`: so many words a panel may have. `shared`: threads share the columns.
+// they are summed. `memory`: so many words a panel may have. `shared`: threads share its tiles.
 template <typename T, bool kPairs>
 struct Product {
   static constexpr bool kAsIs = kPairs || std::is_same_v<T, float>;  // rows are words as they are
@@ -167,17 +186,40 @@ struct Product {
     const bool few = most <= kDotRows && most * kDotDepth <= matrix.depth;
     const bool dots = few && matrix.pieces == 1 && kAsIs, panel = memory >= column_words() * kLanes;
     const int64_t widest = dots ? kPanelCols : panel ? panel_cols() : kLanes, panels = (cols + widest - 1) / widest;
-    const auto work = [&](int64_t from, int64_t to) {
-      for (int64_t p = from; p < to; p++) {
-        const int64_t col = p * widest, count = std::min(widest, cols - col);
-        dots ? run_dots(col, count, finish) : panel ? run_panel(col, count, finish) : run_pieces(col, count, finish);
-      }
-    };
-    if (shared && panels > 1) at::parallel_for(0, panels, 1, work);
-    else work(0, panels);
+    const int64_t parts = shared ? row_parts(panels) : 1;
+    const std::vector<std::vector<Span>> cut = parts > 1 ? cut_rows(parts) : std::vector<std::vector<Span>>();
+    share_out(panels * std::max<int64_t>(1, cut.size()), shared, [&](int64_t item) {
+      const int64_t col = item % panels * widest, count = std::min(widest, cols - col);
+      const Product part{rows, cut.empty() ? spans : cut[item / panels], matrix, first_col, cols, most, memory, false};
+      dots ? part.run_dots(col, count, finish)
+           : panel ? part.run_panel(col, count, finish) : part.run_pieces(col, count, finish);
+    });
   }
 
  private:
+  // into how many parts to cut the rows so that with so many panels every thread has about two things to do
+  int64_t row_parts(int64_t panels) const {
+    const int64_t threads = at::get_num_threads(), rows = spans.back().to - spans.front().from;
+    const int64_t wanted = threads > 1 ? (2 * threads + panels - 1) / panels : 1;
+    return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, rows / kPartRows));
+  }
+
+  // the spans in parts of equal work
+  std::vector<std::vector<Span>> cut_rows(int64_t count) const {
+    std::vector<std::vector<Span>> parts(1);
+    int64_t work = 0, done = 0;
+    for (const Span& span : spans) work += (span.to - span.from) * span.depth;
+    for (Span rest : spans)
+      while (rest.from < rest.to) {
+        const int64_t number = parts.size(), left = std::max<int64_t>(1, work * number / count - done);
+        const int64_t to = std::min(rest.to, rest.from + round_up((left + rest.depth - 1) / rest.depth, kTileRows));
+        if (done * count >= work * number && number < count) parts.emplace_back();
+        parts.back().push_back({rest.from, to, rest.depth});
+        done += (to - rest.from) * rest.depth, rest.from = to;
+      }
+    return parts;
+  }
+
   // depth is cut into equal blocks; where they begin must not depend on other rows' depth: it decides in what order a
   // row is summed
   int64_t blocks() const { return (matrix.depth + kPanelDepth - 1) / kPanelDepth; }

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t kThreadRows = 192;  // with fewer rows per thread, threads share columns instead of chunks
+constexpr int64_t kThreadRows = 192;  // with fewer rows per thread, threads share the products of one chunk instead
 
 struct Sorted {
   int64_t tokens, learners;
@@ -39,13 +39,15 @@ struct Sorted {
     return k;
   }
 
-  // borders of chunks of equal work over the tokens with k >= 1, of about `rows` tokens and at most twice as many
+  // borders of chunks of equal work over the tokens with k >= 1, of about `rows` tokens and at most twice as many; of one
+  // chunk where there are few tokens for each thread
   std::vector<int64_t> cut(int64_t rows) const {
     const int64_t busy = at_least[1], threads = at::get_num_threads();
+    if (busy > 0 && busy < kThreadRows * threads) return {0, busy};
     int64_t work = 0, done = 0;
     for (int64_t k = 1; k <= learners; k++) work += at_least[k];
-    int64_t count = std::max<int64_t>(1, (busy + rows - 1) / rows);
-    if (busy >= kThreadRows * threads) count = (count + threads - 1) / threads * threads;
+    const int64_t least = std::max<int64_t>(1, (busy + rows - 1) / rows);
+    const int64_t count = (least + threads - 1) / threads * threads;
     std::vector<int64_t> cuts(1, 0);
     for (int64_t place = 0, k = learners; place < busy; place++) {
       while (place >= at_least[k]) k--;

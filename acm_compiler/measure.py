@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ from acm_compiler.control import refuse_unfitted
 from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, conversion, sites
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.inputs import Inputs, call_model
+from acm_compiler.progress import Progress
 from acm_compiler.usage import PADDING, Usage, record
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ _STEPS = 14
 _STRONGEST_KNOB = 2.0**12
 
 Example = tuple[Inputs, Tensor | None]
-Progress = Callable[[str], None]
 
 
 def measure_budgets(
@@ -56,13 +56,17 @@ def measure_budgets(
     examples = list(batches)
     if not examples:
         raise DataError("no examples to measure budgets on")
-    search = _Search(model, examples, k_lo, progress)
+    progress = progress or Progress("budgets", shown=False)
+    search = _Search(model, examples, k_lo)
     with undisturbed(model):
         least, most = search.push(1.0), search.push(-1.0)
         exactly = {target: NEAR for target in (least + NEAR, *budgets, most - NEAR)}
-        for target, within in sorted((dict.fromkeys(GRID, _NEAR) | exactly).items(), key=lambda row: (-row[1], row[0])):
-            if least < target < most:
-                search.bisect(target, within)
+        wanted = sorted((dict.fromkeys(GRID, _NEAR) | exactly).items(), key=lambda row: (-row[1], row[0]))
+        wanted = [(target, within) for target, within in wanted if least < target < most]
+        progress.part("budget", len(wanted))
+        for target, within in wanted:
+            search.bisect(target, within)
+            progress.advance(f"{target:.3f}")
         search.fill()
         jumps = search.jumps()
     owner = conversion(model)
@@ -76,8 +80,8 @@ def measure_budgets(
 class _Search:
     """Probes of one model, each a knob and the share of learner MACs that it reaches; the share falls with the knob."""
 
-    def __init__(self, model: nn.Module, examples: list[Example], k_lo: int, progress: Progress | None) -> None:
-        self.model, self.examples, self.k_lo, self.progress = model, examples, k_lo, progress
+    def __init__(self, model: nn.Module, examples: list[Example], k_lo: int) -> None:
+        self.model, self.examples, self.k_lo = model, examples, k_lo
         self.device = next(iter(sites(model).values())).k_lo.device
         self.probes: dict[float, float] = {}
         self.missed: list[float] = []
@@ -91,8 +95,6 @@ class _Search:
             shares = torch.cat([self._shares(number) for number in range(len(self.examples))])
             self.count = shares.numel()
             self.probes[knob] = _mean_over_ranks(shares, self.device)
-            if self.progress is not None:
-                self.progress(f"measuring budgets: {self.probes[knob]:.3f}")
             _LOG.debug("knob %+.3f: budget %.3f", knob, self.probes[knob])
         return self.probes[knob]
 

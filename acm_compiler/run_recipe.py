@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite import rewrite
 from acm_compiler.pipeline import check_recipe, decide, example_of, frozen_parameters
-from acm_compiler.progress import Say, Teller, duration, telling_parts
+from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
@@ -196,16 +197,16 @@ class Workshop:
         """Find the knob of every budget on plain training examples, and set the recipe's own budget."""
         batches = list(self._first(_plain(self.data.train), _MEASURED_EXAMPLES))
         examples = [(self.task.inputs(batch), self.task.mask(batch)) for batch in batches]
-        with telling_parts("budgets", self.say, shown=self.machine.is_main) as say:
-            table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, progress=say)
-            say.done(f"from {table.points[0].share:.3f} on measured on {table.examples} examples")
+        with Progress("budgets", say=self.say, shown=self.machine.is_main) as work:
+            table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, progress=work)
+            work.finish(f"from {table.points[0].share:.3f} on measured on {table.examples} examples")
         set_budget(model, None)
 
     def calibrate(self, model: nn.Module, phase: CalibratePhase, examples: Iterator[Example]) -> None:
         """Fit learners, gates and budget table in closed form, and set the recipe's own budget."""
         options = Options(tokens=phase.tokens, budgets=self.recipe.budgets.report, answer=judged_by(self.task))
-        with telling_parts("calibrate", self.say, shown=self.machine.is_main) as say:
-            calibrate_on(model, examples, options=options, progress=say)
+        with Progress("calibrate", say=self.say, shown=self.machine.is_main) as work:
+            calibrate_on(model, examples, options=options, progress=work)
 
     def watch(self, model: nn.Module) -> Mapping[str, Any]:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""
@@ -229,9 +230,10 @@ class Workshop:
         budgets = reachable(model, self.recipe.budgets.report, say=self.say)
         settings: list[Setting] = [*budgets, *every_k(model)]
         batches = with_progress(stream.epoch(), "evaluate", total=len(stream), say=self.say)
-        told = Teller("evaluate", step=self.say, said=self.say)
+        began = monotonic()
         found = evaluate(model, batches, self.task, budgets=settings, dense=dense.to(self.machine.device))
-        told.done(f"{found.n:,} examples at {len(budgets)} budgets, at {len(found.fixed)} fixed k, and dense")
+        settings_run = f"{len(budgets)} budgets, at {len(found.fixed)} fixed k, and dense"
+        self.say(f"evaluate: {found.n:,} examples at {settings_run}, {duration(monotonic() - began)}")
         return replace(found, left_out=left_out(stream.dataset))
 
     def _first(self, config: DataConfig, count: int) -> Iterator[Batch]:

@@ -207,7 +207,9 @@ def test_the_same_data_gives_the_same_model_in_one_pass_or_in_three():
     said = []
     calibrate_on(once, masked(DATA), options=quick(gate_steps=5))
     calibrate_on(thrice, masked(DATA), options=quick(gate_steps=5, memory_bytes=1), progress=said.append)
-    assert "reading, pass 3 of 3: 1 sites" in said
+    sites_told = [line.split(",")[0] for line in said if ": site " in line]
+    assert sites_told == [f"calibrate: site {number} of 3" for number in (1, 2, 3)]
+    assert sum("pass 3 of 3" in line for line in said) == 1
     for (name, a), b in zip(once.state_dict().items(), thrice.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, msg=name)
 
@@ -221,7 +223,8 @@ def test_sites_are_grouped_by_the_memory_they_need():
 def test_every_site_is_reported():
     said = []
     calibrate(make_tiny(), DATA, tokens=100_000, progress=said.append)
-    assert any(line.startswith("read 10 batches, ") for line in said)
+    assert any(re.match(r"calibrate: token [\d,]+ of 100,000, 10 batches, ", line) for line in said)
+    assert any(re.match(r"calibrate: budget \d+ of \d+, ", line) for line in said)
     assert any("tokens, fewer than the 100,000 asked for, at each of 3 sites" in line for line in said)
     assert [line.split(":")[1].split()[0] for line in said if re.fullmatch(r"calibrate: .*, \d+ s", line)] == [
         "read",
@@ -230,7 +233,7 @@ def test_every_site_is_reported():
         "budgets",
     ]
     for name in sites(make_tiny()):
-        assert any(line.startswith(f"{name}: ") for line in said)
+        assert any(re.match(rf"calibrate: site \d of 3, {re.escape(name)}", line) for line in said)
 
 
 def test_it_can_be_called_in_inference_mode_and_in_training():
@@ -277,7 +280,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("at", ["reading", "read ", "blocks.0.mlp", "lowest k", "measuring budgets"])
+@pytest.mark.parametrize("at", ["token ", "read ", "blocks.0.mlp", "lowest k", "budget 3"])
 def test_an_interrupt_leaves_the_model_as_it_was(at):
     model = make_tiny().train()
     set_k(model, N)

@@ -24,13 +24,11 @@ from acm_compiler.conversion import conversion, sites
 from acm_compiler.float64 import to_float64
 from acm_compiler.measure import Example, undisturbed
 from acm_compiler.plans import PlannedSite
-from acm_compiler.progress import Teller
+from acm_compiler.progress import Progress
 
 Records = dict[str, SiteRecord]
 # sites that see few tokens per example end the reading no later than at this many times the tokens asked for
 _PATIENCE = 4
-# batches between two lines of progress
-_TOLD = 10
 # bytes that the sample of a narrow site may take, where so many tokens fit that its gate profits
 _SAMPLE_BYTES, _LARGEST_SAMPLE = 2**23, 4
 _UNKNOWN = "nothing tells which sites matter, and expected damage is the mean squared change of a site's own output"
@@ -46,16 +44,15 @@ _NO_GRADIENT = (
 _SCORED = 2048
 
 
-def fit_all(model: nn.Module, examples: Examples, options: Options, say: Teller) -> list[FittedSite]:
+def fit_all(model: nn.Module, examples: Examples, options: Options, progress: Progress) -> list[FittedSite]:
     """What calibration makes for every site, in the plan's order."""
     planned = conversion(model).plan.sites
     dense = read_dense(model, conversion(model).plan)
     groups = list(in_memory(planned, options))
     fitted: list[FittedSite] = []
     for number, group in enumerate(groups, start=1):
-        say(f"reading, pass {number} of {len(groups)}: {len(group)} sites")
         records = {site.name: _record(site, dense, options, seed=len(fitted) + i) for i, site in enumerate(group)}
-        seen = _read(model, examples, records, options, say)
+        seen = _read(model, examples, records, options, progress)
         for record in records.values():
             record.require_tokens()
         least, most = min(r.tokens for r in records.values()), max(r.tokens for r in records.values())
@@ -64,11 +61,12 @@ def fit_all(model: nn.Module, examples: Examples, options: Options, say: Teller)
         passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
         if number == 1 and not (seen.energy > 0 and seen.has_gradients):
             warnings.warn(_NO_GRADIENT if seen.energy > 0 else _NO_ANSWER, stacklevel=4)
-        say.done(f"read {seen.examples:,} examples, {seen_tokens} tokens{fewer} at each of {len(group)} sites{passes}")
-        for fit in _fit_group(model, records, examples, seen, options):
-            say(f"{fit.site.name}: {_form(fit.site)}, expected damage {', '.join(f'{d:.1e}' for d in fit.damage)}")
-            fitted.append(fit)
-        say.done(f"learners and gates of {len(fitted)} of {len(planned)} sites fitted")
+        progress.finish(
+            f"read {seen.examples:,} examples, {seen_tokens} tokens{fewer} at each of {len(group)} sites{passes}"
+        )
+        progress.part("site", len(planned), done=len(fitted))
+        fitted += _fit_group(model, records, examples, seen, options, progress)
+        progress.finish(f"learners and gates of {len(fitted)} of {len(planned)} sites fitted")
     order = {site.name: place for place, site in enumerate(planned)}
     fitted.sort(key=lambda fit: order[fit.site.name])
     _warn_of_few_tokens(planned, fitted)
@@ -90,10 +88,6 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
     yield group
 
 
-def _form(site: PlannedSite) -> str:
-    return site.form if site.kind == "linear" else site.second_layer
-
-
 def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options, seed: int) -> SiteRecord:
     return SiteRecord(site, dense[site.name], sample=_sample(site, options), seed=options.seed + seed)
 
@@ -104,7 +98,7 @@ def _sample(site: PlannedSite, options: Options) -> int:
     return max(options.sample, min(_LARGEST_SAMPLE * options.sample, fits))
 
 
-def _read(model: nn.Module, examples: Examples, records: Records, options: Options, say: Teller) -> Seen:
+def _read(model: nn.Module, examples: Examples, records: Records, options: Options, progress: Progress) -> Seen:
     """One pass; the first one decides how many batches all of them use."""
 
     def enough() -> bool:
@@ -112,10 +106,10 @@ def _read(model: nn.Module, examples: Examples, records: Records, options: Optio
         return min(counts) >= options.tokens or max(counts) >= _PATIENCE * options.tokens
 
     def report(number: int) -> None:
-        if number % _TOLD == 0:
-            least = min(record.tokens for record in records.values())
-            say(f"read {number} batches, {least} of {options.tokens} tokens at every site")
+        least = min(record.tokens for record in records.values())
+        progress.advance(f"{number} batches", to=min(least, options.tokens))
 
+    progress.part("token", options.tokens)
     batches: Iterator[Example] = iter(examples.fitted) if examples.fitted else examples.read(enough)
     with undisturbed(model):
         seen = observe(
@@ -142,7 +136,7 @@ def _damage_unit(seen: Seen) -> float:
 
 
 def _fit_group(
-    model: nn.Module, records: Records, examples: Examples, seen: Seen, options: Options
+    model: nn.Module, records: Records, examples: Examples, seen: Seen, options: Options, progress: Progress
 ) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
     elsewhere = mean_trace(records.values())
@@ -155,6 +149,7 @@ def _fit_group(
     for unit in groups:
         parts = [records.pop(site.name) for site in unit]
         candidates.append(learn(model, parts, judged, slices, options))
+        progress.advance(parts[-1].site.name, to=progress.done + len(parts))
     judged.clear()
     chosen = choose_forms(candidates)
     candidates.clear()

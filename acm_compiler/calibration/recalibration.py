@@ -18,7 +18,7 @@ from acm_compiler.errors import NoBudgetTable
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.plans import Plan
-from acm_compiler.progress import Say, telling
+from acm_compiler.progress import Say, progress_of
 from acm_compiler.usage import PADDING, record
 
 
@@ -71,9 +71,9 @@ def recalibrate(
         examples = _enough_of(model, masked(batches, mask), tokens)
         default = () if owner.default_budget is None else (owner.default_budget,)
         wanted = (*asked, *default, *owner.budgets_set)
-        with telling("recalibrate", progress) as say:
-            table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=say)
-            say.done(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
+        with progress_of("recalibrate", progress) as work:
+            table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=work)
+            work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
     if isinstance(owner.budget, dict):
         phases = {phase: max(budget, owner.table_min) for phase, budget in owner.budget.items()}
         set_budget(model, phases, cap=owner.cap)

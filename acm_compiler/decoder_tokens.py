@@ -5,6 +5,7 @@ Shapes: B examples, S the decoder's own tokens of one call, M the encoder's (the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -85,6 +86,8 @@ class CallPadding:
         self.decoder = DecoderTokens(half_of(model, "decoder"))
         self.given_BR: Tensor | None = None
         self._model = model
+        named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self._names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is named]
         self._tokens_BS: Tensor | None = None
 
     def watch(self, hook: Callable[[Hook], Hook] = lambda hook: hook) -> list[RemovableHandle]:
@@ -103,7 +106,11 @@ class CallPadding:
 
     def begin(self, part: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the padding mask from a call of the model, or from one of its encoder that has a mask."""
-        if part is not self._model and by_name(part, args, kwargs)[1].get("attention_mask") is None:
+        if torch.compiler.is_compiling():  # graphs would break at the signature
+            if part is not self._model:
+                return
+            args, kwargs = (), dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        elif part is not self._model and by_name(part, args, kwargs)[1].get("attention_mask") is None:
             return
         self.given_BR = self._tokens_BS = None
         found = call_mask(part, args, kwargs)

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from acm_compiler.errors import UsageError
@@ -59,9 +58,9 @@ def by_name(
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """The same call of `module`, its positional arguments under the names that its forward gives them.
 
-    What goes to a *args stays positional, and so does all of a call that the forward cannot take, or that is compiled.
+    What goes to a *args stays positional, and so does all of a call that the forward cannot take.
     """
-    if not args or torch.compiler.is_compiling():  # graphs would break at the signature
+    if not args:
         return args, kwargs
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)

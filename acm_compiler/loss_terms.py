@@ -126,7 +126,7 @@ def losses(model: nn.Module, budget: float) -> dict[str, Tensor]:
     """`{"budget": L_b, "entropy": L_e, "diversity": L_d}`, scalars over the relaxed forwards since the last call.
 
     Values are those of the hard choices, gradients are straight-through. Padded tokens count nowhere: the mask is that
-    of `acm.batch`, or else the call's own, as in `acm.record`; of compiled calls one given by name, and none of audio.
+    of `acm.batch`, or else the call's own, as in `acm.record`; of compiled calls one of tokens, none of audio.
     A forward of padding alone gives 0. `budget` is a share of learner MACs in (0, 1]. NothingRecorded when no relaxed
     forward ran since the last call.
     """

@@ -4,6 +4,7 @@
     python benchmarks/calibrate_time.py layers      a BERT of 3, 6 and 12 layers of width 128, 5,000 tokens
     python benchmarks/calibrate_time.py layers 12   only that one
     python benchmarks/calibrate_time.py vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 pictures
+    python benchmarks/calibrate_time.py vit 1 2000  one layer of it, all sites, 2,000 tokens: the price of a layer
 
 Weights and inputs are random: what is computed does not depend on them. CPU seconds of all threads together, in all
 and of each part, and seconds on the clock, which say something on quiet cores only.
@@ -32,7 +33,9 @@ def main() -> None:
     """Print a row of Markdown for every calibration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tokens", "layers", "vit"))
-    parser.add_argument("sizes", nargs="*", type=int, help="of these tokens or layers only")
+    parser.add_argument(
+        "sizes", nargs="*", type=int, help="of these tokens or layers only; of vit its layers and tokens"
+    )
     options = parser.parse_args()
     cases = {"tokens": over_tokens, "layers": over_layers, "vit": of_vit}[options.what](*options.sizes)
     heads = ("model", "sites", "tokens", "CPU s", *PARTS, "s", "threads, load")
@@ -59,11 +62,15 @@ def over_layers(*sizes: int) -> Iterator[Case]:
 
 
 def of_vit(*sizes: int) -> Iterator[Case]:
-    """A ViT-B/16 on pictures of noise."""
-    from torchvision.models import vit_b_16
+    """A ViT-B/16 on pictures of noise; `sizes`: its layers, and tokens, for all sites."""
+    from torchvision.models import VisionTransformer
 
     torch.manual_seed(0)
-    yield "ViT-B/16", vit_b_16().eval(), torch.randn(1, 3, 224, 224), pictures(), 20_000, ["mlp"]
+    layers, tokens = (*sizes, *(12, 20_000)[len(sizes) :])
+    model = VisionTransformer(224, 16, num_layers=layers, num_heads=12, hidden_dim=768, mlp_dim=3072)
+    torch.nn.init.normal_(model.heads.head.weight, std=0.03)  # torchvision's zeros would give no gradient
+    sites = ["mlp", "attn"] if sizes else ["mlp"]
+    yield f"ViT-B/16, {layers} layers", model.eval(), torch.randn(1, 3, 224, 224), pictures(), tokens, sites
 
 
 def timed(model: nn.Module, example: Any, batches: Iterator[Any], *, tokens: int, sites: list[str]) -> str:

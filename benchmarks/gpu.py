@@ -1,10 +1,12 @@
 """Times on a CUDA device, as ratios within one run; every part ends within ten minutes.
 
-    python benchmarks/gpu.py check   [--out check.json]    ceilings; every contender's answers; 20 repeats, bit for bit
-    python benchmarks/gpu.py tiles   [--out tiles.json]    tiles of both layers, to fill the tile table from
-    python benchmarks/gpu.py ratios  [--out ratios.json]   every shape and k/N against the dense contenders
-    python benchmarks/gpu.py line    [--out line.json]     20 mean k, mixed: the linear fit of time over k/N
-    python benchmarks/gpu.py parts   [--out parts.json]    gate, dispatch, layer 1, layer 2 each; few tokens
+A line of JSON is written for each row as soon as it is there.
+
+    python benchmarks/gpu.py check   [--out check.jsonl]    ceilings; every contender's answers; 20 repeats, bit for bit
+    python benchmarks/gpu.py tiles   [--out tiles.jsonl]    tiles of both layers, to fill the tile table from
+    python benchmarks/gpu.py ratios  [--out ratios.jsonl]   every shape and k/N against the dense contenders
+    python benchmarks/gpu.py line    [--out line.jsonl]     20 mean k, mixed: the linear fit of time over k/N
+    python benchmarks/gpu.py parts   [--out parts.jsonl]    gate, dispatch, layer 1, layer 2 each; few tokens
 
 Each contender is one CUDA graph; contenders run in turn, after a write of 256 MB that empties the cache; ratios are
 formed within a round. k is drawn once per mean; the gate runs and its choice is replaced, except in "ours, no gate".
@@ -15,14 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +54,8 @@ from acm_compiler.codegen.gate import run_gate
 from acm_compiler.codegen.launch import Call, run, run_call
 from acm_compiler.codegen.spec import spec_of
 from acm_compiler.codegen.tiles import Tiles, choose_tiles, tile_of
-from acm_compiler.files import write_file
 
+Row = dict[str, Any]
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SECONDS = 540
 CANDIDATES = (
@@ -126,9 +129,8 @@ def _summary(own: list[float], base: list[float]) -> dict[str, float]:
     return {"time_us": median, "q1_us": q1, "q3_us": q3, "ratio": ratio}
 
 
-def check(options: Options) -> list[dict[str, Any]]:
+def check(options: Options) -> Iterator[Row]:
     """Correctness first: answers within tolerance, the same bits every time; then what the device can do."""
-    rows: list[dict[str, Any]] = []
     for shape in (SMALL, replace(SMALL, form="gated")) if options.device == "cpu" else options.shapes(SHAPES):
         site = site_of(shape, options.device)
         for fraction in (0.0, 0.5, 1.0):
@@ -138,27 +140,27 @@ def check(options: Options) -> list[dict[str, Any]]:
             same = all(torch.equal(calls["ours"](), first) for _ in range(1 if options.device == "cpu" else 20))
             errors = errors_of(site, k, calls)
             fine = same and errors["ours"] <= TOLERANCE[torch.bfloat16]
-            rows.append({"site": shape.name, "k/N": fraction, "errors": errors, "repeatable": same, "fine": fine})
-    return rows + (ceilings(options.rounds) if options.device == "cuda" else [])
+            yield {"site": shape.name, "k/N": fraction, "errors": errors, "repeatable": same, "fine": fine}
+    if options.device == "cuda":
+        yield from ceilings(options.rounds)
 
 
-def ceilings(rounds: int) -> list[dict[str, Any]]:
+def ceilings(rounds: int) -> Iterator[Row]:
     """Large and site-sized products and a copy."""
     sizes = {"8192 x 8192 x 8192": (8192, 8192, 8192), "layer 1": (25216, 768, 3072), "layer 2": (25216, 3072, 768)}
-    rows = []
     for name, (m, k, n) in sizes.items():
         a, b = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
         row = race({name: lambda a=a, b=b: F.linear(a, b)}, rounds)[0]
-        rows.append({**row, "tflops": 2e-6 * m * k * n / row["time_us"]})
+        yield {**row, "tflops": 2e-6 * m * k * n / row["time_us"]}
     big = torch.empty(1 << 29, dtype=torch.int8, device="cuda")
     row = race({"copy of 512 MB": big.clone}, rounds)[0]
-    return [*rows, {**row, "gbytes_per_s": 2 * big.numel() / row["time_us"] / 1000}]
+    yield {**row, "gbytes_per_s": 2 * big.numel() / row["time_us"] / 1000}
 
 
-def tiles(options: Options) -> list[dict[str, Any]]:
+def tiles(options: Options) -> Iterator[Row]:
     """Candidates of both layers with the same rows, at k/N 0.5 and 1."""
     known = [tile_of(text) for text in CANDIDATES]
-    rows, started = [], time.monotonic()
+    started = time.monotonic()
     for shape in options.shapes((VIT, SHAPES[2], SHAPES[5], SHAPES[4])):
         site = site_of(shape, options.device)
         spec = spec_of(site.x, site.weights, None)
@@ -170,8 +172,9 @@ def tiles(options: Options) -> list[dict[str, Any]]:
                     if one.m == two.m and one.n % two.k == 0 and time.monotonic() - started < SECONDS:
                         both = Tiles(layer1=one, layer2=two, provenance="candidate")
                         calls[f"{one} | {two}"] = _with_tiles(site, k, both)
-            rows += [{"site": shape.name, "k/N": fraction, **row} for row in race(calls, max(10, options.rounds // 3))]
-    return rows
+            yield from [
+                {"site": shape.name, "k/N": fraction, **row} for row in race(calls, max(10, options.rounds // 3))
+            ]
 
 
 def _with_tiles(site: Site, k: Tensor, both: Tiles) -> Callable[[], Tensor]:
@@ -185,26 +188,24 @@ def _with_tiles(site: Site, k: Tensor, both: Tiles) -> Callable[[], Tensor]:
     return call
 
 
-def ratios(options: Options) -> list[dict[str, Any]]:
+def ratios(options: Options) -> Iterator[Row]:
     """Every shape at every k/N."""
-    rows, started = [], time.monotonic()
+    started = time.monotonic()
     for shape in options.shapes(SHAPES):
         site = site_of(shape, options.device)
         tuned = compiled_dense(site)
         for fraction in FRACTIONS:
             if time.monotonic() - started > SECONDS:
-                rows.append({"site": shape.name, "k/N": fraction, "refused": "out of time"})
+                yield {"site": shape.name, "k/N": fraction, "refused": "out of time"}
                 continue
             calls = {**contenders(site, fraction, draw_k(site, fraction)), "dense, Inductor max-autotune": tuned}
             for cold in (True, False):
                 facts = {"site": shape.name, "k/N": fraction, "cache": "cold" if cold else "warm"}
-                rows += [{**facts, **row} for row in race(calls, options.rounds, cold=cold)]
-    return rows
+                yield from [{**facts, **row} for row in race(calls, options.rounds, cold=cold)]
 
 
-def line(options: Options) -> list[dict[str, Any]]:
+def line(options: Options) -> Iterator[Row]:
     """Time over the mean k/N of mixed tokens, with slope, intercept and R2 of a straight line."""
-    rows: list[dict[str, Any]] = []
     for shape in options.shapes(SHAPES[:2]):
         site = site_of(shape, options.device)
         drawn = {f"{step / 20:.2f}": draw_k(site, step / 20) for step in range(1, 21)}
@@ -217,13 +218,11 @@ def line(options: Options) -> list[dict[str, Any]]:
         rest = y - (y.mean() + slope * (x - x.mean()))
         fit = {"slope_us": slope, "intercept_us": float(y.mean() - slope * x.mean())}
         fit |= {"r2": float(1 - (rest**2).sum() / ((y - y.mean()) ** 2).sum()), "worst_us": float(rest.abs().max())}
-        rows += [{"site": shape.name, **row} for row in timed.values()] + [{"site": shape.name, "fit": fit}]
-    return rows
+        yield from [{"site": shape.name, **row} for row in timed.values()] + [{"site": shape.name, "fit": fit}]
 
 
-def parts(options: Options) -> list[dict[str, Any]]:
+def parts(options: Options) -> Iterator[Row]:
     """What each kernel of a call takes, and calls of few tokens."""
-    rows = []
     few = (replace(VIT, name=f"{t} tokens", tokens=t) for t in (1, 4, 16, 64))
     for shape in options.shapes((VIT, SHAPES[2], *few)):
         site = site_of(shape, options.device)
@@ -238,8 +237,7 @@ def parts(options: Options) -> list[dict[str, Any]]:
             "gate": lambda site=site, o=choosing: run_gate(site.x, site.gate[:4], site.choices, **o),
             "dispatch": lambda k=k: sort_by_k(k, 4).perm,
         }
-        rows += [{"site": shape.name, **row} for row in race(calls, options.rounds)]
-    return rows
+        yield from [{"site": shape.name, **row} for row in race(calls, options.rounds)]
 
 
 PARTS = {"check": check, "tiles": tiles, "ratios": ratios, "line": line, "parts": parts}
@@ -259,17 +257,22 @@ def main() -> None:
     if chosen.device == "cpu" and (chosen.part != "check" or not INTERPRETED):
         parser.error("--device cpu is for the part check, with TRITON_INTERPRET=1")
     torch.manual_seed(0)
-    with torch.no_grad():
-        rows = PARTS[chosen.part](Options(device=chosen.device, rounds=chosen.rounds, wanted=chosen.site))
-    result = {"part": chosen.part, **about(chosen.device), "rows": rows}
-    for row in rows:
-        print(
-            "  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
-        )
-    if chosen.out is not None:
-        write_file(chosen.out, json.dumps(result, indent=1) + "\n")
-    if not all(row.get("fine", True) for row in rows):
+    fine = True
+    with torch.no_grad(), open(chosen.out or os.devnull, "w", encoding="utf-8") as out:
+        write_row(out, {"part": chosen.part, **about(chosen.device)})
+        for row in PARTS[chosen.part](Options(device=chosen.device, rounds=chosen.rounds, wanted=chosen.site)):
+            write_row(out, row)
+            cells = (f"{name} {value:.4g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
+            print("  ".join(cells), flush=True)
+            fine = fine and row.get("fine", True)
+    if not fine:
         raise SystemExit("answers are wrong: no time of this run counts")
+
+
+def write_row(out: TextIO, row: Row) -> None:
+    """Write one line of JSON, at once: what an interrupted run has measured stays."""
+    out.write(json.dumps(row) + "\n")
+    out.flush()
 
 
 def about(device: str) -> dict[str, str]:

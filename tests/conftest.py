@@ -12,6 +12,13 @@ import pytest
 import torch
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m gpu` files without such a test are not imported: a GPU machine may lack what they need."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+        return True if "pytest.mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+    return None
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Every test starts from the same generator state."""

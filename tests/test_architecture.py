@@ -129,6 +129,7 @@ _OTHER_WRITES = {
     "acm_compiler/codegen/ahead.py": "into a temporary folder, for a tool to read",
     "acm_compiler/reporting/figures.py": "into memory",
     "acm_compiler/training/journal.py": "line by line, at the end of what is there",
+    "benchmarks/gpu.py": "row by row, so that an interruption loses none",
     "benchmarks/step_memory.py": "a switch of the kernel",
 }
 _WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save_model", "copyfile", "copy2", "save_pretrained")

@@ -13,9 +13,10 @@ from torch._dynamo.utils import warn_once_cache
 from acm_compiler.bench import interleave as turns
 from acm_compiler.bench.measure_model import BASE, Contest, Row, break_even, check_answers, measure_model
 from acm_compiler.budgets import parse_budget
+from acm_compiler.cli.saved_run import open_saved_run
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import BudgetPoint, BudgetTable
-from acm_compiler.errors import VerificationFailed
+from acm_compiler.errors import UsageError, VerificationFailed
 from acm_compiler.plans import Plan
 from tests.build import planned_site, stack_of
 from tests.test_backend import Cached
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def ticking(monkeypatch):
     """A clock that only moves when a call says so."""
     now = [0.0]
-    monkeypatch.setattr(turns, "clock", lambda: ("test", lambda: now[0]))
+    monkeypatch.setattr(turns, "clock", lambda device: ("test", lambda: now[0]))
 
     def takes(seconds):
         def call():
@@ -45,9 +46,33 @@ def test_ratios_are_to_the_base_in_the_same_round(ticking):
     assert found["base"].ratio == 1 and found["half"].time_ms == pytest.approx(10)
 
 
+def test_a_time_on_an_accelerator_ends_when_the_device_is_done(monkeypatch):
+    now, given = [0.0], []
+    monkeypatch.setattr(turns, "clock", lambda device: ("test", lambda: now[0]))
+
+    def finish(device):
+        assert device == torch.device("cuda:1")
+        now[0] += len(given)
+        given.clear()
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", finish)
+    calls = {"base": lambda: given.append(1), "twice": lambda: given.extend((1, 1))}
+    found = turns.interleave(calls, base="base", rounds=3, device="cuda:1")
+    assert found["twice"].ratio == 2 and found["base"].time_ms == 1000
+
+
+def test_the_wall_clock_is_read_for_an_accelerator_whatever_the_threads():
+    assert turns.clock("cuda:0")[0] == "wall time"
+
+
+def test_a_device_that_is_not_here_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(UsageError, match=r"no such device here .*found 'cuda:99', expected cpu"):
+        open_saved_run(tmp_path, device="cuda:99")
+
+
 def test_a_machine_that_slows_down_does_not_change_ratios(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(turns, "clock", lambda: ("test", lambda: now[0]))
+    monkeypatch.setattr(turns, "clock", lambda device: ("test", lambda: now[0]))
 
     def call():
         now[0] += 0.01 * (1 + now[0])

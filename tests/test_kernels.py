@@ -324,3 +324,19 @@ def test_the_gpu_benchmarks_contenders_answer_alike():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "grouped_mm" in done.stdout
+
+
+BARE = """
+import os, sys
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+for package in "pydantic ruamel ruamel.yaml tabulate typer rich accelerate hypothesis safetensors torchvision".split():
+    sys.modules[package] = None
+import pytest
+sys.exit(pytest.main(["-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]))
+"""
+
+
+def test_the_gpus_tests_are_collected_where_torch_and_triton_are_all_there_is():
+    done = subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "test_a_captured_graph_follows_k" in done.stdout and "test_cli" not in done.stdout

@@ -124,7 +124,8 @@ def _measure(
     contenders |= {"acm eager": contest.converted, OURS: contest.compiled}
     calls = {name: _call(model, inputs) for name, model in contenders.items()}
     share, error = _mac_ratio(contest.converted, inputs), _error(contest, inputs)
-    timings = interleave(calls, base=BASE, rounds=rounds)
+    device = next(contest.converted.parameters()).device
+    timings = interleave(calls, base=BASE, rounds=rounds, device=str(device))
     shown = [name for name in timings if with_dense or name.startswith("acm")]
     return [_row(name, timings[name], batch, budget, (share, error)) for name in shown]
 

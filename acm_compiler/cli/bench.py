@@ -37,6 +37,7 @@ def bench(
     batches: Annotated[str, typer.Option(metavar="N,N,…", help="Batch sizes.")] = "1,8,64",
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Turns that every contender gets.")] = 11,
     verify: Annotated[bool, typer.Option("--verify", help="Only compare answers, at every k.")] = False,
+    device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")] = None,
     task: TaskOption = None,
     data: DataOption = None,
     base_model: BaseOption = None,
@@ -56,22 +57,20 @@ def bench(
     sizes = sorted({_whole(part) for part in batches.split(",") if part.strip()})
     given = Given.read(task, data, base_model)
     asked = None if budgets is None else read_budgets(directory, budgets)
-    run = open_saved_run(directory, given=given, allow_code=allow_code)
+    run = open_saved_run(directory, given=given, allow_code=allow_code, device=device)
     contest = _contest(run, output, allow_code=allow_code)
     output.progress("compiling, and comparing answers at every k")
     error = check_answers(contest, run.inputs(sizes[-1]))
     output.say(f"compiled and eager answers agree at every k: largest relative error {error:.1e}")
     if verify:
-        output.document({**_machine(), "verified": True, "error": error, "rows": []})
+        output.document({**_machine(run), "verified": True, "error": error, "rows": []})
         return
     shares = asked or [float(share) for share in reachable(run.model, _BUDGETS, say=output.note)]
     inputs = [(size, run.inputs(size)) for size in sizes]
     rows = measure_model(contest, inputs, budgets=shares, rounds=rounds, progress=output.progress)
     least = min(shares)
-    even = break_even(rows, least)
-    times = Times(
-        rows=tuple(rows), **_machine(), save=save_id(directory), break_even_budget=least, break_even_batch=even
-    )
+    even: dict[str, Any] = {"break_even_budget": least, "break_even_batch": break_even(rows, least)}
+    times = Times(rows=tuple(rows), **_machine(run), save=save_id(directory), **even)
     _say(times, output)
     _keep(directory, times, output)
     output.document(times.as_json())
@@ -132,7 +131,7 @@ def _cells(row: Row) -> list[str]:
     return [str(row.batch), budget, row.contender, f"{row.time_ms:.3f}", *ratios, error]
 
 
-def _machine() -> dict[str, Any]:
+def _machine(run: SavedRun) -> dict[str, Any]:
     """What the numbers were measured with."""
     import torch
 
@@ -140,10 +139,13 @@ def _machine() -> dict[str, Any]:
     from acm_compiler.recipe.resolved import installed_version
 
     names = ("torch", "acm_compiler")
+    place = next(run.model.parameters()).device
+    on_cpu = place.type == "cpu"
+    card = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
     return {
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in names}},
-        "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}",
-        "clock": clock()[0],
+        "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}" if on_cpu else card,
+        "clock": clock(place.type)[0],
         "threads": torch.get_num_threads(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

@@ -10,6 +10,7 @@ from acm_compiler.cli.given import Given
 from acm_compiler.errors import AcmError, UsageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.utils.data import Dataset
 
@@ -101,26 +102,32 @@ class SavedRun:
         )
 
 
-def open_saved_run(directory: Path, *, given: Given | None = None, allow_code: bool = False) -> SavedRun:
-    """The run in `directory`. Nothing named in it is imported unless `allow_code`; see `acm.load` for the errors."""
+def open_saved_run(
+    directory: Path, *, given: Given | None = None, allow_code: bool = False, device: str | None = None
+) -> SavedRun:
+    """The run in `directory`, on `device`, None for the recipe's. Nothing named in it is imported unless `allow_code`.
+
+    UsageError for a device that is not here; see `acm.load` for other errors.
+    """
     import torch
 
     from acm_compiler.checkpoint import load
 
+    asked = None if device is None else _known_device(device)
     recipe, given = _recipe(directory), given or Given()
+    place = asked or torch.device(_device(recipe))
     if recipe is not None and not allow_code:
         _refuse_code(directory, recipe, given)
     dense, no_dense = _dense(recipe, given, allow_code)
     model = load(directory, base_model=dense, allow_code=allow_code)
     if dense is not None and not _kept_dense(model):
         dense, no_dense = None, "its source now gives other weights than those that were converted"
-    device = torch.device(_device(recipe))
     return SavedRun(
         directory=directory,
-        model=model.to(device),
+        model=model.to(place),
         recipe=recipe,
         given=given,
-        dense=None if dense is None else dense.to(device),
+        dense=None if dense is None else dense.to(place),
         no_dense=no_dense,
     )
 
@@ -232,3 +239,14 @@ def _device(recipe: Recipe | None) -> str:
         return chosen
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found else "cpu"
+
+
+def _known_device(name: str) -> torch.device:
+    import torch
+
+    here = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if here else 0
+    known = ["cpu", *([here.type] if here else []), *(f"{here.type}:{i}" for i in range(count) if here)]
+    if name not in known:
+        raise UsageError("no such device here", where="--device", found=repr(name), expected=" | ".join(known))
+    return torch.device(name)

@@ -13,6 +13,7 @@ import acm_compiler as acm
 from acm_compiler.audio_frames import frame_mask
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
+from acm_compiler.data.batch import as_batch
 from acm_compiler.data.clips import load_clip
 from acm_compiler.errors import DataError, SelectionError, UsageError
 from acm_compiler.recipe import load_recipe, shipped_recipe
@@ -280,6 +281,7 @@ def test_word_errors_are_counted_and_divided_by_words_spoken():
     # "ab b a" heard as "ab a": one missing; "aa b" heard as nothing: two missing
     assert task.score(logits, batch).tolist() == [1.0, 2.0] and task.units(batch).tolist() == [3.0, 2.0]
     assert Metric.of(task).value(task.score(logits, batch), task.units(batch)) == pytest.approx(3 / 5)
+    assert task.units(as_batch(batch)).tolist() == [3.0, 2.0]  # as acm.evaluate gives it
     letters = replace(task, unit="character")
     assert (task.metric, letters.metric) == ("word error rate", "character error rate")
     # "ab b a" heard as "ab a": two characters missing of six; "aa b" heard as nothing: four of four

@@ -58,7 +58,7 @@ class Ctc:
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """CTC in fp32: the mean over clips of each one's loss per character; 0 where no path is long enough."""
-        logits_BSV, labels_BL = self._logits(output), batch["labels"]
+        logits_BSV, labels_BL = self._logits(output), _transcripts(batch)
         written_BL = labels_BL != PADDING
         return F.ctc_loss(
             logits_BSV.float().log_softmax(-1).transpose(0, 1),
@@ -118,7 +118,7 @@ class Ctc:
         ]
 
     def _references(self, batch: Batch) -> list[str]:
-        return [self._text(label for label in row if label != PADDING) for row in batch["labels"].tolist()]
+        return [self._text(label for label in row if label != PADDING) for row in _transcripts(batch).tolist()]
 
     def _text(self, labels: Any) -> str:
         letters = "".join(self.vocabulary[label] for label in labels if label != self.blank and label < self._size)
@@ -132,6 +132,11 @@ class Ctc:
         """Frames of real samples, int64 [B]."""
         samples_B = batch["attention_mask"].sum(1)
         return self.frames(samples_B).clamp_min(0).long()
+
+
+def _transcripts(batch: Batch) -> Tensor:
+    """Labels [B, L], which `acm.evaluate` calls `label`."""
+    return batch["labels"] if "labels" in batch else batch["label"]
 
 
 def open_ctc(dataset: Any, model: nn.Module | None, *, unit: Unit = "word") -> Ctc:

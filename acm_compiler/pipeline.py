@@ -19,7 +19,7 @@ from acm_compiler.passes.kept_dense import kept_dense
 from acm_compiler.planner import notes_on, plan_sites
 from acm_compiler.plans import Plan
 from acm_compiler.recipe import expand_paths
-from acm_compiler.recipe.document import Path
+from acm_compiler.recipe.document import KeyPath
 from acm_compiler.recipe.fitting import fitting_classes
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
@@ -156,7 +156,7 @@ def frozen_parameters(recipe: Recipe, model: nn.Module) -> list[str]:
 def named_budgets(recipe: Recipe) -> list[tuple[str | None, float | str]]:
     """The budgets that a recipe asks for, with their places, but for defaults that are only reported."""
     named, document = recipe.budgets.model_fields_set, recipe.origin.document
-    found: list[tuple[Path, float]] = []
+    found: list[tuple[KeyPath, float]] = []
     if "train" in named or any(phase.phase == "finetune" for phase in recipe.schedule):
         found.append((("budgets", "train"), recipe.budgets.train))
     if "report" in named:

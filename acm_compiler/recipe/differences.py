@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from acm_compiler.recipe.document import Path, show_path
+from acm_compiler.recipe.document import KeyPath, show_path
 
 _ABSENT = object()
 
@@ -15,7 +15,7 @@ def differences(before: Any, after: Any) -> list[str]:
     return [f"{show_path(path)}: {_shown(old)} -> {_shown(new)}" for path, old, new in _pairs(before, after, ())]
 
 
-def _pairs(before: Any, after: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
+def _pairs(before: Any, after: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:
     """The smallest parts that differ, with their paths."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*before, *after]):

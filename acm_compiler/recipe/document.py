@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,36 +42,36 @@ class Document:
 
     source: str
     data: dict[str, Any]
-    keys: dict[Path, Place] = field(default_factory=dict)
-    values: dict[Path, Place] = field(default_factory=dict)
+    keys: dict[KeyPath, Place] = field(default_factory=dict)
+    values: dict[KeyPath, Place] = field(default_factory=dict)
 
-    def place_of_value(self, path: Path) -> Place:
+    def place_of_value(self, path: KeyPath) -> Place:
         """Where the value at `path` stands, or the nearest thing around it."""
         return self._nearest(self.values, path)
 
-    def place_of_key(self, path: Path) -> Place:
+    def place_of_key(self, path: KeyPath) -> Place:
         """Where the key that ends `path` stands, or the nearest thing around it."""
         return self.keys[path] if path in self.keys else self.place_of_value(path)
 
-    def _nearest(self, places: dict[Path, Place], path: Path) -> Place:
+    def _nearest(self, places: dict[KeyPath, Place], path: KeyPath) -> Place:
         for length in range(len(path), -1, -1):
             if path[:length] in places:
                 return places[path[:length]]
         return Place(source=self.source, line=1, column=1)
 
-    def forget(self, path: Path) -> None:
+    def forget(self, path: KeyPath) -> None:
         """Drop the places at and below `path`, whose text has been replaced."""
         for places in (self.keys, self.values):
             for known in [known for known in places if known[: len(path)] == path]:
                 del places[known]
 
 
-def show_path(path: Path) -> str:
+def show_path(path: KeyPath) -> str:
     """`schedule[0].lr`; `the recipe` for the empty path."""
     return "".join(_parts(path)).removeprefix(".") or "the recipe"
 
 
-def _parts(path: Path) -> Iterator[str]:
+def _parts(path: KeyPath) -> Iterator[str]:
     for part in path:
         yield f"[{part}]" if isinstance(part, int) else f".{part}"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from acm_compiler.errors import RecipeError, did_you_mean
-from acm_compiler.recipe.document import Document, Path, Place, Problem, show_path, show_value
+from acm_compiler.recipe.document import Document, KeyPath, Place, Problem, show_path, show_value
 from acm_compiler.recipe.reader import read_value
 
 _PART = re.compile(r"(?:^|\.)([A-Za-z_][\w-]*)|\[(\d+)\]")
@@ -34,7 +34,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> list[Proble
     return problems
 
 
-def parse_override(text: str) -> tuple[Path, Any]:
+def parse_override(text: str) -> tuple[KeyPath, Any]:
     """The path and the value of `path=value`; the value is read as YAML."""
     left, equals, right = text.partition("=")
     if not equals:
@@ -42,7 +42,7 @@ def parse_override(text: str) -> tuple[Path, Any]:
     return _parse_path(left.strip()), read_value(right)
 
 
-def _parse_path(text: str) -> Path:
+def _parse_path(text: str) -> KeyPath:
     path: list[str | int] = []
     end = 0
     for match in _PART.finditer(text):
@@ -55,7 +55,7 @@ def _parse_path(text: str) -> Path:
     return tuple(path)
 
 
-def _write(document: Document, path: Path, value: Any, place: Place) -> None:
+def _write(document: Document, path: KeyPath, value: Any, place: Place) -> None:
     inner: Any = document.data
     for depth, part in enumerate(path[:-1]):
         here, after = path[: depth + 1], path[depth + 1]
@@ -71,7 +71,7 @@ def _write(document: Document, path: Path, value: Any, place: Place) -> None:
     _drop_other_length(document, inner, path)
 
 
-def _step(inner: Any, part: str | int, here: Path, *, last: bool = False) -> Any:
+def _step(inner: Any, part: str | int, here: KeyPath, *, last: bool = False) -> Any:
     """The value of `inner` at `part`; _Unreachable when it has no such place."""
     if isinstance(part, int):
         if not isinstance(inner, list):
@@ -84,19 +84,19 @@ def _step(inner: Any, part: str | int, here: Path, *, last: bool = False) -> Any
     return None if last else inner[part]
 
 
-def _no_list(inner: dict[str, Any], here: Path) -> str:
+def _no_list(inner: dict[str, Any], here: KeyPath) -> str:
     name = str(here[-1])
     hint = did_you_mean(name, inner)
     remedy = "" if hint else f"; set it as a whole: {show_path(here)}=[...]"
     return f"the recipe has no list {show_path(here)}{hint}{remedy}"
 
 
-def _claim(document: Document, path: Path, place: Place) -> None:
+def _claim(document: Document, path: KeyPath, place: Place) -> None:
     document.forget(path)
     document.keys[path] = document.values[path] = place
 
 
-def _drop_other_length(document: Document, inner: Any, path: Path) -> None:
+def _drop_other_length(document: Document, inner: Any, path: KeyPath) -> None:
     other = _REPLACES.get(str(path[-1]))
     if path[0] != "schedule" or len(path) != 3 or other is None or other not in inner:
         return

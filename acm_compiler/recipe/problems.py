@@ -9,13 +9,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from acm_compiler.errors import did_you_mean, nearest
-from acm_compiler.recipe.document import Document, Path, Problem, show_path, show_value
+from acm_compiler.recipe.document import Document, KeyPath, Problem, show_path, show_value
 from acm_compiler.recipe.wrong_values import either, expectation
 
 
 def find_problems(error: ValidationError, document: Document, schema: type[BaseModel]) -> list[Problem]:
     """One problem per fault, in the order of the file."""
-    expected: dict[Path, list[str]] = {}
+    expected: dict[KeyPath, list[str]] = {}
     problems: list[Problem] = []
     for detail in error.errors(include_url=False):
         path = _path_in(document.data, detail)
@@ -31,7 +31,7 @@ def find_problems(error: ValidationError, document: Document, schema: type[BaseM
     return sorted(problems, key=lambda problem: problem.place.order())
 
 
-def _path_in(data: Any, detail: ErrorDetails) -> Path:
+def _path_in(data: Any, detail: ErrorDetails) -> KeyPath:
     """The document's path of an error: pydantic's location without the names of union members in it."""
     path: list[str | int] = []
     for part in detail["loc"]:
@@ -49,13 +49,13 @@ def _holds(data: Any, part: str | int) -> bool:
     return isinstance(data, dict) and part in data
 
 
-def _value_at(data: Any, path: Path) -> Any:
+def _value_at(data: Any, path: KeyPath) -> Any:
     for part in path:
         data = data[part]
     return data
 
 
-def _structural(detail: ErrorDetails, path: Path, document: Document, schema: type[BaseModel]) -> Problem:
+def _structural(detail: ErrorDetails, path: KeyPath, document: Document, schema: type[BaseModel]) -> Problem:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "missing":
         what = f"missing key {path[-1]!r} in {show_path(path[:-1])}"
@@ -69,13 +69,13 @@ def _structural(detail: ErrorDetails, path: Path, document: Document, schema: ty
     return Problem(document.place_of_key(where), what)
 
 
-def _unknown_key(path: Path, known: list[str], document: Document) -> Problem:
+def _unknown_key(path: KeyPath, known: list[str], document: Document) -> Problem:
     name = str(path[-1])
     hint = did_you_mean(name, known) or f" (known: {', '.join(known)})"
     return Problem(document.place_of_key(path), f"unknown key {name!r} in {show_path(path[:-1])}{hint}")
 
 
-def _unknown_kind(kind: str, path: Path, context: Mapping[str, Any], document: Document) -> Problem:
+def _unknown_kind(kind: str, path: KeyPath, context: Mapping[str, Any], document: Document) -> Problem:
     """A section whose `phase` or `kind` is missing or names nothing."""
     key = "phase" if path[:1] == ("schedule",) else "kind"
     section = _value_at(document.data, path)

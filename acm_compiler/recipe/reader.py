@@ -11,7 +11,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from acm_compiler.errors import RecipeError
-from acm_compiler.recipe.document import Document, Path, Place, Problem
+from acm_compiler.recipe.document import Document, KeyPath, Place, Problem
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = frozenset(_TAG + name for name in ("str", "int", "float", "bool", "null"))
@@ -107,14 +107,14 @@ class _Walk:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.keys: dict[Path, Place] = {}
-        self.values: dict[Path, Place] = {}
+        self.keys: dict[KeyPath, Place] = {}
+        self.values: dict[KeyPath, Place] = {}
         self.problems: list[Problem] = []
         self._open: list[Node] = []
         self._count = 0
         self._scalars = YAML(typ="safe", pure=True).constructor
 
-    def construct(self, node: Node, path: Path) -> Any:
+    def construct(self, node: Node, path: KeyPath) -> Any:
         """The data of `node`, which stands at `path`."""
         self.values[path] = _place(self.source, node)
         self._count += 1
@@ -147,7 +147,7 @@ class _Walk:
         except ValueError:
             return self._fault(node, f"not a value of type {tag.removeprefix(_TAG)}: {node.value!r}")
 
-    def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         data: dict[str, Any] = {}
         merged: list[Node] = []
         for key_node, value_node in node.value:
@@ -175,7 +175,7 @@ class _Walk:
         self._fault(node, "a key must be text")
         return None
 
-    def _merge(self, data: dict[str, Any], node: Node, path: Path) -> None:
+    def _merge(self, data: dict[str, Any], node: Node, path: KeyPath) -> None:
         """`<<: *anchor`: keys of the anchor that `data` does not have itself."""
         mappings = node.value if isinstance(node, SequenceNode) else [node]
         for mapping in mappings:
@@ -186,7 +186,7 @@ class _Walk:
             self._fill(data, mapping, path)
             self._open.pop()
 
-    def _fill(self, data: dict[str, Any], mapping: MappingNode, path: Path) -> None:
+    def _fill(self, data: dict[str, Any], mapping: MappingNode, path: KeyPath) -> None:
         for key_node, value_node in mapping.value:
             if key_node.tag == _MERGE:
                 self._merge(data, value_node, path)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from acm_compiler.recipe.document import Path
+from acm_compiler.recipe.document import KeyPath
 from acm_compiler.recipe.fields import PathLike
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -17,7 +17,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _OPENED = re.compile(r"\$\{")
 
 
-def texts(value: Any, path: Path = (), *, is_path: bool = False) -> Iterator[tuple[Path, str, bool]]:
+def texts(value: Any, path: KeyPath = (), *, is_path: bool = False) -> Iterator[tuple[KeyPath, str, bool]]:
     """Every text in a section: where it stands, what it says, whether variables may be used in it."""
     if isinstance(value, str):
         yield path, value, is_path

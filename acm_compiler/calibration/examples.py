@@ -15,7 +15,7 @@ from acm_compiler.inputs import Inputs, call_model, refuse_labels, split_inputs
 from acm_compiler.measure import Example
 from acm_compiler.passes.capture import Attempt, first_line
 from acm_compiler.passes.nested import tensors
-from acm_compiler.passes.source_lines import raising_line
+from acm_compiler.user_code import raising_line
 
 # a user's own word on the padding of one batch
 MaskOf = Callable[[Any], Tensor | None]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from acm_compiler.acm import gated_learners, ops
-from acm_compiler.passes.source_lines import traced_line
 from acm_compiler.passes.writes import written_tensors
+from acm_compiler.user_code import traced_line
 
 LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)
 GATES = (ops.GATE, ops.GATE.default)

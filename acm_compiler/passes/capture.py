@@ -18,8 +18,8 @@ from acm_compiler.passes.captured import Capture, ModuleCall, Signature
 from acm_compiler.passes.eager import EAGER
 from acm_compiler.passes.nested import map_tensors, tensors
 from acm_compiler.passes.recorder import Recorder, UnseenTensor
-from acm_compiler.passes.source_lines import raising_line
 from acm_compiler.passes.untouched import untouched
+from acm_compiler.user_code import raising_line
 
 __all__ = ["Capture", "ModuleCall", "Signature", "capture"]
 

@@ -13,7 +13,7 @@ from acm_compiler.inputs import Inputs, split_inputs
 from acm_compiler.passes.captured import Capture, ModuleCall, Signature
 from acm_compiler.passes.module_calls import canonical_names, module_calls_watched
 from acm_compiler.passes.nested import leaves
-from acm_compiler.passes.source_lines import traced_line
+from acm_compiler.user_code import traced_line
 
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
 

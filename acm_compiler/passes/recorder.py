@@ -17,8 +17,8 @@ from acm_compiler.passes.captured import Capture, ModuleCall, Signature
 from acm_compiler.passes.live_tensors import LiveTensors
 from acm_compiler.passes.module_calls import module_calls_watched
 from acm_compiler.passes.nested import leaves, tensors
-from acm_compiler.passes.source_lines import running_line
 from acm_compiler.passes.writes import written_tensors
+from acm_compiler.user_code import running_line
 
 # calls that turn a tensor's value into something of Python's; they become nodes, for a value that leaves the graph
 _VALUE_READS = frozenset(

@@ -19,8 +19,8 @@ from acm_compiler.passes.kept_dense import kept_dense
 from acm_compiler.planner import notes_on, plan_sites
 from acm_compiler.plans import Plan
 from acm_compiler.recipe import expand_paths
+from acm_compiler.recipe.compatibility import fitting_classes
 from acm_compiler.recipe.document import KeyPath
-from acm_compiler.recipe.fitting import fitting_classes
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
 from acm_compiler.recipe.tasks import PythonTask

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from acm_compiler.errors import RecipeError
 from acm_compiler.recipe.document import Document, Problem, show_path
+from acm_compiler.recipe.messages import find_problems
 from acm_compiler.recipe.overrides import apply_overrides
-from acm_compiler.recipe.problems import find_problems
 from acm_compiler.recipe.reader import read_file
 from acm_compiler.recipe.schema import VERSION, Origin, Recipe
 from acm_compiler.recipe.shipped import shipped_recipe, shipped_recipes

@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from acm_compiler.errors import did_you_mean
+from acm_compiler.recipe.compatibility import refuse_unfit
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.document import Document
 from acm_compiler.recipe.expectation import ExpectConfig
@@ -28,7 +29,6 @@ from acm_compiler.recipe.fields import (
     Texts,
     Whole,
 )
-from acm_compiler.recipe.fitting import refuse_unfit
 from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.recipe.phases import Phase
 from acm_compiler.recipe.tasks import TaskConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
-from acm_compiler.recipe.fitting import fitting_classes
+from acm_compiler.recipe.compatibility import fitting_classes
 from acm_compiler.tasks.likeness import Likeness, agreement
 from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from acm_compiler.data.python_function import call_function
 from acm_compiler.errors import UsageError
-from acm_compiler.recipe.fitting import TEXTS, fitting_classes
+from acm_compiler.recipe.compatibility import TEXTS, fitting_classes
 from acm_compiler.recipe.tasks import (
     CausalLMTask,
     ClassifyTask,

@@ -11,7 +11,6 @@ from torch import nn
 
 from acm_compiler.advice import Advice, advise
 from acm_compiler.budgets import share_within, unreachable
-from acm_compiler.data.python_function import PREFIX, find_function
 from acm_compiler.dump import dump
 from acm_compiler.errors import NothingToConvert, SelectionError, UsageError, did_you_mean
 from acm_compiler.inputs import Inputs
@@ -27,6 +26,7 @@ from acm_compiler.recipe.tasks import PythonTask
 from acm_compiler.recipe.wrong_values import wrong_values
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
+from acm_compiler.sources.python_function import PREFIX, find_function
 from acm_compiler.survey import Findings, look
 from acm_compiler.tasks.fitting_models import refuse_other_head
 from acm_compiler.training.check_schedule import check_schedule

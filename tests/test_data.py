@@ -12,9 +12,9 @@ from PIL import Image
 
 from acm_compiler.data import Batch, BatchStream, canvas_set, open_dataset
 from acm_compiler.data.canvas_set import CanvasSet
-from acm_compiler.data.python_function import call_function, find_function
 from acm_compiler.errors import DataError, FunctionFailed, UsageError
 from acm_compiler.recipe.datasets import ClutteredDigitsData, ImageFolderData, PythonData
+from acm_compiler.sources.python_function import call_function, find_function
 
 SIZE = (32, 32)
 

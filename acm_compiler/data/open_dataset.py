@@ -73,7 +73,7 @@ def _canvases(config: ClutteredDigitsData, image_size: Size) -> Dataset[Any]:
 
 
 def _users(reference: str, arguments: dict[str, Any]) -> Dataset[Any]:
-    from acm_compiler.data.python_function import call_function
+    from acm_compiler.sources.python_function import call_function
 
     dataset = call_function(reference, arguments)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
-from acm_compiler.data.python_function import call_function
 from acm_compiler.errors import UsageError
 from acm_compiler.recipe.compatibility import TEXTS, fitting_classes
 from acm_compiler.recipe.tasks import (
@@ -19,6 +18,7 @@ from acm_compiler.recipe.tasks import (
     PythonTask,
     TaskConfig,
 )
+from acm_compiler.sources.python_function import call_function
 from acm_compiler.tasks.base import Task
 from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify

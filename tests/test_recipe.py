@@ -306,7 +306,8 @@ def test_how_many_broken_clips_are_taken_is_no_decision_about_the_model(recipe_f
 
 
 def test_the_rates_of_audio_are_those_of_the_data_sets():
-    from acm_compiler.data import common_voice, spoken_words
+    from acm_compiler.data import common_voice
+    from acm_compiler.data import spoken_digits as spoken_words
 
     assert AUDIO_RATES == {"common_voice": common_voice.RATE, "spoken_digits": spoken_words.RATE}
 

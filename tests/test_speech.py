@@ -13,8 +13,8 @@ import acm_compiler as acm
 from acm_compiler.audio_frames import frame_mask
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
+from acm_compiler.data.audio import load_clip
 from acm_compiler.data.batch import as_batch
-from acm_compiler.data.clips import load_clip
 from acm_compiler.errors import DataError, SelectionError, UsageError
 from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.datasets import CommonVoiceData

@@ -28,7 +28,7 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
     if isinstance(config, ClutteredDigitsData):
         return _canvases(config, image_size)
     if isinstance(config, ImageFolderData):
-        from acm_compiler.data.pictures import PictureFolder
+        from acm_compiler.data.images import PictureFolder
 
         return PictureFolder(config, image_size)
     if isinstance(config, TextData):
@@ -49,7 +49,7 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
 
 
 def _utterances(config: SpokenDigitsData) -> Dataset[Any]:
-    from acm_compiler.data.spoken_words import voices
+    from acm_compiler.data.spoken_digits import voices
     from acm_compiler.data.utterance_set import UtteranceSet
 
     voices(config.split)  # a missing synthesiser is told now, not at the first batch

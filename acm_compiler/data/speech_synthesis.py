@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from acm_compiler.data.clips import read_clip
+from acm_compiler.data.audio import read_clip
 from acm_compiler.errors import DataError, PackageMissing
 
 PROGRAM = "espeak-ng"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from acm_compiler.data.shipped_weights import FOLDER, load_shipped
-from acm_compiler.data.spoken_words import RATE, VOCABULARY
+from acm_compiler.data.spoken_digits import RATE, VOCABULARY
 from acm_compiler.errors import PackageMissing
 
 WEIGHTS = FOLDER / "wav2vec2_digits.safetensors"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from acm_compiler.data.audio import collate_clips, standardise
 from acm_compiler.data.batch import Batch
-from acm_compiler.data.clips import collate_clips, standardise
 from acm_compiler.data.common_voice import LABEL_PADDING
-from acm_compiler.data.spoken_words import RATE, VOCABULARY, Split, layout, utterance, voices
+from acm_compiler.data.spoken_digits import RATE, VOCABULARY, Split, layout, utterance, voices
 
 
 class UtteranceSet(Dataset[dict[str, Any]]):

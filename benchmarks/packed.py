@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import acm_compiler as acm
 from acm_compiler.data.digits import as_input, canvases
-from acm_compiler.data.digits_model import trained
 from acm_compiler.recipe.schema import SiteRule
+from acm_compiler.shipped.digits import trained
 
 BUDGETS = (0.4, 0.5, 0.6, 0.75, 1.0)
 BATCH, ROUNDS = 64, 15

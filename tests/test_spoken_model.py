@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import acm_compiler as acm
 from acm_compiler.cli import app
-from acm_compiler.data import spoken_model, train_spoken_model
+from acm_compiler.data import train_spoken_model
 from acm_compiler.data.speech_synthesis import synthesiser_present
 from acm_compiler.data.spoken_digits import VOCABULARY, voices
 from acm_compiler.data.utterance_set import UtteranceSet
@@ -16,6 +16,7 @@ from acm_compiler.errors import StorageError
 from acm_compiler.recipe import ModelConfig, load_recipe
 from acm_compiler.run_folder import RunOptions
 from acm_compiler.run_recipe import run_recipe
+from acm_compiler.shipped import spoken as spoken_model
 from acm_compiler.sources import build
 from acm_compiler.tasks.ctc import open_ctc
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from acm_compiler.base_metric import base_metric
-from acm_compiler.data import BatchStream, docs_model, packages_model, train_text_model
+from acm_compiler.data import BatchStream, train_text_model
 from acm_compiler.data.from_scratch import Checkpoint, OneCycle
-from acm_compiler.data.shipped_weights import packed, round_as_packed, unpacked
 from acm_compiler.data.texts import TextSet
 from acm_compiler.errors import StorageError
 from acm_compiler.pipeline import plan_recipe
@@ -16,6 +15,9 @@ from acm_compiler.recipe import load_recipe
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.run_folder import RunOptions
 from acm_compiler.run_recipe import run_recipe
+from acm_compiler.shipped import docs as docs_model
+from acm_compiler.shipped import packages as packages_model
+from acm_compiler.shipped.open_weights import packed, round_as_packed, unpacked
 from acm_compiler.sources import build
 
 pytest.importorskip("transformers")

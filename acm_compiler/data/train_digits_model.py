@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.data.digits import as_input, canvases, digit_bank
-from acm_compiler.data.digits_model import build_model
 from acm_compiler.data.from_scratch import OneCycle, training_options, write_weights
+from acm_compiler.shipped.digits import build_model
 
 log = logging.getLogger(__name__)
 

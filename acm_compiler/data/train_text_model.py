@@ -25,16 +25,17 @@ import torch
 from torch import nn
 
 from acm_compiler.base_metric import base_metric
-from acm_compiler.data import docs_model, packages_model
 from acm_compiler.data.batch import Batch
-from acm_compiler.data.docs_model import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.data.from_scratch import Checkpoint, OneCycle, training_options, write_weights
 from acm_compiler.data.loading import BatchStream
-from acm_compiler.data.shipped_weights import packed, round_as_packed
 from acm_compiler.data.texts import TextSet
 from acm_compiler.files import write_file
 from acm_compiler.inputs import call_model
 from acm_compiler.recipe.datasets import TextData
+from acm_compiler.shipped import docs as docs_model
+from acm_compiler.shipped import packages as packages_model
+from acm_compiler.shipped.docs import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
+from acm_compiler.shipped.open_weights import packed, round_as_packed
 from acm_compiler.tasks.base import Task
 from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify

@@ -11,10 +11,10 @@ from acm_compiler.recipe.models import ModelConfig
 
 # name -> the module with build_model(), load_weights(model) and example_input()
 SHIPPED = {
-    "digits_vit": "acm_compiler.data.digits_model",
-    "llama_docs": "acm_compiler.data.docs_model",
-    "modernbert_packages": "acm_compiler.data.packages_model",
-    "wav2vec2_digits": "acm_compiler.data.spoken_model",
+    "digits_vit": "acm_compiler.shipped.digits",
+    "llama_docs": "acm_compiler.shipped.docs",
+    "modernbert_packages": "acm_compiler.shipped.packages",
+    "wav2vec2_digits": "acm_compiler.shipped.spoken",
 }
 REGISTRIES = ("torchvision", "timm")
 

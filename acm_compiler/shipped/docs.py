@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from acm_compiler.data.shipped_weights import FOLDER, load_shipped
 from acm_compiler.errors import PackageMissing
+from acm_compiler.shipped.open_weights import FOLDER, load_shipped
 
 WEIGHTS = FOLDER / "llama_docs.safetensors"
 TOKENIZER = FOLDER / "docs_tokenizer.json"

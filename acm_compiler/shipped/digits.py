@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from acm_compiler.data.digits import CLASSES, SIDE
-from acm_compiler.data.shipped_weights import FOLDER, load_shipped
+from acm_compiler.shipped.open_weights import FOLDER, load_shipped
 
 PATCH = 6
 WEIGHTS = FOLDER / "digits_vit.safetensors"

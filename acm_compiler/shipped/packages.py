@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from acm_compiler.data.docs_model import PACKAGES, TOKENS, VOCABULARY
-from acm_compiler.data.shipped_weights import FOLDER, load_shipped
 from acm_compiler.errors import PackageMissing
+from acm_compiler.shipped.docs import PACKAGES, TOKENS, VOCABULARY
+from acm_compiler.shipped.open_weights import FOLDER, load_shipped
 
 WEIGHTS = FOLDER / "modernbert_packages.safetensors"
 

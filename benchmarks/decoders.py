@@ -30,8 +30,6 @@ from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.control import FixedK
 from acm_compiler.conversion import conversion
 from acm_compiler.data import Batch, BatchStream
-from acm_compiler.data.from_scratch import Checkpoint, write_weights
-from acm_compiler.data.train_text_model import Lesson, LikeLengths, texts, train
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import BudgetResult, Interval
 from acm_compiler.recipe.datasets import TextData
@@ -40,6 +38,8 @@ from acm_compiler.shipped.docs import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.shipped.open_weights import load_shipped
 from acm_compiler.tasks import judged_by
 from acm_compiler.tasks.causal_lm import CausalLM
+from scripts.train_shipped.from_scratch import Checkpoint, write_weights
+from scripts.train_shipped.text import Lesson, LikeLengths, texts, train
 
 BUDGETS = (0.25, 0.4, 0.6, 0.75, 1.0)
 TASK, RATE = CausalLM(), 3e-3

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from acm_compiler.data import train_digits_model
 from acm_compiler.data.digits import as_input, canvases, digit_bank, patch_foreground
 from acm_compiler.data.draws import derive, normal, seeded, uniform, words
 from acm_compiler.errors import DataError, StorageError
 from acm_compiler.shipped import digits as digits_model
+from scripts.train_shipped import digits as train_digits_model
 
 
 def test_a_canvas_is_the_same_whatever_it_is_drawn_with() -> None:

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 import acm_compiler as acm
 from acm_compiler.cli import app
-from acm_compiler.data import train_spoken_model
 from acm_compiler.data.speech_synthesis import synthesiser_present
 from acm_compiler.data.spoken_digits import VOCABULARY, voices
 from acm_compiler.data.utterance_set import UtteranceSet
@@ -19,6 +18,7 @@ from acm_compiler.run_recipe import run_recipe
 from acm_compiler.shipped import spoken as spoken_model
 from acm_compiler.sources import build
 from acm_compiler.tasks.ctc import open_ctc
+from scripts.train_shipped import spoken as train_spoken_model
 
 pytest.importorskip("soundfile")
 pytest.importorskip("transformers")

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from acm_compiler.base_metric import base_metric
-from acm_compiler.data import BatchStream, train_text_model
-from acm_compiler.data.from_scratch import Checkpoint, OneCycle
+from acm_compiler.data import BatchStream
 from acm_compiler.data.texts import TextSet
 from acm_compiler.errors import StorageError
 from acm_compiler.pipeline import plan_recipe
@@ -19,6 +18,8 @@ from acm_compiler.shipped import docs as docs_model
 from acm_compiler.shipped import packages as packages_model
 from acm_compiler.shipped.open_weights import packed, round_as_packed, unpacked
 from acm_compiler.sources import build
+from scripts.train_shipped import text as train_text_model
+from scripts.train_shipped.from_scratch import Checkpoint, OneCycle
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")

@@ -1,6 +1,6 @@
 """The demo's model: a small vision transformer of torchvision's, trained on cluttered digits.
 
-The shipped weights were made by `python -m acm_compiler.data.train_digits_model`; accuracy on held-out canvases .958.
+The shipped weights were made by `python -m scripts.train_shipped.digits`; accuracy on held-out canvases .958.
 """
 
 from __future__ import annotations

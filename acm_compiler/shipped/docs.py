@@ -1,6 +1,6 @@
 """A small Llama that was trained on the documentation of Python packages, and its tokenizer.
 
-The shipped weights were made by `python -m acm_compiler.data.train_text_model --model llama_docs`.
+The shipped weights were made by `python -m scripts.train_shipped.text --model llama_docs`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small encoder that tells which Python package a paragraph of documentation is from.
 
-The shipped weights were made by `python -m acm_compiler.data.train_text_model --model modernbert_packages`.
+The shipped weights were made by `python -m scripts.train_shipped.text --model modernbert_packages`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small wav2vec2 with a CTC head that writes down spoken digits.
 
-The shipped weights were made by `python -m acm_compiler.data.train_spoken_model`.
+The shipped weights were made by `python -m scripts.train_shipped.spoken`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train one of the small models of text from scratch and write its weights.
 
-    python -m acm_compiler.data.train_text_model --model llama_docs --out llama_docs.safetensors
-    python -m acm_compiler.data.train_text_model --model modernbert_packages --out modernbert_packages.safetensors
+    python -m scripts.train_shipped.text --model llama_docs --out llama_docs.safetensors
+    python -m scripts.train_shipped.text --model modernbert_packages --out modernbert_packages.safetensors
 
 The texts are paragraphs of the documentation of eight installed packages (`data: {kind: texts, classes: …}`), of the
 train split's files. With `--tokenizer FILE` a byte-level BPE is learned from them first; else the shipped one is used.
@@ -26,7 +26,6 @@ from torch import nn
 
 from acm_compiler.base_metric import base_metric
 from acm_compiler.data.batch import Batch
-from acm_compiler.data.from_scratch import Checkpoint, OneCycle, training_options, write_weights
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.texts import TextSet
 from acm_compiler.files import write_file
@@ -39,6 +38,7 @@ from acm_compiler.shipped.open_weights import packed, round_as_packed
 from acm_compiler.tasks.base import Task
 from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
+from scripts.train_shipped.from_scratch import Checkpoint, OneCycle, training_options, write_weights
 
 log = logging.getLogger(__name__)
 

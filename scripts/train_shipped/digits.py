@@ -1,6 +1,6 @@
 """Train the demo's model on cluttered digits and write its weights.
 
-    python -m acm_compiler.data.train_digits_model --out digits_vit.safetensors
+    python -m scripts.train_shipped.digits --out digits_vit.safetensors
 
 Every step shows canvases that were never shown before, of the train split's 1347 digits. At the end the moving
 average of the weights is measured on 13,500 canvases of the 450 digits that were held out, 30 of each, and the
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.data.digits import as_input, canvases, digit_bank
-from acm_compiler.data.from_scratch import OneCycle, training_options, write_weights
 from acm_compiler.shipped.digits import build_model
+from scripts.train_shipped.from_scratch import OneCycle, training_options, write_weights
 
 log = logging.getLogger(__name__)
 

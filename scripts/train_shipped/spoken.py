@@ -1,6 +1,6 @@
 """Train the small wav2vec2 of spoken digits from scratch and write its weights.
 
-    python -m acm_compiler.data.train_spoken_model --out PATH
+    python -m scripts.train_shipped.spoken --out PATH
 
 gave the shipped weights. With `--post-norm --lr 8e-4` it trains the same model with its norms after the sums, which is
 not shipped (at the rate of the other kind it learns nothing).
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.data.common_voice import LABEL_PADDING
-from acm_compiler.data.from_scratch import OneCycle, training_options, write_weights
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.spoken_digits import RATE, VOCABULARY
 from acm_compiler.data.utterance_set import UtteranceSet
@@ -32,6 +31,7 @@ from acm_compiler.inputs import call_model
 from acm_compiler.shipped.open_weights import packed, round_as_packed
 from acm_compiler.shipped.spoken import build_model
 from acm_compiler.tasks.ctc import open_ctc
+from scripts.train_shipped.from_scratch import OneCycle, training_options, write_weights
 
 log = logging.getLogger(__name__)
 

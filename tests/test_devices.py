@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from acm_compiler import batch, float64, measure, plan, record, rewrite, set_budget
+from acm_compiler import batch, measure, plan, record, rewrite, set_budget
+from acm_compiler.acm import precision as float64
 from acm_compiler.acm.context import batch_of
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
 from acm_compiler.calibration import Options, calibrate_on, lowest_k, ranks

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.activations import resolve
+from acm_compiler.acm.precision import float64_device
 from acm_compiler.errors import UsageError
-from acm_compiler.float64 import float64_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

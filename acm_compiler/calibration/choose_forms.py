@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration.learn_sites import Learned
 from acm_compiler.cost import macs_per_learner
-from acm_compiler.float64 import to_float64
 
 Unit = list[Learned]
 

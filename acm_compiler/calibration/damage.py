@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights, all_outputs
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.calibration.whole_examples import Whole
-from acm_compiler.float64 import to_float64
 
 _BLOCK = 2048
 # as many examples in which tokens do damage by themselves are imagined beside those seen

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.choose_forms import choose_forms
 from acm_compiler.calibration.damage import Judged, mean_trace
@@ -21,7 +22,6 @@ from acm_compiler.calibration.observe_model import Seen, observe, reading
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
-from acm_compiler.float64 import to_float64
 from acm_compiler.measure import Example, undisturbed
 from acm_compiler.plans import PlannedSite
 from acm_compiler.progress import Progress

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
-from acm_compiler.float64 import to_float64
+from acm_compiler.acm.precision import to_float64
 
 _BATCH, _CLIP = 1024, 1.0
 # a small sample is learned in fewer steps than were asked for: so many passes over it, but no fewer than so many steps

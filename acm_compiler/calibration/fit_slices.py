@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.head_bases import HeadBases, bases_of_scores, bases_of_values, head_blocks, head_products
 from acm_compiler.calibration.site_record import SiteRecord
-from acm_compiler.float64 import to_float64
 from acm_compiler.plans import PlannedSite
 
 

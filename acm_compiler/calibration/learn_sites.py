@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.damage import Judged, token_damage
@@ -20,7 +21,6 @@ from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.prove_slices import proven
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import sites
-from acm_compiler.float64 import to_float64
 from acm_compiler.measure import Example
 from acm_compiler.plans import PlannedSite
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import choose_k, utilities
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.calibration import ranks
@@ -17,7 +18,6 @@ from acm_compiler.calibration.observe_model import tapped
 from acm_compiler.calibration.outputs import Answer, answers, energy
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.cost import macs_per_learner
-from acm_compiler.float64 import to_float64
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, undisturbed
 from acm_compiler.usage import record

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.precision import float64_device, to_float64
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.symmetric import SymmetricSum
-from acm_compiler.float64 import float64_device, to_float64
 
 _BLOCK = 4096
 

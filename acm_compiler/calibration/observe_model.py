@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm.own_types import own_types
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.calibration.dense_weights import broken_weights
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
-from acm_compiler.calibration.own_types import own_types
 from acm_compiler.calibration.padding import real_tokens
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites

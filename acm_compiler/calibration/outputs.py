@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.errors import UsageError
-from acm_compiler.float64 import to_float64
 
 Answer = Callable[[Any, Tensor | None], Tensor | list[Tensor]]
 _NAMED = ("logits", "last_hidden_state")

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from acm_compiler.acm.own_types import own_types
 from acm_compiler.calibration.examples import Examples, MaskOf, masked
 from acm_compiler.calibration.fit_all import fit_all
 from acm_compiler.calibration.install import install
 from acm_compiler.calibration.lowest_k import choose_lowest_k
 from acm_compiler.calibration.options import Options, shares_of
 from acm_compiler.calibration.outputs import Answer, default_answer
-from acm_compiler.calibration.own_types import own_types
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import refuse_inference_tensors, sites, whole_conversion
 from acm_compiler.errors import LayoutUnknown, UsageError

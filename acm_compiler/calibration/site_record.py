@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.precision import float64_device
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.whole_examples import WholeExamples
 from acm_compiler.errors import DataError, TrainingFailed
-from acm_compiler.float64 import float64_device
 from acm_compiler.plans import PlannedSite
 
 # tokens of the examples that are kept whole, as a part of the sample

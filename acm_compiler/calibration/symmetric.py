@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from acm_compiler.float64 import float64_device
+from acm_compiler.acm.precision import float64_device
 
 _TINY = torch.finfo(torch.float64).tiny
 # rows of a symmetric product that are computed at once, from the diagonal on

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.data.batch import Batch
-from acm_compiler.float64 import to_float64
 from acm_compiler.tasks.base import Task
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from acm_compiler.passes.revert import finalize, revert
     from acm_compiler.passes.rewrite import rewrite
     from acm_compiler.pipeline import plan
-    from acm_compiler.plans import Plan
+    from acm_compiler.planning.plan import Plan
     from acm_compiler.recipe.schema import GateConfig, SiteRule
     from acm_compiler.reporting.draw import report
     from acm_compiler.site_status import status
@@ -40,7 +40,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AcmError": "errors",
     "GateConfig": "recipe.schema",
-    "Plan": "plans",
+    "Plan": "planning.plan",
     "SiteRule": "recipe.schema",
     "batch": "batch_context",
     "calibrate": "calibration",

@@ -8,8 +8,8 @@ from typing import Any
 
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import Evaluation
-from acm_compiler.planner import plan_sites, select
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
+from acm_compiler.planning.planner import plan_sites, select
 from acm_compiler.recipe.phases import Phase
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.survey import Findings

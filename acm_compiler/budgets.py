@@ -10,7 +10,7 @@ from numbers import Real
 
 from acm_compiler.conversion import BudgetTable, Conversion
 from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, UsageError
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 
 TOLERANCE = 1e-6
 # shares are printed with three decimals, or more

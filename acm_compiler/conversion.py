@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AcmError, FixedBudget, NotRewritten, UsageError
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from acm_compiler.site import Share, Whole
 
 

@@ -16,8 +16,8 @@ from torch import distributed as dist
 
 from acm_compiler.acm.module import ACM, Choices
 from acm_compiler.conversion import conversion, sites
-from acm_compiler.cost import macs_per_learner
 from acm_compiler.errors import NothingRecorded, UsageError
+from acm_compiler.planning.cost import macs_per_learner
 
 
 def budget_loss(share_B: Tensor, budget: float) -> Tensor:

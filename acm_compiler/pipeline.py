@@ -15,8 +15,8 @@ from acm_compiler.dump import dump
 from acm_compiler.errors import NothingToConvert, SelectionError, UsageError, did_you_mean
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.kept_dense import kept_dense
-from acm_compiler.planner import notes_on, plan_sites
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
+from acm_compiler.planning.planner import notes_on, plan_sites
 from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.compatibility import fitting_classes
 from acm_compiler.recipe.document import KeyPath

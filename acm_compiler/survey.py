@@ -22,7 +22,7 @@ from acm_compiler.passes.find_sites import Match, match_sites
 from acm_compiler.passes.layout import find_layouts
 from acm_compiler.passes.normalize import normalized
 from acm_compiler.passes.untouched import untouched
-from acm_compiler.plans import ModelFacts, class_of, fingerprint
+from acm_compiler.planning.plan import ModelFacts, class_of, fingerprint
 from acm_compiler.site import Layout, Site, Skip
 
 _SHARDED = ("FullyShardedDataParallel", "DTensor")

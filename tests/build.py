@@ -7,9 +7,9 @@ from torch import nn
 
 from acm_compiler.acm import ACM, Gate
 from acm_compiler.conversion import Conversion
-from acm_compiler.cost import learner_unit, macs_per_learner
 from acm_compiler.passes.build_acm import new_learners
-from acm_compiler.plans import ModelFacts, Plan, PlannedSite
+from acm_compiler.planning.cost import learner_unit, macs_per_learner
+from acm_compiler.planning.plan import ModelFacts, Plan, PlannedSite
 from acm_compiler.site import Graft, Layout, LinearRef, Pair
 
 
@@ -47,7 +47,7 @@ def sliced_site(name: str = "proj", role: str = "q", **changes) -> PlannedSite:
 
 def plan_of(*sites: PlannedSite, dense_macs: int | None = None, batch: int = 1) -> Plan:
     """A plan of these sites, for a model of nothing else unless `dense_macs` says more."""
-    from acm_compiler.cost import site_cost
+    from acm_compiler.planning.cost import site_cost
 
     total = sum(site_cost(site).dense_macs for site in sites)
     facts = ModelFacts(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import acm_compiler as acm
 from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, conversion
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from tests import models
 
 Case = Callable[[], tuple[nn.Module, Tensor]]

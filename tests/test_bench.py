@@ -17,7 +17,7 @@ from acm_compiler.cli.saved_run import open_saved_run
 from acm_compiler.control import set_budget
 from acm_compiler.conversion import BudgetPoint, BudgetTable
 from acm_compiler.errors import UsageError, VerificationFailed
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from tests.build import planned_site, stack_of
 from tests.test_backend import Cached
 

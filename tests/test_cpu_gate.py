@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.acm import Gate, flops, ops
 from acm_compiler.acm.reference import choice_costs, utilities
-from acm_compiler.cost import gate_macs_per_token
 from acm_compiler.errors import UsageError
+from acm_compiler.planning.cost import gate_macs_per_token
 from tests.build import acm_for, planned_site
 
 N = 4

@@ -15,9 +15,9 @@ from torch.overrides import _get_current_function_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
-from acm_compiler.cost import dense_macs_per_token
 from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.inputs import call_model
+from acm_compiler.planning.cost import dense_macs_per_token
 from tests import models
 from tests.build import planned_site, stack_of
 

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from acm_compiler.acm import Gate, flops, ops
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.reference import run_learners
-from acm_compiler.cost import gate_macs_per_token, macs_per_learner
 from acm_compiler.errors import UsageError
+from acm_compiler.planning.cost import gate_macs_per_token, macs_per_learner
 from tests.build import acm_for, planned_site
 from tests.test_reference import FORMS, OUT, D, N, weights_of
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from acm_compiler.cost import site_cost
 from acm_compiler.errors import PlanMismatch, StorageError
-from acm_compiler.plans import Plan, check_fits, fingerprint
+from acm_compiler.planning.cost import site_cost
+from acm_compiler.planning.plan import Plan, check_fits, fingerprint
 from acm_compiler.site import Skip
 from tests.build import acm_for, plan_of, planned_site
 

@@ -7,7 +7,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import SelectionError, UsageError
-from acm_compiler.planner import matched_width, plan_sites, select
+from acm_compiler.planning.planner import matched_width, plan_sites, select
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.site import Graft, LinearRef, Site
 from tests import tour_model

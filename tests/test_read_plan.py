@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import acm_compiler as acm
 from acm_compiler.errors import StorageError
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from tests.rewrite_cases import ALL, planned
 
 NOTHING = object()

@@ -28,7 +28,7 @@ from acm_compiler.evaluation.load_maps import find_load_maps, spread
 from acm_compiler.evaluation.results import Evaluation, Interval, load_evaluation
 from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.measure import measure_budgets
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
 from acm_compiler.reporting.contents import Report, headline_budget
 from acm_compiler.reporting.cost_chart import cost_chart

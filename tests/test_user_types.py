@@ -38,9 +38,9 @@ def test_a_type_checker_knows_what_a_user_calls(tmp_path):
         check=False,
     )
     assert re.findall(r'Revealed type is "([^"]+)"', done.stdout) == [
-        "acm_compiler.plans.Plan",
+        "acm_compiler.planning.plan.Plan",
         "dict[str, acm_compiler.acm.module.ACM]",
-        "acm_compiler.plans.Plan",
+        "acm_compiler.planning.plan.Plan",
     ]
     assert 'No overload variant of "set_budget" matches argument types "Linear", "list[int]"' in done.stdout
     assert 'Module has no attribute "misspelt"' in done.stdout

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from acm_compiler.conversion import Conversion
-from acm_compiler.cost import learner_unit, macs_per_learner
-from acm_compiler.plans import PlannedSite
+from acm_compiler.planning.cost import learner_unit, macs_per_learner
+from acm_compiler.planning.plan import PlannedSite
 from tests.build import acm_for, plan_of, planned_site
 
 WIDTH, TOKENS, CLASSES, N = 8, 5, 3, 4

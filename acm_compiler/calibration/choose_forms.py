@@ -13,7 +13,7 @@ import torch
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration.learn_sites import Learned
-from acm_compiler.cost import macs_per_learner
+from acm_compiler.planning.cost import macs_per_learner
 
 Unit = list[Learned]
 

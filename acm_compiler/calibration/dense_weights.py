@@ -16,7 +16,7 @@ from acm_compiler.acm.activations import resolve
 from acm_compiler.conversion import sites
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.passes.dense_region import DenseLinear, DenseRegion, dense_linear, named_tensors, tensor_names
-from acm_compiler.plans import Plan, PlannedSite
+from acm_compiler.planning.plan import Plan, PlannedSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

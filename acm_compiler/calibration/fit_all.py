@@ -23,7 +23,7 @@ from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import conversion, sites
 from acm_compiler.measure import Example, undisturbed
-from acm_compiler.plans import PlannedSite
+from acm_compiler.planning.plan import PlannedSite
 from acm_compiler.progress import Progress
 
 Records = dict[str, SiteRecord]

@@ -16,8 +16,8 @@ from acm_compiler.calibration.neuron_order import neuron_order, variance_order
 from acm_compiler.calibration.second_layer import Hidden, fit_second_layer
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.passes.build_acm import new_learners
-from acm_compiler.planner import matched_width
-from acm_compiler.plans import PlannedSite
+from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.planner import matched_width
 
 # a refit from fewer tokens per hidden neuron is worse than none
 ENOUGH_TOKENS = 2

@@ -21,7 +21,7 @@ from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.head_bases import HeadBases, bases_of_scores, bases_of_values, head_blocks, head_products
 from acm_compiler.calibration.site_record import SiteRecord
-from acm_compiler.plans import PlannedSite
+from acm_compiler.planning.plan import PlannedSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from acm_compiler.calibration.prove_slices import proven
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.conversion import sites
 from acm_compiler.measure import Example
-from acm_compiler.plans import PlannedSite
+from acm_compiler.planning.plan import PlannedSite
 
 # tokens of each site by which forms are compared
 _TOKENS = 2048

@@ -21,7 +21,7 @@ from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets
 from acm_compiler.passes.nested import tensors
-from acm_compiler.plans import Plan, PlannedSite
+from acm_compiler.planning.plan import Plan, PlannedSite
 from acm_compiler.progress import Progress, Say, progress_of
 
 

@@ -17,7 +17,7 @@ from acm_compiler.conversion import BudgetTable, gates_digest, sites, whole_conv
 from acm_compiler.errors import NoBudgetTable
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets, undisturbed
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say, progress_of
 from acm_compiler.usage import PADDING, record
 

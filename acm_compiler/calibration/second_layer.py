@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acm_compiler.calibration.neuron_order import RIDGE
 from acm_compiler.calibration.symmetric import mean_diagonal, solve
-from acm_compiler.plans import SecondLayer
+from acm_compiler.planning.plan import SecondLayer
 
 _TOP_WEIGHT = 8.0
 _PLENTY, _IMAGINED = 10, 0.2  # tokens for every neuron; how many are imagined for one that is missing to that

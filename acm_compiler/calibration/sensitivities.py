@@ -9,7 +9,7 @@ from torch import nn
 
 from acm_compiler.conversion import conversion
 from acm_compiler.errors import NothingRecorded
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 
 _ROUNDING = 1e-12
 

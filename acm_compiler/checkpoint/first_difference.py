@@ -8,7 +8,7 @@ from acm_compiler.checkpoint.tensors import Stored
 from acm_compiler.errors import PlanMismatch
 from acm_compiler.passes.dense_region import check_tensors, named_tensors, tensor_names
 from acm_compiler.passes.normalize import normalized
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 
 Shape = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from acm_compiler.checkpoint.tensors import slots
 from acm_compiler.errors import AcmError
 from acm_compiler.files import parse_json
 from acm_compiler.passes.rewrite import check_convertible, convert
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from acm_compiler.sources import build_from_record
 
 _PLAIN = (bool, int, float, str, type(None))

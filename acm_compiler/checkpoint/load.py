@@ -23,7 +23,7 @@ from acm_compiler.errors import PlanMismatch, StorageError
 from acm_compiler.files import parse_json
 from acm_compiler.passes.build_acm import mark_initialized
 from acm_compiler.passes.rewrite import check_convertible, convert, copied
-from acm_compiler.plans import Plan, fits, warn_of_class
+from acm_compiler.planning.plan import Plan, fits, warn_of_class
 from acm_compiler.sources import build_from_record
 
 _LOG = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from acm_compiler.conversion import Conversion, conversion, sites
 from acm_compiler.files import whole_file
 from acm_compiler.passes.revert import rewritten_root
 from acm_compiler.passes.save_pretrained import refuse_part
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 
 FORMAT = 1
 _LOG = logging.getLogger(__name__)

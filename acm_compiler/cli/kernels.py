@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from acm_compiler.codegen.ahead import Kernel
     from acm_compiler.codegen.gate import GateSpec
     from acm_compiler.codegen.spec import KernelSpec
-    from acm_compiler.plans import Plan
+    from acm_compiler.planning.plan import Plan
 
 _ARCHITECTURES = (80, 90)
 _DTYPES = ("bf16", "fp16", "fp32", "tf32")
@@ -94,7 +94,7 @@ def _specs(what: Path, dtype: str, *, norm: bool) -> Counter[tuple[KernelSpec, G
 def _plan(what: Path) -> Plan:
     from acm_compiler.checkpoint.folder import PLAN
     from acm_compiler.errors import StorageError, UsageError
-    from acm_compiler.plans import Plan
+    from acm_compiler.planning.plan import Plan
 
     if not what.exists():
         raise UsageError(

@@ -12,7 +12,7 @@ from acm_compiler.cli.output import JsonOption, Output, SetOption
 
 if TYPE_CHECKING:
     from acm_compiler.advice import Advice
-    from acm_compiler.plans import Plan
+    from acm_compiler.planning.plan import Plan
     from acm_compiler.recipe import ModelConfig, Recipe
     from acm_compiler.sources import BuiltModel
 
@@ -56,8 +56,8 @@ def plan(
     from acm_compiler.budgets import parse_budget
     from acm_compiler.cli.saved_run import parse_budgets
     from acm_compiler.cli.what import read_what
-    from acm_compiler.cost_table import BUDGETS, cost_table
     from acm_compiler.pipeline import example_of
+    from acm_compiler.planning.cost_table import BUDGETS, cost_table
     from acm_compiler.survey import torch_macs
 
     output = Output(json=json)

@@ -16,7 +16,7 @@ from acm_compiler.codegen.activation import INTERPRETED, gelu
 from acm_compiler.codegen.options import kernel_options
 from acm_compiler.codegen.spec import DTYPES
 from acm_compiler.codegen.stages import Machine
-from acm_compiler.plans import PlannedSite
+from acm_compiler.planning.plan import PlannedSite
 
 WIDEST = 256
 """Columns of the gate's first product that one program holds; wider gates are not for this kernel."""

@@ -28,7 +28,7 @@ from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation,
 from acm_compiler.evaluation.tally import Tally
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.schema import BudgetsConfig
 from acm_compiler.tasks import Likeness, Metric, Score, Task, task_for

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.evaluation.ordered_tokens import ordered_tokens
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from acm_compiler.usage import PADDING
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 
 
 def ordered_tokens(k: Mapping[str, Tensor], plan: Plan) -> Iterator[tuple[str, Tensor]]:

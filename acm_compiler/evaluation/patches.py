@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.evaluation.ordered_tokens import ordered_tokens
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 
 _MOST_EXTRA = 8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from acm_compiler.cost_table import unit_of
+from acm_compiler.planning.cost_table import unit_of
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.results import Interval

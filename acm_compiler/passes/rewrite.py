@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.conversion import Conversion, gates_digest, refuse_inference_tensors, refuse_no_module
-from acm_compiler.cost import learner_unit
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
 from acm_compiler.passes.build_acm import build_acm, start
 from acm_compiler.passes.dense_region import check_tensors, named_tensors, weights_digest
@@ -30,7 +29,8 @@ from acm_compiler.passes.graph_regions import find_in_graph
 from acm_compiler.passes.normalize import disable_fast_path, normalize, normalized
 from acm_compiler.passes.save_pretrained import guard_saving
 from acm_compiler.passes.stand_ins import StashedACM
-from acm_compiler.plans import Plan, PlannedSite, check_fits, warn_of_class
+from acm_compiler.planning.cost import learner_unit
+from acm_compiler.planning.plan import Plan, PlannedSite, check_fits, warn_of_class
 
 _SHOWN = 5
 

@@ -8,7 +8,7 @@ from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.results import BudgetResult, Evaluation
 from acm_compiler.evaluation.times import Times
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 
 CLOSE = 0.03
 

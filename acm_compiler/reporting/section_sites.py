@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from acm_compiler.cost import site_cost
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import BudgetResult, SiteUse
+from acm_compiler.planning.cost import site_cost
 from acm_compiler.reporting.contents import Report, headline_budget
 from acm_compiler.reporting.markup import Child, Markup, table, tag
 from acm_compiler.reporting.theme import colours_of_k, key_of_k

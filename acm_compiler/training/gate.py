@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.cost import macs_per_learner
-from acm_compiler.plans import Plan
+from acm_compiler.planning.cost import macs_per_learner
+from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.phases import LabelRule
 from acm_compiler.training.labels import label_columns
 from acm_compiler.training.modes import free_gate

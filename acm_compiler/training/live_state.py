@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.conversion import BudgetTable, conversion, sites
-from acm_compiler.cost import learner_unit
 from acm_compiler.passes.build_acm import build_acm
-from acm_compiler.plans import Plan
+from acm_compiler.planning.cost import learner_unit
+from acm_compiler.planning.plan import Plan
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

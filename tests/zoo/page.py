@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tabulate import tabulate
 
-from acm_compiler.plans import Plan
+from acm_compiler.planning.plan import Plan
 from tests.zoo.catalogue import FAMILIES
 
 _HEAD = """# Models

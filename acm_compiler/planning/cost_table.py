@@ -8,8 +8,8 @@ from itertools import groupby
 
 from tabulate import tabulate
 
-from acm_compiler.cost import CostReport, SiteCost
-from acm_compiler.plans import Plan, PlannedSite
+from acm_compiler.planning.cost import CostReport, SiteCost
+from acm_compiler.planning.plan import Plan, PlannedSite
 
 BUDGETS = (0.25, 0.40, 0.60, 0.75, 1.00)
 _CONVENTION = '1 MAC = 1 multiply-add = 2 FLOPs; papers\' "GFLOPs" are GMACs'

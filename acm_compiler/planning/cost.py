@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from acm_compiler.plans import Plan, PlannedSite
+from acm_compiler.planning.plan import Plan, PlannedSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +164,6 @@ class CostReport:
         }
 
     def __str__(self) -> str:
-        from acm_compiler.cost_table import cost_table
+        from acm_compiler.planning.cost_table import cost_table
 
         return cost_table(self)

@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from acm_compiler.acm.activations import resolve
-from acm_compiler.cost import SiteCost
 from acm_compiler.errors import AcmError, StorageError
 from acm_compiler.files import parse_json
-from acm_compiler.plans import SCHEMA, ModelFacts, Plan, PlannedSite
+from acm_compiler.planning.cost import SiteCost
+from acm_compiler.planning.plan import SCHEMA, ModelFacts, Plan, PlannedSite
 from acm_compiler.recipe.checked_json import checked_json, wrong_entry
 from acm_compiler.site import Skip
 

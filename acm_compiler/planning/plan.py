@@ -121,7 +121,7 @@ class Plan:
     @property
     def cost(self):
         """The plan's `CostReport`."""
-        from acm_compiler.cost import CostReport
+        from acm_compiler.planning.cost import CostReport
 
         return CostReport.of(self)
 
@@ -158,7 +158,7 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; StorageError, naming the key, for values that do not fit."""
-        from acm_compiler.read_plan import read_plan
+        from acm_compiler.planning.read_plan import read_plan
 
         return read_plan(text)
 

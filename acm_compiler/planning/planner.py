@@ -7,9 +7,9 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from acm_compiler.cost import dense_macs_per_token
 from acm_compiler.errors import SelectionError, UsageError, nearest
-from acm_compiler.plans import PlannedSite, SecondLayer
+from acm_compiler.planning.cost import dense_macs_per_token
+from acm_compiler.planning.plan import PlannedSite, SecondLayer
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.site import Site
 

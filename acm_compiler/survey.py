@@ -16,12 +16,12 @@ from acm_compiler.conversion import refuse_no_module
 from acm_compiler.dump import dump
 from acm_compiler.errors import AlreadyRewritten, UsageError
 from acm_compiler.inputs import Inputs, call_model, split_inputs
-from acm_compiler.passes.capture import Capture, capture
+from acm_compiler.passes.capture.batch_axes import find_layouts
+from acm_compiler.passes.capture.capture import Capture, capture
+from acm_compiler.passes.capture.isolate import untouched
+from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.dense_macs import count_macs, not_counted
 from acm_compiler.passes.find_sites import Match, match_sites
-from acm_compiler.passes.layout import find_layouts
-from acm_compiler.passes.normalize import normalized
-from acm_compiler.passes.untouched import untouched
 from acm_compiler.planning.plan import ModelFacts, class_of, fingerprint
 from acm_compiler.site import Layout, Site, Skip
 

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from acm_compiler.passes.captured import Capture
+from acm_compiler.passes.capture.graph import Capture
 
 D, H = 8, 12
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from acm_compiler.acm.activations import resolve
-from acm_compiler.passes.capture import capture
-from acm_compiler.passes.exported import capture_exported
+from acm_compiler.passes.capture.capture import capture
+from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.find_sites import find_sites
 from tests.models import Mlp, Residual, Stack, example
 

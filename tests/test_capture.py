@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.errors import CaptureFailed
-from acm_compiler.passes.capture import Capture, ModuleCall, capture, export, record
+from acm_compiler.passes.capture.capture import Capture, ModuleCall, capture, export, record
 from tests.captures import Block, D, H, calls, node_of
 
 

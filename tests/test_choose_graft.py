@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from acm_compiler.passes.capture import capture
-from acm_compiler.passes.exported import capture_exported
+from acm_compiler.passes.capture.capture import capture
+from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.find_sites import find_sites, match_sites
 from acm_compiler.site import Graft
 from tests import models

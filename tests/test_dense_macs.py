@@ -8,10 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.inputs import call_model
-from acm_compiler.passes.capture import capture
+from acm_compiler.passes.capture.capture import capture
+from acm_compiler.passes.capture.export import capture_exported
+from acm_compiler.passes.capture.normalize import normalize
 from acm_compiler.passes.dense_macs import count_macs, not_counted
-from acm_compiler.passes.exported import capture_exported
-from acm_compiler.passes.normalize import normalize
 from tests import models
 
 

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.passes.capture import Capture, capture, export
-from acm_compiler.passes.layout import find_layouts
-from acm_compiler.passes.normalize import normalized
+from acm_compiler.passes.capture.batch_axes import find_layouts
+from acm_compiler.passes.capture.capture import Capture, capture, export
+from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.site import Layout
 
 D = 8

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.errors import UsageError
-from acm_compiler.passes.normalize import (
+from acm_compiler.passes.capture.normalize import (
     UnpackedAttention,
     disable_fast_path,
     normalize,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from acm_compiler.passes.capture import Capture, ModuleCall, capture, record
-from acm_compiler.passes.live_tensors import alias_of, overwritten
+from acm_compiler.passes.capture.capture import Capture, ModuleCall, capture, record
+from acm_compiler.passes.capture.live_tensors import alias_of, overwritten
 from tests.captures import Block, D, H, calls, depends, node_of, result_of
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from acm_compiler.passes.capture import capture
+from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.find_sites import find_sites
 from tests.models import TOKENS, WIDTH, Mlp, Stack, example
 
@@ -167,7 +167,7 @@ def test_a_shared_site_has_a_bypass_only_if_every_call_has():
 def test_the_decoder_of_an_encoder_decoder_has_its_own_bypasses():
     with torch.device("cpu"):
         model = nn.Transformer(WIDTH, 2, 1, 1, 32, batch_first=True).eval()
-    from acm_compiler.passes.normalize import normalize
+    from acm_compiler.passes.capture.normalize import normalize
 
     normalize(model)
     graph = capture(model, (torch.randn(2, 4, WIDTH), torch.randn(2, 3, WIDTH)))

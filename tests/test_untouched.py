@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.errors import CaptureFailed
-from acm_compiler.passes.capture import capture
+from acm_compiler.passes.capture.capture import capture
 from tests.captures import Block, D
 
 _masks: dict[int, Tensor] = {}

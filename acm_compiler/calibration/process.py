@@ -20,7 +20,7 @@ from acm_compiler.conversion import refuse_inference_tensors, sites, whole_conve
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.measure import Example, measure_budgets
-from acm_compiler.passes.nested import tensors
+from acm_compiler.passes.capture.nested import tensors
 from acm_compiler.planning.plan import Plan, PlannedSite
 from acm_compiler.progress import Progress, Say, progress_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from acm_compiler.acm import gated_learners, ops
-from acm_compiler.passes.writes import written_tensors
+from acm_compiler.passes.capture.writes import written_tensors
 from acm_compiler.user_code import traced_line
 
 LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, argument
 from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.op_names import COPIES, RESHAPES, argument
 from acm_compiler.passes.values import Value
 from acm_compiler.passes.weight_views import SPLITS, part_spans
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from acm_compiler.passes.captured import Capture, ModuleCall, Signature
+from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature
+from acm_compiler.passes.capture.op_names import ACTIVATIONS, COPIES, DROPOUTS, RESHAPES, SCALES, SUMS, argument
 from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.op_names import ACTIVATIONS, COPIES, DROPOUTS, RESHAPES, SCALES, SUMS, argument
 from acm_compiler.passes.regions import Region
 from acm_compiler.passes.values import Value
 from acm_compiler.site import Graft

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import networkx as nx
 from torch import fx
 
-from acm_compiler.passes.captured import Capture, ModuleCall
+from acm_compiler.passes.capture.graph import Capture, ModuleCall
+from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, data_operands, op_name
 from acm_compiler.passes.fold_norms import fold_norms
 from acm_compiler.passes.fold_softmax import fold_softmax
-from acm_compiler.passes.op_names import COPIES, RESHAPES, data_operands, op_name
 from acm_compiler.passes.resolve_linears import fuse_bias, resolve_linear
 from acm_compiler.passes.values import Linear, Read, Value
 from acm_compiler.passes.weight_views import Views, WeightView, view_of

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from acm_compiler.passes.captured import Capture
-from acm_compiler.passes.nested import leaves
-from acm_compiler.passes.op_names import (
+from acm_compiler.passes.capture.graph import Capture
+from acm_compiler.passes.capture.nested import leaves
+from acm_compiler.passes.capture.op_names import (
     ATTENTION,
     CONVOLUTIONS,
     COPIES,

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from acm_compiler.passes.captured import Capture
+from acm_compiler.passes.capture.graph import Capture
 from acm_compiler.passes.choose_graft import choose_graft
 from acm_compiler.passes.dataflow import Dataflow, build_dataflow
 from acm_compiler.passes.linear_sites import find_projections

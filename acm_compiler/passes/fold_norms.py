@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from acm_compiler.passes.op_names import COPIES, REDUCTIONS, op_set
+from acm_compiler.passes.capture.op_names import COPIES, REDUCTIONS, op_set
 from acm_compiler.passes.values import Value
 
 _INVERSE_ROOTS = op_set("rsqrt sqrt reciprocal pow add clamp clamp_min rdiv maximum") | COPIES

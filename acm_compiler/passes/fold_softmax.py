@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from acm_compiler.passes.op_names import argument
+from acm_compiler.passes.capture.op_names import argument
 from acm_compiler.passes.values import Value
 
 

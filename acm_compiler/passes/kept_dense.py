@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from acm_compiler.passes.captured import Capture
+from acm_compiler.passes.capture.graph import Capture
+from acm_compiler.passes.capture.op_names import ATTENTION, CONVOLUTIONS, OPAQUE, argument, op_name
 from acm_compiler.passes.dataflow import Dataflow, build_dataflow
 from acm_compiler.passes.dense_macs import count_macs
-from acm_compiler.passes.op_names import ATTENTION, CONVOLUTIONS, OPAQUE, argument, op_name
 from acm_compiler.passes.values import Linear
 from acm_compiler.site import LinearRef, Site, Skip
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from acm_compiler.passes.act_expression import Call, Inexpressible, Leaf, Term, TermReader, is_affine, leaves, text
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.op_names import (
+from acm_compiler.passes.capture.op_names import (
     ACTIVATIONS,
     ATTENTION,
     COPIES,
@@ -26,6 +25,7 @@ from acm_compiler.passes.op_names import (
     SUMS,
     op_set,
 )
+from acm_compiler.passes.dataflow import Dataflow
 from acm_compiler.passes.regions import LookAlike, Region
 from acm_compiler.passes.resolve_linears import OWN_BIAS
 from acm_compiler.passes.values import Value, tokens_of

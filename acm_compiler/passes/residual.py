@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from acm_compiler.passes.capture.op_names import COPIES, MOVES, NORMS, RESHAPES, SCALES, SUMS, op_set
 from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.op_names import COPIES, MOVES, NORMS, RESHAPES, SCALES, SUMS, op_set
 from acm_compiler.passes.resolve_linears import scales_only
 from acm_compiler.passes.values import Value
 

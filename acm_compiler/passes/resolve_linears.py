@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from acm_compiler.passes.op_names import argument, data_operands, op_set
+from acm_compiler.passes.capture.op_names import argument, data_operands, op_set
 from acm_compiler.passes.values import Linear, Value, tokens_of
 from acm_compiler.passes.weight_views import Views, WeightView, linear_ref
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from acm_compiler.passes.channels import channels_of
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.op_names import (
+from acm_compiler.passes.capture.op_names import (
     ACTIVATIONS,
     ATTENTION,
     COPIES,
@@ -22,6 +20,8 @@ from acm_compiler.passes.op_names import (
     op_name,
     op_set,
 )
+from acm_compiler.passes.channels import channels_of
+from acm_compiler.passes.dataflow import Dataflow
 from acm_compiler.passes.values import Value
 
 _WRITES = op_set("setitem copy overwritten index_put")

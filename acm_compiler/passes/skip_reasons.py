@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from acm_compiler.passes.captured import Capture
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.dense_macs import count_macs
-from acm_compiler.passes.kept_dense import operation_name
-from acm_compiler.passes.op_names import (
+from acm_compiler.passes.capture.graph import Capture
+from acm_compiler.passes.capture.op_names import (
     CONVOLUTIONS,
     COPIES,
     OPAQUE,
@@ -19,6 +16,9 @@ from acm_compiler.passes.op_names import (
     SUMS,
     op_set,
 )
+from acm_compiler.passes.dataflow import Dataflow
+from acm_compiler.passes.dense_macs import count_macs
+from acm_compiler.passes.kept_dense import operation_name
 from acm_compiler.passes.regions import LookAlike, Region
 from acm_compiler.passes.residual import find_bypass
 from acm_compiler.passes.resolve_linears import QUANTISED_LINEAR

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from acm_compiler.passes.capture.op_names import ATTENTION, COPIES, DROPOUTS, MOVES, PRODUCTS, RESHAPES, argument
 from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.op_names import ATTENTION, COPIES, DROPOUTS, MOVES, PRODUCTS, RESHAPES, argument
 from acm_compiler.passes.values import Value
 from acm_compiler.site import Pair, Site
 

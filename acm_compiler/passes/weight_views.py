@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from acm_compiler.passes.op_names import COPIES, RESHAPES, argument, op_set
+from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, argument, op_set
 from acm_compiler.site import LinearRef
 
 Span = tuple[int, int]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from acm_compiler.errors import AcmError, FunctionFailed, UsageError, did_you_mean
-from acm_compiler.passes.capture import Attempt, first_line
+from acm_compiler.passes.capture.capture import Attempt, first_line
 from acm_compiler.user_code import users_frames
 
 PREFIX = "python:"

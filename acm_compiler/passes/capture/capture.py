@@ -14,11 +14,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from acm_compiler.errors import CaptureFailed
 from acm_compiler.inputs import Inputs, call_model, split_inputs
-from acm_compiler.passes.captured import Capture, ModuleCall, Signature
-from acm_compiler.passes.eager import EAGER
-from acm_compiler.passes.nested import map_tensors, tensors
-from acm_compiler.passes.recorder import Recorder, UnseenTensor
-from acm_compiler.passes.untouched import untouched
+from acm_compiler.passes.capture.eager import EAGER
+from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature
+from acm_compiler.passes.capture.isolate import untouched
+from acm_compiler.passes.capture.nested import map_tensors, tensors
+from acm_compiler.passes.capture.recorder import Recorder, UnseenTensor
 from acm_compiler.user_code import raising_line
 
 __all__ = ["Capture", "ModuleCall", "Signature", "capture"]
@@ -94,7 +94,7 @@ def record(model: nn.Module, example_inputs: Inputs, *, fake: bool) -> Capture |
 
 def export(model: nn.Module, example_inputs: Inputs) -> Capture | Exception:
     """The model as torch.export sees it, or what was raised."""
-    from acm_compiler.passes.exported import capture_exported
+    from acm_compiler.passes.capture.export import capture_exported
 
     attempt = Attempt()
     with attempt, untouched(model), _recordable(model), torch.no_grad():

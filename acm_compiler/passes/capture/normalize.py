@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import nn
 
-from acm_compiler.passes.module_calls import canonical_names
-from acm_compiler.passes.unpacked_attention import UnpackedAttention, unpack_attention
+from acm_compiler.passes.capture.module_calls import canonical_names
+from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention, unpack_attention
 
 __all__ = [
     "UnpackedAttention",

@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage, fx
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from acm_compiler.passes.untouched import storage_of
+from acm_compiler.passes.capture.isolate import storage_of
 
 
 def overwritten(old: Tensor, write: Tensor) -> Tensor:

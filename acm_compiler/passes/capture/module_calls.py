@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from acm_compiler.passes.captured import ModuleCall
+from acm_compiler.passes.capture.graph import ModuleCall
 
 
 def canonical_names(model: nn.Module) -> dict[nn.Module, str]:

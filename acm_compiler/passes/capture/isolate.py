@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 
-from acm_compiler.passes.global_caches import GlobalCaches, is_lru_cache
-from acm_compiler.passes.nested import tensors
-from acm_compiler.passes.writes import written_tensors
+from acm_compiler.passes.capture.global_caches import GlobalCaches, is_lru_cache
+from acm_compiler.passes.capture.nested import tensors
+from acm_compiler.passes.capture.writes import written_tensors
 
 # how far attributes are followed: a module's __dict__, a config there, the config's __dict__, a list there, items
 _DEPTH = 6

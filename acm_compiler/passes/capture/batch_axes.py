@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.inputs import Inputs
-from acm_compiler.passes.capture import capture_again
-from acm_compiler.passes.captured import Capture
-from acm_compiler.passes.nested import map_tensors, tensors
-from acm_compiler.passes.op_names import RESHAPES, argument, op_name
+from acm_compiler.passes.capture.capture import capture_again
+from acm_compiler.passes.capture.graph import Capture
+from acm_compiler.passes.capture.nested import map_tensors, tensors
+from acm_compiler.passes.capture.op_names import RESHAPES, argument, op_name
 from acm_compiler.site import Layout
 
 _SIZES = (2, 3)

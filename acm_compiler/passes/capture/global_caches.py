@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from acm_compiler.passes.nested import tensors
+from acm_compiler.passes.capture.nested import tensors
 
 _OWN_CACHES = ("torch", "builtins", "typing", "collections", "abc")
 _MISSING = object()

@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from acm_compiler.inputs import call_model
-from acm_compiler.passes.captured import Capture, ModuleCall, Signature
-from acm_compiler.passes.live_tensors import LiveTensors
-from acm_compiler.passes.module_calls import module_calls_watched
-from acm_compiler.passes.nested import leaves, tensors
-from acm_compiler.passes.writes import written_tensors
+from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature
+from acm_compiler.passes.capture.live_tensors import LiveTensors
+from acm_compiler.passes.capture.module_calls import module_calls_watched
+from acm_compiler.passes.capture.nested import leaves, tensors
+from acm_compiler.passes.capture.writes import written_tensors
 from acm_compiler.user_code import running_line
 
 # calls that turn a tensor's value into something of Python's; they become nodes, for a value that leaves the graph

@@ -14,7 +14,7 @@ from acm_compiler.budgets import share_within, unreachable
 from acm_compiler.dump import dump
 from acm_compiler.errors import NothingToConvert, SelectionError, UsageError, did_you_mean
 from acm_compiler.inputs import Inputs
-from acm_compiler.passes.kept_dense import kept_dense
+from acm_compiler.passes.find.kept_dense import kept_dense
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import notes_on, plan_sites
 from acm_compiler.recipe import expand_paths

@@ -20,8 +20,8 @@ from acm_compiler.passes.capture.batch_axes import find_layouts
 from acm_compiler.passes.capture.capture import Capture, capture
 from acm_compiler.passes.capture.isolate import untouched
 from acm_compiler.passes.capture.normalize import normalized
-from acm_compiler.passes.dense_macs import count_macs, not_counted
-from acm_compiler.passes.find_sites import Match, match_sites
+from acm_compiler.passes.find.count_macs import count_macs, not_counted
+from acm_compiler.passes.find.find_sites import Match, match_sites
 from acm_compiler.planning.plan import ModelFacts, class_of, fingerprint
 from acm_compiler.site import Layout, Site, Skip
 

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.export import capture_exported
-from acm_compiler.passes.find_sites import find_sites, match_sites
+from acm_compiler.passes.find.find_sites import find_sites, match_sites
 from acm_compiler.site import Graft
 from tests import models
 from tests.models import HIDDEN, WIDTH, Mlp, Residual, Stack, example

@@ -9,7 +9,7 @@ from torch import nn
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.graph import ModuleCall
 from acm_compiler.passes.capture.op_names import op_name
-from acm_compiler.passes.dataflow import build_dataflow
+from acm_compiler.passes.find.dataflow import build_dataflow
 from acm_compiler.site import LinearRef
 from tests.models import Mlp, Residual, Stack, example
 

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.capture.normalize import normalize
-from acm_compiler.passes.dense_macs import count_macs
-from acm_compiler.passes.find_sites import find_sites
-from acm_compiler.passes.kept_dense import kept_dense
+from acm_compiler.passes.find.count_macs import count_macs
+from acm_compiler.passes.find.find_sites import find_sites
+from acm_compiler.passes.find.kept_dense import kept_dense
 from acm_compiler.site import Site
 from tests import models
 from tests.models import HIDDEN, WIDTH, Mlp, PostNorm, Residual, Stack, example

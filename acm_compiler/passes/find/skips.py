@@ -16,13 +16,13 @@ from acm_compiler.passes.capture.op_names import (
     SUMS,
     op_set,
 )
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.dense_macs import count_macs
-from acm_compiler.passes.kept_dense import operation_name
-from acm_compiler.passes.regions import LookAlike, Region
-from acm_compiler.passes.residual import find_bypass
-from acm_compiler.passes.resolve_linears import QUANTISED_LINEAR
-from acm_compiler.passes.values import Linear
+from acm_compiler.passes.find.bypass import find_bypass
+from acm_compiler.passes.find.count_macs import count_macs
+from acm_compiler.passes.find.dataflow import Dataflow
+from acm_compiler.passes.find.kept_dense import operation_name
+from acm_compiler.passes.find.linears import QUANTISED_LINEAR
+from acm_compiler.passes.find.regions import LookAlike, Region
+from acm_compiler.passes.find.values import Linear
 from acm_compiler.site import Skip
 
 CLASSIFIER = "classifier: its output has no bypass and is the model's answer"

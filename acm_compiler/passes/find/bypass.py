@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 
 from acm_compiler.passes.capture.op_names import COPIES, MOVES, NORMS, RESHAPES, SCALES, SUMS, op_set
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.resolve_linears import scales_only
-from acm_compiler.passes.values import Value
+from acm_compiler.passes.find.dataflow import Dataflow
+from acm_compiler.passes.find.linears import scales_only
+from acm_compiler.passes.find.values import Value
 
 _REORDERS = op_set("roll flip gather take_along_dim index index_select unfold as_strided")
 _KEEPS_ZERO = COPIES | RESHAPES | MOVES | op_set("mul neg masked_fill result cat stack sum mean")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast, get_args
 
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.regions import LookAlike, Region
-from acm_compiler.passes.residual import find_bypass
-from acm_compiler.passes.roles import attention_role, other_layer
-from acm_compiler.passes.values import Linear
+from acm_compiler.passes.find.attention_roles import attention_role, other_layer
+from acm_compiler.passes.find.bypass import find_bypass
+from acm_compiler.passes.find.dataflow import Dataflow
+from acm_compiler.passes.find.regions import LookAlike, Region
+from acm_compiler.passes.find.values import Linear
 from acm_compiler.site import Role
 
 

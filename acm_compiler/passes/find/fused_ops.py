@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from acm_compiler.passes.capture.op_names import COPIES, REDUCTIONS, op_set
-from acm_compiler.passes.values import Value
+from acm_compiler.passes.find.values import Value
 
 _INVERSE_ROOTS = op_set("rsqrt sqrt reciprocal pow add clamp clamp_min rdiv maximum") | COPIES
 _POWERS = op_set("pow square mul abs sub") | COPIES

@@ -20,9 +20,9 @@ from acm_compiler.passes.capture.op_names import (
     op_name,
     op_set,
 )
-from acm_compiler.passes.channels import channels_of
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.values import Value
+from acm_compiler.passes.find.channels import channels_of
+from acm_compiler.passes.find.dataflow import Dataflow
+from acm_compiler.passes.find.values import Value
 
 _WRITES = op_set("setitem copy overwritten index_put")
 _JOINS = op_set("cat stack view_as_complex view_as_real where result complex") | _WRITES

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from acm_compiler.passes.act_expression import Call, Inexpressible, Leaf, Term, TermReader, is_affine, leaves, text
 from acm_compiler.passes.capture.op_names import (
     ACTIVATIONS,
     ATTENTION,
@@ -25,10 +24,11 @@ from acm_compiler.passes.capture.op_names import (
     SUMS,
     op_set,
 )
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.regions import LookAlike, Region
-from acm_compiler.passes.resolve_linears import OWN_BIAS
-from acm_compiler.passes.values import Value, tokens_of
+from acm_compiler.passes.find.activation import Call, Inexpressible, Leaf, Term, TermReader, is_affine, leaves, text
+from acm_compiler.passes.find.dataflow import Dataflow
+from acm_compiler.passes.find.linears import OWN_BIAS
+from acm_compiler.passes.find.regions import LookAlike, Region
+from acm_compiler.passes.find.values import Value, tokens_of
 from acm_compiler.site import LinearRef
 
 _CHOICES = frozenset(["where", "masked_fill"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from acm_compiler.passes.capture.graph import ModuleCall
-from acm_compiler.passes.weight_views import WeightView
+from acm_compiler.passes.find.weight_views import WeightView
 from acm_compiler.site import LinearRef
 
 Shape = tuple[int, ...]

@@ -13,15 +13,15 @@ from torch import fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acm_compiler.passes.capture.graph import Capture
-from acm_compiler.passes.choose_graft import choose_graft
-from acm_compiler.passes.dataflow import Dataflow, build_dataflow
-from acm_compiler.passes.linear_sites import find_projections
-from acm_compiler.passes.mlp_sites import find_mlps
-from acm_compiler.passes.regions import LookAlike, Region
-from acm_compiler.passes.residual import find_bypass
-from acm_compiler.passes.resolve_linears import QUANTISED_LINEAR
-from acm_compiler.passes.skip_reasons import adapters, answers_model, routed_tokens, skips_of
-from acm_compiler.passes.slice_pairs import with_pairs
+from acm_compiler.passes.find.bypass import find_bypass
+from acm_compiler.passes.find.choose_graft import choose_graft
+from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
+from acm_compiler.passes.find.find_mlps import find_mlps
+from acm_compiler.passes.find.head_pairs import with_pairs
+from acm_compiler.passes.find.linear_sites import find_projections
+from acm_compiler.passes.find.linears import QUANTISED_LINEAR
+from acm_compiler.passes.find.regions import LookAlike, Region
+from acm_compiler.passes.find.skips import adapters, answers_model, routed_tokens, skips_of
 from acm_compiler.site import LinearRef, Role, Site, Skip
 
 

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from acm_compiler.acm import activations
 from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, argument, op_set
-from acm_compiler.passes.channels import Channels, channels_of
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.values import Value
+from acm_compiler.passes.find.channels import Channels, channels_of
+from acm_compiler.passes.find.dataflow import Dataflow
+from acm_compiler.passes.find.values import Value
 
 # what each function takes beside its operand: (keyword, value that torch assumes)
 _NUMBERS: dict[str, tuple[tuple[str, float], ...]] = {

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, argument
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.values import Value
-from acm_compiler.passes.weight_views import SPLITS, part_spans
+from acm_compiler.passes.find.dataflow import Dataflow
+from acm_compiler.passes.find.values import Value
+from acm_compiler.passes.find.weight_views import SPLITS, part_spans
 
 Axis = tuple[int, int]  # (entries, channels from one entry to the next)
 

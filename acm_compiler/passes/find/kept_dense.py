@@ -9,9 +9,9 @@ from torch import fx
 
 from acm_compiler.passes.capture.graph import Capture
 from acm_compiler.passes.capture.op_names import ATTENTION, CONVOLUTIONS, OPAQUE, argument, op_name
-from acm_compiler.passes.dataflow import Dataflow, build_dataflow
-from acm_compiler.passes.dense_macs import count_macs
-from acm_compiler.passes.values import Linear
+from acm_compiler.passes.find.count_macs import count_macs
+from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
+from acm_compiler.passes.find.values import Linear
 from acm_compiler.site import LinearRef, Site, Skip
 
 

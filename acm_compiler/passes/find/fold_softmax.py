@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from acm_compiler.passes.capture.op_names import argument
-from acm_compiler.passes.values import Value
+from acm_compiler.passes.find.values import Value
 
 
 def fold_softmax(values: Mapping[str, Value]) -> dict[str, Value]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from acm_compiler.passes.capture.op_names import ATTENTION, COPIES, DROPOUTS, MOVES, PRODUCTS, RESHAPES, argument
-from acm_compiler.passes.dataflow import Dataflow
-from acm_compiler.passes.values import Value
+from acm_compiler.passes.find.dataflow import Dataflow
+from acm_compiler.passes.find.values import Value
 from acm_compiler.site import Pair, Site
 
 _MATRIX_PRODUCTS = PRODUCTS & {"matmul", "bmm", "baddbmm"}

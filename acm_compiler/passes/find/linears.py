@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from acm_compiler.passes.capture.op_names import argument, data_operands, op_set
-from acm_compiler.passes.values import Linear, Value, tokens_of
-from acm_compiler.passes.weight_views import Views, WeightView, linear_ref
+from acm_compiler.passes.find.values import Linear, Value, tokens_of
+from acm_compiler.passes.find.weight_views import Views, WeightView, linear_ref
 
 QUANTISED_LINEAR = "quantised linear: convert the model as it was before it was quantised"
 OWN_BIAS = "its bias is computed (merge or remove what computes it)"

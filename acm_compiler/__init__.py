@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from acm_compiler.calibration import calibrate, recalibrate, sensitivity
     from acm_compiler.checkpoint import load, save
     from acm_compiler.control import relax, set_budget, set_k
-    from acm_compiler.conversion import sites
     from acm_compiler.errors import AcmError
     from acm_compiler.evaluation.evaluate import evaluate
     from acm_compiler.explanation import explain
     from acm_compiler.loss_terms import losses
-    from acm_compiler.passes.revert import finalize, revert
-    from acm_compiler.passes.rewrite import rewrite
+    from acm_compiler.passes.rewrite.conversion import sites
+    from acm_compiler.passes.rewrite.revert import finalize, revert
+    from acm_compiler.passes.rewrite.rewrite import rewrite
     from acm_compiler.pipeline import plan
     from acm_compiler.planning.plan import Plan
     from acm_compiler.recipe.schema import GateConfig, SiteRule
@@ -46,7 +46,7 @@ _HOMES = {
     "calibrate": "calibration",
     "evaluate": "evaluation.evaluate",
     "explain": "explanation",
-    "finalize": "passes.revert",
+    "finalize": "passes.rewrite.revert",
     "load": "checkpoint",
     "losses": "loss_terms",
     "plan": "pipeline",
@@ -54,13 +54,13 @@ _HOMES = {
     "record": "usage",
     "relax": "control",
     "report": "reporting.draw",
-    "revert": "passes.revert",
-    "rewrite": "passes.rewrite",
+    "revert": "passes.rewrite.revert",
+    "rewrite": "passes.rewrite.rewrite",
     "save": "checkpoint",
     "sensitivity": "calibration",
     "set_budget": "control",
     "set_k": "control",
-    "sites": "conversion",
+    "sites": "passes.rewrite.conversion",
     "status": "site_status",
 }
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from acm_compiler.acm.context import Said, batch_held, batch_of
 from acm_compiler.budgets import setting_of
 from acm_compiler.control import highest_k, refuse_unfitted
-from acm_compiler.conversion import conversion, sites, whole_conversion
 from acm_compiler.errors import UsageError
+from acm_compiler.passes.rewrite.conversion import conversion, sites, whole_conversion
 
 
 @contextmanager

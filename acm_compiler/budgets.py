@@ -8,8 +8,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from numbers import Real
 
-from acm_compiler.conversion import BudgetTable, Conversion
 from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, UsageError
+from acm_compiler.passes.rewrite.conversion import BudgetTable, Conversion
 from acm_compiler.planning.plan import Plan
 
 TOLERANCE = 1e-6

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from acm_compiler.acm.module import ACM, Choices
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import NothingRecorded, UsageError
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.cost import macs_per_learner
 
 

@@ -16,9 +16,9 @@ from acm_compiler.acm.context import observed
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.budgets import NEAR
 from acm_compiler.control import refuse_unfitted
-from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, conversion, sites
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.inputs import Inputs, call_model
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Conversion, conversion, sites
 from acm_compiler.progress import Progress
 from acm_compiler.usage import PADDING, Usage, record
 

@@ -17,7 +17,6 @@ from acm_compiler.budgets import setting_of
 from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.checkpoint import save
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import EvaluatedBudget, conversion
 from acm_compiler.data import Batch, BatchStream, left_out, open_dataset
 from acm_compiler.dump import dump
 from acm_compiler.errors import DataError, UsageError
@@ -25,7 +24,8 @@ from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, first_e
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
-from acm_compiler.passes.rewrite import rewrite
+from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
+from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.pipeline import check_recipe, decide, example_of, frozen_parameters
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml

@@ -9,7 +9,7 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.control import Gated, is_held, run_mode
-from acm_compiler.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import refuse_no_module
 from acm_compiler.dump import dump
 from acm_compiler.errors import AlreadyRewritten, UsageError
 from acm_compiler.inputs import Inputs, call_model, split_inputs
@@ -22,6 +21,7 @@ from acm_compiler.passes.capture.isolate import untouched
 from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.find.count_macs import count_macs, not_counted
 from acm_compiler.passes.find.find_sites import Match, match_sites
+from acm_compiler.passes.rewrite.conversion import refuse_no_module
 from acm_compiler.planning.plan import ModelFacts, class_of, fingerprint
 from acm_compiler.site import Layout, Site, Skip
 

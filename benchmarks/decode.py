@@ -20,7 +20,7 @@ from torch import nn
 
 import acm_compiler as acm
 from acm_compiler.bench.interleave import clock, interleave
-from acm_compiler.conversion import conversion
+from acm_compiler.passes.rewrite.conversion import conversion
 
 VOCABULARY, PROMPT, N = 2000, 16, 4
 HEADINGS = ("batch", "k/N", "tokens/s", "dense/s", "speed-up", "q1", "q3", "MACs")

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.control import FixedK
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import Batch, BatchStream, open_dataset
 from acm_compiler.evaluation.evaluate import evaluate, every_k
 from acm_compiler.files import write_file
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import Recipe, SiteRule

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from acm_compiler.acm import ACM, Gate
-from acm_compiler.conversion import Conversion
-from acm_compiler.passes.build_acm import new_learners
+from acm_compiler.passes.rewrite.build_acm import new_learners
+from acm_compiler.passes.rewrite.conversion import Conversion
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.plan import ModelFacts, Plan, PlannedSite
 from acm_compiler.site import Graft, Layout, LinearRef, Pair

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.outputs import default_answer
-from acm_compiler.conversion import conversion
+from acm_compiler.passes.rewrite.conversion import conversion
 from tests.calibration_tiny import make_tiny, observed, texts
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Conversion
 from acm_compiler.tasks.classify import Classify
 from tests.build import acm_for, plan_of, planned_site
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import acm_compiler as acm
-from acm_compiler.conversion import BudgetPoint, BudgetTable, Conversion, conversion
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Conversion, conversion
 from acm_compiler.planning.plan import Plan
 from tests import models
 

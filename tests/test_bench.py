@@ -15,8 +15,8 @@ from acm_compiler.bench.measure_model import BASE, Contest, Row, break_even, che
 from acm_compiler.budgets import parse_budget
 from acm_compiler.cli.saved_run import open_saved_run
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import BudgetPoint, BudgetTable
 from acm_compiler.errors import UsageError, VerificationFailed
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable
 from acm_compiler.planning.plan import Plan
 from tests.build import planned_site, stack_of
 from tests.test_backend import Cached

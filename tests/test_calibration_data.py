@@ -13,9 +13,9 @@ from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.outputs import answers, default_answer, energy, random_projection
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.calibration.whole_examples import WholeExamples
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import DataError, LayoutUnknown, UsageError
-from acm_compiler.passes.rewrite import rewrite
+from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.pipeline import plan
 from acm_compiler.site import Layout
 from tests.calibration_tiny import make_tiny, observed, texts

@@ -19,7 +19,6 @@ from acm_compiler.calibration import Options, Sensitivity, calibrate, calibrate_
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.fit_all import in_memory
 from acm_compiler.control import FixedK, run_mode, set_budget, set_k
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import (
     BudgetUnreachable,
     CompiledModelError,
@@ -31,6 +30,7 @@ from acm_compiler.errors import (
     TrainingFailed,
     UsageError,
 )
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.site import Layout
 from acm_compiler.usage import record
 from tests import tour_model

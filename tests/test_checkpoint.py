@@ -18,8 +18,8 @@ from torch import fx, nn
 
 import acm_compiler as acm
 from acm_compiler.checkpoint import check_own_folder
-from acm_compiler.conversion import BudgetPoint, BudgetTable, EvaluatedBudget, conversion
 from acm_compiler.errors import ModelSourceError, NoDenseRegion, NotRewritten, PlanMismatch, StorageError, UsageError
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, EvaluatedBudget, conversion
 from tests import models, tour_model
 from tests.rewrite_cases import ALL, answer, give_budgets, planned, rewritten, state_of, trained
 

@@ -16,7 +16,6 @@ from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.budgets import parse_budget, setting_of
 from acm_compiler.calibration import calibrate, recalibrate
 from acm_compiler.control import FixedK, Gated, Relaxed, relax, run_mode, set_budget, set_k
-from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.errors import (
     BudgetUnreachable,
     CompiledModelError,
@@ -27,6 +26,7 @@ from acm_compiler.errors import (
     SitesNotFitted,
     UsageError,
 )
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.planning.cost import gate_macs_per_token, macs_per_learner
 from acm_compiler.site_status import status
 from acm_compiler.usage import record

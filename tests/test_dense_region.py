@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from acm_compiler.errors import PlanMismatch
-from acm_compiler.passes.dense_region import DenseRegion, check_tensors, tensor_names, weights_digest
+from acm_compiler.passes.rewrite.dense_region import DenseRegion, check_tensors, tensor_names, weights_digest
 from acm_compiler.site import Graft, LinearRef, Site
 
 D, H, O = 6, 10, 4  # noqa: E741

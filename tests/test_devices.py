@@ -13,10 +13,10 @@ from acm_compiler.acm.context import batch_of
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
 from acm_compiler.calibration import Options, calibrate_on, lowest_k, ranks
 from acm_compiler.calibration.examples import masked
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.decoder_tokens import CallPadding
 from acm_compiler.measure import _mean_over_ranks, _Search
 from acm_compiler.passes.capture.capture import capture
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.tasks.metric import Metric
 from acm_compiler.training.finetune import _Seen
 from acm_compiler.training.generators import generator_states, restore_generators

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import acm_compiler as acm
-from acm_compiler.conversion import conversion
-from acm_compiler.passes.extra_state import KEY
+from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.passes.rewrite.saving_hooks import KEY
 from tests.rewrite_cases import ALL, answer, give_budgets, rewritten
 
 

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import acm_compiler as acm
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import conversion
 from acm_compiler.errors import AcmError
-from acm_compiler.passes.hooks import LostHookWarning
-from acm_compiler.passes.stand_ins import PassThrough, StashedACM, StashInput
+from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.passes.rewrite.hooks import LostHookWarning
+from acm_compiler.passes.rewrite.stand_ins import PassThrough, StashedACM, StashInput
 from tests import models
 from tests.models import HIDDEN, WIDTH
 from tests.rewrite_cases import WRITTEN, answer, assert_close, planned, rewritten, state_of, trained

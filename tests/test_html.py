@@ -10,11 +10,11 @@ from html.parser import HTMLParser
 import pytest
 
 from acm_compiler.control import FixedK
-from acm_compiler.conversion import conversion
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.load_maps import find_load_maps
 from acm_compiler.evaluation.times import BASE, OURS, Row, Times
+from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.markup import Markup, join, tag
 from acm_compiler.reporting.write import write_report

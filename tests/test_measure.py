@@ -8,9 +8,9 @@ import torch
 
 from acm_compiler.budgets import NEAR
 from acm_compiler.control import run_mode, set_budget
-from acm_compiler.conversion import BudgetTable, conversion, sites
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.measure import measure_budgets
+from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, sites
 from acm_compiler.usage import record
 from tests.build import planned_site, stack_of
 

@@ -17,7 +17,6 @@ from acm_compiler.cli import app
 from acm_compiler.cli.eval import damage_table
 from acm_compiler.cli.saved_run import read_budgets
 from acm_compiler.control import FixedK
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import PackageMissing
 from acm_compiler.evaluation import wording
@@ -28,6 +27,7 @@ from acm_compiler.evaluation.load_maps import find_load_maps, spread
 from acm_compiler.evaluation.results import Evaluation, Interval, load_evaluation
 from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.measure import measure_budgets
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
 from acm_compiler.reporting.contents import Report, headline_budget

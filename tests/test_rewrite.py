@@ -11,7 +11,6 @@ from torch import fx, nn
 
 import acm_compiler as acm
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import conversion
 from acm_compiler.errors import (
     AlreadyRewritten,
     CompiledModelError,
@@ -20,6 +19,7 @@ from acm_compiler.errors import (
     PlanMismatch,
     UsageError,
 )
+from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.plan import Plan, fingerprint
 from tests import models

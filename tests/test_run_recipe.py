@@ -18,10 +18,10 @@ from acm_compiler import run_recipe
 from acm_compiler.base_metric import base_metric
 from acm_compiler.checkpoint import locked
 from acm_compiler.cli import app
-from acm_compiler.conversion import sites
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import RunInterrupted
 from acm_compiler.evaluation import evaluate
+from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.expectation import ExpectConfig
 from acm_compiler.run_folder import RunOptions

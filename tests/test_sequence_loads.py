@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import acm_compiler as acm
-from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion
 from acm_compiler.errors import NothingRecorded
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.find_loads import Loads
@@ -17,6 +16,7 @@ from acm_compiler.evaluation.frames import frame_foreground
 from acm_compiler.evaluation.sequence_loads import Clip, ClipLoads, Text, TextLoads, find_clip_loads, find_text_loads
 from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.evaluation.wording import budget_names
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion
 from acm_compiler.reporting.clip_chart import clip_chart, envelope, stretches
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.figures import as_svg, drawing

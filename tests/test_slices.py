@@ -13,8 +13,8 @@ from acm_compiler.calibration.choose_forms import choose_forms
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.head_bases import bases_of_scores, bases_of_values, head_blocks
 from acm_compiler.calibration.learn_sites import Learned
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import UsageError
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.pipeline import decide
 from acm_compiler.planning.cost import site_cost
 from acm_compiler.recipe.phases import LabelRule

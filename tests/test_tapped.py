@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from acm_compiler.acm.reference import all_outputs, prefix_output
-from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion, sites
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.recipe.phases import LabelRule
 from acm_compiler.training.distill import Distill
 from acm_compiler.training.gate import GateLabels

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import acm_compiler as acm
 from acm_compiler.acm.context import batch_of
-from acm_compiler.conversion import BudgetPoint, BudgetTable, conversion
 from acm_compiler.errors import UsageError
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion
 from tests.build import planned_site, stack_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Dynamo

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.conversion import sites
 from acm_compiler.data.loading import BatchStream
+from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.recipe.fields import parse_every
 from acm_compiler.recipe.phases import DistillPhase, FinetunePhase, GatePhase
 from acm_compiler.recipe.schema import RunConfig

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from acm_compiler.conversion import Conversion
+from acm_compiler.passes.rewrite.conversion import Conversion
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.plan import PlannedSite
 from tests.build import acm_for, plan_of, planned_site

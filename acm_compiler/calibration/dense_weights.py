@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import resolve
-from acm_compiler.conversion import sites
 from acm_compiler.errors import NoDenseRegion
-from acm_compiler.passes.dense_region import DenseLinear, DenseRegion, dense_linear, named_tensors, tensor_names
+from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.passes.rewrite.dense_region import DenseLinear, DenseRegion, dense_linear, named_tensors, tensor_names
 from acm_compiler.planning.plan import Plan, PlannedSite
 
 

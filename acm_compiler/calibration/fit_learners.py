@@ -15,7 +15,7 @@ from acm_compiler.calibration.low_rank import metric_root, nested_factors, prefi
 from acm_compiler.calibration.neuron_order import neuron_order, variance_order
 from acm_compiler.calibration.second_layer import Hidden, fit_second_layer
 from acm_compiler.calibration.site_record import SiteRecord
-from acm_compiler.passes.build_acm import new_learners
+from acm_compiler.passes.rewrite.build_acm import new_learners
 from acm_compiler.planning.plan import PlannedSite
 from acm_compiler.planning.planner import matched_width
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.module import State
-from acm_compiler.conversion import Conversion, conversion, sites
-from acm_compiler.passes.build_acm import mark_initialized
+from acm_compiler.passes.rewrite.build_acm import mark_initialized
+from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.plan import PlannedSite
 

@@ -16,9 +16,9 @@ from acm_compiler.calibration import ranks
 from acm_compiler.calibration.examples import mask_in
 from acm_compiler.calibration.observe_model import tapped
 from acm_compiler.calibration.outputs import Answer, answers, energy
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, undisturbed
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.usage import record
 

@@ -19,9 +19,9 @@ from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
 from acm_compiler.calibration.padding import real_tokens
 from acm_compiler.calibration.site_record import SiteRecord
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import TrainingFailed, UsageError
 from acm_compiler.measure import Example
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 
 # torch's words for an operator without a gradient: of a library, of `torch.library.custom_op`, of its own
 _UNREGISTERED = "an autograd kernel was not registered"

@@ -15,9 +15,9 @@ from acm_compiler.calibration.examples import mask_in
 from acm_compiler.calibration.fit_learners import as_module
 from acm_compiler.calibration.fit_slices import Fit
 from acm_compiler.calibration.outputs import Answer, answers, energy
-from acm_compiler.conversion import sites
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, undisturbed
+from acm_compiler.passes.rewrite.conversion import sites
 
 _LOG = logging.getLogger(__name__)
 # relative error of the model's answer, by floating type

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from tabulate import tabulate
 from torch import nn
 
-from acm_compiler.conversion import conversion
 from acm_compiler.errors import NothingRecorded
+from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.planning.plan import Plan
 
 _ROUNDING = 1e-12

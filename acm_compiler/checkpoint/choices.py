@@ -11,8 +11,8 @@ from torch import nn
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.control import PHASES, set_budget
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.errors import StorageError
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.site_status import status
 
 

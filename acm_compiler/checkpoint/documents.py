@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from acm_compiler.conversion import BudgetPoint, EvaluatedBudget
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, EvaluatedBudget
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.checked_json import checked_json, wrong_entry
 from acm_compiler.site import Share, Whole

@@ -7,7 +7,7 @@ from torch import nn
 from acm_compiler.checkpoint.tensors import Stored
 from acm_compiler.errors import PlanMismatch
 from acm_compiler.passes.capture.normalize import normalized
-from acm_compiler.passes.dense_region import check_tensors, named_tensors, tensor_names
+from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, tensor_names
 from acm_compiler.planning.plan import Plan
 
 Shape = tuple[int, ...]

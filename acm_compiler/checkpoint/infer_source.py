@@ -13,7 +13,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.checkpoint.tensors import slots
 from acm_compiler.errors import AcmError
 from acm_compiler.files import parse_json
-from acm_compiler.passes.rewrite import check_convertible, convert
+from acm_compiler.passes.rewrite.rewrite import check_convertible, convert
 from acm_compiler.planning.plan import Plan
 from acm_compiler.sources import build_from_record
 

@@ -20,10 +20,10 @@ from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.infer_source import source_of
 from acm_compiler.checkpoint.tensors import collect, write_tensors
-from acm_compiler.conversion import Conversion, conversion, sites
 from acm_compiler.files import whole_file
-from acm_compiler.passes.revert import rewritten_root
-from acm_compiler.passes.save_pretrained import refuse_part
+from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites
+from acm_compiler.passes.rewrite.revert import rewritten_root
+from acm_compiler.passes.rewrite.save_pretrained import refuse_part
 from acm_compiler.planning.plan import Plan
 
 FORMAT = 1

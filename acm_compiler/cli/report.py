@@ -36,8 +36,8 @@ def report(
     """Write DIR/report from DIR/eval.json, which is measured first where it is missing, and DIR/bench.json."""
     from acm_compiler.calibration import known_damages
     from acm_compiler.cli.saved_run import open_saved_run
-    from acm_compiler.conversion import conversion
     from acm_compiler.evaluation.results import load_evaluation
+    from acm_compiler.passes.rewrite.conversion import conversion
     from acm_compiler.reporting.contents import Report
     from acm_compiler.reporting.figures import require_matplotlib
     from acm_compiler.reporting.write import write_report

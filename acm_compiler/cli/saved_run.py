@@ -65,8 +65,8 @@ class SavedRun:
 
     def data(self) -> Dataset[Any]:
         """The examples to evaluate on. UsageError when nothing names them, DataError when they are not here."""
-        from acm_compiler.conversion import conversion
         from acm_compiler.data import open_dataset
+        from acm_compiler.passes.rewrite.conversion import conversion
         from acm_compiler.recipe import expand_paths
 
         recipe = self.recipe and expand_paths(self.recipe)
@@ -226,7 +226,7 @@ def _dense(recipe: Recipe | None, given: Given, allow_code: bool) -> tuple[nn.Mo
 
 def _kept_dense(model: nn.Module) -> bool:
     """Whether loading found the dense model to be the one that was converted."""
-    from acm_compiler.conversion import sites
+    from acm_compiler.passes.rewrite.conversion import sites
 
     return all(acm.dense is not None for acm in sites(model).values())
 

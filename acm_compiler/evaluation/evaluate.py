@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.budgets import parse_budget, share_within
 from acm_compiler.control import FixedK, set_budget, set_k
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.data import Batch, as_batch
 from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.evaluation.against_fixed import against_fixed
@@ -28,6 +27,7 @@ from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation,
 from acm_compiler.evaluation.tally import Tally
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.schema import BudgetsConfig

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.control import set_budget
-from acm_compiler.conversion import sites
 from acm_compiler.data import Batch
 from acm_compiler.inputs import call_model
 from acm_compiler.measure import undisturbed
+from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.tasks import Task
 from acm_compiler.usage import record
 

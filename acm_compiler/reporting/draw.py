@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.calibration import known_damages
-from acm_compiler.conversion import conversion
 from acm_compiler.data import Batch, as_batch
 from acm_compiler.evaluation.find_loads import Loads, find_loads
 from acm_compiler.evaluation.results import Evaluation
+from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.write import write_report
 from acm_compiler.tasks import Task, task_for

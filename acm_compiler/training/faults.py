@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from acm_compiler.conversion import sites
 from acm_compiler.errors import TrainingFailed
+from acm_compiler.passes.rewrite.conversion import sites
 
 
 def failure(model: nn.Module, what: str | None, *, where: str) -> TrainingFailed:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.control import refuse_unfitted, relax, set_budget
-from acm_compiler.conversion import conversion, sites
 from acm_compiler.data.batch import Batch
 from acm_compiler.inputs import call_model
 from acm_compiler.loss_terms import take_choices
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.distance import distance

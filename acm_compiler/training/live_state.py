@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.conversion import BudgetTable, conversion, sites
-from acm_compiler.passes.build_acm import build_acm
+from acm_compiler.passes.rewrite.build_acm import build_acm
+from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, sites
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.plan import Plan
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import conversion_of
+from acm_compiler.passes.rewrite.conversion import conversion_of
 
 
 @contextmanager

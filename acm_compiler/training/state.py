@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from acm_compiler.conversion import conversion
 from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.files import parse_json, remedy, whole_file
+from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.recipe import differences
 from acm_compiler.training.generators import generator_states
 from acm_compiler.training.live_state import live_facts, live_tensors, restore_facts, restore_structure, restore_tensors

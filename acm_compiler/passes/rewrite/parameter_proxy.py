@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AcmError
-from acm_compiler.passes.dense_region import site_refs
-from acm_compiler.passes.stand_ins import Stash, StashedACM, dummy
+from acm_compiler.passes.rewrite.dense_region import site_refs
+from acm_compiler.passes.rewrite.stand_ins import Stash, StashedACM, dummy
 from acm_compiler.site import Site
 
 Rows = tuple[int, int]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import BudgetTable, conversion, sites
 from acm_compiler.files import parse_json
+from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, sites
 
 KEY = "_extra_state"
 _FORMAT = 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, Gate, Learners
-from acm_compiler.passes.dense_region import dense_linear
+from acm_compiler.passes.rewrite.dense_region import dense_linear
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.plan import PlannedSite
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.passes.dense_region import DenseRegion
-from acm_compiler.passes.hooks import move_hooks, warn_of_hooks
-from acm_compiler.passes.stand_ins import PassThrough, StashedACM, StashInput
-from acm_compiler.passes.weight_stand_ins import Replaced, stand_in_for, uses_of
+from acm_compiler.passes.rewrite.dense_region import DenseRegion
+from acm_compiler.passes.rewrite.hooks import move_hooks, warn_of_hooks
+from acm_compiler.passes.rewrite.parameter_proxy import Replaced, stand_in_for, uses_of
+from acm_compiler.passes.rewrite.stand_ins import PassThrough, StashedACM, StashInput
 from acm_compiler.site import Site
 
 Paths = dict[nn.Module, list[str]]

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import Conversion, gates_digest, refuse_inference_tensors, refuse_no_module
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
-from acm_compiler.passes.build_acm import build_acm, start
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized
-from acm_compiler.passes.dense_region import check_tensors, named_tensors, weights_digest
-from acm_compiler.passes.extra_state import carry_budgets
-from acm_compiler.passes.graft import freeze_dense_regions, graft_modules, paths_of
-from acm_compiler.passes.graft_graph import graft_graph
-from acm_compiler.passes.graft_weights import graft_weights
-from acm_compiler.passes.graph_regions import find_in_graph
-from acm_compiler.passes.save_pretrained import guard_saving
-from acm_compiler.passes.stand_ins import StashedACM
+from acm_compiler.passes.rewrite.build_acm import build_acm, start
+from acm_compiler.passes.rewrite.conversion import Conversion, gates_digest, refuse_inference_tensors, refuse_no_module
+from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, weights_digest
+from acm_compiler.passes.rewrite.graft_graph import graft_graph
+from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graft_modules, paths_of
+from acm_compiler.passes.rewrite.graft_parameters import graft_weights
+from acm_compiler.passes.rewrite.graph_regions import find_in_graph
+from acm_compiler.passes.rewrite.save_pretrained import guard_saving
+from acm_compiler.passes.rewrite.saving_hooks import carry_budgets
+from acm_compiler.passes.rewrite.stand_ins import StashedACM
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.plan import Plan, PlannedSite, check_fits, warn_of_class
 

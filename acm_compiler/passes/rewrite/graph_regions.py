@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.passes.dense_region import tensor_names
+from acm_compiler.passes.rewrite.dense_region import tensor_names
 from acm_compiler.site import LinearRef, Site
 
 _RESHAPES = frozenset(

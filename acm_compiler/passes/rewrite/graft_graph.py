@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from torch import Tensor, fx
 
 from acm_compiler.acm import ACM
-from acm_compiler.passes.dense_region import DenseRegion, tensor_names
-from acm_compiler.passes.graft import TakenOut, owners_of, put_module, registry_of
-from acm_compiler.passes.graph_regions import GraphRegion, reads
+from acm_compiler.passes.rewrite.dense_region import DenseRegion, tensor_names
+from acm_compiler.passes.rewrite.graft_modules import TakenOut, owners_of, put_module, registry_of
+from acm_compiler.passes.rewrite.graph_regions import GraphRegion, reads
 from acm_compiler.site import Site
 
 

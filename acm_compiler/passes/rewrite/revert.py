@@ -8,15 +8,15 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.conversion import sites, whole_conversion
 from acm_compiler.errors import NoDenseRegion, UsageError
 from acm_compiler.passes.capture.normalize import restore_fast_path
 from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention
-from acm_compiler.passes.dense_region import DenseRegion
-from acm_compiler.passes.extra_state import drop_budgets
-from acm_compiler.passes.graft import put_module, registry_of
-from acm_compiler.passes.hooks import move_hooks
-from acm_compiler.passes.save_pretrained import unguard_saving
+from acm_compiler.passes.rewrite.conversion import sites, whole_conversion
+from acm_compiler.passes.rewrite.dense_region import DenseRegion
+from acm_compiler.passes.rewrite.graft_modules import put_module, registry_of
+from acm_compiler.passes.rewrite.hooks import move_hooks
+from acm_compiler.passes.rewrite.save_pretrained import unguard_saving
+from acm_compiler.passes.rewrite.saving_hooks import drop_budgets
 
 
 @torch.inference_mode(False)

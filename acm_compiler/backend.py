@@ -17,13 +17,13 @@ from acm_compiler.acm import ops
 from acm_compiler.acm.context import keep_graph_order
 from acm_compiler.dump import dump
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
-from acm_compiler.passes.acm_nodes import learners_nodes
-from acm_compiler.passes.drop_stand_ins import drop_stand_ins
-from acm_compiler.passes.fold_norm import fold_norm
-from acm_compiler.passes.fuse_gate import fuse_gate
-from acm_compiler.passes.fuse_residual import fuse_residual
-from acm_compiler.passes.merge_gates import merge_gates
-from acm_compiler.passes.verify import Call, Lowered, verify
+from acm_compiler.passes.lower.acm_nodes import learners_nodes
+from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
+from acm_compiler.passes.lower.fuse_gate import fuse_gate
+from acm_compiler.passes.lower.fuse_norm import fold_norm
+from acm_compiler.passes.lower.fuse_residual import fuse_residual
+from acm_compiler.passes.lower.merge_gates import merge_gates
+from acm_compiler.passes.lower.verify import Call, Lowered, verify
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "fallback": ("warn", "silent", "error"),

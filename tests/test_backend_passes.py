@@ -11,13 +11,13 @@ import acm_compiler as acm
 from acm_compiler.acm import ops
 from acm_compiler.backend import choose_implementation
 from acm_compiler.errors import VerificationFailed
-from acm_compiler.passes.acm_nodes import GATED, GATES, LEARNERS, NORM_EPS, RESIDUAL, acm_nodes, learners_nodes
-from acm_compiler.passes.drop_stand_ins import drop_stand_ins
-from acm_compiler.passes.fold_norm import fold_norm
-from acm_compiler.passes.fuse_gate import fuse_gate
-from acm_compiler.passes.fuse_residual import fuse_residual
-from acm_compiler.passes.merge_gates import merge_gates
-from acm_compiler.passes.verify import verify
+from acm_compiler.passes.lower.acm_nodes import GATED, GATES, LEARNERS, NORM_EPS, RESIDUAL, acm_nodes, learners_nodes
+from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
+from acm_compiler.passes.lower.fuse_gate import fuse_gate
+from acm_compiler.passes.lower.fuse_norm import fold_norm
+from acm_compiler.passes.lower.fuse_residual import fuse_residual
+from acm_compiler.passes.lower.merge_gates import merge_gates
+from acm_compiler.passes.lower.verify import verify
 from tests.build import acm_for, planned_site
 
 

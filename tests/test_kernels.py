@@ -29,7 +29,7 @@ from acm_compiler.codegen.gate import WIDEST, GateSpec
 from acm_compiler.codegen.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
 from acm_compiler.codegen.tiles import SOME_TOKENS, TABLE, choose_tiles
-from acm_compiler.passes.verify import Call, GateCall
+from acm_compiler.passes.lower.verify import Call, GateCall
 from tests import ttir
 from tests.asan_cases import gate_call, gated_call, learners_call
 from tests.build import plan_of, planned_site, sliced_site

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from acm_compiler.passes.acm_nodes import value_of, writes
+from acm_compiler.passes.lower.acm_nodes import value_of, writes
 
 _STAND_IN = "new_zeros"
 

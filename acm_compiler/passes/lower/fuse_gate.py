@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from acm_compiler.acm.gated_learners import GATED
-from acm_compiler.passes.acm_nodes import GATES, learners_nodes
+from acm_compiler.passes.lower.acm_nodes import GATES, learners_nodes
 
 _KNOB = 5  # the knob's position among the gate's arguments
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from acm_compiler.passes.acm_nodes import keeps_apart, learners_nodes, value_of
+from acm_compiler.passes.lower.acm_nodes import keeps_apart, learners_nodes, value_of
 
 _LINEAR = (F.linear, torch._C._nn.linear)
 _SAME_TOKENS = {"reshape", "view", "flatten", "to", "float", "contiguous"}

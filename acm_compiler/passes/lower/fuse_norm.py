@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from acm_compiler.passes.acm_nodes import (
+from acm_compiler.passes.lower.acm_nodes import (
     GATED,
     GATED_RESIDUAL,
     NORM_EPS,

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from acm_compiler.errors import VerificationFailed
-from acm_compiler.passes.acm_nodes import (
+from acm_compiler.passes.lower.acm_nodes import (
     GATED,
     GATED_RESIDUAL,
     GATES,

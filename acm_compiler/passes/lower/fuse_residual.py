@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from acm_compiler.passes.acm_nodes import (
+from acm_compiler.passes.lower.acm_nodes import (
     LEARNERS,
     RESHAPES,
     RESIDUAL,

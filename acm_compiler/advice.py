@@ -8,11 +8,11 @@ from typing import Any
 
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import Evaluation
+from acm_compiler.passes.survey import Findings
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import plan_sites, select
 from acm_compiler.recipe.phases import Phase
 from acm_compiler.recipe.schema import GateConfig, SiteRule
-from acm_compiler.survey import Findings
 
 _CLASSES = ("mlp", "attn")
 

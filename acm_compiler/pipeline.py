@@ -15,6 +15,7 @@ from acm_compiler.dump import dump
 from acm_compiler.errors import NothingToConvert, SelectionError, UsageError, did_you_mean
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.find.kept_dense import kept_dense
+from acm_compiler.passes.survey import Findings, look
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import notes_on, plan_sites
 from acm_compiler.recipe import expand_paths
@@ -27,7 +28,6 @@ from acm_compiler.recipe.wrong_values import wrong_values
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
 from acm_compiler.sources.python_function import PREFIX, find_function
-from acm_compiler.survey import Findings, look
 from acm_compiler.tasks.fitting_models import refuse_other_head
 from acm_compiler.training.check_schedule import check_schedule
 

@@ -26,6 +26,7 @@ from acm_compiler.inputs import call_model
 from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
 from acm_compiler.passes.rewrite.rewrite import rewrite
+from acm_compiler.passes.survey import look
 from acm_compiler.pipeline import check_recipe, decide, example_of, frozen_parameters
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
@@ -44,7 +45,6 @@ from acm_compiler.run_folder import (
 )
 from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
-from acm_compiler.survey import look
 from acm_compiler.tasks import Metric, Task, judged_by, open_task
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine

@@ -10,9 +10,9 @@ import acm_compiler as acm
 from acm_compiler.advice import advise, advise_lossless
 from acm_compiler.cli import app
 from acm_compiler.evaluation.results import Evaluation, FixedResult, Interval, MetricResult
+from acm_compiler.passes.survey import look
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import GateConfig, SiteRule
-from acm_compiler.survey import look
 from tests import models
 from tests.build import plan_of, planned_site, sliced_site
 

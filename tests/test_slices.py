@@ -15,11 +15,11 @@ from acm_compiler.calibration.head_bases import bases_of_scores, bases_of_values
 from acm_compiler.calibration.learn_sites import Learned
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.survey import look
 from acm_compiler.pipeline import decide
 from acm_compiler.planning.cost import site_cost
 from acm_compiler.recipe.phases import LabelRule
 from acm_compiler.recipe.schema import GateConfig, SiteRule
-from acm_compiler.survey import look
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.training.distill import Distill
 from acm_compiler.training.gate import GateLabels

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 from acm_compiler import errors as errors
 
 if TYPE_CHECKING:
-    from acm_compiler.batch_context import batch
     from acm_compiler.calibration import calibrate, recalibrate, sensitivity
     from acm_compiler.checkpoint import load, save
-    from acm_compiler.control import relax, set_budget, set_k
     from acm_compiler.errors import AcmError
     from acm_compiler.evaluation.evaluate import evaluate
     from acm_compiler.explanation import explain
@@ -32,8 +30,10 @@ if TYPE_CHECKING:
     from acm_compiler.planning.plan import Plan
     from acm_compiler.recipe.schema import GateConfig, SiteRule
     from acm_compiler.reporting.draw import report
-    from acm_compiler.site_status import status
-    from acm_compiler.usage import record
+    from acm_compiler.runtime.batch_context import batch
+    from acm_compiler.runtime.control import relax, set_budget, set_k
+    from acm_compiler.runtime.site_status import status
+    from acm_compiler.runtime.usage import record
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ _HOMES = {
     "GateConfig": "recipe.schema",
     "Plan": "planning.plan",
     "SiteRule": "recipe.schema",
-    "batch": "batch_context",
+    "batch": "runtime.batch_context",
     "calibrate": "calibration",
     "evaluate": "evaluation.evaluate",
     "explain": "explanation",
@@ -51,17 +51,17 @@ _HOMES = {
     "losses": "loss_terms",
     "plan": "pipeline",
     "recalibrate": "calibration",
-    "record": "usage",
-    "relax": "control",
+    "record": "runtime.usage",
+    "relax": "runtime.control",
     "report": "reporting.draw",
     "revert": "passes.rewrite.revert",
     "rewrite": "passes.rewrite.rewrite",
     "save": "checkpoint",
     "sensitivity": "calibration",
-    "set_budget": "control",
-    "set_k": "control",
+    "set_budget": "runtime.control",
+    "set_k": "runtime.control",
     "sites": "passes.rewrite.conversion",
-    "status": "site_status",
+    "status": "runtime.site_status",
 }
 
 __all__ = [

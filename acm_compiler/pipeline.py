@@ -10,7 +10,6 @@ from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from acm_compiler.advice import Advice, advise
-from acm_compiler.budgets import share_within, unreachable
 from acm_compiler.dump import dump
 from acm_compiler.errors import NothingToConvert, SelectionError, UsageError, did_you_mean
 from acm_compiler.inputs import Inputs
@@ -25,6 +24,7 @@ from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
 from acm_compiler.recipe.tasks import PythonTask
 from acm_compiler.recipe.wrong_values import wrong_values
+from acm_compiler.runtime.budgets import share_within, unreachable
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
 from acm_compiler.sources.python_function import PREFIX, find_function

@@ -12,18 +12,14 @@ import torch
 from torch import nn
 
 from acm_compiler.base_metric import base_metric, refuse_unexpected
-from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.budgets import setting_of
 from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.checkpoint import save
-from acm_compiler.control import set_budget
 from acm_compiler.data import Batch, BatchStream, left_out, open_dataset
 from acm_compiler.dump import dump
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.inputs import call_model
-from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.passes.survey import look
@@ -43,6 +39,11 @@ from acm_compiler.run_folder import (
     still_to_come,
     subject_of,
 )
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.budgets import setting_of
+from acm_compiler.runtime.control import set_budget
+from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
+from acm_compiler.runtime.usage import record
 from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.tasks import Metric, Task, judged_by, open_task
@@ -50,7 +51,6 @@ from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import check_phase, discard_state, run_schedule
 from acm_compiler.training.state import has_state
-from acm_compiler.usage import record
 
 _MEASURED_EXAMPLES = 512
 _WATCHED_EXAMPLES = 1024

@@ -27,12 +27,12 @@ from torch import nn
 
 import acm_compiler as acm
 from acm_compiler.calibration import Options, calibrate_on
-from acm_compiler.control import FixedK
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import BudgetResult, Interval
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.recipe.datasets import TextData
+from acm_compiler.runtime.control import FixedK
 from acm_compiler.shipped import docs as docs_model
 from acm_compiler.shipped.docs import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.shipped.open_weights import load_shipped

@@ -26,7 +26,6 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.control import FixedK
 from acm_compiler.data import Batch, BatchStream, open_dataset
 from acm_compiler.evaluation.evaluate import evaluate, every_k
 from acm_compiler.files import write_file
@@ -36,6 +35,7 @@ from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import Recipe, SiteRule
 from acm_compiler.run_folder import RunOptions
 from acm_compiler.run_recipe import Workshop, convert
+from acm_compiler.runtime.control import FixedK
 from acm_compiler.tasks.embed import Embed
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule

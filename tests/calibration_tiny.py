@@ -10,11 +10,11 @@ from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.observe_model import observe
 from acm_compiler.calibration.outputs import Answer, default_answer
 from acm_compiler.calibration.site_record import SiteRecord
-from acm_compiler.measure import undisturbed
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
 from acm_compiler.passes.rewrite.conversion import Conversion, conversion
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.site import LinearRef
 from tests.build import plan_of, planned_site
 

@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters, warn_once_cache
 import acm_compiler as acm
 from acm_compiler.backend import choose_implementation, split_options
 from acm_compiler.codegen import compare, cpu
-from acm_compiler.control import set_k
 from acm_compiler.errors import KernelUnavailable, UsageError, VerificationFailed
 from acm_compiler.passes.lower.verify import Call, GateCall
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
+from acm_compiler.runtime.control import set_k
 from tests.build import planned_site, stack_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

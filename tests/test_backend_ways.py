@@ -13,10 +13,10 @@ from torch._inductor import config as inductor
 from torch.nn.parallel import DistributedDataParallel
 
 import acm_compiler as acm
-from acm_compiler import control
 from acm_compiler.acm.context import Said, batch_held
 from acm_compiler.errors import FixedBudget, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.runtime import control
 from tests.backend_ranks import RANKS, examples, gradients, make_model
 from tests.build import planned_site, stack_of
 

@@ -128,7 +128,7 @@ def test_records_hold_the_moments_of_what_the_dense_site_computes():
     inputs = {name: [] for name in sites(model)}
     for acm in sites(model).values():
         acm.tap = lambda acm, x, o: inputs[acm.name].append(x[acm.mask_of(x.shape[:-1]).reshape(x.shape[:2])])
-    from acm_compiler.batch_context import batch
+    from acm_compiler.runtime.batch_context import batch
 
     for b in batches:
         with torch.no_grad(), batch(model, mask=b["attention_mask"]):

@@ -11,14 +11,12 @@ import torch
 
 import acm_compiler
 import acm_compiler.calibration.process as process
-import acm_compiler.measure as measure
+import acm_compiler.runtime.measure_budgets as measure
 from acm_compiler.acm.context import observers_of
 from acm_compiler.acm.reference import prefix_output
-from acm_compiler.budgets import setting_of
 from acm_compiler.calibration import Options, Sensitivity, calibrate, calibrate_on, recalibrate, sensitivity
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.fit_all import in_memory
-from acm_compiler.control import FixedK, run_mode, set_budget, set_k
 from acm_compiler.errors import (
     BudgetUnreachable,
     CompiledModelError,
@@ -31,8 +29,10 @@ from acm_compiler.errors import (
     UsageError,
 )
 from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.runtime.budgets import setting_of
+from acm_compiler.runtime.control import FixedK, run_mode, set_budget, set_k
+from acm_compiler.runtime.usage import record
 from acm_compiler.site import Layout
-from acm_compiler.usage import record
 from tests import tour_model
 from tests.calibration_tiny import N, make_tiny, texts
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import acm_compiler as acm
-import acm_compiler.measure as measure
+import acm_compiler.runtime.measure_budgets as measure
 from acm_compiler.calibration import Options, calibrate_on, recalibrate
 from acm_compiler.calibration.examples import masked
-from acm_compiler.call_mask import call_mask
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import by_name
 from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.runtime.masks import call_mask
 from tests.calibration_tiny import make_tiny, texts
 
 QUICK = Options(tokens=200, gate_steps=2, sample=1000)

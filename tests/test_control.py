@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import acm_compiler.batch_context as batches
+import acm_compiler.runtime.batch_context as batches
 from acm_compiler.acm.context import batch_of, observers_of
 from acm_compiler.acm.module import RUN_TIME
-from acm_compiler.budgets import parse_budget, setting_of
 from acm_compiler.calibration import calibrate, recalibrate
-from acm_compiler.control import FixedK, Gated, Relaxed, relax, run_mode, set_budget, set_k
 from acm_compiler.errors import (
     BudgetUnreachable,
     CompiledModelError,
@@ -28,8 +26,10 @@ from acm_compiler.errors import (
 )
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.planning.cost import gate_macs_per_token, macs_per_learner
-from acm_compiler.site_status import status
-from acm_compiler.usage import record
+from acm_compiler.runtime.budgets import parse_budget, setting_of
+from acm_compiler.runtime.control import FixedK, Gated, Relaxed, relax, run_mode, set_budget, set_k
+from acm_compiler.runtime.site_status import status
+from acm_compiler.runtime.usage import record
 from tests.build import planned_site, stack_of
 
 TABLE = BudgetTable(

@@ -7,20 +7,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from acm_compiler import batch, measure, plan, record, rewrite, set_budget
+from acm_compiler import batch, plan, record, rewrite, set_budget
 from acm_compiler.acm import precision as float64
 from acm_compiler.acm.context import batch_of
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
 from acm_compiler.calibration import Options, calibrate_on, lowest_k, ranks
 from acm_compiler.calibration.examples import masked
-from acm_compiler.decoder_tokens import CallPadding
-from acm_compiler.measure import _mean_over_ranks, _Search
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.runtime import measure_budgets as measure
+from acm_compiler.runtime.encoder_decoder import CallPadding
+from acm_compiler.runtime.measure_budgets import _mean_over_ranks, _Search
+from acm_compiler.runtime.usage import Usage
 from acm_compiler.tasks.metric import Metric
 from acm_compiler.training.finetune import _Seen
 from acm_compiler.training.generators import generator_states, restore_generators
-from acm_compiler.usage import Usage
 from tests.build import planned_site, stack_of
 from tests.calibration_tiny import make_tiny, texts
 

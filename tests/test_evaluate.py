@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.control import FixedK, run_mode, set_budget, set_k
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError
 from acm_compiler.evaluation.against_fixed import Spent, against_fixed
 from acm_compiler.evaluation.bootstrap import Sample, resampled_means
@@ -17,8 +15,10 @@ from acm_compiler.evaluation.patches import Grid, grid_of
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.control import FixedK, run_mode, set_budget, set_k
+from acm_compiler.runtime.usage import record
 from acm_compiler.tasks import Metric
-from acm_compiler.usage import record
 from tests.build import plan_of, planned_site, stack_of
 from tests.pictures import DENSE_MACS, OPEN, PATCH, TASK, TOKENS, picture_batch, picture_model
 

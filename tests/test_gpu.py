@@ -10,7 +10,7 @@ from acm_compiler.acm import ops
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from acm_compiler.control import set_budget, set_k
+from acm_compiler.runtime.control import set_budget, set_k
 from tests.build import planned_site, sliced_site, stack_of
 from tests.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 
@@ -175,7 +175,7 @@ def test_a_model_that_was_calibrated_there_serves_its_budgets():
     for package in ("pydantic", "ruamel.yaml", "tabulate"):  # kernels need none of them
         pytest.importorskip(package)
     from acm_compiler.calibration import calibrate
-    from acm_compiler.usage import record
+    from acm_compiler.runtime.usage import record
     from tests.calibration_tiny import make_tiny, texts
 
     model = make_tiny(second_layer="shared_top", lossless=True).cuda()

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from acm_compiler.control import FixedK
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.load_maps import find_load_maps
@@ -18,6 +17,7 @@ from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.markup import Markup, join, tag
 from acm_compiler.reporting.write import write_report
+from acm_compiler.runtime.control import FixedK
 from tests.pictures import OPEN, TASK, picture_batch, picture_model
 
 EVIL = '<script>alert("x")</script>&$x_1$'

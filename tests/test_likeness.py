@@ -6,10 +6,10 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from acm_compiler.control import FixedK
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.evaluation.table import evaluation_table
+from acm_compiler.runtime.control import FixedK
 from acm_compiler.tasks.embed import Embed
 from acm_compiler.tasks.likeness import agreement, pairwise_spearman
 from tests.pictures import OPEN, TASK, picture_batch, picture_model

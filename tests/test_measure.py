@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 
-from acm_compiler.budgets import NEAR
-from acm_compiler.control import run_mode, set_budget
 from acm_compiler.errors import DataError, TrainingFailed
-from acm_compiler.measure import measure_budgets
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, sites
-from acm_compiler.usage import record
+from acm_compiler.runtime.budgets import NEAR
+from acm_compiler.runtime.control import run_mode, set_budget
+from acm_compiler.runtime.measure_budgets import measure_budgets
+from acm_compiler.runtime.usage import record
 from tests.build import planned_site, stack_of
 
 

@@ -14,9 +14,9 @@ from acm_compiler.cli import app
 from acm_compiler.data import as_batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.times import Times, load_times, save_times
-from acm_compiler.measure import measure_budgets
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.recipe.models import InputConfig, ModelConfig
+from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.sources import build
 from tests import tour_model
 from tests.pictures import OPEN, TASK, picture_batch, picture_model

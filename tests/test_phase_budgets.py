@@ -7,8 +7,8 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import BudgetUnreachable, LayoutUnknown, UsageError
-from acm_compiler.measure import measure_budgets
 from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.runtime.measure_budgets import measure_budgets
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60, "n_positions": 64, "bos_token_id": 0}

@@ -11,12 +11,10 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from acm_compiler.budgets import parse_budget
 from acm_compiler.checkpoint import load, save
 from acm_compiler.cli import app
 from acm_compiler.cli.eval import damage_table
 from acm_compiler.cli.saved_run import read_budgets
-from acm_compiler.control import FixedK
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import PackageMissing
 from acm_compiler.evaluation import wording
@@ -26,7 +24,6 @@ from acm_compiler.evaluation.join_evaluations import joined
 from acm_compiler.evaluation.load_maps import find_load_maps, spread
 from acm_compiler.evaluation.results import Evaluation, Interval, load_evaluation
 from acm_compiler.evaluation.table import evaluation_table
-from acm_compiler.measure import measure_budgets
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
@@ -38,6 +35,9 @@ from acm_compiler.reporting.section_sites import shared_start
 from acm_compiler.reporting.theme import LIGHT, key_of_k, load_scale
 from acm_compiler.reporting.write import write_report
 from acm_compiler.run_recipe import convert
+from acm_compiler.runtime.budgets import parse_budget
+from acm_compiler.runtime.control import FixedK
+from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.sources import build
 from tests.pictures import OPEN, TASK, picture_batch, picture_model
 

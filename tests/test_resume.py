@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from acm_compiler.errors import RunInterrupted, StorageError, UsageError
-from acm_compiler.measure import measure_budgets
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.recipe.phases import CalibratePhase
+from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.training.live_state import live_facts, restore_facts
 from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.state import has_state

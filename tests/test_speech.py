@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner
 
 import acm_compiler as acm
-from acm_compiler.audio_frames import frame_mask
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.data.audio import load_clip
@@ -20,6 +19,7 @@ from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.datasets import CommonVoiceData
 from acm_compiler.recipe.tasks import CtcTask
 from acm_compiler.run_recipe import convert
+from acm_compiler.runtime.audio_frames import frame_mask
 from acm_compiler.tasks import Metric, open_task
 from acm_compiler.tasks.ctc import Ctc
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import acm_compiler as acm
 from acm_compiler.inputs import call_model
 from acm_compiler.planning.plan import Plan
-from acm_compiler.usage import Usage
+from acm_compiler.runtime.usage import Usage
 from tests.zoo import cases
 from tests.zoo.cases import QUICK, answers, assert_alike, case, every, plan_of
 from tests.zoo.catalogue import FAMILIES, MODELS

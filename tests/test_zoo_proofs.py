@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import acm_compiler as acm
-from acm_compiler import measure
 from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.calibration.examples import masked
 from acm_compiler.errors import AcmError
 from acm_compiler.inputs import call_model, split_inputs
 from acm_compiler.passes.capture.capture import Attempt
+from acm_compiler.runtime import measure_budgets as measure
 from tests.rewrite_cases import assert_same_state, state_of
 from tests.zoo.cases import Case, answers, assert_alike, case, every, plan_of
 from tests.zoo.catalogue import MODELS

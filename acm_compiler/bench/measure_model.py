@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.bench.interleave import Timing, interleave
-from acm_compiler.control import set_budget, set_k
 from acm_compiler.dynamo_remarks import without_remarks
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.evaluation.times import BASE, OURS, Row
 from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.passes.rewrite.conversion import sites
-from acm_compiler.usage import record
+from acm_compiler.runtime.control import set_budget, set_k
+from acm_compiler.runtime.usage import record
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative norm of the difference between compiled and eager answers of a whole model, k given."""

@@ -21,10 +21,10 @@ from acm_compiler.calibration.learn_sites import Learned, fit_pairs, learn, unit
 from acm_compiler.calibration.observe_model import Seen, observe, reading
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.site_record import SiteRecord
-from acm_compiler.measure import Example, undisturbed
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import PlannedSite
 from acm_compiler.progress import Progress
+from acm_compiler.runtime.measure_budgets import Example, undisturbed
 
 Records = dict[str, SiteRecord]
 # sites that see few tokens per example end the reading no later than at this many times the tokens asked for

@@ -20,9 +20,9 @@ from acm_compiler.calibration.fit_slices import Fit, fit_slices
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.prove_slices import proven
 from acm_compiler.calibration.site_record import SiteRecord
-from acm_compiler.measure import Example
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.runtime.measure_budgets import Example
 
 # tokens of each site by which forms are compared
 _TOKENS = 2048

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import choose_k, utilities
-from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.examples import mask_in
 from acm_compiler.calibration.observe_model import tapped
 from acm_compiler.calibration.outputs import Answer, answers, energy
 from acm_compiler.inputs import call_model
-from acm_compiler.measure import Example, undisturbed
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.cost import macs_per_learner
-from acm_compiler.usage import record
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.usage import record
 
 # the budgets compared, as places between the lowest with one learner everywhere and 1
 _PLACES = (0.08, 0.2)

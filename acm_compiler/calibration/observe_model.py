@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.own_types import own_types
-from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.calibration.dense_weights import broken_weights
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
-from acm_compiler.calibration.padding import real_tokens
 from acm_compiler.calibration.site_record import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
-from acm_compiler.measure import Example
 from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.measure_budgets import Example
+from acm_compiler.runtime.padding import real_tokens
 
 # torch's words for an operator without a gradient: of a library, of `torch.library.custom_op`, of its own
 _UNREGISTERED = "an autograd kernel was not registered"

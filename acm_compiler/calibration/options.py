@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from acm_compiler.budgets import is_number, parse_budget, share_within, too_much, unreachable
 from acm_compiler.calibration.outputs import Answer, default_answer
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.usage import refuse_compiled
+from acm_compiler.runtime.budgets import is_number, parse_budget, share_within, too_much, unreachable
+from acm_compiler.runtime.usage import refuse_compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

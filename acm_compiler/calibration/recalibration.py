@@ -9,17 +9,17 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.calibration.examples import Examples, MaskOf, masked, run
 from acm_compiler.calibration.options import check_tokens, shares_of
-from acm_compiler.control import is_held, refuse_unfitted, set_budget
 from acm_compiler.errors import NoBudgetTable
 from acm_compiler.inputs import Inputs
-from acm_compiler.measure import Example, measure_budgets, undisturbed
 from acm_compiler.passes.rewrite.conversion import BudgetTable, gates_digest, sites, whole_conversion
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say, progress_of
-from acm_compiler.usage import PADDING, record
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.control import is_held, refuse_unfitted, set_budget
+from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
+from acm_compiler.runtime.usage import PADDING, record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import RUN_TIME
-from acm_compiler.control import PHASES, set_budget
 from acm_compiler.errors import StorageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
-from acm_compiler.site_status import status
+from acm_compiler.runtime.control import PHASES, set_budget
+from acm_compiler.runtime.site_status import status
 
 
 def collect_choices(model: nn.Module) -> dict[str, Any] | None:

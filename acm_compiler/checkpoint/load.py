@@ -17,13 +17,13 @@ from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, folder
 from acm_compiler.checkpoint.hf_files import restore_generation
 from acm_compiler.checkpoint.save import FORMAT, digest, file_digest, graph_digest
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
-from acm_compiler.control import set_budget
 from acm_compiler.errors import PlanMismatch, StorageError
 from acm_compiler.files import parse_json
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
 from acm_compiler.passes.rewrite.conversion import BudgetTable, Conversion, sites
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert, copied
 from acm_compiler.planning.plan import Plan, fits, warn_of_class
+from acm_compiler.runtime.control import set_budget
 from acm_compiler.sources import build_from_record
 
 _LOG = logging.getLogger(__name__)

@@ -134,8 +134,8 @@ def open_saved_run(
 
 def read_budgets(directory: Path, text: str) -> list[float]:
     """The `checked_budgets` as shares of learner MACs."""
-    from acm_compiler.budgets import parse_budget
     from acm_compiler.checkpoint import saved_conversion
+    from acm_compiler.runtime.budgets import parse_budget
 
     asked = checked_budgets(directory, text)
     plan = saved_conversion(directory).plan
@@ -147,8 +147,8 @@ def checked_budgets(directory: Path, text: str) -> list[float | str]:
 
     UsageError and BudgetUnreachable for those that the model saved in `directory` cannot be set to; it is not loaded.
     """
-    from acm_compiler.budgets import setting_of
     from acm_compiler.checkpoint import saved_conversion
+    from acm_compiler.runtime.budgets import setting_of
 
     asked = parse_budgets(text)
     _check_folder(directory)

@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.budgets import parse_budget, share_within
-from acm_compiler.control import FixedK, set_budget, set_k
 from acm_compiler.data import Batch, as_batch
 from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.evaluation.against_fixed import against_fixed
@@ -26,13 +23,16 @@ from acm_compiler.evaluation.bootstrap import Sample
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.evaluation.tally import Tally
 from acm_compiler.inputs import call_model
-from acm_compiler.measure import undisturbed
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.schema import BudgetsConfig
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.budgets import parse_budget, share_within
+from acm_compiler.runtime.control import FixedK, set_budget, set_k
+from acm_compiler.runtime.measure_budgets import undisturbed
+from acm_compiler.runtime.usage import record
 from acm_compiler.tasks import Likeness, Metric, Score, Task, task_for
-from acm_compiler.usage import record
 
 Setting = float | str | FixedK
 _LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acm_compiler.evaluation.ordered_tokens import ordered_tokens
 from acm_compiler.planning.plan import Plan
-from acm_compiler.usage import PADDING
+from acm_compiler.runtime.usage import PADDING
 
 
 def frame_k(k: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:

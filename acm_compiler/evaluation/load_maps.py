@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.control import set_budget
 from acm_compiler.data import Batch
 from acm_compiler.evaluation.patches import patch_k
 from acm_compiler.inputs import call_model
-from acm_compiler.measure import undisturbed
 from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.control import set_budget
+from acm_compiler.runtime.measure_budgets import undisturbed
+from acm_compiler.runtime.usage import record
 from acm_compiler.tasks import Task
-from acm_compiler.usage import record
 
 EXAMPLES, BUDGETS = 6, 4
 _STEPS = 20  # the ends of the scale are whole twentieths

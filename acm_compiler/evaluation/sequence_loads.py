@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.control import set_budget
 from acm_compiler.data import Batch
 from acm_compiler.inputs import call_model
-from acm_compiler.measure import undisturbed
 from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.control import set_budget
+from acm_compiler.runtime.measure_budgets import undisturbed
+from acm_compiler.runtime.usage import record
 from acm_compiler.tasks import Task
-from acm_compiler.usage import record
 
 CLIPS, TEXTS = 4, 6
 Pieces = Callable[[Sequence[int]], Sequence[str]]

@@ -16,7 +16,7 @@ from acm_compiler.evaluation.foreground import ForegroundTally, foreground_of
 from acm_compiler.evaluation.results import SiteUse
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.plan import Plan
-from acm_compiler.usage import Usage
+from acm_compiler.runtime.usage import Usage
 
 
 class Tally:

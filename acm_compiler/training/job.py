@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from acm_compiler.data.batch import Batch
-from acm_compiler.measure import Example
 from acm_compiler.recipe.phases import CalibratePhase, Phase
 from acm_compiler.recipe.schema import RunConfig
+from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.tasks import Task
 
 

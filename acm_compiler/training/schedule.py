@@ -11,13 +11,13 @@ from pathlib import Path
 
 from torch import nn
 
-from acm_compiler.control import refuse_unfitted
 from acm_compiler.data.draws import derive
 from acm_compiler.errors import RunInterrupted, UsageError, did_you_mean
-from acm_compiler.measure import Example
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
+from acm_compiler.runtime.control import refuse_unfitted
+from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.training.check_schedule import check_schedule, needs_budgets
 from acm_compiler.training.distill import Distill
 from acm_compiler.training.finetune import Finetune

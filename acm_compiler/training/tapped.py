@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from acm_compiler.acm import ACM
-from acm_compiler.batch_context import batch as batch_context
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.modes import in_mode

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm.context import Said, batch_held, batch_of
-from acm_compiler.budgets import setting_of
-from acm_compiler.control import highest_k, refuse_unfitted
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites, whole_conversion
+from acm_compiler.runtime.budgets import setting_of
+from acm_compiler.runtime.control import highest_k, refuse_unfitted
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from tabulate import tabulate
 from torch import nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.control import Gated, is_held, run_mode
 from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.runtime.control import Gated, is_held, run_mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

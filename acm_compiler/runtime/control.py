@@ -15,10 +15,10 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Phase
-from acm_compiler.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
-from acm_compiler.decoder_tokens import unwatch_padding, watch_padding
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError
 from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites, whole_conversion
+from acm_compiler.runtime.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
+from acm_compiler.runtime.encoder_decoder import unwatch_padding, watch_padding
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 

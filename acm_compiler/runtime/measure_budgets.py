@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
-from acm_compiler.batch_context import batch as batch_context
-from acm_compiler.budgets import NEAR
-from acm_compiler.control import refuse_unfitted
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Conversion, conversion, sites
 from acm_compiler.progress import Progress
-from acm_compiler.usage import PADDING, Usage, record
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.budgets import NEAR
+from acm_compiler.runtime.control import refuse_unfitted
+from acm_compiler.runtime.usage import PADDING, Usage, record
 
 _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names, so that interpolation between rows stays short

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.audio_frames import frame_mask
 from acm_compiler.inputs import by_name
+from acm_compiler.runtime.audio_frames import frame_mask
 
 _TORCHS = ("src_key_padding_mask", "key_padding_mask")
 

@@ -10,8 +10,8 @@ from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged, together, token_damage
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.low_rank import nested_factors, prefix_biases
+from acm_compiler.calibration.mlp_learners import Hidden, fit_second_layer, refit_ridge, weight_of_k
 from acm_compiler.calibration.neuron_order import RIDGE, greedy_order, neuron_order, variance_order
-from acm_compiler.calibration.second_layer import Hidden, fit_second_layer, refit_ridge, weight_of_k
 from acm_compiler.calibration.symmetric import solve, square_factors
 from acm_compiler.calibration.whole_examples import Whole
 

@@ -5,7 +5,7 @@ import torch
 
 from acm_compiler.acm import Gate
 from acm_compiler.acm.reference import choose_k, utilities
-from acm_compiler.calibration.fit_gate import fit_gates, gamma_loss
+from acm_compiler.calibration.gates import fit_gates, gamma_loss
 
 D, C, T = 6, 4, 6000
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import acm_compiler
-import acm_compiler.calibration.process as process
+import acm_compiler.calibration.calibrate as process
 import acm_compiler.runtime.measure_budgets as measure
 from acm_compiler.acm.context import observers_of
 from acm_compiler.acm.reference import prefix_output

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.calibration.learn_sites import Learned
+from acm_compiler.calibration.candidates import Learned
 from acm_compiler.planning.cost import macs_per_learner
 
 Unit = list[Learned]

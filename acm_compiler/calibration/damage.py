@@ -19,7 +19,7 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights, all_outputs
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.dense_weights import DenseWeights
-from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.calibration.whole_examples import Whole
 
 _BLOCK = 2048

@@ -11,16 +11,16 @@ from torch import nn
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration import ranks
+from acm_compiler.calibration.candidates import Learned, fit_pairs, learn, units
 from acm_compiler.calibration.choose_forms import choose_forms
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.dense_weights import DenseWeights, read_dense
 from acm_compiler.calibration.examples import Examples
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
 from acm_compiler.calibration.install import FittedSite
-from acm_compiler.calibration.learn_sites import Learned, fit_pairs, learn, units
-from acm_compiler.calibration.observe_model import Seen, observe, reading
+from acm_compiler.calibration.observe import Seen, observe, reading
 from acm_compiler.calibration.options import Options
-from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import PlannedSite
 from acm_compiler.progress import Progress

@@ -12,9 +12,9 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.low_rank import metric_root, nested_factors, prefix_biases
+from acm_compiler.calibration.mlp_learners import Hidden, fit_second_layer
 from acm_compiler.calibration.neuron_order import neuron_order, variance_order
-from acm_compiler.calibration.second_layer import Hidden, fit_second_layer
-from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import new_learners
 from acm_compiler.planning.plan import PlannedSite
 from acm_compiler.planning.planner import matched_width

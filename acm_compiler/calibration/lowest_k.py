@@ -13,7 +13,7 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import choose_k, utilities
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.examples import mask_in
-from acm_compiler.calibration.observe_model import tapped
+from acm_compiler.calibration.observe import tapped
 from acm_compiler.calibration.outputs import Answer, answers, energy
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import conversion, sites

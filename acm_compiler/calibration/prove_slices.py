@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM, Learners
 from acm_compiler.calibration.examples import mask_in
 from acm_compiler.calibration.fit_learners import as_module
-from acm_compiler.calibration.fit_slices import Fit
 from acm_compiler.calibration.outputs import Answer, answers, energy
+from acm_compiler.calibration.slices import Fit
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.runtime.batch_context import batch as batch_context

@@ -14,12 +14,12 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.damage import Judged, token_damage
-from acm_compiler.calibration.fit_gate import fit_gates
 from acm_compiler.calibration.fit_learners import fit_learners, resolve_site
-from acm_compiler.calibration.fit_slices import Fit, fit_slices
+from acm_compiler.calibration.gates import fit_gates
 from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.prove_slices import proven
-from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.calibration.records import SiteRecord
+from acm_compiler.calibration.slices import Fit, fit_slices
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.planning.plan import PlannedSite
 from acm_compiler.runtime.measure_budgets import Example

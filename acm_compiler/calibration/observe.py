@@ -16,7 +16,7 @@ from acm_compiler.acm.own_types import own_types
 from acm_compiler.calibration.dense_weights import broken_weights
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
-from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.runtime.batch_context import batch as batch_context

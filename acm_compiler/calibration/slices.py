@@ -20,7 +20,7 @@ from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.head_bases import HeadBases, bases_of_scores, bases_of_values, head_blocks, head_products
-from acm_compiler.calibration.site_record import SiteRecord
+from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.planning.plan import PlannedSite
 
 

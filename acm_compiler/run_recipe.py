@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from acm_compiler.base_metric import base_metric, refuse_unexpected
 from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.checkpoint import save
 from acm_compiler.data import Batch, BatchStream, left_out, open_dataset
@@ -47,6 +46,7 @@ from acm_compiler.runtime.usage import record
 from acm_compiler.sources import build
 from acm_compiler.sources.processor_files import processor_files
 from acm_compiler.tasks import Metric, Task, judged_by, open_task
+from acm_compiler.tasks.dense_metric import base_metric, refuse_unexpected
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import check_phase, discard_state, run_schedule

@@ -15,7 +15,6 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from acm_compiler import run_recipe
-from acm_compiler.base_metric import base_metric
 from acm_compiler.checkpoint import locked
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
@@ -26,6 +25,7 @@ from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.expectation import ExpectConfig
 from acm_compiler.run_folder import RunOptions
 from acm_compiler.run_recipe import Workshop, convert
+from acm_compiler.tasks.dense_metric import base_metric
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 from acm_compiler.training.state import StateStore

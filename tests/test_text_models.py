@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acm_compiler.base_metric import base_metric
 from acm_compiler.data import BatchStream
 from acm_compiler.data.texts import TextSet
 from acm_compiler.errors import StorageError
@@ -18,6 +17,7 @@ from acm_compiler.shipped import docs as docs_model
 from acm_compiler.shipped import packages as packages_model
 from acm_compiler.shipped.open_weights import packed, round_as_packed, unpacked
 from acm_compiler.sources import build
+from acm_compiler.tasks.dense_metric import base_metric
 from scripts.train_shipped import text as train_text_model
 from scripts.train_shipped.from_scratch import Checkpoint, OneCycle
 

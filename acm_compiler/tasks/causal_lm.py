@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.inputs import Inputs
-from acm_compiler.tasks.language_model import LanguageModel
+from acm_compiler.tasks.language import LanguageModel
 from acm_compiler.tasks.token_logits import tokens_of
 
 

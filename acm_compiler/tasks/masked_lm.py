@@ -14,7 +14,7 @@ from acm_compiler.data.draws import uniform
 from acm_compiler.errors import DataError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.tasks import MaskedLMTask
-from acm_compiler.tasks.language_model import LanguageModel
+from acm_compiler.tasks.language import LanguageModel
 from acm_compiler.tasks.model_inputs import named_inputs
 from acm_compiler.tasks.token_logits import tokens_of
 

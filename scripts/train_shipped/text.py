@@ -24,7 +24,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from acm_compiler.base_metric import base_metric
 from acm_compiler.data.batch import Batch
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.texts import TextSet
@@ -38,6 +37,7 @@ from acm_compiler.shipped.open_weights import packed, round_as_packed
 from acm_compiler.tasks.base import Task
 from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
+from acm_compiler.tasks.dense_metric import base_metric
 from scripts.train_shipped.from_scratch import Checkpoint, OneCycle, training_options, write_weights
 
 log = logging.getLogger(__name__)

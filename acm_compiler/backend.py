@@ -128,7 +128,7 @@ def choose_implementation(call: Call) -> tuple[str, str | None]:
         kernel, reason = "cpu", cpu.not_covered(form=call.form, act=call.act, dtype=call.dtype)
         gate_reason = call.gate and cpu.gate_not_covered((call.dtype, call.gate.dtype))
     else:
-        from acm_compiler.codegen import cuda
+        from acm_compiler.codegen import gpu as cuda
 
         kernel, arch = "triton", cuda.current_machine().arch
         reason = cuda.not_covered(form=call.form, act=call.act, dtype=call.dtype, shape=call.shape, arch=arch)

@@ -47,13 +47,13 @@ from gpu_contenders import (
 )
 from torch import Tensor
 
-from acm_compiler.codegen.activation import INTERPRETED
 from acm_compiler.codegen.compare import TOLERANCE
-from acm_compiler.codegen.dispatch import sort_by_k
-from acm_compiler.codegen.gate import run_gate
-from acm_compiler.codegen.launch import Call, run, run_call
-from acm_compiler.codegen.spec import spec_of
-from acm_compiler.codegen.tiles import Tiles, choose_tiles, tile_of
+from acm_compiler.codegen.gpu.activation import INTERPRETED
+from acm_compiler.codegen.gpu.dispatch import sort_by_k
+from acm_compiler.codegen.gpu.gate import run_gate
+from acm_compiler.codegen.gpu.launch import Call, run, run_call
+from acm_compiler.codegen.gpu.spec import spec_of
+from acm_compiler.codegen.gpu.tiles import Tiles, choose_tiles, tile_of
 
 Row = dict[str, Any]
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -13,10 +13,10 @@ from torch import Tensor
 from acm_compiler.acm.ops import cast_weights
 from acm_compiler.acm.reference import Weights, run_learners
 from acm_compiler.codegen.compare import relative_error
-from acm_compiler.codegen.cuda import current_machine
-from acm_compiler.codegen.gate import run_gate
-from acm_compiler.codegen.launch import run
-from acm_compiler.codegen.stages import Machine
+from acm_compiler.codegen.gpu import current_machine
+from acm_compiler.codegen.gpu.gate import run_gate
+from acm_compiler.codegen.gpu.launch import run
+from acm_compiler.codegen.gpu.stages import Machine
 
 Calls = dict[str, Callable[[], Tensor]]
 GATE_WIDTH = 64

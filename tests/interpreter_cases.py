@@ -11,14 +11,15 @@ from triton.runtime.errors import InterpreterError
 
 from acm_compiler.acm.activations import NAMES, resolve
 from acm_compiler.acm.reference import Norm, choose_k, layer_norm, run_learners, utilities
-from acm_compiler.codegen import cuda, dispatch, launch
-from acm_compiler.codegen.activation import INTERPRETED
+from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from acm_compiler.codegen.gate import run_gate
-from acm_compiler.codegen.launch import Call, run_call
-from acm_compiler.codegen.spec import spec_of
-from acm_compiler.codegen.stages import Machine
-from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
+from acm_compiler.codegen.gpu import dispatch, launch
+from acm_compiler.codegen.gpu.activation import INTERPRETED
+from acm_compiler.codegen.gpu.gate import run_gate
+from acm_compiler.codegen.gpu.launch import Call, run_call
+from acm_compiler.codegen.gpu.spec import spec_of
+from acm_compiler.codegen.gpu.stages import Machine
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
 from tests.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 from tests.old_triton import mend_loops
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triton.runtime import interpreter
 
-from acm_compiler.codegen.stages import puts_fences
+from acm_compiler.codegen.gpu.stages import puts_fences
 
 
 def mend_loops() -> None:

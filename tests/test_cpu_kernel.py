@@ -10,8 +10,9 @@ import torch
 from acm_compiler.acm import ops
 from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.reference import Weights, run_learners
-from acm_compiler.codegen import build_cpu, cpu
+from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
+from acm_compiler.codegen.cpu import build as build_cpu
 from acm_compiler.errors import KernelUnavailable, UsageError
 from acm_compiler.site import ACTIVATIONS
 from tests.test_reference import FORMS

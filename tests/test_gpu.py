@@ -69,8 +69,8 @@ def test_large_calls_are_right_and_bitwise_the_same_twenty_times(case, k, monkey
 
 def test_permuted_rows_and_unpipelined_pointers_are_right_too():
     """What runs on Hopper under a Triton that puts no fence between cp.async and wgmma."""
-    from acm_compiler.codegen.cuda import current_machine
-    from acm_compiler.codegen.launch import run
+    from acm_compiler.codegen.gpu import current_machine
+    from acm_compiler.codegen.gpu.launch import run
 
     machine = replace(current_machine(), fenced=False)
     for case in (VIT, replace(VIT, d_in=771, tokens=3000), Case(form="cols", heads=2, width=16, d_in=48, tokens=3000)):

@@ -22,13 +22,13 @@ from acm_compiler.acm.gated_learners import run_apart
 from acm_compiler.acm.reference import choose_k
 from acm_compiler.backend import choose_implementation
 from acm_compiler.cli import app
-from acm_compiler.codegen import cuda
-from acm_compiler.codegen.ahead import build, gate_kernel_of, kernels_of
-from acm_compiler.codegen.cuda import gate_not_covered, not_covered, take_over
-from acm_compiler.codegen.gate import WIDEST, GateSpec
-from acm_compiler.codegen.spec import KernelSpec, spec_of_site
-from acm_compiler.codegen.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
-from acm_compiler.codegen.tiles import SOME_TOKENS, TABLE, choose_tiles
+from acm_compiler.codegen import gpu as cuda
+from acm_compiler.codegen.gpu import gate_not_covered, not_covered, take_over
+from acm_compiler.codegen.gpu.ahead import build, gate_kernel_of, kernels_of
+from acm_compiler.codegen.gpu.gate import WIDEST, GateSpec
+from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
+from acm_compiler.codegen.gpu.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
+from acm_compiler.codegen.gpu.tiles import SOME_TOKENS, TABLE, choose_tiles
 from acm_compiler.passes.lower.verify import Call, GateCall
 from tests import ttir
 from tests.asan_cases import gate_call, gated_call, learners_call

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acm_compiler.acm import ops
 from acm_compiler.acm.gated_learners import GATED
-from acm_compiler.codegen import build_cpu, cuda
+from acm_compiler.codegen import gpu as cuda
+from acm_compiler.codegen.cpu import build as build_cpu
 from acm_compiler.errors import UsageError
 from tests.asan_cases import T, gate_call, gated_call, learners_call
 from tests.build import planned_site, stack_of

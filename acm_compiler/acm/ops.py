@@ -24,7 +24,7 @@ WEIGHTS = "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out,
 _TENSORS = f"Tensor x, Tensor k, {WEIGHTS}, Tensor? residual=None"
 LIBRARY = torch.library.Library("acm", "DEF")
 # where the kernels of a device are; imported at the first call on such a device, never before
-_KERNELS = {"cpu": "acm_compiler.codegen.cpu", "cuda": "acm_compiler.codegen.cuda"}
+_KERNELS = {"cpu": "acm_compiler.codegen.cpu", "cuda": "acm_compiler.codegen.gpu"}
 _ASKED: set[str] = set()
 LIBRARY.define(f"learners({_TENSORS}, *, str form, str act) -> Tensor")
 LIBRARY.define(f"learners_reference({_TENSORS}, *, str form, str act) -> Tensor")

@@ -82,7 +82,7 @@ def _inductors_compiler() -> str | None:
 
 
 def _kernels_compiler() -> str | None:
-    from acm_compiler.codegen.build_cpu import find_compiler
+    from acm_compiler.codegen.cpu.build import find_compiler
 
     path = find_compiler()
     return None if path is None else _with_version(path)

@@ -13,9 +13,9 @@ import typer
 from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
-    from acm_compiler.codegen.ahead import Kernel
-    from acm_compiler.codegen.gate import GateSpec
-    from acm_compiler.codegen.spec import KernelSpec
+    from acm_compiler.codegen.gpu.ahead import Kernel
+    from acm_compiler.codegen.gpu.gate import GateSpec
+    from acm_compiler.codegen.gpu.spec import KernelSpec
     from acm_compiler.planning.plan import Plan
 
 _ARCHITECTURES = (80, 90)
@@ -40,7 +40,7 @@ def kernels(
     json: JsonOption = False,
 ) -> None:
     """Print the tile table, or the kernels of a model's sites."""
-    from acm_compiler.codegen.tiles import choose_tiles
+    from acm_compiler.codegen.gpu.tiles import choose_tiles
     from acm_compiler.errors import PackageMissing, UsageError, did_you_mean
 
     out = Output(json=json)
@@ -64,7 +64,7 @@ def kernels(
 
 
 def _show_table(out: Output, build: bool) -> None:
-    from acm_compiler.codegen.tiles import TABLE
+    from acm_compiler.codegen.gpu.tiles import TABLE
     from acm_compiler.errors import UsageError
 
     if build:
@@ -84,8 +84,8 @@ def _show_table(out: Output, build: bool) -> None:
 
 def _specs(what: Path, dtype: str, *, norm: bool) -> Counter[tuple[KernelSpec, GateSpec]]:
     """The specs of a model's sites and their gates, and how many sites have each."""
-    from acm_compiler.codegen.gate import gate_spec_of_site
-    from acm_compiler.codegen.spec import spec_of_site
+    from acm_compiler.codegen.gpu.gate import gate_spec_of_site
+    from acm_compiler.codegen.gpu.spec import spec_of_site
 
     sites = _plan(what).sites
     return Counter((spec_of_site(site, dtype, norm=norm), gate_spec_of_site(site, dtype, norm=norm)) for site in sites)
@@ -111,15 +111,15 @@ def _plan(what: Path) -> Plan:
 
 def _kernels(spec: KernelSpec, gate: GateSpec, arch: int, tokens: int) -> list[tuple[Kernel, str]]:
     """The kernels of a site, in order, with the dtype of their operands."""
-    from acm_compiler.codegen.ahead import gate_kernel_of, kernels_of
-    from acm_compiler.codegen.gate import WIDEST
+    from acm_compiler.codegen.gpu.ahead import gate_kernel_of, kernels_of
+    from acm_compiler.codegen.gpu.gate import WIDEST
 
     gates = [gate_kernel_of(gate, arch, tokens)] if gate.width <= WIDEST else []
     return [(kernel, spec.dtype) for kernel in (*gates, *kernels_of(spec, arch, tokens))]
 
 
 def _row(kernel: Kernel, dtype: str, arch: int, *, provenance: str, build: bool) -> dict[str, Any]:
-    from acm_compiler.codegen.ahead import build as compile_kernel
+    from acm_compiler.codegen.gpu.ahead import build as compile_kernel
 
     built = asdict(compile_kernel(kernel, dtype, arch)) if build else None
     row: dict[str, Any] = {

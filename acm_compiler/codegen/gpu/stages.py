@@ -10,9 +10,9 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
-from acm_compiler.codegen.options import kernel_options
-from acm_compiler.codegen.spec import KernelSpec
-from acm_compiler.codegen.tiles import Tile
+from acm_compiler.codegen.gpu.options import kernel_options
+from acm_compiler.codegen.gpu.spec import KernelSpec
+from acm_compiler.codegen.gpu.tiles import Tile
 
 _GROUP = 8
 BULK_COPY_BYTES = 16

@@ -14,15 +14,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from acm_compiler.codegen.dispatch import count_kernel, place_kernel, slots_of
-from acm_compiler.codegen.few import few1_kernel, few2_kernel
-from acm_compiler.codegen.gate import GateSpec, gate_constants, gate_kernel, gate_options
-from acm_compiler.codegen.layer1 import layer1_kernel
-from acm_compiler.codegen.layer2 import layer2_kernel
-from acm_compiler.codegen.options import kernel_options
-from acm_compiler.codegen.permute import permute_constants, permute_kernel, permute_options
-from acm_compiler.codegen.spec import KernelSpec
-from acm_compiler.codegen.stages import (
+from acm_compiler.codegen.gpu.dispatch import count_kernel, place_kernel, slots_of
+from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
+from acm_compiler.codegen.gpu.gate import GateSpec, gate_constants, gate_kernel, gate_options
+from acm_compiler.codegen.gpu.layer2 import layer2_kernel
+from acm_compiler.codegen.gpu.layers import layer1_kernel
+from acm_compiler.codegen.gpu.options import kernel_options
+from acm_compiler.codegen.gpu.permute import permute_constants, permute_kernel, permute_options
+from acm_compiler.codegen.gpu.spec import KernelSpec
+from acm_compiler.codegen.gpu.stages import (
     POINTERS,
     Machine,
     build_options,
@@ -36,7 +36,7 @@ from acm_compiler.codegen.stages import (
     products_of,
     puts_fences,
 )
-from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
 from acm_compiler.errors import PackageMissing
 
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from acm_compiler.acm.reference import Norm
-from acm_compiler.codegen.activation import INTERPRETED, gelu
-from acm_compiler.codegen.options import kernel_options
-from acm_compiler.codegen.spec import DTYPES
-from acm_compiler.codegen.stages import Machine
+from acm_compiler.codegen.gpu.activation import INTERPRETED, gelu
+from acm_compiler.codegen.gpu.options import kernel_options
+from acm_compiler.codegen.gpu.spec import DTYPES
+from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.planning.plan import PlannedSite
 
 WIDEST = 256

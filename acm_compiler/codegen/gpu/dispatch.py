@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acm_compiler.codegen.options import kernel_options
+from acm_compiler.codegen.gpu.options import kernel_options
 
 _ONE_PROGRAM = 1024
 _COUNTED = 64  # tokens per row of the histogram

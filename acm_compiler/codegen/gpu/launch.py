@@ -10,14 +10,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from acm_compiler.acm.reference import Norm, Weights
-from acm_compiler.codegen.activation import INTERPRETED
-from acm_compiler.codegen.dispatch import Order, sort_by_k
-from acm_compiler.codegen.few import few1_kernel, few2_kernel
-from acm_compiler.codegen.layer1 import layer1_kernel
-from acm_compiler.codegen.layer2 import layer2_kernel
-from acm_compiler.codegen.permute import permute_constants, permute_kernel, permute_options
-from acm_compiler.codegen.spec import KernelSpec, spec_of
-from acm_compiler.codegen.stages import (
+from acm_compiler.codegen.gpu.activation import INTERPRETED
+from acm_compiler.codegen.gpu.dispatch import Order, sort_by_k
+from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
+from acm_compiler.codegen.gpu.layer2 import layer2_kernel
+from acm_compiler.codegen.gpu.layers import layer1_kernel
+from acm_compiler.codegen.gpu.permute import permute_constants, permute_kernel, permute_options
+from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
+from acm_compiler.codegen.gpu.stages import (
     BULK_COPY_BYTES,
     POINTERS,
     Machine,
@@ -32,7 +32,7 @@ from acm_compiler.codegen.stages import (
     permutes_rows,
     products_of,
 )
-from acm_compiler.codegen.tiles import Tile, Tiles, choose_tiles
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from acm_compiler.codegen.spec import KernelSpec
+from acm_compiler.codegen.gpu.spec import KernelSpec
 
 SOME_TOKENS = 2048
 """Up to this many tokens tiles are small, so that more of them exist than the device has processors."""

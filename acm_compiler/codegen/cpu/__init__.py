@@ -12,8 +12,8 @@ from torch import Tensor
 
 from acm_compiler import env
 from acm_compiler.acm.ops import LIBRARY, REFERENCE
-from acm_compiler.codegen.build_cpu import library_file
 from acm_compiler.codegen.compare import require_equal
+from acm_compiler.codegen.cpu.build import library_file
 from acm_compiler.errors import KernelUnavailable
 from acm_compiler.site import ACTIVATIONS
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from acm_compiler.acm.ops import weights_of
 from acm_compiler.acm.reference import Norm
-from acm_compiler.codegen.gate import run_gate
-from acm_compiler.codegen.launch import run
-from acm_compiler.codegen.stages import Machine
+from acm_compiler.codegen.gpu.gate import run_gate
+from acm_compiler.codegen.gpu.launch import run
+from acm_compiler.codegen.gpu.stages import Machine
 
 
 def run_normed(

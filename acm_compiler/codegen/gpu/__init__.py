@@ -16,8 +16,8 @@ from acm_compiler.acm.gated_learners import require_operands, run_apart
 from acm_compiler.acm.operands import require_gate, require_learners
 from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE, weights_of
 from acm_compiler.codegen.compare import require_equal
-from acm_compiler.codegen.spec import DTYPES
-from acm_compiler.codegen.stages import Machine, puts_fences
+from acm_compiler.codegen.gpu.spec import DTYPES
+from acm_compiler.codegen.gpu.stages import Machine, puts_fences
 from acm_compiler.errors import KernelUnavailable
 from acm_compiler.site import ACTIVATIONS
 
@@ -62,7 +62,7 @@ def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
     machine, shape = machine_of(x.device), _shape_of(tensors[0])
     reason = not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
     if reason is None:
-        from acm_compiler.codegen.launch import run  # imports triton
+        from acm_compiler.codegen.gpu.launch import run  # imports triton
 
         with torch.cuda.device(x.device), _unless_unbuilt((form, act, x.dtype, shape)):  # kernels start on that device
             weights = weights_of(tensors[:7], form, act)
@@ -79,7 +79,7 @@ def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Ten
     dtypes, width = (x.dtype, tensors[0].dtype), tensors[0].shape[0]
     reason = gate_not_covered(dtypes, width=width, arch=machine.arch)
     if reason is None:
-        from acm_compiler.codegen.gate import run_gate  # imports triton
+        from acm_compiler.codegen.gpu.gate import run_gate  # imports triton
 
         with torch.cuda.device(x.device), _unless_unbuilt((dtypes, width)):
             return run_gate(x, tensors[:4], tensors[4:], cost=cost, k_min=k_min, rule=rule, machine=machine)
@@ -101,7 +101,7 @@ def gated_learners(*tensors: Tensor | None, norm_eps: float | None = None, form:
         reason = reason or not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
         normed = ("norm", form, act, x.dtype, shape, w_inner.shape)
         if reason is None and normed not in _UNBUILT:
-            from acm_compiler.codegen.normed import run_normed  # imports triton
+            from acm_compiler.codegen.gpu.normed import run_normed  # imports triton
 
             with torch.cuda.device(x.device), _unless_unbuilt(normed):
                 return run_normed(tensors, form=form, act=act, eps=norm_eps, choices=choices, machine=machine)
@@ -124,7 +124,7 @@ def not_covered(*, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ..
 
 def gate_not_covered(dtypes: tuple[torch.dtype, ...], *, width: int, arch: int) -> str | None:
     """Why such a gate is handed to the reference, None when the kernel runs it."""
-    from acm_compiler.codegen.gate import WIDEST  # imports triton
+    from acm_compiler.codegen.gpu.gate import WIDEST  # imports triton
 
     if width > WIDEST:
         return f"the Triton kernel holds gates of up to {WIDEST} columns, not {width}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from acm_compiler.codegen.activation import activate
-from acm_compiler.codegen.products import load_block, multiply, row_pointers
+from acm_compiler.codegen.gpu.activation import activate
+from acm_compiler.codegen.gpu.products import load_block, multiply, row_pointers
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from acm_compiler.codegen.options import kernel_options
+from acm_compiler.codegen.gpu.options import kernel_options
 
 _ELEMENTS = 4096  # of a program: with them its registers hold whole rows
 _ROWS = 4

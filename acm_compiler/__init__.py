@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from acm_compiler import errors as errors
 
 if TYPE_CHECKING:
+    from acm_compiler.backend.explanation import explain
     from acm_compiler.calibration import calibrate, recalibrate, sensitivity
     from acm_compiler.checkpoint import load, save
     from acm_compiler.errors import AcmError
     from acm_compiler.evaluation.evaluate import evaluate
-    from acm_compiler.explanation import explain
     from acm_compiler.loss_terms import losses
     from acm_compiler.passes.rewrite.conversion import sites
     from acm_compiler.passes.rewrite.revert import finalize, revert
@@ -45,7 +45,7 @@ _HOMES = {
     "batch": "runtime.batch_context",
     "calibrate": "calibration",
     "evaluate": "evaluation.evaluate",
-    "explain": "explanation",
+    "explain": "backend.explanation",
     "finalize": "passes.rewrite.revert",
     "load": "checkpoint",
     "losses": "loss_terms",

@@ -214,7 +214,7 @@ def test_explain_leaves_what_only_compiling_raises_as_it_is(monkeypatch):
     def fail(*_):
         raise ArithmeticError("while compiling")
 
-    monkeypatch.setattr("acm_compiler.explanation.lower", fail)
+    monkeypatch.setattr("acm_compiler.backend.explanation.lower", fail)
     with pytest.raises(Exception, match="while compiling") as caught:
         acm.explain(stack_of(planned_site("a")), torch.randn(2, 5, 8))
     assert not isinstance(caught.value, acm.AcmError)

@@ -29,8 +29,8 @@ def explain(
     json: JsonOption = False,
 ) -> None:
     """Trace the model's call and print one row per site."""
+    from acm_compiler.backend.explanation import explain
     from acm_compiler.cli.saved_run import open_saved_run
-    from acm_compiler.explanation import explain
     from acm_compiler.inputs import split_inputs
 
     output = Output(json=json)

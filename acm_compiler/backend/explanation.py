@@ -10,13 +10,13 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from acm_compiler.backend import OPTIONS, lower
-from acm_compiler.dynamo_remarks import without_remarks
+from acm_compiler.backend.dynamo_remarks import without_remarks
+from acm_compiler.backend.size_conditions import SizeCondition, size_conditions
 from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.inputs import split_inputs
 from acm_compiler.passes.capture.capture import Attempt, first_line
 from acm_compiler.passes.lower.verify import Lowered
 from acm_compiler.passes.rewrite.conversion import sites
-from acm_compiler.size_conditions import SizeCondition, size_conditions
 from acm_compiler.user_code import raising_line
 
 _NOT_SEEN = "its learners were in no graph: "

@@ -7,8 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 import acm_compiler as acm
-from acm_compiler.advice import advise, advise_lossless
 from acm_compiler.cli import app
+from acm_compiler.evaluation.advice import advise, advise_lossless
 from acm_compiler.evaluation.results import Evaluation, FixedResult, Interval, MetricResult
 from acm_compiler.passes.survey import look
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase

@@ -158,8 +158,8 @@ def test_bench_keeps_its_times_and_times_a_dense_model_of_random_weights_where_n
     built = build(ModelConfig(source="shipped", name="digits_vit"), example=InputConfig(image=(3, 36, 36)))
     plan = acm.plan(built.model, built.example_inputs, sites="mlp", init="random", source=built.record)
     acm.save(acm.rewrite(built.model, plan), tmp_path / "out")
-    monkeypatch.setattr("acm_compiler.bench.measure_model.check_answers", lambda contest, inputs: 0.0)
-    monkeypatch.setattr("acm_compiler.bench.measure_model.measure_model", lambda contest, inputs, **rest: TIMES.rows)
+    monkeypatch.setattr("acm_compiler.evaluation.bench.check_answers", lambda contest, inputs: 0.0)
+    monkeypatch.setattr("acm_compiler.evaluation.bench.measure_model", lambda contest, inputs, **rest: TIMES.rows)
     digits = "{kind: cluttered_digits, split: eval, count: 4}"
     done = acmc("bench", tmp_path / "out", "--data", digits, "--task", "classify", "--batches", "2", "--json")
     assert done.exit_code == 0 and "random weights" in done.stderr, done.stderr

@@ -150,7 +150,7 @@ def test_budgets_are_spelled_alike_everywhere(run):
 
 def test_eval_ends_with_advice_where_there_is_some(run, monkeypatch):
     monkeypatch.setattr(
-        "acm_compiler.advice.advise_lossless", lambda found, plan, schedule: f"{found.n} {len(plan.sites)}"
+        "acm_compiler.evaluation.advice.advise_lossless", lambda found, plan, schedule: f"{found.n} {len(plan.sites)}"
     )
     done = acmc("eval", run, "--budgets", "1", "--examples", 6)
     assert done.exit_code == 0 and done.stdout.rstrip().splitlines()[-1] == "advice: 6 4"

@@ -15,8 +15,8 @@ from acm_compiler.cli.given import BaseOption, DataOption, Given, TaskOption
 from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
-    from acm_compiler.bench.measure_model import Contest
     from acm_compiler.cli.saved_run import SavedRun
+    from acm_compiler.evaluation.bench import Contest
     from acm_compiler.evaluation.times import Row, Times
 
 
@@ -46,9 +46,9 @@ def bench(
 ) -> None:
     """Check that the compiled model answers as the eager one, then print one row per contender, batch and budget, and
     keep them in the folder."""
-    from acm_compiler.bench.measure_model import break_even, check_answers, measure_model
     from acm_compiler.checkpoint import save_id
     from acm_compiler.cli.saved_run import open_saved_run, read_budgets
+    from acm_compiler.evaluation.bench import break_even, check_answers, measure_model
     from acm_compiler.evaluation.evaluate import reachable
     from acm_compiler.evaluation.times import Times
 
@@ -94,9 +94,9 @@ _HEADERS = ("batch", "budget", "contender", "ms", "ratio", "q1", "q3", "MAC rati
 
 def _contest(run: SavedRun, output: Output, *, allow_code: bool) -> Contest:
     """The saved model against the dense one; against one with random weights, where only its class is to be had."""
-    from acm_compiler.bench.measure_model import Contest
     from acm_compiler.checkpoint import build_dense
     from acm_compiler.errors import ModelSourceError, StorageError, UsageError
+    from acm_compiler.evaluation.bench import Contest
 
     answer, dense = run.task(run.data()).answer, run.dense
     if dense is None:
@@ -135,7 +135,7 @@ def _machine(run: SavedRun) -> dict[str, Any]:
     """What the numbers were measured with."""
     import torch
 
-    from acm_compiler.bench.interleave import clock
+    from acm_compiler.evaluation.interleave import clock
     from acm_compiler.recipe.resolved import installed_version
 
     names = ("torch", "acm_compiler")

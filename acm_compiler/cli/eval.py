@@ -70,8 +70,8 @@ def evaluate(
 
 def say_advice(directory: Path, found: Evaluation, recipe: Recipe | None, output: Output) -> None:
     """Say what would make the saved model answer as the dense one, where it should and does not."""
-    from acm_compiler.advice import advise_lossless
     from acm_compiler.checkpoint import saved_conversion
+    from acm_compiler.evaluation.advice import advise_lossless
 
     advice = advise_lossless(found, saved_conversion(directory).plan, recipe.schedule if recipe else ())
     if advice is not None:

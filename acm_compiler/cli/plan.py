@@ -11,7 +11,7 @@ import typer
 from acm_compiler.cli.output import JsonOption, Output, SetOption
 
 if TYPE_CHECKING:
-    from acm_compiler.advice import Advice
+    from acm_compiler.evaluation.advice import Advice
     from acm_compiler.planning.plan import Plan
     from acm_compiler.recipe import ModelConfig, Recipe
     from acm_compiler.sources import BuiltModel

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from acm_compiler.evaluation.bootstrap import Sample
 from acm_compiler.evaluation.results import Interval
+from acm_compiler.evaluation.statistics import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch import nn
 
 from acm_compiler.data import Batch
 from acm_compiler.evaluation.load_maps import LoadMaps, find_load_maps, spread
+from acm_compiler.evaluation.loads import ClipLoads, TextLoads, find_clip_loads, find_text_loads
 from acm_compiler.evaluation.results import Evaluation
-from acm_compiler.evaluation.sequence_loads import ClipLoads, TextLoads, find_clip_loads, find_text_loads
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.tasks import Task
 

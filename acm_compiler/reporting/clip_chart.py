@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from acm_compiler.evaluation.sequence_loads import Clip, ClipLoads
+from acm_compiler.evaluation.loads import Clip, ClipLoads
 from acm_compiler.reporting.figures import dress, new_figure
 from acm_compiler.reporting.theme import Theme, load_scale
 

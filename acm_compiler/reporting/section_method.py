@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from acm_compiler.data.ledger import told
 from acm_compiler.evaluation import wording
-from acm_compiler.evaluation.bootstrap import DRAWS
 from acm_compiler.evaluation.results import DenseFrom, Evaluation
+from acm_compiler.evaluation.statistics import DRAWS
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.markup import Markup, tag
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from acm_compiler.evaluation.sequence_loads import Text, TextLoads
+from acm_compiler.evaluation.loads import Text, TextLoads
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.markup import Markup, tag
 from acm_compiler.reporting.section_foreground import foreground_part

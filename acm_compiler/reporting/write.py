@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from acm_compiler.evaluation import wording
+from acm_compiler.evaluation.loads import ClipLoads
 from acm_compiler.evaluation.results import Evaluation
-from acm_compiler.evaluation.sequence_loads import ClipLoads
 from acm_compiler.evaluation.times import Times
 from acm_compiler.files import storing, write_file
 from acm_compiler.reporting.clip_chart import clip_chart

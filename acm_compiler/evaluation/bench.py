@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.backend.dynamo_remarks import without_remarks
-from acm_compiler.bench.interleave import Timing, interleave
 from acm_compiler.errors import VerificationFailed
+from acm_compiler.evaluation.interleave import Timing, interleave
 from acm_compiler.evaluation.times import BASE, OURS, Row
 from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.passes.rewrite.conversion import sites

@@ -11,9 +11,9 @@ from acm_compiler.evaluation.loads import ClipLoads
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.evaluation.times import Times
 from acm_compiler.files import storing, write_file
+from acm_compiler.reporting.charts import cost_chart
 from acm_compiler.reporting.clip_chart import clip_chart
 from acm_compiler.reporting.contents import Report
-from acm_compiler.reporting.cost_chart import cost_chart
 from acm_compiler.reporting.figures import as_png, as_svg, drawing, require_matplotlib, settle
 from acm_compiler.reporting.k_chart import k_chart
 from acm_compiler.reporting.load_pictures import load_chart

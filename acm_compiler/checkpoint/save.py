@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from acm_compiler.checkpoint.choices import collect_choices
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, check_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
-from acm_compiler.checkpoint.infer_source import source_of
+from acm_compiler.checkpoint.source import source_of
 from acm_compiler.checkpoint.tensors import collect, write_tensors
 from acm_compiler.files import whole_file
 from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites

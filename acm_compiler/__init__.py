@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from acm_compiler.checkpoint import load, save
     from acm_compiler.errors import AcmError
     from acm_compiler.evaluation.evaluate import evaluate
-    from acm_compiler.loss_terms import losses
     from acm_compiler.passes.rewrite.conversion import sites
     from acm_compiler.passes.rewrite.revert import finalize, revert
     from acm_compiler.passes.rewrite.rewrite import rewrite
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from acm_compiler.runtime.control import relax, set_budget, set_k
     from acm_compiler.runtime.site_status import status
     from acm_compiler.runtime.usage import record
+    from acm_compiler.training.loss_terms import losses
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ _HOMES = {
     "explain": "backend.explanation",
     "finalize": "passes.rewrite.revert",
     "load": "checkpoint",
-    "losses": "loss_terms",
+    "losses": "training.loss_terms",
     "plan": "pipeline",
     "recalibrate": "calibration",
     "record": "runtime.usage",

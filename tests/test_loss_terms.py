@@ -13,11 +13,11 @@ import acm_compiler
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Choices
 from acm_compiler.errors import NothingRecorded, UsageError
-from acm_compiler.loss_terms import budget_loss, diversity_loss, entropy_loss, losses, take_choices
 from acm_compiler.passes.rewrite.conversion import Conversion, sites
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.runtime.batch_context import batch
 from acm_compiler.runtime.control import relax
+from acm_compiler.training.loss_terms import budget_loss, diversity_loss, entropy_loss, losses, take_choices
 from tests.build import acm_for, plan_of
 from tests.rewrite_cases import ALL
 from tests.training_tiny import TOKENS, make_model, tiny_site

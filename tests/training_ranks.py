@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from acm_compiler.acm import module as acm_module
-from acm_compiler.loss_terms import budget_loss, diversity_loss, gather_examples
+from acm_compiler.training.loss_terms import budget_loss, diversity_loss, gather_examples
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import run_schedule
 from tests.training_process import weights

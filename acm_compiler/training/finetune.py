@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.data.batch import Batch
 from acm_compiler.inputs import call_model
-from acm_compiler.loss_terms import take_choices
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -22,6 +21,7 @@ from acm_compiler.runtime.control import refuse_unfitted, relax, set_budget
 from acm_compiler.runtime.usage import record
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.distance import distance
+from acm_compiler.training.loss_terms import take_choices
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.modes import free_gate, in_mode
 from acm_compiler.training.phase import Backward, Figures, Group, unique

@@ -33,8 +33,8 @@ from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import Recipe, SiteRule
-from acm_compiler.run_folder import RunOptions
-from acm_compiler.run_recipe import Workshop, convert
+from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.run_recipe import Workshop, convert
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.tasks.embed import Embed
 from acm_compiler.training.machine import open_machine

@@ -25,8 +25,8 @@ from tabulate import tabulate
 
 from acm_compiler.files import write_file
 from acm_compiler.recipe import Recipe, expand_paths, load_recipe
-from acm_compiler.run_folder import RunOptions
-from acm_compiler.run_recipe import Workshop, convert
+from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.run_recipe import Workshop, convert
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch._dynamo.utils import warn_once_cache
 
-from acm_compiler.cli.saved_run import open_saved_run
 from acm_compiler.errors import UsageError, VerificationFailed
 from acm_compiler.evaluation import interleave as turns
 from acm_compiler.evaluation.bench import BASE, Contest, Row, break_even, check_answers, measure_model
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable
 from acm_compiler.planning.plan import Plan
+from acm_compiler.runs.recipe_run import open_saved_run
 from acm_compiler.runtime.budgets import parse_budget
 from acm_compiler.runtime.control import set_budget
 from tests.build import planned_site, stack_of

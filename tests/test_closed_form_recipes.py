@@ -7,8 +7,8 @@ from acm_compiler.errors import AcmError
 from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
 from acm_compiler.recipe import load_recipe
 from acm_compiler.recipe.schema import SiteRule
-from acm_compiler.run_folder import RunOptions
-from acm_compiler.run_recipe import run_recipe
+from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.run_recipe import run_recipe
 
 
 def planned(name):

@@ -11,8 +11,8 @@ import pytest
 
 import acm_compiler as acm
 from acm_compiler.recipe import load_recipe
-from acm_compiler.run_folder import RunOptions
-from acm_compiler.run_recipe import run_recipe
+from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.run_recipe import run_recipe
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

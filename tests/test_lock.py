@@ -14,7 +14,7 @@ import pytest
 import acm_compiler as acm
 from acm_compiler.checkpoint.lock import LOCK, locked
 from acm_compiler.errors import StorageError, UsageError
-from acm_compiler.run_folder import one_run
+from acm_compiler.runs.folder import one_run
 from tests.rewrite_cases import ALL, rewritten
 
 _OTHER = """

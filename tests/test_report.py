@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from acm_compiler.checkpoint import load, save
 from acm_compiler.cli import app
 from acm_compiler.cli.eval import damage_table
-from acm_compiler.cli.saved_run import read_budgets
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import PackageMissing
 from acm_compiler.evaluation import wording
@@ -34,7 +33,8 @@ from acm_compiler.reporting.load_pictures import load_colours, picture_png
 from acm_compiler.reporting.section_sites import shared_start
 from acm_compiler.reporting.theme import LIGHT, key_of_k, load_scale
 from acm_compiler.reporting.write import write_report
-from acm_compiler.run_recipe import convert
+from acm_compiler.runs.recipe_run import read_budgets
+from acm_compiler.runs.run_recipe import convert
 from acm_compiler.runtime.budgets import parse_budget
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.runtime.measure_budgets import measure_budgets

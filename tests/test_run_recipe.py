@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from acm_compiler import run_recipe
 from acm_compiler.checkpoint import locked
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
@@ -23,8 +22,9 @@ from acm_compiler.evaluation import evaluate
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.expectation import ExpectConfig
-from acm_compiler.run_folder import RunOptions
-from acm_compiler.run_recipe import Workshop, convert
+from acm_compiler.runs import run_recipe
+from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.run_recipe import Workshop, convert
 from acm_compiler.tasks.dense_metric import base_metric
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
@@ -300,7 +300,7 @@ def test_a_run_that_replaces_a_result_is_continued_as_such(folder):
         raise RunInterrupted("stopped before any state was saved", fix=f"start it over: {job.resume_command}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("acm_compiler.run_recipe.run_schedule", stop)
+        patch.setattr("acm_compiler.runs.run_recipe.run_schedule", stop)
         stopped = rewrite(folder, "--force")
     assert stopped.exit_code == 130 and stopped.stderr.rstrip().endswith("--resume --force")
     assert contents(folder / "out")["model.safetensors"] == started

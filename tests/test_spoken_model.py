@@ -13,8 +13,8 @@ from acm_compiler.data.spoken_digits import VOCABULARY, voices
 from acm_compiler.data.utterance_set import UtteranceSet
 from acm_compiler.errors import StorageError
 from acm_compiler.recipe import ModelConfig, load_recipe
-from acm_compiler.run_folder import RunOptions
-from acm_compiler.run_recipe import run_recipe
+from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.run_recipe import run_recipe
 from acm_compiler.shipped import spoken as spoken_model
 from acm_compiler.sources import build
 from acm_compiler.tasks.ctc import open_ctc

@@ -11,8 +11,8 @@ from acm_compiler.errors import StorageError
 from acm_compiler.pipeline import plan_recipe
 from acm_compiler.recipe import load_recipe
 from acm_compiler.recipe.datasets import TextData
-from acm_compiler.run_folder import RunOptions
-from acm_compiler.run_recipe import run_recipe
+from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.run_recipe import run_recipe
 from acm_compiler.shipped import docs as docs_model
 from acm_compiler.shipped import packages as packages_model
 from acm_compiler.shipped.open_weights import packed, round_as_packed, unpacked

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from acm_compiler.cli.eval import CodeOption
-from acm_compiler.cli.given import BaseOption, DataOption, Given, TaskOption
 from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption
 
 if TYPE_CHECKING:
-    from acm_compiler.cli.saved_run import SavedRun
     from acm_compiler.evaluation.bench import Contest
     from acm_compiler.evaluation.times import Row, Times
+    from acm_compiler.runs.recipe_run import SavedRun
 
 
 _BUDGETS = (0.25, 0.5, 0.75, 1.0)
@@ -47,10 +47,10 @@ def bench(
     """Check that the compiled model answers as the eager one, then print one row per contender, batch and budget, and
     keep them in the folder."""
     from acm_compiler.checkpoint import save_id
-    from acm_compiler.cli.saved_run import open_saved_run, read_budgets
     from acm_compiler.evaluation.bench import break_even, check_answers, measure_model
     from acm_compiler.evaluation.evaluate import reachable
     from acm_compiler.evaluation.times import Times
+    from acm_compiler.runs.recipe_run import open_saved_run, read_budgets
 
     output = Output(json=json)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acm_compiler.cli.given import BaseOption, DataOption, Given, TaskOption
 from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption
 
 if TYPE_CHECKING:
-    from acm_compiler.cli.saved_run import SavedRun
     from acm_compiler.evaluation.evaluate import Setting
     from acm_compiler.evaluation.results import Evaluation
     from acm_compiler.recipe import Recipe
+    from acm_compiler.runs.recipe_run import SavedRun
 
 CodeOption = Annotated[
     bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
@@ -51,8 +51,8 @@ def evaluate(
 ) -> None:
     """Print the metric and the cost at each budget, and keep them in the folder."""
     from acm_compiler.calibration import known_damages
-    from acm_compiler.cli.saved_run import checked_budgets, open_saved_run
     from acm_compiler.evaluation.table import evaluation_table
+    from acm_compiler.runs.recipe_run import checked_budgets, open_saved_run
 
     output = Output(json=json)
     given = Given.read(task, data, base_model)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from acm_compiler.cli.eval import CodeOption
-from acm_compiler.cli.given import BaseOption, DataOption, Given, TaskOption
 from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption
 
 BatchOption = Annotated[int, typer.Option("--batch", min=1, metavar="B", help="Examples in the traced call.")]
 
@@ -30,8 +30,8 @@ def explain(
 ) -> None:
     """Trace the model's call and print one row per site."""
     from acm_compiler.backend.explanation import explain
-    from acm_compiler.cli.saved_run import open_saved_run
     from acm_compiler.inputs import split_inputs
+    from acm_compiler.runs.recipe_run import open_saved_run
 
     output = Output(json=json)
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)

@@ -53,11 +53,11 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Print the cost report of a recipe or a model."""
-    from acm_compiler.cli.saved_run import parse_budgets
     from acm_compiler.cli.what import read_what
     from acm_compiler.passes.survey import torch_macs
     from acm_compiler.pipeline import example_of
     from acm_compiler.planning.cost_table import BUDGETS, cost_table
+    from acm_compiler.runs.recipe_run import parse_budgets
     from acm_compiler.runtime.budgets import parse_budget
 
     output = Output(json=json)

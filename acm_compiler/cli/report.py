@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from acm_compiler.cli.eval import CodeOption, keep, measure
-from acm_compiler.cli.given import BaseOption, DataOption, Given, TaskOption
 from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption
 
 if TYPE_CHECKING:
-    from acm_compiler.cli.saved_run import SavedRun
     from acm_compiler.evaluation.find_loads import Loads
     from acm_compiler.evaluation.results import Evaluation
     from acm_compiler.evaluation.times import Times
+    from acm_compiler.runs.recipe_run import SavedRun
 
 _LOOKED_AT = 64  # examples among which those for load maps are chosen
 
@@ -35,12 +35,12 @@ def report(
 ) -> None:
     """Write DIR/report from DIR/eval.json, which is measured first where it is missing, and DIR/bench.json."""
     from acm_compiler.calibration import known_damages
-    from acm_compiler.cli.saved_run import open_saved_run
     from acm_compiler.evaluation.results import load_evaluation
     from acm_compiler.passes.rewrite.conversion import conversion
     from acm_compiler.reporting.contents import Report
     from acm_compiler.reporting.figures import require_matplotlib
     from acm_compiler.reporting.write import write_report
+    from acm_compiler.runs.recipe_run import open_saved_run
 
     require_matplotlib()
     output = Output(json=json)

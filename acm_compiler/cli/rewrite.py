@@ -11,7 +11,7 @@ from acm_compiler.cli.output import JsonOption, Output, SetOption
 
 if TYPE_CHECKING:
     from acm_compiler.recipe import Recipe
-    from acm_compiler.run_folder import RunOptions
+    from acm_compiler.runs.folder import RunOptions
 
 ForceOption = Annotated[
     bool,
@@ -45,7 +45,7 @@ def rewrite(
 ) -> None:
     """Carry out a recipe."""
     from acm_compiler.recipe import load_recipe
-    from acm_compiler.run_folder import RunOptions
+    from acm_compiler.runs.folder import RunOptions
 
     loaded = load_recipe(recipe, overrides or ())
     output, directory = Output(json=json), out or Path("runs") / loaded.name
@@ -62,7 +62,7 @@ def rewrite(
         return
     from acm_compiler.cli.eval import say_advice
     from acm_compiler.evaluation.table import evaluation_table
-    from acm_compiler.run_recipe import run_recipe
+    from acm_compiler.runs.run_recipe import run_recipe
 
     output.progress(f"{loaded.name}: the result goes to {directory}")
     evaluation = run_recipe(loaded, options, say=output.progress)
@@ -77,7 +77,7 @@ def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
     """The plan, and whether it can become what the recipe asks for, in the folder that is meant."""
     from acm_compiler.pipeline import check_recipe, plan_recipe
     from acm_compiler.recipe import expand_paths, how_to_set, unset_variables
-    from acm_compiler.run_folder import is_finished
+    from acm_compiler.runs.folder import is_finished
     from acm_compiler.training.schedule import check_phase
 
     check_phase(options.until, recipe.schedule)

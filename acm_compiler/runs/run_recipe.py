@@ -27,7 +27,7 @@ from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
-from acm_compiler.run_folder import (
+from acm_compiler.runs.folder import (
     RunOptions,
     drop_measured,
     fate,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from acm_compiler.cli.given import Given
 from acm_compiler.errors import AcmError, UsageError
+from acm_compiler.runs.given import Given
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class SavedRun:
     @property
     def subject(self) -> str | None:
         """What an evaluation of this run is of; see `Evaluation.subject`."""
-        from acm_compiler.run_folder import subject_of
+        from acm_compiler.runs.folder import subject_of
 
         task, data = _sections(self.recipe, self.given)
         return subject_of(self.directory, data, task)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import acm_compiler as acm
 from acm_compiler.acm import ACM
 from acm_compiler.errors import CaptureFailed, UsageError
-from tests.models import HIDDEN, WIDTH, Mlp, Residual, Stack, example
+from tests.helpers.models import HIDDEN, WIDTH, Mlp, Residual, Stack, example
 
 
 class Inner(nn.Module):

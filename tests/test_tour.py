@@ -9,16 +9,16 @@ import acm_compiler as acm
 from acm_compiler.recipe import load_recipe
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import run_recipe
-from tests import tour_model
+from tests.helpers import tour_model
 
 RECIPE = """
 acm: 1
 name: tour
-model: {source: python, name: "tests.tour_model:model", weights: null}
+model: {source: python, name: "tests.helpers.tour_model:model", weights: null}
 task: {kind: classify}
 data:
-  train: {kind: "python:tests.tour_model:data"}
-  eval: {kind: "python:tests.tour_model:data", args: {count: 32}}
+  train: {kind: "python:tests.helpers.tour_model:data"}
+  eval: {kind: "python:tests.helpers.tour_model:data", args: {count: 32}}
 sites:
   - {match: mlp, learners: 4}
   - {match: attn, learners: 2, init: random}

@@ -7,7 +7,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import AcmError, UsageError
-from tests import tour_model
+from tests.helpers import tour_model
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests import models
-from tests.models import HEADS, WIDTH, Stack, heads, merged
+from tests.helpers import models
+from tests.helpers.models import HEADS, WIDTH, Stack, heads, merged
 from tests.zoo.entry import Build, Inputs, Model
 
 HIDDEN = models.HIDDEN

@@ -1,0 +1,146 @@
+"""Operands that do not fit each other are refused by every implementation of the operators, and nothing is read."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from acm_compiler.acm import ops
+from acm_compiler.acm.gated_learners import GATED
+from acm_compiler.codegen import gpu as cuda
+from acm_compiler.codegen.cpu import build as build_cpu
+from acm_compiler.errors import UsageError
+from tests.acm.test_reference import OUT, D
+from tests.helpers.asan_cases import T, gate_call, gated_call, learners_call
+from tests.helpers.build import planned_site, stack_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def native():
+    """The kernel is compiled (once per machine) and in charge."""
+    ops.load_kernels("cpu")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", "CPU")
+
+
+def traced(op):
+    """The operator as a compiler sees it."""
+
+    def call(*args, **kwargs):
+        with FakeTensorMode() as mode:
+            return op(*(arg if arg is None else mode.from_tensor(arg) for arg in args), **kwargs)
+
+    return call
+
+
+IMPLEMENTATIONS = {
+    "learners": {
+        "native": ops.LEARNERS,
+        "reference": ops.REFERENCE,
+        "traced": traced(ops.LEARNERS),
+        "cuda": cuda.learners,  # looks at no device before it has looked at the operands
+        "backward": lambda *args, **kwargs: ops.LEARNERS_BACKWARD(torch.randn(T, OUT), *args, **kwargs),
+    },
+    "gate": {
+        "native": ops.GATE,
+        "reference": ops.GATE_REFERENCE,
+        "traced": traced(ops.GATE),
+        "cuda": cuda.gate,
+    },
+}
+
+
+def wrong_ones(tensor):
+    """The same operand, cut and grown along every axis, in one dimension more, and of another type."""
+    for axis, size in enumerate(tensor.shape):
+        yield tensor.narrow(axis, 0, size - 1)
+        yield torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
+    yield tensor[None]
+    yield tensor.double() if tensor.is_floating_point() else tensor.float()
+    yield tensor.to("meta")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS["learners"])
+@pytest.mark.parametrize("kind", ["gated", "per_k", "linear_top", "rows", "cols"])
+def test_an_operand_of_the_learners_that_does_not_fit_is_refused(kind, implementation):
+    args, kwargs = learners_call(kind)
+    call = IMPLEMENTATIONS["learners"][implementation]
+    for place, good in enumerate(args):
+        for wrong in () if good is None else wrong_ones(good):
+            # the message may name another operand, where that one is the first to disagree with w_in
+            with pytest.raises(UsageError, match=r"^operand \w+ of acm::learners does not fit the others"):
+                call(*args[:place], wrong, *args[place + 1 :], **kwargs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS["gate"])
+def test_an_operand_of_the_gate_that_does_not_fit_is_refused(implementation):
+    args, kwargs = gate_call()
+    call = IMPLEMENTATIONS["gate"][implementation]
+    for place, good in enumerate(args):
+        for wrong in wrong_ones(good):
+            # tokens may be as many as they are, and of any type
+            if (place in (0, 5, 6, 7) and wrong.dtype != good.dtype) or (place == 0 and wrong.shape[1:] == (D,)):
+                continue
+            with pytest.raises(UsageError, match="of acm::gate does not fit the others"):
+                call(*args[:place], wrong, *args[place + 1 :], **kwargs)
+    for wrong in ({"rule": "logit"}, {"k_min": -1}):
+        with pytest.raises(UsageError, match="unknown choice of acm::gate"):
+            call(*args, **kwargs | wrong)
+
+
+@pytest.mark.parametrize("op", [GATED, traced(GATED), cuda.gated_learners], ids=["native", "traced", "cuda"])
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
+def test_an_operand_of_gate_and_learners_in_one_that_does_not_fit_is_refused(op, norm, monkeypatch):
+    monkeypatch.setattr(cuda, "machine_of", lambda device: cuda.Machine(arch=90, processors=3))
+    args, kwargs = gated_call("gated")
+    args, kwargs = (args, kwargs) if norm else (args[:-2], kwargs | {"norm_eps": None})
+    for place, good in enumerate(args):
+        for wrong in () if good is None else wrong_ones(good):
+            if (5 <= place < 8 or place >= 16) and wrong.dtype != good.dtype:
+                continue
+            with pytest.raises(UsageError, match=r"^operand \w+ of acm::\w+ does not fit|chooses more learners than"):
+                op(*args[:place], wrong, *args[place + 1 :], **kwargs)
+    with pytest.raises(UsageError, match="k up to 4, expected at most 3"):
+        op(*args, **kwargs | {"k_min": 1})
+
+
+def test_an_acm_names_itself_eager_and_compiled():
+    torch._dynamo.reset()
+    model = stack_of(planned_site("a"), planned_site("b"))
+    compiled = torch.compile(model, backend="acm", dynamic=True)
+    with torch.no_grad():
+        for call in (model, compiled):
+            for features in (7, 9, 64):
+                with pytest.raises(UsageError, match=r"^a: the input must have as many features.*expected \[..., 8\]"):
+                    call(torch.randn(2, 5, features))
+            with pytest.raises(UsageError, match=r"^a: .*type.*found float64, expected float32"):
+                call(torch.randn(2, 5, 8, dtype=torch.float64))
+            assert call(torch.randn(2, 5, 8)).shape == (2, 5, 8)
+    torch._dynamo.reset()
+
+
+def file_of(compiler: str, name: str) -> str:
+    """The path of one of the compiler's libraries; the name alone where it has none."""
+    command = [compiler, f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the sanitizer is preloaded as Linux does it")
+def test_no_call_reads_or_writes_beyond_its_tensors(tmp_path, monkeypatch):
+    compiler = build_cpu.find_compiler()
+    # libstdc++ too: the sanitizer looks for its exceptions before torch brings it
+    preloaded = [file_of(compiler, name) for name in ("libasan.so", "libstdc++.so.6")]
+    if not all("/" in file for file in preloaded):
+        pytest.skip("the compiler has no AddressSanitizer")
+    library = tmp_path / "learners.so"
+    build_cpu._compile([*build_cpu._command(), "-O1", "-fsanitize=address"], library)
+    monkeypatch.setenv("LD_PRELOAD", " ".join(preloaded))
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
+    monkeypatch.setenv("ACM_KERNEL", "reference")  # the library of other runs stays out
+    command = [sys.executable, "-m", "tests.helpers.asan_cases", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    answered, refused = (int(count) for count in done.stdout.split()[-2:])
+    assert answered > 100 and refused > 100

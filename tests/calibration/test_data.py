@@ -1,0 +1,409 @@
+"""What calibration keeps of the data: moments, samples, gradients of random projections, padding."""
+
+import pytest
+import torch
+from torch import nn
+
+from acm_compiler.calibration import calibrate
+from acm_compiler.calibration.dense_weights import read_dense
+from acm_compiler.calibration.examples import Examples, masked, run
+from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
+from acm_compiler.calibration.observe import observe
+from acm_compiler.calibration.options import Options
+from acm_compiler.calibration.outputs import answers, default_answer, energy, random_projection
+from acm_compiler.calibration.records import SiteRecord
+from acm_compiler.calibration.whole_examples import WholeExamples
+from acm_compiler.errors import DataError, LayoutUnknown, UsageError
+from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.rewrite import rewrite
+from acm_compiler.pipeline import plan
+from acm_compiler.site import Layout
+from tests.helpers.calibration_tiny import make_tiny, observed, texts
+from tests.helpers.models import Mlp, Residual, Stack, example
+
+
+def records_of(model):
+    dense = read_dense(model, conversion(model).plan)
+    return {s.name: SiteRecord(s, dense[s.name], sample=1000, seed=3) for s in conversion(model).plan.sites}
+
+
+def test_moments_of_a_stream_are_those_of_all_of_it():
+    data = torch.randn(9000, 7) @ torch.randn(7, 7) + 3
+    moments = Moments()
+    for block in data.split([1, 0, 4999, 4000]):
+        moments.add(block)
+    assert moments.count == 9000
+    torch.testing.assert_close(moments.mean, data.double().mean(0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(moments.covariance, torch.cov(data.double().T, correction=0), rtol=1e-5, atol=1e-5)
+
+
+def test_wide_moments_are_symmetric_and_whole():
+    v, g = torch.randn(50, 600), torch.randn(40, 600)
+    moments, metric = Moments(), SecondMoment()
+    for part in v.split(20):
+        moments.add(part)
+    for part in g.split(20):
+        metric.add(part)
+        metric.count_tokens(len(part))
+    torch.testing.assert_close(moments.covariance, torch.cov(v.double().T, correction=0), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(metric.value(600, v.device), (g.T @ g).double() / 40, atol=1e-5, rtol=1e-4)
+    assert torch.equal(moments.covariance, moments.covariance.T)
+
+
+def test_weights_count_as_repetitions():
+    data, weight = torch.randn(300, 4) + 2, torch.randint(0, 4, (300,))
+    moments, repeated = Moments(), Moments()
+    moments.add(data, weight.float())
+    repeated.add(data.repeat_interleave(weight, 0))
+    assert moments.count == int(weight.sum())
+    torch.testing.assert_close(moments.mean, repeated.mean, rtol=1e-5, atol=1e-6)
+    around = torch.randn(4, dtype=torch.float64)
+    wanted = (data.repeat_interleave(weight, 0).double() - around).T @ (
+        data.repeat_interleave(weight, 0).double() - around
+    )
+    torch.testing.assert_close(moments.spread_around(around), wanted / moments.count, rtol=1e-4, atol=1e-4)
+
+
+def test_examples_are_kept_whole_until_there_is_no_room():
+    kept = WholeExamples(10)
+    g = torch.arange(40.0)[:, None]
+    for first, lengths in ((0, (3, 4)), (2, (2, 9)), (4, (1, 1))):
+        example_T = torch.repeat_interleave(torch.arange(first, first + 2), torch.tensor(lengths))
+        for _ in range(2):  # a site that is called twice
+            kept.offer(example_T[:, None].float(), example_T)(g[: len(example_T)])
+    value = kept.value()
+    # 3 + 4 + 2 tokens fit; the fourth example does not, and no later one is asked
+    assert value.example_T.bincount().tolist() == [6, 8, 4]
+    assert torch.equal(value.x_TD[:, 0].long(), value.example_T)
+    assert value.g_TPO[:7, 0, 0].tolist() == list(range(7))
+    long, none = WholeExamples(2), WholeExamples(2)
+    long.offer(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long))(torch.zeros(5, 1))
+    assert len(long.value().x_TD) == 5 and none.value() is None
+
+
+def test_a_mean_far_from_zero_costs_the_covariance_no_digits():
+    data = torch.randn(4000, 5) + 5000.0
+    moments = Moments()
+    for block in data.split(500):
+        moments.add(block)
+    wanted = torch.cov(data.double().T, correction=0)
+    torch.testing.assert_close(moments.covariance, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_second_moments_count_tokens_that_no_gradient_reached():
+    g, second = torch.randn(50, 4), SecondMoment()
+    second.add(g)
+    second.count_tokens(80)
+    wanted = g.double().T @ g.double() / 80
+    torch.testing.assert_close(second.value(4, g.device), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reservoir_keeps_every_token_with_the_same_chance_and_its_own_weight():
+    kept = torch.zeros(200)
+    for seed in range(300):
+        reservoir = Reservoir(20, seed)
+        for block in torch.arange(200.0)[:, None].split([5, 60, 100, 35]):
+            reservoir.offer(block).weigh(block[:, 0] * 2)
+            reservoir.settle()
+        assert torch.equal(reservoir.weights, 2 * reservoir.vectors[:, 0])
+        assert len(reservoir.vectors.unique()) == 20
+        kept[reservoir.vectors[:, 0].long()] += 1
+    # 300 * 20 / 200 = 30 expected each, standard deviation about 5
+    assert kept.sum() == 6000 and kept.min() > 8 and kept.max() < 56
+    assert kept[:100].mean() == pytest.approx(30, abs=2)
+
+
+def test_a_small_stream_is_kept_whole_and_unweighted_tokens_weigh_nothing():
+    reservoir = Reservoir(20, 0)
+    first, second = torch.randn(7, 3), torch.randn(4, 3)
+    reservoir.offer(first).weigh(torch.ones(7))
+    reservoir.offer(second)
+    reservoir.settle()
+    assert torch.equal(reservoir.vectors, torch.cat([first, second]))
+    assert reservoir.weights.tolist() == [1.0] * 7 + [0.0] * 4
+
+
+def test_records_hold_the_moments_of_what_the_dense_site_computes():
+    model, batches = make_tiny(), texts(3)
+    inputs = {name: [] for name in sites(model)}
+    for acm in sites(model).values():
+        acm.tap = lambda acm, x, o: inputs[acm.name].append(x[acm.mask_of(x.shape[:-1]).reshape(x.shape[:2])])
+    from acm_compiler.runtime.batch_context import batch
+
+    for b in batches:
+        with torch.no_grad(), batch(model, mask=b["attention_mask"]):
+            model(**b)
+    for acm in sites(model).values():
+        acm.tap = None
+    records, _ = observed(model, batches)
+    block = {name.rpartition(".")[2]: (records[name], torch.cat(x)) for name, x in inputs.items()}
+    hidden = {
+        "proj": lambda x: x,
+        "mlp": lambda x: sites(model)["blocks.0.mlp"].dense[:2](x),
+        "glu": lambda x: (
+            torch.nn.functional.silu(sites(model)["blocks.0.glu"].dense.a(x)) * sites(model)["blocks.0.glu"].dense.b(x)
+        ),
+    }
+    for kind, (record, x) in block.items():
+        h = hidden[kind](x).detach().double()
+        torch.testing.assert_close(record.moments.mean, h.mean(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(record.moments.covariance, torch.cov(h.T, correction=0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(record.sample.vectors, x.detach())
+
+
+def test_gradients_are_those_of_the_projected_output():
+    model = make_tiny()
+    (example,) = texts(1, batch=1, tokens=5)
+    example = {"x": example["x"][:, :2], "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+    records, _ = observed(model, [example])
+    dense, outputs = make_tiny(), {}
+    for name, acm in sites(dense).items():
+        acm.tap = lambda acm, x, o, name=name: outputs.__setitem__(name, o.requires_grad_())
+    # a leaf must not be changed in place, as this model does: give it a graph
+    for acm in sites(dense).values():
+        acm.dense.requires_grad_(True)
+    loss = random_projection([dense(**example)], None, first=0, seed=0)
+    for name, output in outputs.items():
+        if name != "blocks.0.mlp":  # its tensor was changed in place afterwards
+            (g,) = torch.autograd.grad(loss, output, retain_graph=True)
+            wanted = g[0].double().T @ g[0].double() / 2
+            torch.testing.assert_close(records[name].metric.value(12, g.device), wanted, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(records[name].sample.weights, g[0].square().sum(1), rtol=1e-4, atol=1e-6)
+    # the MLP's output is only added to a bypass: its gradient is that of the sum
+    assert records["blocks.0.mlp"].metric.value(12, torch.device("cpu")).trace() > 0
+
+
+def test_squared_projected_gradients_expect_the_squared_change_of_the_output():
+    jacobian = torch.randn(6, 4)
+    total = torch.zeros(4, 4)
+    for seed in range(3000):
+        v = torch.zeros(1, 4, requires_grad=True)
+        loss = random_projection([v @ jacobian.T], None, first=0, seed=seed)
+        (g,) = torch.autograd.grad(loss, v)
+        total += g.T @ g
+    torch.testing.assert_close(total / 3000, jacobian.T @ jacobian, rtol=0.2, atol=0.6)
+
+
+def test_several_projections_expect_what_one_does_with_less_noise():
+    """Squares of gradients scatter less around their mean, and each projection is another one."""
+    example = texts(1, batch=1, tokens=5)[0]
+
+    def shown(number, seed=0):
+        return observed(make_tiny(), [example], seed=seed, projections=number)[0]["blocks.0.glu"]
+
+    found = {n: torch.stack([shown(n, seed).sample.weights.sum() for seed in range(24)]) for n in (1, 6)}
+    assert float(found[6].mean()) == pytest.approx(float(found[1].mean()), rel=0.5)
+    assert float(found[6].std()) < 0.7 * float(found[1].std())
+    record = shown(6)
+    whole = record.whole.value()
+    assert whole.g_TPO.shape[:2] == (len(whole.x_TD), 6)
+    torch.testing.assert_close(whole.listens_T, record.sample.weights[: len(whole.x_TD)])
+    torch.testing.assert_close(
+        record.metric.value(12, torch.device("cpu")).trace().float(), whole.listens_T.mean(), rtol=1e-4, atol=0
+    )
+
+
+def test_padding_and_batching_change_nothing():
+    batches = texts(4)
+    together, seen = observed(make_tiny(), batches)
+    singles = [
+        {"x": b["x"][i : i + 1, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+        for b in batches
+        for i, length in enumerate(b["attention_mask"].sum(1).tolist())
+    ]
+    alone, seen_alone = observed(make_tiny(), singles)
+    assert seen.examples == seen_alone.examples == 16
+    assert seen.energy == pytest.approx(seen_alone.energy, rel=1e-5)
+    for name, record in together.items():
+        other = alone[name]
+        assert record.tokens == other.tokens == sum(int(b["attention_mask"].sum()) for b in batches)
+        for mine, its in (
+            (record.moments.mean, other.moments.mean),
+            (record.moments.covariance, other.moments.covariance),
+            (record.metric.value(12, record.home), other.metric.value(12, record.home)),
+            (record.sample.vectors, other.sample.vectors),
+            (record.sample.weights, other.sample.weights),
+        ):
+            torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-5)
+
+
+def test_a_mask_of_the_call_that_speaks_of_other_tokens_is_passed_over():
+    model = make_tiny()
+    for acm in sites(model).values():
+        acm.layout = Layout(folds=2)
+    records, _ = observed(model, texts(1))
+    assert {r.tokens for r in records.values()} == {24}
+
+
+def test_a_mask_given_explicitly_must_fit():
+    model = make_tiny()
+    (example,) = texts(1)
+    with pytest.raises(LayoutUnknown, match=r"blocks\.0\.proj"):
+        observe(model, [(example, torch.ones(4, 9))], records_of(model), answer=default_answer, seed=0)
+
+
+def test_observing_leaves_no_trace():
+    model = make_tiny()
+    model.embed.weight.requires_grad_(False)
+    flags = [p.requires_grad for p in model.parameters()]
+    observed(model, texts(2))
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(p.grad is None for p in model.parameters())
+    assert all(acm.tap is None for acm in sites(model).values())
+    with pytest.raises(UsageError):
+        observed(model, texts(2), answer=lambda output, mask: [output.long()])
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(acm.tap is None for acm in sites(model).values())
+
+
+def test_every_sixth_batch_is_held_out_and_reading_stops_when_there_is_enough():
+    drawn = []
+
+    def endless():
+        for i in range(1000):
+            drawn.append(i)
+            yield torch.full((1,), i), None
+
+    examples = Examples(endless())
+    for _ in examples.read(lambda: len(examples.fitted) >= 12):
+        pass
+    assert [int(x) for x, _ in examples.held_out] == [5, 11]
+    assert [int(x) for x, _ in examples.fitted] == [i for i in range(14) if i not in (5, 11)]
+    assert len(drawn) == 14
+
+
+def test_few_batches_serve_for_both():
+    examples = Examples(masked([torch.zeros(1), torch.ones(1)]))
+    assert len(list(examples.read(lambda: False))) == 2
+    assert [int(x) for x, _ in examples.held_out] == [0, 1]
+
+
+def test_no_batches_is_an_error():
+    with pytest.raises(DataError, match="no batches"):
+        list(Examples(masked([])).read(lambda: False))
+
+
+def test_a_model_that_autocasts_by_itself_is_recorded_in_its_own_types():
+    batches, wanted = texts(4), make_tiny()
+    plain, _ = observed(wanted, batches)
+    model = make_tiny()
+    glu, inner = model.blocks[0].glu, model.blocks[0].glu.forward
+    glu.forward = torch.autocast("cpu", torch.bfloat16)(inner)
+    cast, _ = observed(model, batches)
+    assert torch.equal(cast["blocks.0.glu"].moments.covariance, plain["blocks.0.glu"].moments.covariance)
+
+
+def test_batches_made_in_inference_mode_can_be_used():
+    with torch.inference_mode():
+        batches = texts(1)
+    examples = Examples(masked(batches))
+    ((inputs, _),) = examples.read(lambda: False)
+    assert not inputs["x"].is_inference()
+
+
+class Output(dict):
+    __getattr__ = dict.get
+
+
+@pytest.mark.parametrize(
+    ("output", "picked"),
+    [
+        (Output(last_hidden_state=torch.ones(1, 2, 3), pooler_output=torch.ones(1, 3)), 1),
+        ((torch.ones(1, 2), torch.ones(1, dtype=torch.long), [torch.ones(1, 4)]), 2),
+        (torch.ones(2, 3), 1),
+        ({"a": torch.ones(2, 3), "b": None}, 1),
+    ],
+)
+def test_what_matters_of_an_output(output, picked):
+    assert len(answers(output, default_answer)) == picked
+
+
+def test_logits_matter_up_to_what_all_classes_share():
+    z = torch.randn(2, 5)
+    (a,), (b,) = (answers(Output(logits=logits), default_answer) for logits in (z, z + 7))
+    torch.testing.assert_close(a, b)
+
+
+def test_logits_of_tokens_matter_as_far_as_they_are_likely():
+    z = torch.randn(2, 3, 5, dtype=torch.float64)
+    likely, unlikely = z.clone(), z.clone()
+    likely[..., 0] += 40
+    unlikely[..., 0] -= 40
+    for logits, moves in ((likely, False), (z, True), (unlikely, False)):
+        logits.requires_grad_()
+        (judged,) = answers(Output(logits=logits), default_answer)
+        torch.testing.assert_close(judged, 2 * logits.softmax(-1).sqrt())
+        (grad,) = torch.autograd.grad(judged.sum(), logits)
+        assert bool(grad[..., 0].abs().max() > 1e-6) == moves
+
+
+def test_an_output_without_numbers_is_refused():
+    with pytest.raises(UsageError, match="no floating tensor"):
+        answers({"ids": torch.ones(2, dtype=torch.long)}, default_answer)
+
+
+@pytest.mark.parametrize("batches", [torch.ones(2, 3), {"x": torch.ones(2)}, None, 3])
+def test_one_batch_is_no_iterable_of_batches(batches):
+    with pytest.raises(UsageError, match=r"\[batch\]"):
+        masked(batches)
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"budgets": (3.0,)}])
+def test_options_without_meaning_are_refused(wrong):
+    with pytest.raises(UsageError, match=r"found (0|3\.0), expected"):
+        Options(**wrong)
+
+
+def test_energy_leaves_padding_out():
+    mask = torch.tensor([[True, False], [True, True]])
+    tensor = torch.tensor([[[1.0], [100.0]], [[2.0], [3.0]]])
+    assert energy([tensor], mask) == 14.0
+    assert energy([tensor[:, 0]], mask) == 5.0
+
+
+class _Masked(nn.Module):
+    """A model whose second argument is optional, so that labels would pass for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Stack(Residual(Mlp()))
+
+    def forward(self, x, mask=None):
+        return self.inner(x) if mask is None else self.inner(x * mask.view(-1, 1, 1))
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(2, dtype=torch.int64), torch.rand(2, 1)])
+def test_labels_in_a_batch_are_refused_and_not_passed_on(labels):
+    dense = _Masked().eval()
+    model = rewrite(dense, plan(dense, example()))
+    for act in (calibrate, lambda rewritten, batches: run(rewritten, batches[0])):
+        with pytest.raises(UsageError, match="looks like labels") as caught:
+            act(model, [[example(), labels]])
+        assert "for x, label in loader" in caught.value.fix
+    run(model, {"x": example(), "mask": labels})  # named, they are meant
+    run(rewrite(dense, plan(dense, (example(), labels))), (example(), labels))
+
+
+@torch.library.custom_op("acm_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """An operator without a formula for its gradient."""
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+_LIBRARY = torch.library.Library("acm_tests", "FRAGMENT")
+_LIBRARY.define("tripled(Tensor x) -> Tensor")
+_LIBRARY.impl("tripled", lambda x: x * 3, "CPU")
+_LIBRARY.impl("tripled", torch.empty_like, "Meta")
+
+
+@pytest.mark.parametrize("operator", ["doubled", "tripled"])
+def test_an_operator_without_a_gradient_is_named_with_the_remedy(operator):
+    class Custom(Residual):
+        def forward(self, x):
+            return getattr(torch.ops.acm_tests, operator)(super().forward(x))
+
+    dense = Stack(Custom(Mlp())).eval()
+    with pytest.raises(UsageError, match=f"no gradient, .*found acm_tests::{operator}") as caught:
+        calibrate(rewrite(dense, plan(dense, example())), [example()])
+    assert "register_autograd" in caught.value.fix

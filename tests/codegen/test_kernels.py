@@ -1,0 +1,342 @@
+"""The Triton kernels without a GPU: in the interpreter, and compiled ahead of time for the architectures they serve."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import numpy as np
+import torch
+from triton.runtime.errors import OutOfResources
+from typer.testing import CliRunner
+
+from acm_compiler.acm import ops
+from acm_compiler.acm.gated_learners import run_apart
+from acm_compiler.acm.reference import choose_k
+from acm_compiler.backend import choose_implementation
+from acm_compiler.cli import app
+from acm_compiler.codegen import gpu as cuda
+from acm_compiler.codegen.gpu import gate_not_covered, not_covered, take_over
+from acm_compiler.codegen.gpu.ahead import build, gate_kernel_of, kernels_of
+from acm_compiler.codegen.gpu.gate import WIDEST, GateSpec
+from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
+from acm_compiler.codegen.gpu.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
+from acm_compiler.codegen.gpu.tiles import SOME_TOKENS, TABLE, choose_tiles
+from acm_compiler.passes.lower.verify import Call, GateCall
+from tests.helpers import ttir
+from tests.helpers.asan_cases import gate_call, gated_call, learners_call
+from tests.helpers.build import plan_of, planned_site, sliced_site
+
+ROOT = Path(__file__).parent.parent
+TOKENS = 128 * 197
+VIT = KernelSpec(
+    form="mlp",
+    act="gelu",
+    learners=4,
+    width=768,
+    head=1,
+    d_in=768,
+    d_out=768,
+    dtype="bf16",
+    bias_in=True,
+    second="shared",
+    residual=True,
+    norm=False,
+    tf32=False,
+)
+PROJECTION = replace(VIT, form="linear", act="identity", width=96, bias_in=False)
+SWIGLU = replace(VIT, form="gated", act="silu", d_in=2048, width=1024, d_out=2048, bias_in=False)
+ROWS = replace(VIT, form="rows", act="identity", width=192, head=16, bias_in=False, second="none")
+COLS = replace(ROWS, form="cols")
+
+
+def interpret(*options: str) -> None:
+    """Run tests/helpers/interpreter_cases.py where triton runs in its interpreter, which is decided at its import."""
+    command = [sys.executable, "-m", "pytest", "tests/helpers/interpreter_cases.py", "-q", "-x", *options]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_kernels_equal_the_reference_in_the_interpreter():
+    interpret("-m", "not slow")
+
+
+@pytest.mark.slow
+def test_all_kernels_equal_the_reference_in_the_interpreter():
+    interpret("-m", "slow")
+
+
+def require_good(spec: KernelSpec, arch: int, tokens: int) -> None:
+    """Nothing spills, CTAs share a multiprocessor as the tiles say, tensor cores and asynchronous copies are used."""
+    for kernel in kernels_of(spec, arch, tokens):
+        built = build(kernel, spec.dtype, arch)
+        assert built.spills == 0, built
+        if kernel.tile is None:
+            continue
+        assert built.resident >= kernel.tile.resident, built
+        found = {name for name, count in built.instructions.items() if count}
+        exact = spec.dtype == "fp32" and not spec.tf32
+        newest = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[arch]
+        few = kernel.name.startswith("few")  # of which 16 or 32 rows are too few for the newest
+        assert newest in found or (few and "HMMA" in found) or exact, built
+        # without fences what no descriptor can load is not copied ahead of wgmma: slices by columns
+        waits = arch == 90 and not puts_fences() and (spec.form, kernel.name) == ("cols", "layer2 w_in")
+        assert found & {"UTMALDG", "LDGSTS"} or waits, built
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_kernels_of_a_vit_are_built_as_designed(arch):
+    require_good(VIT, arch, TOKENS)
+    layer1, layer2 = (kernel for kernel in kernels_of(VIT, arch, TOKENS) if kernel.tile)
+    if arch == 90:
+        assert layer1.tile.resident == layer2.tile.resident == 2
+        gathered, bulk = build(layer1, "bf16", 90).instructions, build(layer2, "bf16", 90).instructions
+        assert gathered["UTMALDG"] and bool(gathered["LDGSTS"]) == puts_fences()  # x through the permutation
+        assert bulk["UTMALDG"] and not bulk["LDGSTS"]
+
+
+def test_a_k_that_does_not_exist_is_caught_on_the_device():
+    count = kernels_of(VIT, 90, TOKENS)[0]
+    assert "__assertfail" in build(count, "bf16", 90).ptx
+
+
+GATE = GateSpec(d_in=768, width=64, columns=5, k_min=0, rule="damage", dtype="bf16", gate_dtype="bf16", norm=False)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_gate_is_built_as_designed(arch):
+    built = build(gate_kernel_of(GATE, arch, TOKENS), "bf16", arch)
+    assert built.spills == 0 and built.resident >= 4
+    assert bool(built.instructions["LDGSTS"]) == (arch == 80 or puts_fences())
+    assert built.instructions["HGMMA" if arch == 90 else "HMMA"]
+
+
+@pytest.mark.parametrize("fold", [ttir.from_left, ttir.from_right, ttir.by_halves])
+def test_the_compiled_choice_of_a_gate_is_legal_whatever_its_utilities_are(fold):
+    """As compiled, an argmax over NaN answers with any column, those that pad it among them."""
+    text = build(gate_kernel_of(replace(GATE, k_min=1), 90, TOKENS), "bf16", 90).ttir
+    name, rows = ttir.utility_of(text), np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
+    rows[0], rows[1, 2], rows[2, :5], rows[3, 5:], rows[4] = np.nan, np.nan, np.nan, np.nan, -np.inf
+    loads = dict(zip(("k_lo", "k_hi"), re.findall(r"(%\w+) = tt.load %k_(?:lo|hi) ", text), strict=True))
+    for low, high in ((1, 5), (2, 4), (4, 2), (-3, 99)):
+        k = ttir.stored(text, {name: rows, loads["k_lo"]: np.int32(low), loads["k_hi"]: np.int32(high)}, fold)
+        bounds = (torch.tensor(bound, dtype=torch.int32) for bound in (low, high))
+        assert k.tolist() == choose_k(torch.from_numpy(rows)[:, :5], *bounds, 1).tolist()
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_folded_norm_is_built_as_designed(arch):
+    gate = build(gate_kernel_of(replace(GATE, norm=True), arch, TOKENS), "bf16", arch)
+    assert gate.spills == 0 and gate.resident >= 4
+    # a normalised block comes from registers, which wgmma must not read with old versions of ptxas
+    assert gate.instructions["HMMA"] and not gate.instructions["HGMMA"] and gate.instructions["LDGSTS"]
+    kernels = {kernel.name: kernel for kernel in kernels_of(replace(VIT, norm=True), arch, TOKENS)}
+    assert list(kernels) == ["count", "place", "permute norm", "layer1", "layer2 w_out"]
+    rows, layer1 = (build(kernels[name], "bf16", arch) for name in ("permute norm", "layer1"))
+    assert rows.spills == layer1.spills == 0 and rows.resident >= 8 and layer1.resident >= 2
+    assert arch == 80 or (layer1.instructions["UTMALDG"] and not layer1.instructions["LDGSTS"])
+    few = kernels_of(replace(VIT, norm=True), arch, 20)
+    assert [kernel.name for kernel in few] == ["norm", "few1", "few2"] and build(few[0], "bf16", arch).spills == 0
+
+
+def test_rows_of_slices_of_the_input_are_normalised_in_the_order_of_tokens():
+    for spec, name in ((COLS, "norm"), (ROWS, "permute norm"), (replace(VIT, d_in=771), "permute norm")):
+        for arch in (80, 90):
+            assert name in {kernel.name for kernel in kernels_of(replace(spec, norm=True), arch, TOKENS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d_in", [64, 1024, 4096, 8192, 16384])
+def test_norms_of_every_width_are_built_without_spills(d_in):
+    spec = replace(VIT, norm=True, d_in=d_in)
+    rows = next(kernel for kernel in kernels_of(spec, 90, TOKENS) if kernel.name == "permute norm")
+    assert build(rows, "bf16", 90).spills == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("width", [16, 128, WIDEST])
+def test_gates_of_every_width_are_built_without_spills(width, arch):
+    for dtype, gate_dtype in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
+        for tokens in (1, TOKENS):
+            norm = tokens == TOKENS
+            spec = replace(GATE, width=width, dtype=dtype, gate_dtype=gate_dtype, rule="logits", norm=norm)
+            built = build(gate_kernel_of(spec, arch, tokens), dtype, arch)
+            assert built.spills == 0, built
+            # fp32 gates stay off wgmma, whose operands in registers old versions of ptxas get wrong
+            assert not (built.instructions["HGMMA"] and gate_dtype == "fp32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("spec", [PROJECTION, SWIGLU, ROWS, COLS], ids=lambda spec: spec.form)
+def test_every_form_is_built_as_designed(spec, arch):
+    for second in ("shared", "top", "per_k") if spec.second != "none" else ("none",):
+        require_good(replace(spec, second=second), arch, TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_every_row_of_the_table_holds_what_it_says(row):
+    dtype, tf32 = {"16": ("bf16", False), "tf32": ("fp32", True), "fp32": ("fp32", False)}[row.dtype]
+    kinds = {
+        "plain": (VIT,),
+        "narrow": (PROJECTION,),
+        "gated": (SWIGLU,),
+        "sliced": (ROWS, COLS),
+        "few": (VIT, PROJECTION, SWIGLU),
+    }
+    for spec in (replace(spec, dtype=dtype, tf32=tf32) for spec in kinds[row.kind]):
+        tokens = row.tokens or TOKENS
+        assert choose_tiles(spec, row.arch, tokens) == row.tiles
+        require_good(spec, row.arch, tokens)
+        if row.dtype == "16":
+            require_good(replace(spec, dtype="fp16"), row.arch, tokens)
+
+
+def test_old_triton_never_feeds_wgmma_from_gathered_rows():
+    """Before 3.7 nothing orders cp.async before wgmma: rows are permuted first, other pointers are not pipelined."""
+    old = Machine(arch=90, processors=132, fenced=False)
+    assert permutes_rows(VIT, old) and not permutes_rows(VIT, replace(old, fenced=True))
+    tile = choose_tiles(VIT, 90, TOKENS).layer1
+    loads = loads_of(VIT, old, None)
+    assert not loads.gather and loads.a_desc and build_options(VIT, tile, loads, old)["num_stages"] == tile.stages
+    odd = replace(VIT, d_in=771)  # rows that no bulk copy takes
+    for spec, product in ((odd, None), (COLS, products_of(COLS)[0])):
+        loads = loads_of(spec, old, product)
+        assert loads.gather and build_options(spec, tile, loads, old)["num_stages"] == 1
+    assert build_options(odd, tile, loads, replace(old, arch=80))["num_stages"] == tile.stages
+
+
+def test_few_tokens_get_small_tiles_and_are_not_sorted():
+    few, some, many = (choose_tiles(VIT, 90, tokens) for tokens in (20, SOME_TOKENS, SOME_TOKENS + 1))
+    assert (few.sorts, some.sorts) == (False, True)
+    assert few.layer1.m == 32 < some.layer1.m < many.layer1.m
+    assert choose_tiles(replace(VIT, second="per_k"), 90, 20).sorts
+
+
+@pytest.mark.parametrize(
+    ("site", "expected"),
+    [
+        (planned_site(), "mlp 8 -> 4 x 8 -> 8 gelu bf16"),
+        (planned_site(second_layer="shared_top"), "mlp top 8 -> 4 x 8 -> 8 gelu bf16"),
+        (planned_site(second_layer="per_k"), "mlp per_k 8 -> 4 x 8 -> 8 gelu bf16"),
+        (sliced_site(), "rows 8 -> 4 x 2 -> 8 identity bf16"),
+        (sliced_site(role="o"), "cols 8 -> 4 x 2 -> 8 identity bf16"),
+    ],
+)
+def test_a_planned_site_has_the_spec_of_its_calls(site, expected):
+    assert str(spec_of_site(site, "bf16")) == expected
+
+
+def test_acmc_kernels_shows_tiles_and_what_was_built(tmp_path):
+    table = CliRunner().invoke(app, ["kernels"])
+    assert table.exit_code == 0 and all(str(row) in table.stdout for row in TABLE)
+    plan = tmp_path / "plan.json"
+    plan.write_text(plan_of(planned_site("a"), planned_site("b")).to_json())
+    listed = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "90"])
+    assert listed.exit_code == 0 and "not built" in listed.stdout and "2 x mlp 8 -> 4 x 8" in listed.stdout
+    folded = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "90", "--norm"])
+    assert folded.exit_code == 0 and "fused with norm" in folded.stdout and "gate norm" in folded.stdout
+    assert CliRunner().invoke(app, ["kernels", str(plan), "--dtype", "bf61"]).exit_code == 2
+    missing = CliRunner().invoke(app, ["kernels", str(tmp_path / "none.json")])
+    assert missing.exit_code == 2 and "acmc plan" in missing.stderr
+
+
+def test_what_kernels_do_not_cover_is_said_in_words():
+    covered = {"form": "mlp", "act": "gelu", "dtype": torch.bfloat16, "shape": (4, 8, 8), "arch": 90}
+    assert not_covered(**covered) is None
+    for changes, words in (
+        ({"arch": 75}, "sm_75"),
+        ({"act": "mul(x, sigmoid(x))"}, "mul"),
+        ({"dtype": torch.float64}, "float64"),
+    ):
+        assert words in not_covered(**covered | changes)
+    gate = {"dtypes": (torch.bfloat16, torch.float32), "width": 64, "arch": 80}
+    assert gate_not_covered(**gate) is None
+    assert "256" in gate_not_covered(**gate | {"width": 300})
+    assert "float64" in gate_not_covered(**gate | {"dtypes": (torch.bfloat16, torch.float64)})
+
+
+def test_a_gate_without_a_kernel_is_told_apart_from_its_learners(monkeypatch):
+    monkeypatch.setattr(cuda, "current_machine", lambda: Machine(arch=90, processors=3))
+    monkeypatch.setattr(ops, "load_kernels", lambda device: False)
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    gate = GateCall(dtype=torch.bfloat16, width=WIDEST)
+    call = Call(form="mlp", act="gelu", dtype=torch.bfloat16, device="cuda", shape=(4, 8, 8), gate=gate)
+    assert choose_implementation(call) == choose_implementation(replace(call, gate=None)) == ("triton", None)
+    found, reason = choose_implementation(replace(call, gate=replace(gate, width=WIDEST + 1)))
+    assert found == "triton, gate by reference" and "its gate: " in reason and "256 columns, not 257" in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OutOfResources(300_000, 101_376, "shared memory"), "out of resource"),
+        (RuntimeError("PassManager::run failed"), "P"),
+    ],
+)
+def test_kernels_that_cannot_be_built_make_room_for_the_reference_and_say_why(error, words, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(cuda, "_UNBUILT", {})
+    monkeypatch.setattr(cuda, "machine_of", lambda device: Machine(arch=90, processors=3))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for name in ("launch.run", "gate.run_gate", "normed.run_normed"):
+        monkeypatch.setattr(f"acm_compiler.codegen.{name}", fail)
+    args, kwargs = learners_call("mlp")
+    with caplog.at_level("INFO", logger="acm_compiler.backend"):
+        for _ in range(2):
+            torch.testing.assert_close(cuda.learners(*args, **kwargs), ops.REFERENCE(*args, **kwargs))
+    assert words in caplog.text and "plain torch operations: Triton cannot build" in caplog.text
+    facts = {"form": "mlp", "act": "gelu", "dtype": torch.float32, "arch": 90}
+    assert words in not_covered(shape=tuple(args[2].shape), **facts)
+    assert not_covered(shape=(1, 2, 3), **facts) is None
+    gate, choices = gate_call()
+    assert torch.equal(cuda.gate(*gate, **choices), ops.GATE_REFERENCE(*gate, **choices))
+    whole, options = gated_call("mlp")
+    torch.testing.assert_close(cuda.gated_learners(*whole, **options), run_apart(*whole, **options))
+    error = RuntimeError("an illegal memory access")  # no matter of building
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        cuda.learners(*learners_call("gated")[0], **learners_call("gated")[1])
+
+
+def test_another_kernel_may_be_asked_for(monkeypatch, caplog):
+    monkeypatch.setenv("ACM_KERNEL", "reference")
+    with caplog.at_level("INFO", logger="acm_compiler.backend"):
+        assert not take_over()
+    assert "without the Triton kernels" in caplog.text
+
+
+def test_the_gpu_benchmarks_contenders_answer_alike():
+    """Its times need a GPU; that everybody computes the same does not."""
+    command = [sys.executable, "-m", "tests.helpers.old_triton", "benchmarks/gpu.py", "check", "--device", "cpu"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "grouped_mm" in done.stdout
+
+
+BARE = """
+import os, sys
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+for package in "pydantic ruamel ruamel.yaml tabulate typer rich accelerate hypothesis safetensors torchvision".split():
+    sys.modules[package] = None
+import pytest
+sys.exit(pytest.main(["-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]))
+"""
+
+
+def test_the_gpus_tests_are_collected_where_torch_and_triton_are_all_there_is():
+    done = subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "test_a_captured_graph_follows_k" in done.stdout and "test_cli" not in done.stdout

@@ -1,0 +1,96 @@
+"""Calls of the native CPU operators with operands that fit and that do not.
+
+Run as `python -m tests.helpers.asan_cases LIBRARY`, it draws such calls at random from a library that was built with
+AddressSanitizer, which ends the process at the first read or write beyond a tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+from tests.acm.test_reference import FORMS, OUT, D, N, weights_of
+
+T = 7
+
+
+def learners_call(kind: str, dtype: torch.dtype = torch.float32, tokens: int = T):
+    """Positional and keyword arguments of `acm::learners` for one kind of ACM."""
+    w = weights_of(kind)
+    weights = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
+    tensors = (None if t is None else t.detach().to(dtype) for t in weights)
+    x, residual = torch.randn(tokens, D, dtype=dtype), torch.randn(tokens, OUT, dtype=dtype)
+    k = torch.randint(0, N + 1, (tokens,), dtype=torch.int32)
+    return (x, k, *tensors, residual), {"form": w.form, "act": w.act}
+
+
+def gate_call(dtype: torch.dtype = torch.float32, tokens: int = T):
+    """Positional and keyword arguments of `acm::gate`."""
+    shapes = ((tokens, D), (6, D), (6,), (N + 1, 6), (N + 1,))
+    bounds = (torch.tensor(k, dtype=torch.int32) for k in (0, N))
+    tensors = (torch.randn(shape).to(dtype) for shape in shapes)
+    return (*tensors, torch.tensor(0.1), *bounds), {"cost": 0.7, "k_min": 0, "rule": "logits"}
+
+
+def gated_call(kind: str, dtype: torch.dtype = torch.float32, tokens: int = T):
+    """Positional and keyword arguments of `acm::gated_learners` with a norm."""
+    (x, _, *weights), kwargs = learners_call(kind, dtype, tokens)
+    (_, *gate), choices = gate_call(dtype)
+    affine = torch.rand(D, dtype=dtype), torch.randn(D, dtype=dtype)
+    return (x, *gate, *weights, *affine), kwargs | choices | {"norm_eps": 1e-5}
+
+
+def main(library: str) -> None:
+    """Draw calls whose operands are cut, grown or of another type, and call; UsageError is as good as an answer."""
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    from acm_compiler.acm import ops
+    from acm_compiler.acm.gated_learners import GATED
+    from acm_compiler.errors import UsageError
+
+    torch.ops.load_library(library)
+    ctypes.CDLL(library).acm_take_over()
+    answered = []
+
+    @st.composite
+    def calls(draw):
+        op, make = draw(st.sampled_from(((ops.LEARNERS, learners_call), (ops.GATE, gate_call), (GATED, gated_call))))
+        dtype = draw(st.sampled_from((torch.float32, torch.bfloat16)))
+        kind = () if make is gate_call else (draw(st.sampled_from(FORMS)),)
+        args, kwargs = make(*kind, dtype, draw(st.integers(0, 40)))
+        tensors = list(args)
+        for _ in range(draw(st.integers(0, 2))):
+            place = draw(st.integers(0, len(tensors) - 1))
+            if tensors[place] is not None:
+                tensors[place] = changed(draw, tensors[place])
+        return op, tensors, kwargs
+
+    def changed(draw, tensor):
+        if not tensor.dim():
+            return tensor.expand(draw(st.integers(0, 2))).clone()
+        axis = draw(st.integers(0, tensor.dim() - 1))
+        index = torch.arange(draw(st.integers(0, 2 * tensor.shape[axis]))) % tensor.shape[axis]
+        other = draw(st.sampled_from((tensor.dtype, torch.float32, torch.bfloat16)))
+        # clone: a tensor of its own, at whose ends the sanitizer watches
+        return tensor.index_select(axis, index).to(other if tensor.is_floating_point() else tensor.dtype).clone()
+
+    @settings(max_examples=1500, deadline=None, derandomize=True, database=None)
+    @given(calls())
+    def fuzz(call):
+        op, tensors, kwargs = call
+        try:
+            answered.append(op(*tensors, **kwargs).shape)
+        except UsageError:
+            answered.append(None)
+
+    with torch.no_grad():
+        fuzz()
+    refused = sum(shape is None for shape in answered)
+    sys.stdout.write(f"{len(answered) - refused} {refused}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,327 @@
+"""The Triton kernels in Triton's interpreter; run by tests/codegen/test_kernels.py in a process of its own."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
+
+from acm_compiler.acm.activations import NAMES, resolve
+from acm_compiler.acm.reference import Norm, choose_k, layer_norm, run_learners, utilities
+from acm_compiler.codegen import gpu as cuda
+from acm_compiler.codegen.compare import TOLERANCE, relative_error
+from acm_compiler.codegen.gpu import dispatch, launch
+from acm_compiler.codegen.gpu.activation import INTERPRETED
+from acm_compiler.codegen.gpu.gate import run_gate
+from acm_compiler.codegen.gpu.launch import Call, run_call
+from acm_compiler.codegen.gpu.spec import spec_of
+from acm_compiler.codegen.gpu.stages import Machine
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
+from tests.helpers.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
+from tests.helpers.old_triton import mend_loops
+
+HOPPER = Machine(arch=90, processors=3)
+AMPERE = Machine(arch=80, processors=3)
+UNFENCED = Machine(arch=90, processors=3, fenced=False)
+MACHINES = {"hopper": HOPPER, "ampere": AMPERE, "unfenced": UNFENCED}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+assert INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that is not initialised holds NaN, or an index that no buffer has."""
+    poison_memory(monkeypatch)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loops_run():
+    mend_loops()
+
+
+def run(inputs, machine=HOPPER):
+    return launch.run(inputs.x, inputs.k, inputs.weights, residual=inputs.residual, machine=machine)
+
+
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_every_form_equals_the_reference(case):
+    """On Hopper in bf16 every form reads by descriptors where it can."""
+    inputs = inputs_of(dataclasses.replace(case, dtype=torch.bfloat16))
+    require_answer(run(inputs), inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_every_form_equals_the_reference_on_every_machine(case, dtype, machine):
+    inputs = inputs_of(dataclasses.replace(case, dtype=dtype))
+    require_answer(run(inputs, MACHINES[machine]), inputs)
+
+
+@pytest.mark.parametrize("case", [*ODD, *FEW, *SHAPES], ids=str)
+def test_odd_counts_and_shapes_equal_the_reference(case):
+    inputs = inputs_of(case)
+    require_answer(run(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("case", [Case(tokens=200, width=64, d_in=64, d_out=64), Case(second="top", k="one")], ids=str)
+def test_half_precision_equals_the_reference(case, dtype):
+    inputs = inputs_of(dataclasses.replace(case, dtype=dtype))
+    require_answer(run(inputs), inputs)
+
+
+@pytest.mark.parametrize("second", ["shared", "top", "per_k"])
+def test_large_tiles_that_mix_many_k_equal_the_reference(second):
+    case = Case(second=second, tokens=300, learners=8, width=24, d_in=64, d_out=160, dtype=torch.bfloat16)
+    inputs = inputs_of(case)
+    spec = spec_of(inputs.x, inputs.weights, inputs.residual)
+    tile = Tile(m=128, n=128, k=64, warps=4, stages=3, resident=2)
+    tiles = Tiles(layer1=tile, layer2=tile, provenance="")
+    order = dispatch.sort_by_k(inputs.k, spec.learners)
+    call = Call(spec=spec, machine=HOPPER, tiles=tiles, order=order, x_TD=inputs.x)
+    require_answer(run_call(call, inputs.weights, inputs.residual), inputs)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 1024, 1025, 3000])
+@pytest.mark.parametrize("learners", [1, 4, 16])
+def test_the_order_is_stable_and_descending(tokens, learners, monkeypatch):
+    monkeypatch.setattr(dispatch, "_MANY", 2000)
+    k = torch.randint(0, learners + 1, (tokens,), dtype=torch.int32)
+    order = dispatch.sort_by_k(k, learners)
+    assert torch.equal(order.perm.long(), k.sort(descending=True, stable=True).indices)
+    assert order.counts[: learners + 1].tolist() == [int((k >= n).sum()) for n in range(learners + 1)]
+
+
+@pytest.mark.parametrize("tokens", [40, 2000])
+@pytest.mark.parametrize("wrong", [-1, 4, 77])
+def test_a_k_that_does_not_exist_stops_the_kernel(tokens, wrong, monkeypatch):
+    options = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)  # what debug=True does on a GPU
+    k = torch.ones(tokens, dtype=torch.int32).index_fill(0, torch.tensor([tokens - 1]), wrong)
+    with pytest.raises(InterpreterError, match=r"k outside \[0, N\]"):
+        dispatch.sort_by_k(k, 3)
+
+
+def test_a_k_that_does_not_exist_gives_nan_among_few_tokens():
+    inputs = inputs_of(Case(tokens=20))
+    inputs.k[3], inputs.k[4] = -1, 9
+    y = run(inputs)
+    assert y[3:5].isnan().all()
+    others = ~y.isnan().any(1)
+    assert others.sum() == 18
+    assert relative_error(y[others], inputs.expected[others]) <= TOLERANCE[y.dtype]
+
+
+@pytest.mark.parametrize("form", ["mlp", "gated"])
+def test_one_tokens_nan_stays_with_it(form):
+    inputs = inputs_of(Case(form=form, k="mixed"))
+    inputs.x[7] = torch.nan
+    inputs.k[7] = 2
+    y = run(inputs)
+    assert y[7].isnan().all()
+    assert not y[torch.arange(130) != 7].isnan().any()
+
+
+def test_a_tokens_answer_does_not_depend_on_its_neighbours():
+    inputs = inputs_of(Case(tokens=200))
+    y, some = run(inputs), torch.randperm(200)[:80]
+    part = launch.run(inputs.x[some], inputs.k[some], inputs.weights, residual=inputs.residual[some], machine=HOPPER)
+    assert torch.equal(part, y[some])
+
+
+def test_rows_may_lie_apart_and_weights_in_any_order():
+    inputs = inputs_of(Case())
+    wide = torch.randn(130, 100)
+    wide[:, :72] = inputs.x
+    turned = inputs.residual.t().contiguous().t()
+    apart = torch.stack([inputs.k, inputs.k + 1], 1)[:, 0]
+    for k in (apart, inputs.k.long()):
+        require_answer(launch.run(wide[:, :72], k, inputs.weights, residual=turned, machine=HOPPER), inputs)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_addresses_need_no_alignment(machine):
+    inputs = inputs_of(Case(dtype=torch.bfloat16))
+    shifted = {}
+    for name in ("w_in", "w_out", "b_in", "b_out"):
+        tensor = getattr(inputs.weights, name)
+        room = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
+        shifted[name] = room[1:].view_as(tensor).copy_(tensor)
+        assert shifted[name].data_ptr() % 16
+    x = torch.zeros(130 * 72 + 1, dtype=torch.bfloat16)[1:].view(130, 72).copy_(inputs.x)
+    weights = dataclasses.replace(inputs.weights, **shifted)
+    y = launch.run(x, inputs.k, weights, residual=inputs.residual, machine=MACHINES[machine])
+    require_answer(y, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("act", NAMES)
+def test_activations_hold_far_from_zero_too(act, dtype):
+    """One learner whose hidden value is x itself: y = act(x), at values from -60 to 60."""
+    inputs = inputs_of(Case(act=act, learners=1, width=16, d_in=16, d_out=16, k="all", tokens=64, residual=False))
+    x = torch.linspace(-60, 60, 1024).reshape(64, 16).to(dtype)
+    eye = torch.eye(16, dtype=dtype)
+    weights = inputs.weights
+    for tensor, value in ((weights.w_in, eye), (weights.w_out, eye), (weights.b_in, 0), (weights.b_out, 0)):
+        tensor.copy_(value.view_as(tensor) if torch.is_tensor(value) else torch.zeros_like(tensor))
+    y = launch.run(x, inputs.k, to(weights, dtype), machine=AMPERE)
+    exact = resolve(act)(x.double())
+    atol = 1e-6 if dtype == torch.float32 else 1e-4
+    rtol = 2e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(y.double(), exact, atol=atol, rtol=rtol)
+
+
+GATES = [
+    (rule, tokens, columns, dtype, gate_dtype)
+    for rule in ("damage", "logits")
+    for tokens, columns, dtype, gate_dtype in (
+        (1, 5, torch.float32, torch.float32),
+        (130, 5, torch.float32, torch.float32),
+        (100, 17, torch.bfloat16, torch.bfloat16),
+        (70, 2, torch.bfloat16, torch.float32),
+    )
+]
+
+
+@pytest.mark.parametrize(("rule", "tokens", "columns", "dtype", "gate_dtype"), GATES)
+@pytest.mark.parametrize("k_min", [0, 1])
+def test_a_gate_chooses_what_the_reference_chooses(rule, tokens, columns, dtype, gate_dtype, k_min):
+    """Another k only where float64 has the two within the rounding of the gate's dtype."""
+    x = torch.randn(tokens, 72).to(dtype)
+    shapes = ((24, 72), (24,), (columns, 24), (columns,))
+    weights = tuple((torch.randn(shape) * shape[-1] ** -0.5).to(gate_dtype) for shape in shapes)
+    knob, cost = torch.tensor(-0.7), 0.6
+    most = columns - 1 + k_min
+    for low, high in ((0, 99), (2, 99), (0, most - 1), (most, most), (99, 1)):
+        k_lo, k_hi = (torch.tensor(max(k_min, min(bound, most)), dtype=torch.int32) for bound in (low, high))
+        k = run_gate(x, weights, (knob, k_lo, k_hi), cost=cost, k_min=k_min, rule=rule, machine=HOPPER)
+        w, b, w2, b2 = (tensor.double() for tensor in weights)
+        score = F.linear(F.gelu(F.linear(x.double(), w, b)), w2, b2)
+        u = utilities(score, knob, torch.arange(k_min, most + 1).double() * cost, rule)
+        expected = choose_k(u, torch.minimum(k_lo, k_hi), k_hi, k_min)
+        lost = (u.gather(1, (expected - k_min).long()[:, None]) - u.gather(1, (k - k_min).long()[:, None])).max()
+        assert k.dtype == torch.int32 and k.min() >= min(k_lo, k_hi) and k.max() <= k_hi
+        assert lost <= 3e-6
+
+
+def test_a_gates_ties_go_to_the_smaller_k():
+    weights = torch.zeros(8, 16), torch.zeros(8), torch.zeros(5, 8), torch.zeros(5)
+    bounds = torch.tensor(0.0), torch.tensor(2, dtype=torch.int32), torch.tensor(5, dtype=torch.int32)
+    k = run_gate(torch.randn(9, 16), weights, bounds, cost=1.0, k_min=1, rule="logits", machine=HOPPER)
+    assert k.tolist() == [2] * 9
+
+
+def test_a_nan_token_runs_all_learners_that_it_may():
+    weights = torch.randn(8, 16), torch.randn(8), torch.randn(5, 8), torch.randn(5)
+    x = torch.randn(9, 16)
+    x[4] = torch.nan
+    for rule in ("logits", "damage"):
+        bounds = torch.tensor(0.0), torch.tensor(2, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
+        k = run_gate(x, weights, bounds, cost=1.0, k_min=1, rule=rule, machine=HOPPER)
+        assert k[4] == 4 and k.min() >= 2 and k.max() <= 4
+
+
+def test_the_same_call_gives_the_same_bits():
+    inputs = inputs_of(Case(dtype=torch.bfloat16))
+    assert torch.equal(run(inputs), run(inputs))
+
+
+def test_tiles_for_every_kind_of_call_exist():
+    for case in FORMS:
+        for dtype in (torch.float32, torch.float16):
+            inputs = inputs_of(dataclasses.replace(case, dtype=dtype))
+            spec = spec_of(inputs.x, inputs.weights, inputs.residual)
+            assert all(choose_tiles(spec, arch, t) for arch in (80, 86, 89, 90) for t in (1, 65, 3000, 10**6))
+
+
+def norm_of(width: int, dtype: torch.dtype, kind: str = "affine") -> Norm:
+    """A norm with weights of about one."""
+    weight, bias = (torch.rand(width) + 0.5).to(dtype), torch.randn(width).to(dtype)
+    return Norm(weight=weight if kind != "bare" else None, bias=bias if kind == "affine" else None, eps=1e-5)
+
+
+def in_float64(norm: Norm) -> Norm:
+    weight, bias = (None if tensor is None else tensor.double() for tensor in (norm.weight, norm.bias))
+    return Norm(weight=weight, bias=bias, eps=norm.eps)
+
+
+def require_normed(case: Case, machine: Machine, *, mean: float = 2.0, kind: str = "affine") -> None:
+    """Learners that normalise their rows give what they give of rows normalised in float64."""
+    inputs, norm = inputs_of(case), norm_of(case.d_in, case.dtype, kind)
+    x = (torch.randn(case.tokens, case.d_in) + mean).to(case.dtype)
+    expected = run_learners(layer_norm(x.double(), in_float64(norm)), inputs.k, to(inputs.weights, torch.float64))
+    expected = expected if inputs.residual is None else expected + inputs.residual.double()
+    y = launch.run(x, inputs.k, inputs.weights, residual=inputs.residual, norm=norm, machine=machine)
+    require_answer(y, dataclasses.replace(inputs, expected=expected))
+
+
+@pytest.mark.parametrize("case", [*FORMS, *FEW[:6]], ids=str)
+def test_every_form_normalises_its_rows(case):
+    require_normed(dataclasses.replace(case, dtype=torch.bfloat16), HOPPER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_every_form_normalises_its_rows_on_every_machine(case, dtype, machine):
+    require_normed(dataclasses.replace(case, dtype=dtype), MACHINES[machine])
+
+
+@pytest.mark.parametrize("tokens", [20, 257])
+@pytest.mark.parametrize("k", ["none", "all"])
+@pytest.mark.parametrize(("mean", "kind"), [(100.0, "affine"), (-3e4, "weight"), (0.0, "bare")])
+def test_rows_far_from_zero_keep_their_digits(mean, kind, k, tokens):
+    require_normed(Case(tokens=tokens, k=k, d_in=75), AMPERE, mean=mean, kind=kind)
+
+
+def choices_of(x, weights, norm: Norm):
+    """k by the kernel, and how much less its choices are worth than the best in float64."""
+    knob, k_lo, k_hi = torch.tensor(0.1), torch.tensor(0, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
+    k = run_gate(x, weights, (knob, k_lo, k_hi), cost=0.6, k_min=0, rule="logits", machine=HOPPER, norm=norm)
+    z = layer_norm(x.double(), in_float64(norm)).to(x.dtype).double()
+    w, b, w2, b2 = (tensor.double() for tensor in weights)
+    u = utilities(F.linear(F.gelu(F.linear(z, w, b)), w2, b2), knob, torch.arange(5).double() * 0.6, "logits")
+    return k, (u.max(1).values - u.gather(1, k.long()[:, None])[:, 0]).max()
+
+
+@pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("mean", "kind"), [(2.0, "affine"), (100.0, "weight"), (0.0, "bare")])
+@pytest.mark.parametrize("width", [72, 64, 77])
+def test_a_gate_normalises_its_tokens(width, mean, kind, dtype, lost):
+    """In bfloat16 normalised tokens are rounded, as those of a norm by itself."""
+    weights = [torch.randn(24, width) * width**-0.5, torch.randn(24), torch.randn(5, 24), torch.zeros(5)]
+    weights = [tensor.to(dtype) for tensor in weights]
+    x = (torch.randn(131, width) + mean).to(dtype)
+    k, found = choices_of(x, weights, norm_of(width, dtype, kind))
+    assert found <= lost and len(k.unique()) > 1
+
+
+def test_rows_of_one_value_and_rows_with_an_outlier_choose_as_the_reference():
+    x, weights = torch.randn(40, 72), [torch.randn(24, 72), torch.randn(24), torch.randn(5, 24), torch.zeros(5)]
+    x[3], x[4], x[5, 0], x[6, 70] = 5.0, 0.0, 1e4, 1e4
+    assert choices_of(x, weights, norm_of(72, torch.float32))[1] <= 3e-5
+
+
+@pytest.mark.parametrize("tokens", [20, 130])
+def test_gate_and_learners_behind_a_norm_are_one_call(tokens, monkeypatch):
+    monkeypatch.setattr(cuda, "machine_of", lambda device: HOPPER)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    inputs, norm = inputs_of(Case(tokens=tokens)), norm_of(72, torch.float32)
+    gate = [torch.randn(16, 72), torch.randn(16), torch.randn(4, 16), torch.randn(4)]
+    knob, bounds = torch.tensor(-0.7), [torch.tensor(k, dtype=torch.int32) for k in (0, 3)]
+    choices = {"cost": 0.6, "k_min": 0, "rule": "damage"}
+    w = inputs.weights
+    tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
+    given = (inputs.x, *gate, knob.view(torch.int32), *bounds, *tensors, inputs.residual, norm.weight, norm.bias)
+    y = cuda.gated_learners(*given, form="mlp", act="gelu", norm_eps=norm.eps, **choices)
+    k = run_gate(inputs.x, gate, (knob, *bounds), **choices, machine=HOPPER, norm=norm)
+    expected = run_learners(layer_norm(inputs.x.double(), in_float64(norm)), k, to(w, torch.float64))
+    assert len(k.unique()) > 1
+    require_answer(y, dataclasses.replace(inputs, expected=expected + inputs.residual.double()))

@@ -1,0 +1,81 @@
+"""What the processes of a data-parallel run do: started by `accelerate launch -m tests.helpers.training_ranks DIR`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from acm_compiler.acm import module as acm_module
+from acm_compiler.training.loss_terms import budget_loss, diversity_loss, gather_examples
+from acm_compiler.training.machine import Machine, open_machine
+from acm_compiler.training.schedule import run_schedule
+from tests.helpers.training_process import weights
+from tests.helpers.training_runs import distill, finetune, fitted, gate, job_in
+from tests.helpers.training_tiny import make_model
+
+CONFIGS = {
+    "distill": distill(steps=4, batch=8),
+    "distill_accumulated": distill(steps=2, batch=8, accumulate=2),
+    "gate": gate(steps=4, batch=8),
+    "finetune": finetune(steps=4, batch=8, lr=1e-3, budget=1.0, diversity=1.0),
+    "finetune_accumulated": finetune(steps=2, batch=8, lr=1e-3, accumulate=2),
+}
+SHARES = (0.2, 0.9, 0.4, 0.5, 0.7)
+SPLIT = (2, 3)
+
+
+def noiseless(u_TC: Tensor, temperature: float) -> Tensor:
+    """The gate's sample without its noise: the likeliest choice, with the gradient of the softmax."""
+    soft_TC = (u_TC / temperature).softmax(-1)
+    hard_TC = nn.functional.one_hot(soft_TC.argmax(-1), soft_TC.shape[-1]).to(soft_TC.dtype)
+    return hard_TC + soft_TC - soft_TC.detach()
+
+
+def train_each(directory: Path) -> dict[str, nn.Module]:
+    """A model trained by each of the phases alone, without dropout and without the finetune phase's noise."""
+    sample_nu, acm_module.sample_nu = acm_module.sample_nu, noiseless
+    models = {}
+    try:
+        for name, config in CONFIGS.items():
+            models[name] = fitted(make_model())
+            for block in models[name].blocks:
+                block.dropout.p = 0.0
+            padded = config.phase != "gate"
+            run_schedule(models[name], [config], job_in(directory / name, padded=padded))
+    finally:
+        acm_module.sample_nu = sample_nu
+    return models
+
+
+def share_gradient(share_B: Tensor) -> Tensor:
+    """The gradient of both losses over all examples to these ones."""
+    share_B = share_B.clone().requires_grad_()
+    every_B = gather_examples(share_B)
+    (budget_loss(every_B, 0.3) + diversity_loss(every_B)).backward()
+    assert share_B.grad is not None
+    return share_B.grad
+
+
+def own_part(machine: Machine) -> Tensor:
+    """This process's shares of `SHARES`; the processes have different numbers of them."""
+    return torch.tensor(SHARES).split(SPLIT)[machine.rank]
+
+
+def main() -> None:
+    """Train, and keep what every process ended with."""
+    torch.set_num_threads(1)
+    directory, machine = Path(sys.argv[1]), open_machine()
+    models = train_each(directory)
+    found = {f"{phase}/{name}": t for phase, model in models.items() for name, t in weights(model).items()}
+    found["gradient"] = share_gradient(own_part(machine))
+    save_file(found, directory / f"rank{machine.rank}.safetensors")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Rules to decisions: selection, widths, k_min, gates."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import acm_compiler as acm
+from acm_compiler.errors import SelectionError, UsageError
+from acm_compiler.planning.planner import matched_width, plan_sites, select
+from acm_compiler.recipe.schema import GateConfig, SiteRule
+from acm_compiler.site import Graft, LinearRef, Site
+from tests.helpers import tour_model
+from tests.helpers.training_tiny import Tiny
+
+REF = LinearRef(weight="w")
+MLP = Site(
+    name="layers.0.mlp",
+    kind="mlp",
+    d_in=768,
+    d_out=768,
+    dense_width=3072,
+    act="gelu",
+    first=(REF,),
+    last=REF,
+    residual=True,
+    tokens=197,
+    graft=Graft(kind="W", modules=("layers.0.mlp",)),
+)
+Q = dataclasses.replace(
+    MLP,
+    name="layers.0.attn.q_proj",
+    kind="linear",
+    role="q",
+    dense_width=None,
+    act="identity",
+    last=None,
+    residual=False,
+)
+O_PROJ = dataclasses.replace(Q, name="layers.0.attn.out_proj", role="o", residual=True)
+MLP_1 = dataclasses.replace(MLP, name="layers.1.mlp", residual_norm=True)
+FOUND = [Q, O_PROJ, MLP, MLP_1]
+BOTH = [SiteRule(match="mlp"), SiteRule(match="attn")]
+
+
+def test_vit_b_sizes_match_the_paper():
+    planned = plan_sites([MLP, Q], BOTH, GateConfig())
+    assert [(s.learners, s.width) for s in planned] == [(4, 768), (4, 96)]
+    assert [s.gate_width for s in planned] == [64, 8]
+    assert [s.k_min for s in planned] == [0, 1]
+    assert [s.state for s in planned] == ["learners", "dense"]
+
+
+def test_widths_round_up_so_that_the_split_stays_lossless():
+    assert matched_width(dataclasses.replace(MLP, dense_width=10), 4) == 3
+    assert matched_width(dataclasses.replace(Q, d_in=4, d_out=4), 16) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"match": "layers.*.mlp", "form": "svd"}, "form is for projections, .*found 2 mlp"),
+        ({"match": r"re:q_proj$", "second_layer": "per_k"}, "second_layer is for MLPs, .*found 1 linear"),
+        ({"match": ("mlp", "attn"), "exclude": "*.mlp", "second_layer": "shared"}, "found 2 linear"),
+    ],
+)
+def test_a_key_that_is_for_none_of_a_rules_sites_is_refused(rule, words):
+    with pytest.raises(UsageError, match=words) as caught:
+        plan_sites(FOUND, [SiteRule(**rule)], GateConfig())
+    assert f"sites, match {rule['match'] if isinstance(rule['match'], str) else 'mlp, attn'}: " in str(caught.value)
+
+
+def test_a_rule_for_both_kinds_may_have_the_keys_of_both():
+    rule = SiteRule(match="layers.*", form="svd", second_layer="per_k")
+    assert {(s.kind, s.form, s.second_layer) for s in plan_sites(FOUND, [rule], GateConfig())} == {
+        ("linear", "svd", "shared"),
+        ("mlp", "svd", "per_k"),
+    }
+
+
+@pytest.mark.parametrize(("more", "told"), [({}, True), ({"zero": "mean"}, False)])
+def test_a_report_says_where_k_zero_was_asked_for_in_vain(more, told):
+    model, example = tour_model.model()
+    plan = acm.plan(model, example, sites=[{"match": ["mlp", "attn"], "k_min": 0, **more}])
+    raised = [site.name for site in plan.sites if site.k_min == 1]
+    (note,) = plan.notes if told else [""]
+    assert len(raised) == (6 if told else 0) and plan.notes == acm.Plan.from_json(plan.to_json()).notes
+    if told:
+        assert f"not 0 as asked, at {raised[0]} and 5 more: " in note and f"\nnote: {note}\n" in str(plan)
+    assert not acm.plan(model, example).notes
+
+
+def test_k_zero_needs_a_bypass_without_a_norm():
+    by_name = {s.name: s for s in plan_sites(FOUND, BOTH, GateConfig())}
+    assert by_name["layers.0.mlp"].k_min == 0 and by_name["layers.1.mlp"].k_min == 1
+    assert by_name["layers.0.attn.out_proj"].k_min == 1
+    asked = plan_sites(FOUND, [SiteRule(match="attn", k_min=0)], GateConfig())
+    assert [s.k_min for s in asked] == [1, 0]
+
+
+def test_k_zero_anywhere_is_the_mean_output_where_a_rule_says_so():
+    asked = plan_sites(FOUND, [SiteRule(match="mlp"), SiteRule(match="attn", zero="mean")], GateConfig())
+    assert {s.name: s.k_min for s in asked} == {Q.name: 0, O_PROJ.name: 0, MLP.name: 0, MLP_1.name: 1}
+    assert [s.k_min for s in plan_sites([Q], [SiteRule(match="attn", k_min=0, zero="mean")], GateConfig())] == [0]
+    assert [s.k_min for s in plan_sites([Q], [SiteRule(match="attn", k_min=2, zero="mean")], GateConfig())] == [2]
+
+
+@pytest.mark.parametrize(
+    ("match", "count"),
+    [
+        ("mlp", 2),
+        ("attn", 2),
+        ("attn.q", 1),
+        ("layers.0", 3),
+        ("layers.*.mlp", 2),
+        ("re:1[.]mlp$", 1),
+        ("layers.0.mlp", 1),
+    ],
+)
+def test_every_way_to_select(match, count):
+    assert len(select(FOUND, match)) == count
+
+
+@pytest.mark.parametrize("match", ["layers.0.mpl", "attn.qkv", "re:nothing", "re:(", "blocks.*"])
+def test_what_matches_nothing_is_refused(match):
+    with pytest.raises(SelectionError):
+        select(FOUND, match)
+
+
+def test_the_nearest_names_are_offered():
+    with pytest.raises(SelectionError, match=r"layers\.0\.mlp"):
+        select(FOUND, "layers.0.mpl")
+
+
+def test_parts_of_the_model_are_offered_too():
+    with pytest.raises(SelectionError, match=r"nearest: layers\.1, "):
+        select(FOUND, "layer.1")
+
+
+def test_learners_too_narrow_to_start_from_the_weights_are_refused():
+    narrow = [SiteRule(match="mlp"), SiteRule(match="layers.1.mlp", learners=2, width=1500)]
+    with pytest.raises(UsageError, match=r"layers\.1\.mlp: .*found 2 learners x width 1500 = 3000, expected .* 3072"):
+        plan_sites(FOUND, narrow, GateConfig())
+    for rule in (SiteRule(match="mlp", learners=2, width=1536), SiteRule(match="mlp", width=5, init="random")):
+        assert [s.width for s in plan_sites([MLP], [rule], GateConfig())] == [rule.width]
+
+
+def test_three_names_are_offered_however_little_they_are_alike():
+    with pytest.raises(SelectionError) as error:
+        select(FOUND, "zzz")
+    assert len(str(error.value).partition("nearest: ")[2].split(", ")) == 3
+
+
+def test_a_role_that_the_model_has_packed_is_offered():
+    packed = dataclasses.replace(FOUND[-1], role="qkv", name="layers.0.attn.qkv")
+    with pytest.raises(SelectionError, match=r"nearest: attn\.qkv"):
+        select([packed], "attn.q")
+
+
+def test_later_rules_win_and_can_exclude():
+    rules = [
+        SiteRule(match="mlp"),
+        SiteRule(match="attn", exclude="attn.q"),
+        SiteRule(match="layers.0.mlp", learners=8),
+    ]
+    planned = {s.name: s for s in plan_sites(FOUND, rules, GateConfig(hidden=16))}
+    assert set(planned) == {"layers.0.mlp", "layers.1.mlp", "layers.0.attn.out_proj"}
+    assert planned["layers.0.mlp"].width == 384 and planned["layers.0.mlp"].gate_width == 16
+
+
+def test_a_nonlinear_activation_at_a_linear_site_implies_the_random_start():
+    planned = plan_sites([Q], [SiteRule(match="attn", activation="gelu")], GateConfig())[0]
+    assert planned.init == "random" and planned.state == "learners" and planned.has_bias_in
+    with pytest.raises(UsageError, match="init: random"):
+        plan_sites([MLP], [SiteRule(match="mlp", activation="relu")], GateConfig())
+
+
+def test_lossless_keeps_what_all_learners_need():
+    planned = {s.name: s for s in plan_sites(FOUND, [SiteRule(match=("mlp", "attn"), lossless=True)], GateConfig())}
+    assert planned["layers.0.mlp"].second_layer == "shared_top"
+    assert all(site.has_top for site in planned.values())
+
+
+def test_rules_can_be_written_as_in_a_recipe():
+    model, x = Tiny(), torch.randn(2, 5, 6)
+    for given in ({"match": "mlp", "learners": 2}, [{"match": ["mlp"], "learners": 2}]):
+        assert [site.learners for site in acm.plan(model, x, sites=given).sites] == [2, 2]
+    with pytest.raises(UsageError, match=r"learners: found 0, expected at least 1[\s\S]*such as {\"match\""):
+        acm.plan(model, x, sites=[{"match": "mlp", "learners": 0}])
+    with pytest.raises(UsageError, match=r"rule for sites: width: found 0, expected at least 1 or 'auto' \("):
+        acm.plan(model, x, sites=[{"match": "mlp", "width": 0}])
+    with pytest.raises(UsageError, match=r"rule for sites: match: missing \("):
+        acm.plan(model, x, sites=[{"learners": 2}])
+    with pytest.raises(UsageError, match=r"no such key .*did you mean 'learners'\?\) \(found learnerz"):
+        acm.plan(model, x, sites=[{"match": "mlp", "learnerz": 2}])

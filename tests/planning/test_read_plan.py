@@ -1,0 +1,139 @@
+"""A plan's JSON is checked as values: what does not fit is refused by its key, before anything is built."""
+
+import copy
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import acm_compiler as acm
+from acm_compiler.errors import StorageError
+from acm_compiler.planning.plan import Plan
+from tests.helpers.rewrite_cases import ALL, planned
+
+NOTHING = object()
+
+
+@pytest.fixture(scope="module")
+def document():
+    """A valid plan as plain data, of sites of every kind."""
+    found = [json.loads(planned(ALL[name])[2].to_json()) for name in ("swiglu", "parallel")]
+    found[0]["sites"] += found[1]["sites"]
+    for i, site in enumerate(found[0]["sites"]):
+        _rename(site, f"part{i}")
+    assert Plan.from_json(json.dumps(found[0]))
+    return found[0]
+
+
+def _rename(site, name):
+    """Give a site another name, and its graft."""
+    place = 0 if site["graft"]["kind"] == "W" else -1
+    site["name"], site["pair"] = name, None
+    site["graft"]["modules"] = list(site["graft"]["modules"])
+    site["graft"]["modules"][place] = name
+
+
+def changed(document, path, value):
+    """A copy of the document with `value` at `path`, or nothing there."""
+    made = copy.deepcopy(document)
+    owner = made
+    for part in path[:-1]:
+        owner = owner[part]
+    if value is NOTHING:
+        del owner[path[-1]]
+    else:
+        owner[path[-1]] = value
+    return json.dumps(made)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("learners", "twelve", "a whole number"),
+        ("learners", None, "a whole number"),
+        ("learners", True, "a whole number"),
+        ("learners", 4.0, "a whole number"),
+        ("learners", 0, "at least 1"),
+        ("learners", 10**30, "at most"),
+        ("width", float("nan"), "a whole number"),
+        ("width", -3, "at least 1"),
+        ("width", 1, "learners that hold"),
+        ("k_min", -1, "at least 0"),
+        ("k_min", 99, "at most the site's learners"),
+        ("gate_width", 0, "at least 1"),
+        ("kind", "convolution", "'mlp', 'gated_mlp' or 'linear'"),
+        ("state", "asleep", "'dense' or 'learners'"),
+        ("act", "import os", "an activation"),
+        ("name", "../../etc", "names of modules joined by dots"),
+        ("name", "/etc/passwd", "names of modules joined by dots"),
+        ("name", "", "names of modules joined by dots"),
+        ("name", "blocks.7.mlp", "the module that is grafted, part"),
+        ("first", [], "1 for the kind mlp"),
+        ("last", None, "null for the kind linear, and only there"),
+        ("pair", {"partner": "gone", "heads": 2}, "the name of a site"),
+        ("layout", {"batch_axis": 0, "folds": 0}, "at least 1"),
+        ("graft", {"kind": "W", "modules": ["x"], "dropout": 2.0, "stash_width": 0}, "at most 1"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_by_its_key(document, key, value, expected):
+    i = next(i for i, site in enumerate(document["sites"]) if site["kind"] == "mlp")
+    with pytest.raises(StorageError) as caught:
+        Plan.from_json(changed(document, ("sites", i, key), value))
+    assert f"sites[{i}].{key}" in str(caught.value) and expected in str(caught.value), caught.value
+
+
+def test_a_site_that_stands_there_twice_is_refused(document):
+    twice = copy.deepcopy(document)
+    twice["sites"].append(twice["sites"][0])
+    with pytest.raises(StorageError, match="a name that no other site has"):
+        Plan.from_json(json.dumps(twice))
+
+
+@pytest.mark.parametrize("owner", [(), ("model",), ("sites", 0), ("sites", 0, "graft"), ("kept", 0)], ids=str)
+def test_an_unknown_key_is_refused(document, owner):
+    path = (*owner, "widht")
+    with pytest.raises(StorageError, match=r"an unknown key \(found [\w.\[\]]*widht"):
+        Plan.from_json(changed(document, path, 3))
+
+
+@pytest.mark.parametrize("path", [("sites",), ("kept",), ("model", "class"), ("sites", 0, "learners")], ids=str)
+def test_a_missing_key_is_refused(document, path):
+    with pytest.raises(StorageError, match="a key is missing"):
+        Plan.from_json(changed(document, path, NOTHING))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema": 1, "sites": ' + "[" * 100_000, None, 7], ids=range(4))
+def test_what_nests_too_deeply_or_is_no_text_is_refused(text):
+    with pytest.raises(StorageError, match="this is no plan"):
+        Plan.from_json(text)
+
+
+def paths(value, path=()):
+    """Every place in a document."""
+    if path:
+        yield path
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from paths(item, (*path, key))
+
+
+ODD = st.one_of(
+    st.sampled_from([NOTHING, None, True, "", "..", "/etc", "twelve", "linear", "R", "gelu", [], {}, [[]], [0, 0]]),
+    st.sampled_from([0, 1, -1, 2, 10**40, 0.5, float("nan"), float("inf"), "\ud800", "\0", "a" * 1000]),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.recursive(st.none(), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner)),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_plan_changed_anywhere_is_refused_or_goes_round(document, data):
+    path = data.draw(st.sampled_from(list(paths(document))))
+    try:
+        plan = Plan.from_json(changed(document, path, data.draw(ODD)))
+        written = plan.to_json()
+        assert str(plan) and Plan.from_json(written) == plan and acm.Plan.from_json(written).to_json() == written
+    except StorageError as error:
+        assert str(error)

@@ -1,0 +1,123 @@
+"""The measured table: budgets asked are budgets reached."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from acm_compiler.errors import DataError, TrainingFailed
+from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, sites
+from acm_compiler.runtime.budgets import NEAR
+from acm_compiler.runtime.control import run_mode, set_budget
+from acm_compiler.runtime.measure_budgets import measure_budgets
+from acm_compiler.runtime.usage import record
+from tests.helpers.build import planned_site, stack_of
+
+
+@pytest.fixture
+def model():
+    made = stack_of(planned_site("a"), planned_site("b", k_min=1, width=12, residual=False))
+    with torch.no_grad():
+        for acm in sites(made).values():
+            acm.gate.outer.weight.mul_(10)
+    return made
+
+
+def examples(count=4):
+    return [(torch.randn(16, 20, 8), None) for _ in range(count)]
+
+
+@pytest.mark.parametrize("rule", ["logits", "damage"])
+def test_every_budget_is_reached_on_the_data_it_was_measured_on(model, rule):
+    for acm in sites(model).values():
+        acm.gate.rule = rule
+    data = examples()
+    table = measure_budgets(model, data, budgets=(0.33,))
+    assert table.rule == rule and table.examples == 64
+    assert table.jumps == ()
+    shares = [point.share for point in table.points]
+    knobs = [point.knob for point in table.points]
+    assert shares == sorted(shares) and knobs == sorted(knobs, reverse=True)
+    least = conversion(model).plan.cost.budget_min
+    assert least <= shares[0] < least + 0.01
+    for budget in (0.2, 0.33, 0.6):
+        set_budget(model, budget)
+        reached = []
+        for x, _ in data:
+            with torch.no_grad(), record(model) as usage:
+                model(x)
+            reached.append(usage.shares)
+        assert float(torch.cat(reached).mean()) == pytest.approx(budget, abs=2 * NEAR)
+
+
+def test_only_real_tokens_have_to_be_finite(model):
+    mask = torch.ones(16, 20, dtype=torch.bool)
+    mask[:, 12:] = False
+    data = [(torch.where(mask[..., None], x, torch.nan), mask) for x, _ in examples()]
+    table = measure_budgets(model, data)
+    assert table.points == measure_budgets(model, [(x.nan_to_num(), mask) for x, _ in data]).points
+    with pytest.raises(TrainingFailed, match=r"^a: .*nan or infinity at 1 of 192 tokens of batch 3 of 4"):
+        data[2][0][5, 3, 0] = torch.inf
+        measure_budgets(model, data)
+    assert conversion(model).table.points == table.points
+
+
+def reached_on(model, data) -> float:
+    with torch.no_grad(), record(model) as usage:
+        for x, _ in data:
+            model(x)
+    return float(usage.shares.mean())
+
+
+@pytest.mark.parametrize("rule", ["logits", "damage"])
+def test_budgets_between_the_rows_are_reached_to_a_fiftieth(model, rule):
+    data = examples()
+    with torch.no_grad():
+        for acm, scale in zip(sites(model).values(), (1, 0.05), strict=True):
+            acm.gate.rule = rule
+            acm.gate.outer.weight.mul_(scale)
+    table = measure_budgets(model, data)
+    for budget in torch.linspace(table.points[0].share, table.points[-1].share, 40).tolist():
+        set_budget(model, budget)
+        assert reached_on(model, data) == pytest.approx(budget, abs=0.02)
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.parametrize("rule", ["logits", "damage"])
+def test_where_tokens_are_alike_what_a_budget_is_said_to_reach_is_reached_and_no_more_than_asked(model, rule, kinds):
+    for acm in sites(model).values():
+        acm.gate.rule = rule
+    data = [(torch.randn(1, kinds, 8).repeat(4, 5, 1), None)]
+    table = measure_budgets(model, data)
+    assert table.jumps
+    for budget in torch.linspace(table.points[0].share, 0.95, 17).tolist():
+        said = set_budget(model, budget)
+        assert said == pytest.approx(reached_on(model, data), abs=1e-6) and said <= budget + NEAR
+    assert BudgetTable.from_plain(json.loads(json.dumps(dataclasses.asdict(table)))) == table
+
+
+def test_where_tokens_are_alike_a_budget_gets_the_highest_share_below_it_that_there_is():
+    model = stack_of(planned_site("a", learners=8, width=8))
+    acm = sites(model)["a"]
+    data = [(torch.randn(1, 1, 8).repeat(4, 5, 1), None)]
+    measure_budgets(model, data)
+    reachable = set()
+    for knob in torch.linspace(-4, 4, 2000).tolist():
+        acm.set_choices(knob=knob, k_lo=0, k_hi=acm.count)
+        reachable.add(reached_on(model, data))
+    assert len(reachable) > 2
+    for budget in torch.linspace(0, 0.99, 30).tolist():
+        assert set_budget(model, budget) == pytest.approx(max(s for s in reachable if s <= budget + NEAR), abs=1e-6)
+
+
+def test_measuring_leaves_mode_and_choices_alone(model):
+    model.train()
+    before = [run_mode(acm) for acm in sites(model).values()]
+    measure_budgets(model, examples(1))
+    assert model.training and [run_mode(acm) for acm in sites(model).values()] == before
+
+
+def test_no_examples_is_an_error(model):
+    with pytest.raises(DataError):
+        measure_budgets(model, [])

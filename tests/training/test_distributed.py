@@ -1,0 +1,99 @@
+"""Two processes under `accelerate launch` end where one process with the same batches ends."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from acm_compiler.errors import UsageError
+from acm_compiler.training.machine import _check_supported, open_machine
+from tests.helpers.training_process import weights
+from tests.helpers.training_ranks import CONFIGS, SHARES, SPLIT, share_gradient, train_each
+from tests.helpers.training_runs import metrics
+
+ROOT = Path(__file__).parent.parent
+
+
+def launch(directory):
+    """Both processes' tensors at the end of `tests.helpers.training_ranks`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["--main_process_port", str(port), "-m", "tests.helpers.training_ranks", str(directory)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return [load_file(directory / f"rank{rank}.safetensors") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What two processes and what one process ended with, and where they wrote their metrics."""
+    two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
+    ranks = launch(two)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = {name: weights(model) for name, model in train_each(one).items()}
+    torch.set_num_threads(threads)
+    return {"ranks": ranks, "alone": alone, "two": two, "one": one}
+
+
+@pytest.mark.parametrize("phase", CONFIGS)
+def test_two_processes_equal_one(phase, runs):
+    for name, expected in runs["alone"][phase].items():
+        found = [rank[f"{phase}/{name}"] for rank in runs["ranks"]]
+        assert found[0].equal(found[1]), name
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("phase", CONFIGS)
+def test_the_metrics_of_two_processes_are_those_of_one(phase, runs):
+    found, expected = metrics(runs["two"] / phase), metrics(runs["one"] / phase)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.pop("phase") == b.pop("phase")
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+
+
+def test_shares_are_gathered_with_their_gradients(runs):
+    gradients = [rank["gradient"] for rank in runs["ranks"]]
+    assert [len(g) for g in gradients] == list(SPLIT)
+    # each process's loss is the whole one; DDP's mean over processes makes the sum of both the gradient of one
+    torch.testing.assert_close(torch.cat(gradients) / 2, share_gradient(torch.tensor(SHARES)))
+
+
+def test_sharded_training_is_refused_with_what_to_do():
+    sharded = SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"))
+    with pytest.raises(UsageError, match="FSDP is not supported yet") as caught:
+        _check_supported(sharded)
+    assert "--multi_gpu" in str(caught.value)
+
+
+def test_several_processes_that_did_not_start_are_noticed(monkeypatch, caplog):
+    # what `accelerate launch --num_processes 2` leaves in the environment of the one process it starts on a CPU
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with caplog.at_level(logging.WARNING):
+        open_machine()
+    assert "asked for several processes and started one" in caplog.text
+
+
+def test_an_accelerator_of_the_users_with_other_settings_is_refused(monkeypatch):
+    AcceleratorState._reset_state()
+    Accelerator(mixed_precision="bf16", cpu=True)
+    try:
+        with pytest.raises(UsageError, match="already started in this process"):
+            open_machine()
+    finally:
+        AcceleratorState._reset_state()

@@ -1,1 +1,0 @@
-"""Measuring time: contenders run interleaved in one process, compared by ratios."""

@@ -4,7 +4,6 @@ import copy
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +16,11 @@ from acm_compiler.acm.context import Said, batch_held
 from acm_compiler.errors import FixedBudget, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.runtime import control
+from tests.helpers import ROOT
 from tests.helpers.backend_ranks import RANKS, examples, gradients, make_model
 from tests.helpers.build import planned_site, stack_of
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -3,15 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from acm_compiler.calibration.outputs import default_answer
+from tests.helpers import ROOT
 from tests.helpers.calibration_tiny import make_tiny, observed, texts
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")

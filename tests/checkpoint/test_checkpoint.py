@@ -20,7 +20,7 @@ import acm_compiler as acm
 from acm_compiler.checkpoint import check_own_folder
 from acm_compiler.errors import ModelSourceError, NoDenseRegion, NotRewritten, PlanMismatch, StorageError, UsageError
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, EvaluatedBudget, conversion
-from tests.helpers import models, tour_model
+from tests.helpers import ROOT, models, tour_model
 from tests.helpers.rewrite_cases import ALL, answer, give_budgets, planned, rewritten, state_of, trained
 
 FILES = ["budgets.json", "model.json", "model.safetensors", "plan.json"]
@@ -514,7 +514,7 @@ def test_a_save_that_does_not_finish_leaves_the_old_one(saved, how):
     model, x, copied, folder = saved
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     command = [sys.executable, "-c", _CHILD, how, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if how == "kill":
         assert done.returncode == -signal.SIGKILL
     else:

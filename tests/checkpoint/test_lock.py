@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ import acm_compiler as acm
 from acm_compiler.checkpoint.lock import LOCK, locked
 from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.runs.folder import one_run
+from tests.helpers import ROOT
 from tests.helpers.rewrite_cases import ALL, rewritten
 
 _OTHER = """
@@ -31,7 +31,7 @@ with locked(Path(sys.argv[1]), print):
 def other(tmp_path):
     """Another process that holds the lock of the folder `out`."""
     command = [sys.executable, "-c", _OTHER, str(tmp_path / "out")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()

@@ -20,9 +20,9 @@ from acm_compiler.cli.what import read_what
 from acm_compiler.errors import AcmError, BudgetUnreachable, NothingToConvert, RunInterrupted, UsageError
 from acm_compiler.recipe import ModelConfig, shipped_recipes
 from acm_compiler.recipe.registries import is_known
+from tests.helpers import ROOT
 from tests.helpers.rewrite_cases import ALL, rewritten
 
-ROOT = Path(__file__).parent.parent
 BAD = "acm: 1\nname: bad\nmodel: {source: hf, name: x}\nschedule:\n  - {phase: gate, epohcs: 1}\n"
 MINIMAL = "acm: 1\nname: minimal\nmodel: {source: hf, name: x}\n"
 

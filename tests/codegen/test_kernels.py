@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -30,11 +29,10 @@ from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.gpu.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
 from acm_compiler.codegen.gpu.tiles import SOME_TOKENS, TABLE, choose_tiles
 from acm_compiler.passes.lower.verify import Call, GateCall
-from tests.helpers import ttir
+from tests.helpers import ROOT, ttir
 from tests.helpers.asan_cases import gate_call, gated_call, learners_call
 from tests.helpers.build import plan_of, planned_site, sliced_site
 
-ROOT = Path(__file__).parent.parent
 TOKENS = 128 * 197
 VIT = KernelSpec(
     form="mlp",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-FOLDER = Path(__file__).parent / "goldens"
+from tests.helpers import ROOT
+
+FOLDER = ROOT / "tests" / "goldens"
 
 
 def check(name: str, text: str) -> None:

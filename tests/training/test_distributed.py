@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +15,10 @@ from safetensors.torch import load_file
 
 from acm_compiler.errors import UsageError
 from acm_compiler.training.machine import _check_supported, open_machine
+from tests.helpers import ROOT
 from tests.helpers.training_process import weights
 from tests.helpers.training_ranks import CONFIGS, SHARES, SPLIT, share_gradient, train_each
 from tests.helpers.training_runs import metrics
-
-ROOT = Path(__file__).parent.parent
 
 
 def launch(directory):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +19,12 @@ from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.training.live_state import live_facts, restore_facts
 from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.state import has_state
+from tests.helpers import ROOT
 from tests.helpers.build import acm_for
 from tests.helpers.training_process import SCHEDULE, STEPS, Signalling, train, weights
 from tests.helpers.training_runs import distill, examples, finetune, fitted, gate, job_in, metrics
 from tests.helpers.training_tiny import Task, make_model
 
-ROOT = Path(__file__).parent.parent
 # the fourth batch of each phase: in the middle of its second epoch, one step after a timed save
 BATCHES = {name: i * STEPS + 4 for i, name in enumerate(("distill", "gate", "finetune"))}
 

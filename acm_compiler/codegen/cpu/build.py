@@ -16,8 +16,8 @@ import torch
 
 from acm_compiler.errors import KernelUnavailable
 
-SOURCE = Path(__file__).with_name("cpu_learners.cpp")
-_HEADERS = tuple(sorted(SOURCE.parent.glob("cpu_*.h")))
+SOURCE = Path(__file__).with_name("learners.cpp")
+_HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _COMPILERS = ("g++", "clang++", "c++")
 _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],

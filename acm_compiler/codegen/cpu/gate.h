@@ -16,9 +16,9 @@
 #include <string_view>
 #include <vector>
 
-#include "cpu_activations.h"
-#include "cpu_norm.h"
-#include "cpu_products.h"
+#include "activations.h"
+#include "norm.h"
+#include "products.h"
 
 #define ACM_GATE_SCHEMA                                                                                         \
   "(Tensor x, Tensor w_inner, Tensor b_inner, Tensor w_outer, Tensor b_outer, Tensor knob, Tensor k_lo, "       \

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cpu_vectors.h"
+#include "vectors.h"
 
 namespace {
 

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string_view>
 
-#include "cpu_vectors.h"
+#include "vectors.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu_vectors.h"
+#include "vectors.h"
 
 namespace {
 

@@ -12,10 +12,10 @@
 #include <string_view>
 #include <vector>
 
-#include "cpu_activations.h"
-#include "cpu_call.h"
-#include "cpu_gate.h"
-#include "cpu_norm.h"
+#include "activations.h"
+#include "call.h"
+#include "gate.h"
+#include "norm.h"
 
 namespace {
 

@@ -6,10 +6,10 @@
 // one product per learner over its prefix, the second one product over the first k H hidden values of each token.
 #pragma once
 
-#include "cpu_activations.h"
-#include "cpu_norm.h"
-#include "cpu_products.h"
-#include "cpu_sorted.h"
+#include "activations.h"
+#include "norm.h"
+#include "products.h"
+#include "sorted.h"
 
 namespace {
 

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_matrix.h"
+#include "matrix.h"
 
 namespace {
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
-from acm_compiler.dump import dump
 from acm_compiler.errors import NothingToConvert, SelectionError, UsageError, did_you_mean
 from acm_compiler.evaluation.advice import Advice, advise
+from acm_compiler.files import dump
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.find.kept_dense import kept_dense
 from acm_compiler.passes.survey import Findings, look

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from acm_compiler import env
 from acm_compiler.cli import app
-from acm_compiler.dump import dump
 from acm_compiler.errors import StorageError
-from acm_compiler.files import parse_json, size_text, whole_file, write_file
+from acm_compiler.files import dump, parse_json, size_text, whole_file, write_file
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from torch import fx
 from acm_compiler import env
 from acm_compiler.acm import ops
 from acm_compiler.acm.context import keep_graph_order
-from acm_compiler.dump import dump
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
+from acm_compiler.files import dump
 from acm_compiler.passes.lower.acm_nodes import learners_nodes
 from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
 from acm_compiler.passes.lower.fuse_gate import fuse_gate

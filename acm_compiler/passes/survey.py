@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.dump import dump
 from acm_compiler.errors import AlreadyRewritten, UsageError
+from acm_compiler.files import dump
 from acm_compiler.inputs import Inputs, call_model, split_inputs
 from acm_compiler.passes.capture.batch_axes import find_layouts
 from acm_compiler.passes.capture.capture import Capture, capture

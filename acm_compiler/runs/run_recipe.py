@@ -14,10 +14,10 @@ from torch import nn
 from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.checkpoint import save
 from acm_compiler.data import Batch, BatchStream, left_out, open_dataset
-from acm_compiler.dump import dump
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
+from acm_compiler.files import dump
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
 from acm_compiler.passes.rewrite.rewrite import rewrite

@@ -20,10 +20,10 @@ from acm_compiler.planning.planner import notes_on, plan_sites
 from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.compatibility import fitting_classes
 from acm_compiler.recipe.document import KeyPath
+from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
 from acm_compiler.recipe.tasks import PythonTask
-from acm_compiler.recipe.wrong_values import wrong_values
 from acm_compiler.runtime.budgets import share_within, unreachable
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build

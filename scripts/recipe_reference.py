@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from acm_compiler.recipe.json_schema import recipe_json_schema
+from acm_compiler.recipe.resolved import recipe_json_schema
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipe-reference.md"
 TAGS = ("kind", "phase")

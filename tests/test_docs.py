@@ -14,7 +14,7 @@ import typer
 import acm_compiler as acm
 from acm_compiler import errors
 from acm_compiler.cli.app import VERBS, app
-from acm_compiler.recipe.json_schema import recipe_json_schema
+from acm_compiler.recipe.resolved import recipe_json_schema
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -58,7 +58,7 @@ def _reword(misuse: Any) -> None:
     cause = misuse.__cause__
     if cause is None or type(cause).__module__.partition(".")[0] != "pydantic_core":
         return
-    from acm_compiler.recipe.wrong_values import wrong_values
+    from acm_compiler.recipe.messages import wrong_values
 
     misuse.message = "; ".join(wrong_values(cause))
 

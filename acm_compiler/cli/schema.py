@@ -14,6 +14,6 @@ def register(app: typer.Typer) -> None:
 
 def schema(json: JsonOption = False) -> None:
     """Print the schema; it is a JSON document with or without --json."""
-    from acm_compiler.recipe.json_schema import recipe_json_schema
+    from acm_compiler.recipe.resolved import recipe_json_schema
 
     Output(json=True).document(recipe_json_schema())

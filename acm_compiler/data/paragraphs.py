@@ -15,7 +15,7 @@ import torch
 
 from acm_compiler.data.draws import derive
 from acm_compiler.errors import DataError
-from acm_compiler.recipe.package_paths import installed_path
+from acm_compiler.recipe.load import installed_path
 
 _PROSE = (".md", ".rst", ".txt")
 # of one source no more than this is read, so that no package speaks for all

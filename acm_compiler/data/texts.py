@@ -15,7 +15,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.data.paragraphs import draw_paragraphs
 from acm_compiler.errors import DataError
 from acm_compiler.recipe.datasets import TextData, TextRowsData
-from acm_compiler.recipe.package_paths import installed_path
+from acm_compiler.recipe.load import installed_path
 from acm_compiler.sources.python_function import call_function
 
 

@@ -17,7 +17,7 @@ from acm_compiler.errors import StorageError
 from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.files import parse_json, storing, write_file
-from acm_compiler.recipe.wrong_values import wrong_values
+from acm_compiler.recipe.messages import wrong_values
 
 SCHEMA = 1
 FILE = "eval.json"

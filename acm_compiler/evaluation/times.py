@@ -11,7 +11,7 @@ from typing import Any
 from acm_compiler.errors import StorageError
 from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.files import write_file
-from acm_compiler.recipe.wrong_values import wrong_values
+from acm_compiler.recipe.messages import wrong_values
 
 SCHEMA = 1
 FILE = "bench.json"

@@ -3,12 +3,17 @@
 `schema` holds every key and every default; `load_recipe` is the way in.
 """
 
-from acm_compiler.recipe.differences import differences
-from acm_compiler.recipe.load import expand_paths, how_to_set, load_recipe, unset_variables
+from acm_compiler.recipe.load import (
+    expand_paths,
+    how_to_set,
+    load_recipe,
+    shipped_recipe,
+    shipped_recipes,
+    unset_variables,
+)
 from acm_compiler.recipe.models import InputConfig, ModelConfig
-from acm_compiler.recipe.resolved import decisions, recipe_hash, resolved_yaml
+from acm_compiler.recipe.resolved import decisions, differences, recipe_hash, resolved_yaml
 from acm_compiler.recipe.schema import Recipe
-from acm_compiler.recipe.shipped import shipped_recipe, shipped_recipes
 
 __all__ = [
     "InputConfig",

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from acm_compiler.errors import StorageError
 from acm_compiler.recipe.document import show_path, show_value
-from acm_compiler.recipe.wrong_values import expectation
+from acm_compiler.recipe.messages import expectation
 
 _KEYS = {
     "missing": "a key is missing",

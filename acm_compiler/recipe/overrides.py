@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from acm_compiler.errors import RecipeError, did_you_mean
-from acm_compiler.recipe.document import Document, KeyPath, Place, Problem, show_path, show_value
-from acm_compiler.recipe.reader import read_value
+from acm_compiler.recipe.document import Document, KeyPath, Place, Problem, read_value, show_path, show_value
 
 _PART = re.compile(r"(?:^|\.)([A-Za-z_][\w-]*)|\[(\d+)\]")
 # a phase has one length: setting either key takes the place of the other

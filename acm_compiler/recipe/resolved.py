@@ -1,4 +1,4 @@
-"""Write a recipe back, complete: every default, what was overridden, by which versions, and its hash."""
+"""Recipes written out: complete with defaults, versions and hash; their differences; their JSON Schema."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import importlib.metadata
 import io
 import json
 import platform
+from collections.abc import Iterator
 from typing import Any
 
+from pydantic.json_schema import GenerateJsonSchema
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import BaseRepresenter
 
+from acm_compiler.recipe.document import KeyPath, show_path
+from acm_compiler.recipe.fields import Every
 from acm_compiler.recipe.schema import Recipe, Resolved
 
 # what may change between an interrupted run and its continuation
@@ -89,3 +93,45 @@ def _styled(value: Any) -> Any:
             sequence.fa.set_flow_style()
         return sequence
     return value
+
+
+_ABSENT = object()
+
+
+def differences(before: Any, after: Any) -> list[str]:
+    """`schedule[0].lr: 0.001 -> 0.01` for every value that differs between two recipes as plain data."""
+    return [f"{show_path(path)}: {_shown(old)} -> {_shown(new)}" for path, old, new in _pairs(before, after, ())]
+
+
+def _pairs(before: Any, after: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:
+    """The smallest parts that differ, with their paths."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys([*before, *after]):
+            yield from _pairs(before.get(key, _ABSENT), after.get(key, _ABSENT), (*path, key))
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            yield from _pairs(old, new, (*path, i))
+    elif before != after:
+        yield path, before, after
+
+
+def _shown(value: Any) -> str:
+    """A value in a few words; a phase, a data set or a task by its kind."""
+    if value is _ABSENT:
+        return "nothing"
+    if isinstance(value, dict):
+        return str(value.get("phase") or value.get("kind") or "a section")
+    if isinstance(value, list):
+        return f"[{', '.join(_shown(part) for part in value)}]"
+    return "null" if value is None else str(value)
+
+
+class _Generator(GenerateJsonSchema):
+    def encode_default(self, dft: Any) -> Any:
+        return str(dft) if isinstance(dft, Every) else super().encode_default(dft)
+
+
+def recipe_json_schema() -> dict[str, Any]:
+    """A JSON Schema (2020-12) document that describes recipe files."""
+    schema = Recipe.model_json_schema(schema_generator=_Generator)
+    return {"$schema": _Generator.schema_dialect, **schema, "title": "acm_compiler recipe"}

@@ -16,7 +16,6 @@ from acm_compiler.errors import did_you_mean
 from acm_compiler.recipe.compatibility import refuse_unfit
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.document import Document
-from acm_compiler.recipe.expectation import ExpectConfig
 from acm_compiler.recipe.fields import (
     Auto,
     Budget,
@@ -31,7 +30,7 @@ from acm_compiler.recipe.fields import (
 )
 from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.recipe.phases import Phase
-from acm_compiler.recipe.tasks import TaskConfig
+from acm_compiler.recipe.tasks import ExpectConfig, TaskConfig
 from acm_compiler.site import ACTIVATIONS
 
 VERSION = 1

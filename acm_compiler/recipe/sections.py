@@ -10,10 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from acm_compiler.errors import RecipeError, UsageError, did_you_mean
 from acm_compiler.recipe.datasets import DataConfig
-from acm_compiler.recipe.reader import read_value
+from acm_compiler.recipe.document import read_value
+from acm_compiler.recipe.load import expand, texts, unset_names
+from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.tasks import TaskConfig
-from acm_compiler.recipe.variables import expand, texts, unset_names
-from acm_compiler.recipe.wrong_values import wrong_values
 
 _EXAMPLES = {"data": "python:my_module:my_data, or '{kind: imagefolder, root: PATH}'", "task": "classify"}
 

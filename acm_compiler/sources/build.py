@@ -12,9 +12,9 @@ from torch import nn
 from acm_compiler.errors import ModelSourceError, StorageError
 from acm_compiler.files import parse_json
 from acm_compiler.inputs import Inputs
+from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
-from acm_compiler.recipe.wrong_values import wrong_values
 from acm_compiler.sources import from_function, from_hf, from_package, from_timm, from_torchvision
 from acm_compiler.sources.built import Device, Found
 from acm_compiler.sources.examples import InputSpec, fit_to, make_inputs

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from acm_compiler.errors import ModelSourceError, nearest
-from acm_compiler.recipe.package_paths import installed_path
+from acm_compiler.recipe.load import installed_path
 
 
 def place_of(name: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from acm_compiler.recipe.load import installed_path
 from acm_compiler.recipe.models import ModelConfig
-from acm_compiler.recipe.package_paths import installed_path
 
 PROCESSOR_FILES = frozenset(
     (

@@ -10,7 +10,7 @@ from torch import nn
 from acm_compiler.data import Batch
 from acm_compiler.errors import UnexpectedMetric
 from acm_compiler.inputs import call_model
-from acm_compiler.recipe.expectation import ExpectConfig
+from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.tasks import Metric, Task
 
 

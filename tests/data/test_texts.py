@@ -7,7 +7,7 @@ from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.data.texts import TokenizedTexts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.datasets import TextData
-from acm_compiler.recipe.package_paths import installed_path
+from acm_compiler.recipe.load import installed_path
 from acm_compiler.tasks.embed import Embed
 
 WORDS = tuple(

@@ -24,9 +24,9 @@ from acm_compiler.recipe import (
 )
 from acm_compiler.recipe.compatibility import AUDIO_RATES
 from acm_compiler.recipe.fields import Every, parse_every
-from acm_compiler.recipe.json_schema import recipe_json_schema
 from acm_compiler.recipe.models import AUTO_CLASSES, SOURCES, InputConfig
 from acm_compiler.recipe.phases import DistillPhase, FinetunePhase, GatePhase
+from acm_compiler.recipe.resolved import recipe_json_schema
 from tests.helpers import golden
 
 SMALL = """\

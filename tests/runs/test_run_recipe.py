@@ -21,7 +21,7 @@ from acm_compiler.errors import RunInterrupted
 from acm_compiler.evaluation import evaluate
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
-from acm_compiler.recipe.expectation import ExpectConfig
+from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.runs import run_recipe
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import Workshop, convert

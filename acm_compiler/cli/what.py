@@ -18,7 +18,7 @@ def read_what(text: str, overrides: Sequence[str] = (), **settings: Any) -> Reci
     UsageError when it is neither, or for settings beside a recipe.
     """
     from acm_compiler.recipe import load_recipe, shipped_recipes
-    from acm_compiler.sources.reference import FORMS, parse_reference
+    from acm_compiler.sources.build import FORMS, parse_reference
 
     if text.endswith((".yaml", ".yml")) or text in shipped_recipes():
         if settings:

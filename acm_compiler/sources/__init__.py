@@ -3,9 +3,8 @@
 `parse_reference` reads one, `build` makes the model, `build_from_record` makes it again for a saved directory.
 """
 
-from acm_compiler.sources.build import BuiltModel, build, build_from_record
+from acm_compiler.sources.build import BuiltModel, build, build_from_record, parse_reference, show_reference
 from acm_compiler.sources.examples import InputSpec, parse_input
-from acm_compiler.sources.reference import parse_reference, show_reference
 
 __all__ = [
     "BuiltModel",

@@ -1,4 +1,4 @@
-"""Build the model that a reference or a saved record names."""
+"""Build the model that a reference such as `torchvision:vit_b_16`, or the record of a saved model, names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from torch import nn
 
-from acm_compiler.errors import ModelSourceError, StorageError
+from acm_compiler.errors import ModelSourceError, StorageError, did_you_mean
 from acm_compiler.files import parse_json
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.messages import wrong_values
-from acm_compiler.recipe.models import InputConfig, ModelConfig
+from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
 from acm_compiler.sources import from_function, from_hf, from_package, from_timm, from_torchvision
 from acm_compiler.sources.built import Device, Found
@@ -149,3 +149,39 @@ def _read_record(folder: Path) -> dict[str, Any]:
         raise StorageError(
             "model.json cannot be read", where=str(folder), found=str(error), expected="a model saved by acm.save"
         ) from error
+
+
+FORMS = "torchvision:NAME, timm:NAME, hf:PATH_OR_NAME, python:package.module:function, shipped:NAME, a saved directory"
+
+
+def parse_reference(text: str, **settings: Any) -> ModelConfig:
+    """The model that `text` names, with further keys of `ModelConfig`; nothing is imported or looked up yet.
+
+    ModelSourceError when it has no such form or the settings do not belong to its source.
+    """
+    source, colon, name = text.partition(":")
+    if name.startswith("~/"):
+        name = str(Path(name).expanduser())  # the shell leaves it after a colon
+    if colon and source in SOURCES and name:
+        try:
+            return ModelConfig.model_validate({"source": source, "name": name, **settings})
+        except ValidationError as error:
+            raise ModelSourceError(error.errors()[0]["msg"], where=text) from None
+    folder = Path(text).expanduser()
+    if text and folder.is_dir():
+        return _directory(text, folder)
+    hint = did_you_mean(source, SOURCES) if colon and source not in SOURCES else ""
+    raise ModelSourceError(f"{text!r} is no model reference and no directory{hint}", expected=FORMS)
+
+
+def _directory(text: str, folder: Path) -> ModelConfig:
+    if (folder / "model.json").is_file():
+        return ModelConfig(source="directory", name=str(folder))
+    if (folder / "config.json").is_file():
+        raise ModelSourceError(f"{text} was saved by transformers, not by acm_compiler", fix=f"write hf:{text}")
+    raise ModelSourceError(f"{text} holds no saved model", expected="model.json in it")
+
+
+def show_reference(config: ModelConfig) -> str:
+    """The reference as a user would type it."""
+    return config.name if config.source == "directory" else f"{config.source}:{config.name}"

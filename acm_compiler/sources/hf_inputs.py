@@ -1,11 +1,15 @@
-"""Example inputs of a transformers model, by what its config says."""
+"""Example inputs of a transformers model, from its config, and the tokenizer and processor files beside it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from acm_compiler.recipe.load import installed_path
+from acm_compiler.recipe.models import ModelConfig
 
 TOKENS = 128
 AUDIO_SECONDS = 10
@@ -55,3 +59,20 @@ def named(model: nn.Module, tensor: Tensor, *, answer: int = DECODER_TOKENS) -> 
     if getattr(model.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.ones(1, answer, dtype=torch.int64)
     return inputs
+
+
+PROCESSOR_FILES = frozenset(
+    (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
+        *("vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "source.spm"),
+        *("target.spm", "preprocessor_config.json", "processor_config.json", "chat_template.jinja"),
+    )
+)
+
+
+def processor_files(config: ModelConfig) -> dict[str, bytes]:
+    """The files in the folder of an `hf:` model that `pipeline()` needs beside the weights; by name."""
+    folder = Path(installed_path(config.name)) if config.source == "hf" else None
+    if folder is None or not folder.is_dir():
+        return {}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name in PROCESSOR_FILES}

@@ -1,7 +1,7 @@
 """Data sets by kind, and batches of them in an order that can be resumed."""
 
+from acm_compiler.data.audio import left_out
 from acm_compiler.data.batch import Batch, as_batch
-from acm_compiler.data.ledger import left_out
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.open_dataset import open_dataset
 

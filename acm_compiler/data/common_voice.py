@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from acm_compiler.data.audio import collate_clips, load_clip, promised_seconds, standardise
+from acm_compiler.data.audio import LeftOutLedger, collate_clips, load_clip, promised_seconds, standardise, told
 from acm_compiler.data.batch import Batch
-from acm_compiler.data.ledger import LeftOutLedger, told
 from acm_compiler.errors import DataError, UnusableClip, nearest
 from acm_compiler.files import parse_json
 

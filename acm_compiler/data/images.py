@@ -1,4 +1,4 @@
-"""Folders of pictures, one folder per class, and the transforms that recipes name."""
+"""Folders of images, one folder per class; transforms that recipes name; mixup and cutmix of batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from acm_compiler.data.mixing import Mix
+from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError
 
 if TYPE_CHECKING:
     from acm_compiler.recipe.datasets import ImageFolderData
+
 
 Size = tuple[int, int]
 _BLUR_SIGMA = (0.1, 2.0)
@@ -131,3 +132,24 @@ def _interpolation(config: ImageFolderData) -> Any:
     from torchvision.transforms import InterpolationMode
 
     return InterpolationMode(config.interpolation)
+
+
+class Mix:
+    """Mixes each example of a batch with the one before it; labels [B] become shares [B, classes].
+
+    With both kinds, each batch takes one of the two by chance. Random numbers come from torch's CPU generator.
+    """
+
+    def __init__(self, *, mixup: float, cutmix: float, classes: int) -> None:
+        from torchvision.transforms import v2
+
+        kinds = [
+            kind(alpha=alpha, num_classes=classes)
+            for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+            if alpha > 0
+        ]
+        self._mix = v2.RandomChoice(kinds)
+
+    def __call__(self, batch: Batch) -> Batch:
+        image, label = self._mix(batch["image"], batch["label"])
+        return {**batch, "image": image, "label": label}

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from acm_compiler.data.audio import left_out, told
 from acm_compiler.data.batch import Batch, assemble
 from acm_compiler.data.draws import derive, seeded
-from acm_compiler.data.ledger import left_out, told
 from acm_compiler.errors import AcmError, DataError, UsageError
 
 _ORDER, _EXAMPLE, _MIX = 1, 2, 3  # what a seed is for

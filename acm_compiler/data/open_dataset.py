@@ -49,16 +49,14 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
 
 
 def _utterances(config: SpokenDigitsData) -> Dataset[Any]:
-    from acm_compiler.data.spoken_digits import voices
-    from acm_compiler.data.utterance_set import UtteranceSet
+    from acm_compiler.data.spoken_digits import UtteranceSet, voices
 
     voices(config.split)  # a missing synthesiser is told now, not at the first batch
     return UtteranceSet(config.split, count=config.count, most_words=config.most_words, seed=config.seed)
 
 
 def _canvases(config: ClutteredDigitsData, image_size: Size) -> Dataset[Any]:
-    from acm_compiler.data.canvas_set import CanvasSet
-    from acm_compiler.data.digits import SIDE, digit_bank
+    from acm_compiler.data.digits import SIDE, CanvasSet, digit_bank
 
     if image_size != (SIDE, SIDE):
         raise DataError(

@@ -1,4 +1,4 @@
-"""Spoken digits: words said by a synthesiser's voices, among pauses and noise.
+"""Spoken digits: words synthesised by espeak-ng in several voices, among pauses and noise.
 
 Shapes: R samples of one utterance.
 """
@@ -6,13 +6,22 @@ Shapes: R samples of one utterance.
 from __future__ import annotations
 
 import functools
+import io
+import shutil
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch.utils.data import Dataset
 
+from acm_compiler.data.audio import collate_clips, read_clip, standardise
+from acm_compiler.data.batch import Batch
+from acm_compiler.data.common_voice import LABEL_PADDING
 from acm_compiler.data.draws import normal, uniform
-from acm_compiler.data.speech_synthesis import speak_words
+from acm_compiler.errors import DataError, PackageMissing
 
 Split = Literal["train", "eval"]
 RATE = 8000  # as on the telephone: enough for ten words, and half the work
@@ -119,3 +128,99 @@ def utterance(split: Split, index: int, *, seed: int = 0, most_words: int = 3) -
 
 def _between(share: float, ends: tuple[float, float]) -> float:
     return ends[0] + (ends[1] - ends[0]) * share
+
+
+PROGRAM = "espeak-ng"
+_PAUSE_MS = 500
+_QUIET = 0.005  # of full scale; what a synthesiser leaves between words is silence
+_GAP = 0.25  # seconds of quiet that no word holds
+
+
+def synthesiser_present() -> bool:
+    """Whether espeak-ng can be run here."""
+    return shutil.which(PROGRAM) is not None
+
+
+def speak_words(words: Sequence[str], *, voice: str, speed: int, pitch: int, rate: int) -> list[np.ndarray]:
+    """Each word alone, float32 [samples] at `rate` per second, from its first sound to its last.
+
+    voice: espeak-ng's name, such as `en-us+f2`; speed: words per minute; pitch: 0 to 99.
+    PackageMissing without espeak-ng, DataError where it does not say these words.
+    """
+    text = "".join(f'{word}.<break time="{_PAUSE_MS}ms"/>' for word in words)
+    command = [PROGRAM, "-m", "-v", voice, "-s", str(speed), "-p", str(pitch), "--stdout", f"<speak>{text}</speak>"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    except FileNotFoundError as error:
+        raise PackageMissing(
+            "espeak-ng speaks these words, and it is not installed",
+            fix="install the system's package: apt-get install espeak-ng (or brew install espeak-ng)",
+        ) from error
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        said = (error.stderr or b"").decode(errors="replace").strip()
+        raise DataError("espeak-ng failed", where=f"voice {voice}", found=said or str(error)) from error
+    parts = _cut(read_clip(io.BytesIO(done.stdout), rate=rate, name=f"voice {voice}"), rate)
+    if len(parts) != len(words):
+        raise DataError(
+            "espeak-ng did not keep words apart", where=f"voice {voice}", found=len(parts), expected=len(words)
+        )
+    return parts
+
+
+def _cut(samples: np.ndarray, rate: int) -> list[np.ndarray]:
+    """The parts between long quiet stretches."""
+    loud = np.flatnonzero(np.abs(samples) > _QUIET)
+    if not len(loud):
+        return []
+    gaps = np.flatnonzero(np.diff(loud) > _GAP * rate)
+    starts, ends = np.r_[loud[0], loud[gaps + 1]], np.r_[loud[gaps], loud[-1]] + 1
+    return [samples[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+class UtteranceSet(Dataset[dict[str, Any]]):
+    """Utterances 0 … count-1 of a split, made when they are asked for.
+
+    An example: `input_values` float [samples] at 8 kHz, standardised; `labels`, the transcript's characters;
+    `foreground` bool [samples], where a word is said; `source`, the voice. PackageMissing without espeak-ng.
+    """
+
+    vocabulary = VOCABULARY
+    rate = RATE
+
+    def __init__(self, split: Split, *, count: int, most_words: int, seed: int = 0) -> None:
+        self.split, self.count, self.most_words, self.seed = split, count, most_words, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        made = utterance(self.split, index, seed=self.seed, most_words=self.most_words)
+        return {
+            "input_values": standardise(made.samples),
+            "labels": made.labels,
+            "foreground": torch.from_numpy(made.speech),
+            "source": made.voice,
+        }
+
+    def collate(self, examples: Sequence[dict[str, Any]]) -> Batch:
+        """Utterances of different lengths as one batch."""
+        speech = [example["foreground"] for example in examples]
+        return {
+            **collate_clips(examples, label_padding=LABEL_PADDING),
+            "foreground": torch.nn.utils.rnn.pad_sequence(speech, batch_first=True),
+            "source": torch.tensor([example["source"] for example in examples]),
+        }
+
+    def group(self, order: Sequence[int], batch: int) -> list[int]:
+        """The same order, with utterances of as many words brought together within every 8 batches."""
+        pools = [order[start : start + 8 * batch] for start in range(0, len(order), 8 * batch)]
+        return [index for pool in pools for index in sorted(pool, key=self._words)]
+
+    def prepare(self) -> None:
+        """Let all voices speak now."""
+        voices(self.split)
+
+    def _words(self, index: int) -> int:
+        return -len(layout(self.split, index, seed=self.seed, most_words=self.most_words).words)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from acm_compiler.data.ledger import told
+from acm_compiler.data.audio import told
 from acm_compiler.evaluation import wording
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from acm_compiler.data.ledger import told
+from acm_compiler.data.audio import told
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import DenseFrom, Evaluation
 from acm_compiler.evaluation.statistics import DRAWS

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from acm_compiler.data.batch import Batch
 from acm_compiler.data.common_voice import LABEL_PADDING
 from acm_compiler.data.loading import BatchStream
-from acm_compiler.data.spoken_digits import RATE, VOCABULARY
-from acm_compiler.data.utterance_set import UtteranceSet
+from acm_compiler.data.spoken_digits import RATE, VOCABULARY, UtteranceSet
 from acm_compiler.inputs import call_model
 from acm_compiler.shipped.open_weights import packed, round_as_packed
 from acm_compiler.shipped.spoken import build_model

@@ -10,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from acm_compiler.data import Batch, BatchStream, canvas_set, open_dataset
-from acm_compiler.data.canvas_set import CanvasSet
+from acm_compiler.data import Batch, BatchStream, open_dataset
+from acm_compiler.data import digits as canvas_set
+from acm_compiler.data.digits import CanvasSet
 from acm_compiler.errors import DataError, FunctionFailed, UsageError
 from acm_compiler.recipe.datasets import ClutteredDigitsData, ImageFolderData, PythonData
 from acm_compiler.sources.python_function import call_function, find_function

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from acm_compiler.data import BatchStream, open_dataset
-from acm_compiler.data.speech_synthesis import speak_words, synthesiser_present
-from acm_compiler.data.spoken_digits import RATE, VOCABULARY, WORDS, utterance, voices
+from acm_compiler.data.spoken_digits import RATE, VOCABULARY, WORDS, speak_words, synthesiser_present, utterance, voices
 from acm_compiler.errors import DataError, PackageMissing
 from acm_compiler.recipe.datasets import SpokenDigitsData
 

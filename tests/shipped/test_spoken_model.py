@@ -8,9 +8,7 @@ from typer.testing import CliRunner
 
 import acm_compiler as acm
 from acm_compiler.cli import app
-from acm_compiler.data.speech_synthesis import synthesiser_present
-from acm_compiler.data.spoken_digits import VOCABULARY, voices
-from acm_compiler.data.utterance_set import UtteranceSet
+from acm_compiler.data.spoken_digits import VOCABULARY, UtteranceSet, synthesiser_present, voices
 from acm_compiler.errors import StorageError
 from acm_compiler.recipe import ModelConfig, load_recipe
 from acm_compiler.runs.folder import RunOptions

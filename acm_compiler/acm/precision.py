@@ -1,6 +1,12 @@
-"""float64 for data on any device: not all accelerators have it (Apple's mps, some XPUs), and there the CPU holds it."""
+"""Number types of closed forms: float64 where a device has it, and no autocast around them.
+
+Apple's mps and some XPUs have no float64; there the CPU holds what needs it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -15,3 +21,12 @@ def to_float64(tensor: Tensor) -> Tensor:
     """`tensor` in float64, on `float64_device` of its own."""
     # two steps: mps refuses to copy to the CPU and into float64 at once
     return tensor.to(float64_device(tensor.device)).double()
+
+
+@contextmanager
+def own_types(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Autocast is off inside, on `devices` and on the CPU, where float64 may live."""
+    with ExitStack() as off:
+        for kind in sorted({"cpu", *(device.type for device in devices)}):
+            off.enter_context(torch.autocast(kind, enabled=False))
+        yield

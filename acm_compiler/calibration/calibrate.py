@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from acm_compiler.acm.own_types import own_types
+from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.examples import Examples, MaskOf, masked
 from acm_compiler.calibration.fit_all import fit_all
 from acm_compiler.calibration.install import install

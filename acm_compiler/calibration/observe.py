@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
-from acm_compiler.acm.own_types import own_types
+from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.dense_weights import broken_weights
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection

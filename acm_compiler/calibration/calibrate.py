@@ -17,7 +17,7 @@ from acm_compiler.calibration.options import Options, shares_of
 from acm_compiler.calibration.outputs import Answer, default_answer
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
-from acm_compiler.passes.capture.nested import tensors
+from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import refuse_inference_tensors, sites, whole_conversion
 from acm_compiler.planning.plan import Plan, PlannedSite
 from acm_compiler.progress import Progress, Say, progress_of

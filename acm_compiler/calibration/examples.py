@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from acm_compiler.errors import AcmError, DataError, UsageError
 from acm_compiler.inputs import Inputs, call_model, refuse_labels, split_inputs
 from acm_compiler.passes.capture.capture import Attempt, first_line
-from acm_compiler.passes.capture.nested import tensors
+from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.runtime.measure_budgets import Example

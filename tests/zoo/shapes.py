@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.capture.capture import Attempt
-from acm_compiler.passes.capture.nested import tensors
+from acm_compiler.passes.capture.graph import tensors
 from tests.zoo.entry import Inputs
 from tests.zoo.makers import VOCABULARY
 

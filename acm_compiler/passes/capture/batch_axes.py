@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.capture import capture_again
-from acm_compiler.passes.capture.graph import Capture
-from acm_compiler.passes.capture.nested import map_tensors, tensors
+from acm_compiler.passes.capture.graph import Capture, map_tensors, tensors
 from acm_compiler.passes.capture.op_names import RESHAPES, argument, op_name
 from acm_compiler.site import Layout
 

@@ -15,9 +15,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from acm_compiler.errors import CaptureFailed
 from acm_compiler.inputs import Inputs, call_model, split_inputs
 from acm_compiler.passes.capture.eager import EAGER
-from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature
+from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, map_tensors, tensors
 from acm_compiler.passes.capture.isolate import untouched
-from acm_compiler.passes.capture.nested import map_tensors, tensors
 from acm_compiler.passes.capture.recorder import Recorder, UnseenTensor
 from acm_compiler.user_code import raising_line
 

@@ -1,22 +1,26 @@
-"""Runs of a user's model that leave it as it was: attributes, containers, buffers, hooks, generators."""
+"""Run a user's model and restore its state: attributes, containers, buffers, hooks, generators, caches.
+
+Caches are tensors that a model's code keeps outside of the model: in `lru_cache`s and in globals of its files.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import random
 import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 
-from acm_compiler.passes.capture.global_caches import GlobalCaches, is_lru_cache
-from acm_compiler.passes.capture.nested import tensors
+from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.capture.writes import written_tensors
 
 # how far attributes are followed: a module's __dict__, a config there, the config's __dict__, a list there, items
@@ -188,3 +192,57 @@ def storage_of(tensor: Tensor) -> UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+_OWN_CACHES = ("torch", "builtins", "typing", "collections", "abc")
+_MISSING = object()
+_EMPTY = CellType()
+
+
+class GlobalCaches:
+    """What the files of a model's classes keep, so that fake tensors can be taken out of it after a run.
+
+    A mask built once per size and kept in a module-level dict would otherwise be a fake one ever after.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        classes = {cls for module in model.modules() for cls in type(module).__mro__}
+        classes = {cls for cls in classes if cls.__module__.partition(".")[0] not in _OWN_CACHES}
+        files = {name: vars(sys.modules[name]) for cls in classes if (name := cls.__module__) in sys.modules}
+        kept = [value for space in (*files.values(), *map(vars, classes)) for value in space.values()]
+        known = [inner for value in kept for inner in (value, *_enclosed(value))]
+        self._caches = [(value, value.cache_info()) for value in known if is_lru_cache(value)]
+        dicts = [*files.values(), *(value for value in kept if type(value) is dict)]
+        self._dicts = [(value, dict(value)) for value in dicts]
+        self._lists = [(value, list(value)) for value in kept if type(value) is list]
+
+    def forget_fakes(self) -> None:
+        """Empty the caches that were added to, and put back or take out what now holds a fake tensor."""
+        for cache, info in self._caches:
+            if cache.cache_info().misses != info.misses:
+                cache.cache_clear()
+        for values, before in self._dicts:
+            for key, value in list(values.items()):
+                old = before.get(key, _MISSING)
+                if value is not old and _holds_fake(value):
+                    values.pop(key) if old is _MISSING else values.update({key: old})
+        for items, former in self._lists:
+            if any(_holds_fake(item) for item in items):
+                items[:] = former
+
+
+def is_lru_cache(value: Any) -> bool:
+    """Whether `value` is a function wrapped by `functools.lru_cache` or `cache`."""
+    return isinstance(value, functools._lru_cache_wrapper)
+
+
+def _enclosed(function: Any) -> list[Any]:
+    """What a function carries along from where it was defined, as wrappers do."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != _EMPTY]
+
+
+def _holds_fake(value: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(tensor, FakeTensor) for tensor in tensors(value))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import nn
 
-from acm_compiler.passes.capture.module_calls import canonical_names
+from acm_compiler.passes.capture.recorder import canonical_names
 from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention, unpack_attention
 
 __all__ = [

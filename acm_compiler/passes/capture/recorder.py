@@ -1,8 +1,14 @@
-"""Runs a live model once and writes down every torch-level call, module call and tensor as an fx graph."""
+"""Run a live model once and record every torch-level call, module call and tensor as an fx graph.
+
+Module calls are watched through hooks, which are removed afterwards.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +19,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from acm_compiler.inputs import call_model
-from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature
+from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, leaves, tensors
 from acm_compiler.passes.capture.live_tensors import LiveTensors
-from acm_compiler.passes.capture.module_calls import module_calls_watched
-from acm_compiler.passes.capture.nested import leaves, tensors
 from acm_compiler.passes.capture.writes import written_tensors
 from acm_compiler.user_code import running_line
 
@@ -227,3 +231,51 @@ def _refuse_mixed_types(func: Callable[..., Any], given: Sequence[Tensor]) -> No
     types = {tensor.dtype for tensor in given} if func is functional.linear else ()
     if len(types) > 1 and not torch.is_autocast_enabled(given[0].device.type):
         raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {given[0].dtype} and {given[1].dtype}")
+
+
+def canonical_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Each module's first path in the model; the root's is empty."""
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, name)
+    return names
+
+
+@contextlib.contextmanager
+def module_calls_watched(
+    model: nn.Module,
+    *,
+    enter: Callable[[ModuleCall, Any, Any], None],
+    leave: Callable[[ModuleCall, Any], None],
+) -> Iterator[None]:
+    """Within it `enter(call, args, kwargs)` and `leave(call, result)` are called around every module's call.
+
+    The root's call has an empty path. `leave` comes also, with result None, for a call that raised. Calls are
+    counted from 0 anew whenever the root is called. TorchScript modules take no hooks and are not watched.
+    """
+    counts: Counter[str] = Counter()
+    opened: list[ModuleCall] = []
+
+    # the name is bound, not looked up: torch.export runs a copy of the root
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not name:
+            counts.clear()
+        call = ModuleCall(name, counts[name])
+        counts[name] += 1
+        opened.append(call)
+        enter(call, args, kwargs)
+
+    def after(module: nn.Module, args: Any, result: Any) -> None:
+        leave(opened.pop(), result)
+
+    handles = []
+    try:
+        for module, name in canonical_names(model).items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                enters = functools.partial(before, name)
+                handles.append(module.register_forward_pre_hook(enters, prepend=True, with_kwargs=True))
+                handles.append(module.register_forward_hook(after, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

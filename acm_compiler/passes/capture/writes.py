@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acm_compiler.passes.capture.nested import tensors
+from acm_compiler.passes.capture.graph import tensors
 
 _AUGMENTED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _DUNDERS = {f"__i{name}__" for name in (*_AUGMENTED, "lshift", "rshift")} | {"__setitem__"}

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from acm_compiler.passes.capture.graph import Capture
-from acm_compiler.passes.capture.nested import leaves
+from acm_compiler.passes.capture.graph import Capture, leaves
 from acm_compiler.passes.capture.op_names import (
     ATTENTION,
     CONVOLUTIONS,

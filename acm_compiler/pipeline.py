@@ -13,7 +13,7 @@ from acm_compiler.errors import NothingToConvert, SelectionError, UsageError, di
 from acm_compiler.evaluation.advice import Advice, advise
 from acm_compiler.files import dump
 from acm_compiler.inputs import Inputs
-from acm_compiler.passes.find.kept_dense import kept_dense
+from acm_compiler.passes.find.skips import kept_dense
 from acm_compiler.passes.survey import Findings, look
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import notes_on, plan_sites

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature
 from acm_compiler.passes.capture.op_names import ACTIVATIONS, COPIES, DROPOUTS, RESHAPES, SCALES, SUMS, argument
 from acm_compiler.passes.find.dataflow import Dataflow
-from acm_compiler.passes.find.regions import Region
-from acm_compiler.passes.find.values import Value
+from acm_compiler.passes.find.values import Region, Value
 from acm_compiler.site import Graft
 
 _ANY_WIDTH = COPIES | SCALES | SUMS | (ACTIVATIONS - {"glu"})

@@ -16,8 +16,7 @@ from torch import fx
 
 from acm_compiler.passes.capture.graph import Capture, ModuleCall
 from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, data_operands, op_name
-from acm_compiler.passes.find.fold_softmax import fold_softmax
-from acm_compiler.passes.find.fused_ops import fold_norms
+from acm_compiler.passes.find.fused_ops import fold_norms, fold_softmax
 from acm_compiler.passes.find.linears import fuse_bias, resolve_linear
 from acm_compiler.passes.find.values import Linear, Read, Value
 from acm_compiler.passes.find.weight_views import Views, WeightView, view_of

@@ -27,8 +27,7 @@ from acm_compiler.passes.capture.op_names import (
 from acm_compiler.passes.find.activation import Call, Inexpressible, Leaf, Term, TermReader, is_affine, leaves, text
 from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.linears import OWN_BIAS
-from acm_compiler.passes.find.regions import LookAlike, Region
-from acm_compiler.passes.find.values import Value, tokens_of
+from acm_compiler.passes.find.values import LookAlike, Region, Value, tokens_of
 from acm_compiler.site import LinearRef
 
 _CHOICES = frozenset(["where", "masked_fill"])

@@ -1,4 +1,7 @@
-"""Finds every place of a model that can become an ACM, and says of each look-alike why it cannot."""
+"""Find every place of a model that can become an ACM, and give the reason for each look-alike that cannot.
+
+Sites are MLPs (`find_mlps`) and the projections of attention: linears with the role q, k, v or o, and packed ones.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,22 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acm_compiler.passes.capture.graph import Capture
+from acm_compiler.passes.find.attention_roles import attention_role, other_layer
 from acm_compiler.passes.find.bypass import find_bypass
 from acm_compiler.passes.find.choose_graft import choose_graft
 from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
 from acm_compiler.passes.find.find_mlps import find_mlps
 from acm_compiler.passes.find.head_pairs import with_pairs
-from acm_compiler.passes.find.linear_sites import find_projections
 from acm_compiler.passes.find.linears import QUANTISED_LINEAR
-from acm_compiler.passes.find.regions import LookAlike, Region
 from acm_compiler.passes.find.skips import adapters, answers_model, routed_tokens, skips_of
+from acm_compiler.passes.find.values import Linear, LookAlike, Region
 from acm_compiler.site import LinearRef, Role, Site, Skip
 
 
@@ -183,3 +186,59 @@ def _uniquely_named(matches: Sequence[Match]) -> list[Match]:
             match = dataclasses.replace(match, site=site)
         named.append(match)
     return named
+
+
+def find_projections(flow: Dataflow, *, without: set[str]) -> tuple[list[Region], list[LookAlike]]:
+    """Every run of an attention projection among the linears not in `without`, and look-alikes.
+
+    A linear that packs projections is one site of the packed width: it needs no splitting, whatever the order of
+    its rows, and keeps one product where the user had one.
+    """
+    found: list[Region] = []
+    others: list[LookAlike] = []
+    for name, linear in flow.linears.items():
+        if name in without or not flow.values[name].live:
+            continue
+        stop = find_bypass(flow, linear.x, name).sums
+        role = attention_role(flow, name, stop=stop)
+        if role is None:
+            continue
+        reason = _refusal(flow, linear, role, stop=stop)
+        if reason is None:
+            found.append(_region(linear, cast(Role, role)))
+        else:
+            others.append(LookAlike(linears=(name,), reason=reason))
+    return found, others
+
+
+def _refusal(flow: Dataflow, linear: Linear, role: str, *, stop: Iterable[str]) -> str | None:
+    """Why the projection cannot be a site."""
+    if linear.ref is None:
+        return f"attention {role}: {linear.problem}"
+    if role not in get_args(Role):
+        return f"packed projection ({role}): {' and '.join(role)} in one weight; split it into one linear each"
+    other = other_layer(flow, linear.name, stop=stop) if role != "o" else None
+    if other is None:
+        return None
+    reader = flow.label(other, flow.linears[other].weight)
+    return f"packed with another layer ({role}): {reader} reads a part of it; split it into one linear each"
+
+
+def _region(linear: Linear, role: Role) -> Region:
+    assert linear.ref is not None
+    return Region(
+        kind="linear",
+        role=role,
+        x=linear.x,
+        output=linear.name,
+        linears=(linear.name,),
+        first=(linear.ref,),
+        last=None,
+        act="identity",
+        nodes=frozenset(linear.nodes),
+        d_in=linear.d_in,
+        d_out=linear.d_out,
+        dense_width=None,
+        tokens=linear.tokens,
+        own_bias=linear.own_bias,
+    )

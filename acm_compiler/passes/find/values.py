@@ -1,4 +1,4 @@
-"""What flows through a model: values, the linears among them, and who reads which parameter."""
+"""Facts of the analysis: values and linears in a model's dataflow, regions that are sites, and look-alikes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 from acm_compiler.passes.capture.graph import ModuleCall
 from acm_compiler.passes.find.weight_views import WeightView
-from acm_compiler.site import LinearRef
+from acm_compiler.site import LinearRef, Role, SiteKind
 
 Shape = tuple[int, ...]
 
@@ -79,3 +79,41 @@ class Read:
 def tokens_of(shape: Shape) -> int:
     """How many vectors a tensor [..., features] holds."""
     return math.prod(shape[:-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """The values between a site's input and its output during one run.
+
+    `x` is what its first linears read and `output` what its last linear gives; `nodes` are the captured nodes that
+    compute the output from x, without x itself. `linears`: the value names of its linears, in the order of
+    `first` + (`last`,). `own_bias`: a bias that the model computes is added to the output, and stays the model's.
+    """
+
+    kind: SiteKind
+    role: Role | None = None
+    x: str
+    output: str
+    linears: tuple[str, ...]
+    first: tuple[LinearRef, ...]
+    last: LinearRef | None
+    act: str
+    nodes: frozenset[str]
+    d_in: int
+    d_out: int
+    dense_width: int | None
+    tokens: int
+    own_bias: bool = False
+
+    @property
+    def refs(self) -> tuple[LinearRef, ...]:
+        """All of its matrices."""
+        return self.first if self.last is None else (*self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAlike:
+    """Linears that look like a site and are none, the last of them naming the skip."""
+
+    linears: tuple[str, ...]
+    reason: str

@@ -13,7 +13,7 @@ from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.capture.normalize import normalize
 from acm_compiler.passes.find.count_macs import count_macs
 from acm_compiler.passes.find.find_sites import find_sites
-from acm_compiler.passes.find.kept_dense import kept_dense
+from acm_compiler.passes.find.skips import kept_dense
 from acm_compiler.site import Site
 from tests.helpers import models
 from tests.helpers.models import HIDDEN, WIDTH, Mlp, PostNorm, Residual, Stack, example

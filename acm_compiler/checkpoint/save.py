@@ -23,7 +23,7 @@ from acm_compiler.checkpoint.tensors import collect, write_tensors
 from acm_compiler.files import whole_file
 from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites
 from acm_compiler.passes.rewrite.revert import rewritten_root
-from acm_compiler.passes.rewrite.save_pretrained import refuse_part
+from acm_compiler.passes.rewrite.saving_hooks import refuse_part
 from acm_compiler.planning.plan import Plan
 
 FORMAT = 1

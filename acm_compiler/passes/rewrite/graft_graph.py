@@ -1,20 +1,24 @@
-"""Puts ACMs into a user's fx.GraphModule as nodes of its own graph.
+"""Put ACMs into a user's fx.GraphModule as nodes of its own graph.
 
 before: fc1 = call_module fc1 (x); gelu = call_function gelu (fc1); fc2 = call_module fc2 (gelu)
 after:  acm = call_module fc2 (x)
+
+A site's run is found by its parameters, whether the graph calls modules, functions or methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.passes.rewrite.dense_region import DenseRegion, tensor_names
 from acm_compiler.passes.rewrite.graft_modules import TakenOut, owners_of, put_module, registry_of
-from acm_compiler.passes.rewrite.graph_regions import GraphRegion, reads
-from acm_compiler.site import Site
+from acm_compiler.site import LinearRef, Site
 
 
 def graft_graph(
@@ -73,3 +77,168 @@ def _erase_unread(node: fx.Node) -> None:
             sources = node.all_input_nodes
             node.graph.erase_node(node)
             todo += sources
+
+
+_RESHAPES = frozenset(
+    ["view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze", "unsqueeze"]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRegion:
+    """One run of a site in a graph: the node of its input and the node of its output."""
+
+    x: fx.Node
+    output: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A model's graph, and the nodes of it that do not depend on its inputs."""
+
+    model: fx.GraphModule
+    tensors: Mapping[str, Tensor]
+    constants: Collection[fx.Node]
+
+    def data(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that depend on the graph's inputs."""
+        return [source for source in node.all_input_nodes if source not in self.constants]
+
+
+def find_in_graph(model: fx.GraphModule, site: Site, tensors: Mapping[str, Tensor]) -> list[GraphRegion] | None:
+    """The site's runs in the model's own graph; None where it is not all there, as inside modules that are called."""
+    if any(_inside_called_module(model, tensors[name]) for name in tensor_names(site)):
+        return None
+    graph = _Graph(model, tensors, _constants(model.graph))
+    last = site.last or site.first[0]
+    firsts = {node for ref in site.first for node in _products(graph, ref)}
+    regions = []
+    for product in _products(graph, last):
+        starts = [product] if site.last is None else _above(graph, product, firsts)
+        inputs = {x for start in starts for x in graph.data(start)}
+        output = _with_bias(graph, product, last)
+        if len(inputs) != 1 or output is None:
+            return None
+        regions.append(GraphRegion(inputs.pop(), output))
+    return regions if regions and all(_keeps_tokens(graph, region) for region in regions) else None
+
+
+def reads(model: fx.GraphModule, node: fx.Node, tensor: Tensor) -> bool:
+    """Whether `node` reads the parameter `tensor`, by itself or through the module it calls; ACMs do not count."""
+    if node.op not in ("get_attr", "call_module"):
+        return False
+    value: Any = model
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, nn.Module) and not isinstance(value, ACM):
+        return any(held is tensor for held in (*value.parameters(), *value.buffers()))
+    return value is tensor
+
+
+def _inside_called_module(model: fx.GraphModule, tensor: Tensor) -> bool:
+    """Whether a module that is called, and is no plain linear, holds `tensor`."""
+    for node in model.graph.nodes:
+        if node.op == "call_module" and reads(model, node, tensor):
+            parameters = dict(model.get_submodule(str(node.target)).named_parameters())
+            if not set(parameters) <= {"weight", "bias"}:
+                return True
+    return False
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    constants: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr" or (inputs and node.op != "call_module" and constants.issuperset(inputs)):
+            constants.add(node)
+    return constants
+
+
+def _products(graph: _Graph, ref: LinearRef) -> list[fx.Node]:
+    """The nodes that multiply by the rows that `ref` means."""
+    weight = graph.tensors[ref.weight]
+    found = []
+    for node in graph.model.graph.nodes:
+        if not reads(graph.model, node, weight):
+            continue
+        if node.op == "call_module":
+            found.append(node)
+            continue
+        views = _views(node, weight)
+        shown = [view for view, value in views.items() if isinstance(value, Tensor) and _overlaps(value, ref, weight)]
+        found += [user for view in shown for user in view.users if user not in views]
+    return list(dict.fromkeys(found))
+
+
+def _views(node: fx.Node, weight: Tensor) -> dict[fx.Node, Any]:
+    """The nodes computed from the parameter at `node` alone, each with the view of it that they give, on meta."""
+    views: dict[fx.Node, Any] = {node: torch.empty_strided(weight.shape, weight.stride(), device="meta")}
+    todo = [node]
+    while todo:
+        source = todo.pop()
+        for user in source.users:
+            if user in views or user.op not in ("call_function", "call_method") or user.all_input_nodes != [source]:
+                continue
+            args, kwargs = fx.map_arg((user.args, user.kwargs), views.__getitem__)
+            value = user.target(*args, **kwargs) if callable(user.target) else getattr(args[0], user.target)(*args[1:])
+            is_copy = isinstance(value, Tensor) and not value._is_view()
+            views[user] = views[source] if is_copy else value
+            todo.append(user)
+    return views
+
+
+def _overlaps(view: Tensor, ref: LinearRef, weight: Tensor) -> bool:
+    """Whether `view` shows some of the rows of `ref`."""
+    out_axis = 1 if ref.transposed else 0
+    start = view.storage_offset() // weight.stride(out_axis)
+    stop = start + view.numel() // weight.shape[1 - out_axis]
+    low, high = ref.rows or (0, weight.shape[out_axis])
+    return bool(start < high and low < stop)
+
+
+def _above(graph: _Graph, product: fx.Node, firsts: set[fx.Node]) -> list[fx.Node]:
+    """The nodes of `firsts` that `product` comes from."""
+    found, todo = [], graph.data(product)
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if node in firsts:
+            found.append(node)
+            continue
+        fresh = [source for source in graph.data(node) if source not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return found
+
+
+def _with_bias(graph: _Graph, product: fx.Node, ref: LinearRef) -> fx.Node | None:
+    """The node of the product with its bias: itself, or the sum with a constant that alone reads it."""
+    constants = len(product.all_input_nodes) - len(graph.data(product))
+    if ref.bias is None or product.op == "call_module" or constants > 1:
+        return product
+    readers = list(product.users)
+    is_sum = len(readers) == 1 and any(source in graph.constants for source in readers[0].all_input_nodes)
+    return readers[0] if is_sum else None
+
+
+def _keeps_tokens(graph: _Graph, region: GraphRegion) -> bool:
+    """Whether output and input have the same leading axes, which an ACM keeps."""
+    before, after = (node.meta.get("val") for node in (region.x, region.output))
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return list(before.shape[:-1]) == list(after.shape[:-1])
+    return not any(_name(node) in _RESHAPES for node in _between(graph, region))
+
+
+def _between(graph: _Graph, region: GraphRegion) -> Iterator[fx.Node]:
+    todo, seen = [region.output], {region.x}
+    while todo:
+        node = todo.pop()
+        yield node
+        fresh = [source for source in graph.data(node) if source not in seen]
+        seen.update(fresh)
+        todo += fresh
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", "").partition(".")[0]

@@ -1,12 +1,15 @@
-"""Puts an ACM into a live model by replacing modules in place; `graft_weights` does graft R.
+"""Put an ACM into a live model by replacing modules in place, and carry the user's hooks over.
 
-W  mlp           -> ACM                         the replaced module is the dense region
-T  fc1, act, fc2 -> PassThrough, PassThrough, ACM
-S  fc1, fc2      -> StashInput, ACM             functions in between run on a dummy
+module   mlp           -> ACM                         the replaced module is the dense region
+tile     fc1, act, fc2 -> PassThrough, PassThrough, ACM
+stash    fc1, fc2      -> StashInput, ACM             functions in between run on a dummy
+
+The fourth kind, parameter, is in `graft_parameters`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +18,6 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.passes.rewrite.dense_region import DenseRegion
-from acm_compiler.passes.rewrite.hooks import move_hooks, warn_of_hooks
 from acm_compiler.passes.rewrite.parameter_proxy import Replaced, stand_in_for, uses_of
 from acm_compiler.passes.rewrite.stand_ins import PassThrough, StashedACM, StashInput
 from acm_compiler.site import Site
@@ -133,3 +135,38 @@ def freeze_dense_regions(model: nn.Module, acms: Iterable[ACM]) -> None:
             if parameter.requires_grad and id(parameter) not in outside:
                 parameter.requires_grad_(False)
                 acm.replaced.frozen.append(name)
+
+
+_TABLES = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook"),
+)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class LostHookWarning(UserWarning):
+    """A hook, or a forward that was patched, on a module that no longer runs."""
+
+
+def move_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give the hooks of `old` to `new`, which takes its place with the same inputs and outputs."""
+    for name in _TABLES:
+        # the very tables, so that handles given out before still remove their hooks
+        mine, theirs = getattr(new, name), getattr(old, name)
+        setattr(new, name, theirs)
+        setattr(old, name, mine)
+
+
+def warn_of_hooks(module: nn.Module, site: str) -> None:
+    """Warn, by name, of hooks and patched forwards on `module` and inside it that will not run any more."""
+    for path, part in module.named_modules():
+        kinds = [name.strip("_").replace("_", " ") for name in _HOOKS if getattr(part, name)]
+        if "forward" in part.__dict__:
+            kinds.append("a forward of its own")
+        if kinds:
+            where = f"{type(part).__name__} {path}".strip()
+            warnings.warn(
+                f"{site}: {', '.join(kinds)} of the {where} that was here will not run: an ACM took its place",
+                LostHookWarning,
+                stacklevel=2,
+            )

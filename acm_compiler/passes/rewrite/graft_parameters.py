@@ -9,8 +9,15 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.passes.rewrite.dense_region import DenseRegion
-from acm_compiler.passes.rewrite.graft_modules import TakenOut, owners_of, paths_of, put_module, registry_of, show_sizes
-from acm_compiler.passes.rewrite.hooks import warn_of_hooks
+from acm_compiler.passes.rewrite.graft_modules import (
+    TakenOut,
+    owners_of,
+    paths_of,
+    put_module,
+    registry_of,
+    show_sizes,
+    warn_of_hooks,
+)
 from acm_compiler.passes.rewrite.parameter_proxy import Replaced, stand_in_for, uses_of
 from acm_compiler.site import Site
 

@@ -13,10 +13,8 @@ from acm_compiler.passes.capture.normalize import restore_fast_path
 from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention
 from acm_compiler.passes.rewrite.conversion import sites, whole_conversion
 from acm_compiler.passes.rewrite.dense_region import DenseRegion
-from acm_compiler.passes.rewrite.graft_modules import put_module, registry_of
-from acm_compiler.passes.rewrite.hooks import move_hooks
-from acm_compiler.passes.rewrite.save_pretrained import unguard_saving
-from acm_compiler.passes.rewrite.saving_hooks import drop_budgets
+from acm_compiler.passes.rewrite.graft_modules import move_hooks, put_module, registry_of
+from acm_compiler.passes.rewrite.saving_hooks import drop_budgets, unguard_saving
 
 
 @torch.inference_mode(False)

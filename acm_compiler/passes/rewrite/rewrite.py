@@ -22,12 +22,10 @@ from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, 
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
 from acm_compiler.passes.rewrite.conversion import Conversion, gates_digest, refuse_inference_tensors, refuse_no_module
 from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, weights_digest
-from acm_compiler.passes.rewrite.graft_graph import graft_graph
+from acm_compiler.passes.rewrite.graft_graph import find_in_graph, graft_graph
 from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graft_modules, paths_of
 from acm_compiler.passes.rewrite.graft_parameters import graft_weights
-from acm_compiler.passes.rewrite.graph_regions import find_in_graph
-from acm_compiler.passes.rewrite.save_pretrained import guard_saving
-from acm_compiler.passes.rewrite.saving_hooks import carry_budgets
+from acm_compiler.passes.rewrite.saving_hooks import carry_budgets, guard_saving
 from acm_compiler.passes.rewrite.stand_ins import StashedACM
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.plan import Plan, PlannedSite, check_fits, warn_of_class

@@ -1,12 +1,14 @@
-"""Lets `model.state_dict()` carry what budgets need beside the weights: the budget table, and what every site runs.
+"""Hooks for the user's own saving: `state_dict()` carries budgets, `save_pretrained` writes what can be loaded.
 
-It is text, JSON in UTF-8, under the key that torch keeps for extra state; a tensor of bytes, so that whatever copies,
-moves or stores the tensors of a state dict does so with it.
+The extra state is JSON in UTF-8 as a tensor of bytes, so that whatever copies, moves or stores the tensors of a state
+dict does so with it. transformers alone would load a converted model's folder with random weights.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.errors import UsageError
 from acm_compiler.files import parse_json
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, sites
 
@@ -82,3 +85,60 @@ def _is_of_another_form(acm: ACM, state_dict: dict[str, Any], prefix: str) -> bo
     """Whether torch will refuse the learners under `prefix`, strict or not, because their shapes are others."""
     learners = acm.learners.named_parameters(prefix=f"{prefix}learners")
     return any(name in state_dict and state_dict[name].shape != own.shape for name, own in learners)
+
+
+_METHOD = "save_pretrained"
+
+
+class SavePretrained:
+    """`save_pretrained` of a rewritten model, or of a part of one that holds ACMs; an object, so that it is copied."""
+
+    def __init__(self, model: nn.Module, *, is_whole: bool) -> None:
+        self.model, self.is_whole = model, is_whole
+
+    def __call__(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write the model by `acm.save`; files of others in the folder stay. `options` are about other formats."""
+        refuse_part(self.model)
+        if state_dict is not None or push_to_hub:
+            raise UsageError(
+                "a rewritten model is saved as it is, to a folder",
+                found="push_to_hub" if push_to_hub else "state_dict",
+                fix="model.save_pretrained(directory); to upload it afterwards: model.push_to_hub(name)",
+            )
+        if is_main_process:
+            # the user's own call, which ends in a room above this one
+            importlib.import_module("acm_compiler").save(self.model, save_directory, among_others=True)
+
+
+def refuse_part(model: nn.Module, *, whole: bool = True) -> None:
+    """UsageError for a part of a rewritten model, whose plan names the sites of the whole.
+
+    whole: whether all those sites are in `model`.
+    """
+    guard = model.__dict__.get(_METHOD)
+    if not whole or (isinstance(guard, SavePretrained) and not guard.is_whole):
+        raise UsageError(
+            f"this {type(model).__name__} is a part of a rewritten model and cannot be saved by itself",
+            fix="save the whole model: acm.save(model, directory)",
+        )
+
+
+def guard_saving(model: nn.Module) -> None:
+    """Let `save_pretrained` of `model`, and of its parts that hold ACMs, write what can be loaded."""
+    for module in model.modules():
+        if callable(getattr(module, _METHOD, None)) and any(isinstance(part, ACM) for part in module.modules()):
+            module.__dict__[_METHOD] = SavePretrained(module, is_whole=module is model)
+
+
+def unguard_saving(model: nn.Module) -> None:
+    """Undo `guard_saving`."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get(_METHOD), SavePretrained):
+            del module.__dict__[_METHOD]

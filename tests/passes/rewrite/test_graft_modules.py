@@ -14,7 +14,7 @@ import acm_compiler as acm
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AcmError
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.passes.rewrite.hooks import LostHookWarning
+from acm_compiler.passes.rewrite.graft_modules import LostHookWarning
 from acm_compiler.passes.rewrite.stand_ins import PassThrough, StashedACM, StashInput
 from tests.helpers import models
 from tests.helpers.models import HIDDEN, WIDTH

@@ -20,8 +20,8 @@ from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.masks import real_tokens
 from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.runtime.padding import real_tokens
 
 # torch's words for an operator without a gradient: of a library, of `torch.library.custom_op`, of its own
 _UNREGISTERED = "an autograd kernel was not registered"

@@ -1,4 +1,4 @@
-"""The padding mask that a call of a model carries.
+"""Padding: the mask that a call carries, from audio samples to frames, at every site.
 
 Shapes: B examples, R places of what the model is given (tokens, or samples of audio).
 """
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm import ACM, tokens
 from acm_compiler.inputs import by_name
-from acm_compiler.runtime.audio_frames import frame_mask
 
 _TORCHS = ("src_key_padding_mask", "key_padding_mask")
 
@@ -68,3 +68,46 @@ def _outside_key_padding(named: Mapping[str, Any]) -> Tensor | None:
     if mask.is_floating_point():
         return ~mask.isneginf()
     return ~mask if mask.dtype == torch.bool else None
+
+
+def frame_mask(model: nn.Module, heard: Tensor | None, mask_BR: Tensor) -> Tensor:
+    """bool [B, S]: the frames made of real samples, as the model itself counts them.
+
+    heard: what `mask_BR` [B, R] speaks of. Where that is no audio [B, R], or the model does not say how it makes
+    frames, the mask as it is.
+    """
+    mask_BR = mask_BR.bool()
+    if heard is None or not heard.is_floating_point() or heard.shape != mask_BR.shape:
+        return mask_BR
+    ways = (getattr(module, "_get_feat_extract_output_lengths", None) for module in model.modules())
+    frames = next((way for way in ways if way is not None), None)
+    if frames is None:
+        return mask_BR
+    lengths_B = frames(mask_BR.sum(1))
+    places_S = torch.arange(int(frames(torch.tensor(mask_BR.shape[1]))), device=mask_BR.device)
+    return places_S < lengths_B[:, None]
+
+
+def fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
+    """Whether `mask_BS` speaks of the tokens of an input [*shape, D] of this site."""
+    layout = acm.layout
+    if layout is None or layout.folds != 1:
+        return False
+    if layout.batch_axis is None:
+        return mask_BS.shape == (1, shape.numel())
+    if layout.batch_axis >= len(shape):
+        return False
+    batch = shape[layout.batch_axis]
+    return batch > 0 and mask_BS.shape == (batch, shape.numel() // batch)
+
+
+def real_tokens(acm: ACM, x: Tensor, mask_BS: Tensor | None) -> Tensor | None:
+    """True at the real tokens of `x` [..., D], flat [T]; None: all are.
+
+    A mask given by `acm.batch` must fit. That of the call, `mask_BS`, need not: it may speak of the other half
+    of an encoder-decoder; then all tokens count here.
+    """
+    given_T = acm.mask_of(x.shape[:-1])
+    if given_T is not None or mask_BS is None or not fits(acm, x.shape[:-1], mask_BS):
+        return given_T
+    return tokens.of_mask(mask_BS.to(x.device), x.shape[:-1], acm.layout, site=acm.name)

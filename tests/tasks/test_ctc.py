@@ -19,7 +19,7 @@ from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.datasets import CommonVoiceData
 from acm_compiler.recipe.tasks import CtcTask
 from acm_compiler.runs.run_recipe import convert
-from acm_compiler.runtime.audio_frames import frame_mask
+from acm_compiler.runtime.masks import frame_mask
 from acm_compiler.tasks import Metric, open_task
 from acm_compiler.tasks.ctc import Ctc
 

@@ -1,9 +1,8 @@
 """Conversion without training: learners, gates and the budget table from a few thousand unlabelled tokens."""
 
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on, check_closed_form
-from acm_compiler.calibration.options import Options
-from acm_compiler.calibration.recalibrate import recalibrate
-from acm_compiler.calibration.sensitivities import Sensitivity, known_damages, sensitivity
+from acm_compiler.calibration.examples import Options
+from acm_compiler.calibration.recalibrate import Sensitivity, known_damages, recalibrate, sensitivity
 
 __all__ = [
     "Options",

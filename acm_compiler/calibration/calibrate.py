@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from acm_compiler.acm.precision import own_types
-from acm_compiler.calibration.examples import Examples, MaskOf, masked
-from acm_compiler.calibration.fit_all import fit_all
-from acm_compiler.calibration.install import install
-from acm_compiler.calibration.lowest_k import choose_lowest_k
-from acm_compiler.calibration.options import Options, shares_of
-from acm_compiler.calibration.outputs import Answer, default_answer
+from acm_compiler.calibration.damage import Answer, default_answer
+from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, shares_of
+from acm_compiler.calibration.fit_all import fit_all, install
+from acm_compiler.calibration.gates import choose_lowest_k
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors

@@ -1,27 +1,31 @@
-"""Every site's learners and gate: passes over the data, then closed forms site by site. Writes nothing to the model."""
+"""Fit every site's learners and gate from passes over the data, then install all of them, or none."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from acm_compiler.acm import ACM, Gate, Learners
+from acm_compiler.acm.module import State
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration import ranks
-from acm_compiler.calibration.candidates import Learned, fit_pairs, learn, units
-from acm_compiler.calibration.choose_forms import choose_forms
+from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, units
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.dense_weights import DenseWeights, read_dense
-from acm_compiler.calibration.examples import Examples
+from acm_compiler.calibration.examples import Examples, Options
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
-from acm_compiler.calibration.install import FittedSite
 from acm_compiler.calibration.observe import Seen, observe, reading
-from acm_compiler.calibration.options import Options
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.build_acm import mark_initialized
+from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites
+from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.plan import PlannedSite
 from acm_compiler.progress import Progress
 from acm_compiler.runtime.measure_budgets import Example, undisturbed
@@ -183,3 +187,46 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
             f"is of use, {5 * widest} are enough",
             stacklevel=5,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedSite:
+    """What calibration made for one site.
+
+    damage: expected damage of every k from k_min to N, see `Sensitivity`. scores: the gate's, of some tokens, [T, C].
+    """
+
+    site: PlannedSite
+    learners: Learners
+    gate: Gate
+    damage: tuple[float, ...]
+    scores: Tensor
+
+
+def install(model: nn.Module, fitted: Sequence[FittedSite], undo: ExitStack) -> None:
+    """Give every ACM its new learners and gate, and the model its resolved plan; `undo` takes all of it back."""
+    acms, owner = sites(model), conversion(model)
+    unit = learner_unit(tuple(fit.site for fit in fitted))
+    undo.callback(_restore_conversion, owner, dataclasses.replace(owner))
+    for fit in fitted:
+        acm = acms[fit.site.name]
+        undo.callback(acm.set_run_time, acm.run_time())
+        undo.callback(_put, acm, acm.learners, acm.gate, acm.state, acm.cost)
+        for part, before in ((fit.learners, acm.learners), (fit.gate, acm.gate)):
+            part.train(acm.training)
+            part.requires_grad_(any(parameter.requires_grad for parameter in before.parameters()))
+            mark_initialized(part)
+        # forms differ a little in what a learner costs
+        _put(acm, fit.learners, fit.gate, "learners", macs_per_learner(fit.site) / unit)
+    owner.plan = dataclasses.replace(owner.plan, sites=tuple(fit.site for fit in fitted))
+    owner.damage = {fit.site.name: fit.damage for fit in fitted}
+    owner.table = None
+
+
+def _put(acm: ACM, learners: Learners, gate: Gate, state: State, cost: float) -> None:
+    acm.learners, acm.gate, acm.state, acm.cost = learners, gate, state, cost
+
+
+def _restore_conversion(owner: Conversion, before: Conversion) -> None:
+    for field in dataclasses.fields(Conversion):
+        setattr(owner, field.name, getattr(before, field.name))

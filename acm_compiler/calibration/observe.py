@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import own_types
+from acm_compiler.calibration.damage import Answer, answers, energy, random_projection
 from acm_compiler.calibration.dense_weights import broken_weights
 from acm_compiler.calibration.examples import mask_in, run
-from acm_compiler.calibration.outputs import Answer, answers, energy, random_projection
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites

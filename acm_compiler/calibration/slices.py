@@ -1,27 +1,37 @@
 """A pair of projections as slices of themselves: learner n is the n-th part of every head's coordinates.
 
-The equations: docs/semantics.md, Projections.
-
-MACs and parameters stay, k = N is exact; what a token leaves out is replaced by its mean, b_out(k).
-Shapes: G heads of N * h coordinates, D in, O out.
+MACs and parameters stay, and k = N is exact. Each head gets a basis in which its first coordinates matter most:
+q^T k and o(v) stay, since q' = T_q q, k' = T_k k with T_q^T T_k = I, and v' = T v, W_o' = W_o T^-1. Left-out
+coordinates are replaced by their mean, b_out(k). The change of basis is proved on the model itself first.
+Shapes: G heads of N * h coordinates, d of them a head, D in, O out; all float64. Where several heads of q (or o) meet
+one head of k (or v), they share one basis.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from acm_compiler.acm import ACM, Learners
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration.damage import Judged
+from acm_compiler.calibration.damage import Answer, Judged, answers, energy
 from acm_compiler.calibration.dense_weights import DenseWeights
-from acm_compiler.calibration.head_bases import HeadBases, bases_of_scores, bases_of_values, head_blocks, head_products
+from acm_compiler.calibration.examples import mask_in
+from acm_compiler.calibration.fit_learners import as_module
+from acm_compiler.calibration.moments import square_factors
 from acm_compiler.calibration.records import SiteRecord
+from acm_compiler.inputs import call_model
+from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.measure_budgets import Example, undisturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +125,155 @@ def _dense(before: DenseWeights, weight: Tensor, bias: Tensor) -> DenseWeights:
 def _weights(w_in: Tensor, b_out: Tensor, form: str, *, like: Tensor) -> Weights:
     absent = dict.fromkeys(("b_in", "w_up", "b_up", "w_out", "w_top"))
     return Weights(w_in=w_in.to(like).contiguous(), b_out=b_out.to(like), act="identity", form=form, **absent)
+
+
+_RIDGE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadBases:
+    """One invertible matrix per head, new coordinates = turn @ old ones; `back` is its inverse. [G, d, d] each."""
+
+    turn: Tensor
+    back: Tensor
+
+    def repeated(self, group: int) -> HeadBases:
+        """The same for `group` neighbouring heads each."""
+        return HeadBases(turn=self.turn.repeat_interleave(group, 0), back=self.back.repeat_interleave(group, 0))
+
+    def turned(self, v_TF: Tensor) -> Tensor:
+        """Vectors [T, G * d] in the new coordinates."""
+        heads = v_TF.unflatten(-1, self.turn.shape[:2])
+        return torch.einsum("tgj,gij->tgi", heads, self.turn.to(v_TF)).flatten(1)
+
+    def turned_rows(self, w_OD: Tensor) -> Tensor:
+        """A weight [G * d, D] that gives its output in the new coordinates."""
+        return torch.einsum("gij,gjx->gix", self.turn, w_OD.unflatten(0, self.turn.shape[:2])).flatten(0, 1)
+
+    def turned_columns(self, w_OD: Tensor) -> Tensor:
+        """A weight [O, G * d] that reads its input in the new coordinates."""
+        return torch.einsum("ogj,gji->ogi", w_OD.unflatten(1, self.turn.shape[:2]), self.back).flatten(1)
+
+    def turned_metric(self, g_FF: Tensor) -> Tensor:
+        """A metric [G * d, G * d] of the old coordinates, for the new ones."""
+        columns = self.turned_columns(g_FF)
+        return self.turned_columns(columns.T).T
+
+
+def bases_of_scores(second_q: Tensor, covariance_k: Tensor) -> tuple[HeadBases, HeadBases]:
+    """Bases of queries and keys in which dropping the last coordinates costs the scores least.
+
+    second_q [Gq, d, d]: E[q q^T] with the bias; covariance_k [Gk, d, d]: softmax ignores the mean of the keys. With
+    S_q = R_q R_q^T, S_k = R_k R_k^T and R_q^T R_k = U S V^T: T_q = S^1/2 U^T R_q^-1, T_k = S^1/2 V^T R_k^-1.
+    """
+    group = len(second_q) // len(covariance_k)
+    turns_q, turns_k = [], []
+    for s_q, s_k in zip(_grouped(second_q, group), covariance_k, strict=True):
+        (q_root, q_inverse), (k_root, k_inverse) = square_factors(s_q, _RIDGE), square_factors(s_k, _RIDGE)
+        u, s, vh = torch.linalg.svd(q_root.T @ k_root)
+        scale = s.clamp_min(torch.finfo(s.dtype).tiny).sqrt()[:, None]
+        turns_q.append(scale * (u.T @ q_inverse))
+        turns_k.append(scale * (vh @ k_inverse))
+    turn_q, turn_k = torch.stack(turns_q), torch.stack(turns_k)
+    # each is the other's inverse transpose
+    q = HeadBases(turn=turn_q, back=turn_k.mT)
+    return q.repeated(group), HeadBases(turn=turn_k, back=turn_q.mT)
+
+
+def bases_of_values(covariance_o: Tensor, w_OD: Tensor, g_OO: Tensor, *, heads: int) -> tuple[HeadBases, HeadBases]:
+    """Bases of the values and of what the output projection reads, for `heads` heads of values.
+
+    covariance_o [Go, d, d]: of the projection's input, head by head; w_OD its weight, g_OO the metric of its output.
+    T = E^T R^-1 with C = R R^T and E the eigenvectors of R^T W_o^T G W_o R, the largest first.
+    """
+    group = len(covariance_o) // heads
+    per_head = head_products(w_OD.T, g_OO, len(covariance_o))
+    turns, backs = [], []
+    for c, m in zip(_grouped(covariance_o, group), _grouped(per_head, group), strict=True):
+        root, inverse = square_factors(c, _RIDGE)
+        vectors = torch.linalg.eigh(root.T @ m @ root).eigenvectors.flip(1)
+        turns.append(vectors.T @ inverse)
+        backs.append(root @ vectors)
+    v = HeadBases(turn=torch.stack(turns), back=torch.stack(backs))
+    return v, v.repeated(group)
+
+
+def head_blocks(c_FF: Tensor, heads: int) -> Tensor:
+    """The blocks [G, d, d] on the diagonal of [G * d, G * d]."""
+    size = len(c_FF) // heads
+    blocks = c_FF.unflatten(0, (heads, size)).unflatten(2, (heads, size))
+    return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
+def head_products(w_FD: Tensor, c_DD: Tensor, heads: int) -> Tensor:
+    """The blocks [G, d, d] on the diagonal of w c w^T."""
+    w_GdD = w_FD.unflatten(0, (heads, -1))
+    return (w_FD @ c_DD).view_as(w_GdD) @ w_GdD.mT
+
+
+def _grouped(blocks: Tensor, group: int) -> Tensor:
+    return blocks.unflatten(0, (-1, group)).mean(1)
+
+
+_LOG = logging.getLogger(__name__)
+# relative error of the model's answer, by floating type
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def proven(model: nn.Module, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
+    """Which pairs leave the answer as it is; the others are told in the log.
+
+    All pairs run all their slices in one forward. Only where that moves the answer is every pair tried alone.
+    """
+    acms = sites(model)
+    tolerances = [_TOLERANCE[acms[pair[0].site.name].learners.w_in.dtype] for pair in pairs]
+    learners = [
+        {part.site.name: as_module(part.weights, part.site, acms[part.site.name].learners.w_in) for part in pair}
+        for pair in pairs
+    ]
+    mask_BS = mask_in(model, example)
+    wanted = _answers(model, {}, example, answer)
+    everywhere = {name: module for pair in learners for name, module in pair.items()}
+    if _moved(wanted, _answers(model, everywhere, example, answer), mask_BS) <= min(tolerances):
+        return [True] * len(pairs)
+    hold = []
+    for pair, tolerance in zip(learners, tolerances, strict=True):
+        error = _moved(wanted, _answers(model, pair, example, answer), mask_BS)
+        hold.append(error <= tolerance)
+        if not hold[-1]:
+            _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", " and ".join(pair), error)
+    return hold
+
+
+def _answers(model: nn.Module, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
+    """The model's answer when these sites run all their slices and others are dense."""
+    with undisturbed(model), batch_context(model, mask=example[1]), _trial(model, learners):
+        return answers(call_model(model, example[0]), answer, mask_in(model, example))
+
+
+def _moved(wanted: list[Tensor], found: list[Tensor], mask_BS: Tensor | None) -> float:
+    """The size of the difference over that of the answer; padding left out."""
+    moved = energy([f - w for f, w in zip(found, wanted, strict=True)], mask_BS)
+    return (moved / max(energy(wanted, mask_BS), 1e-300)) ** 0.5
+
+
+@contextmanager
+def _trial(model: nn.Module, learners: Mapping[str, Learners]) -> Iterator[None]:
+    """While open, the named sites run all of these learners, and all others their dense regions."""
+    acms = sites(model)
+    before = {name: (acm.learners, acm.state, acm.tap) for name, acm in acms.items()}
+    try:
+        for name, acm in acms.items():
+            if name in learners:
+                acm.learners, acm.state, acm.tap = learners[name], "learners", None
+                acm.set_choices(knob=0.0, k_lo=acm.count, k_hi=acm.count)
+            else:
+                acm.tap = _pass_on
+        yield
+    finally:
+        for name, acm in acms.items():
+            acm.learners, acm.state, acm.tap = before[name]
+
+
+def _pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
+    pass

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from acm_compiler.calibration.outputs import root_probabilities
+from acm_compiler.calibration.damage import root_probabilities
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 

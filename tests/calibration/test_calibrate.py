@@ -421,7 +421,7 @@ def test_where_a_plan_holds_for_one_example_batches_of_several_are_refused():
 
 
 def test_budgets_that_will_be_asked_for_stay_reachable(monkeypatch):
-    import acm_compiler.calibration.lowest_k as lowest_k
+    import acm_compiler.calibration.gates as lowest_k
 
     monkeypatch.setattr(lowest_k, "_WORTH", -100.0)
     model = make_tiny()

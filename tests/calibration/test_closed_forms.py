@@ -9,11 +9,19 @@ import torch
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged, together, token_damage
 from acm_compiler.calibration.dense_weights import DenseWeights
-from acm_compiler.calibration.low_rank import nested_factors, prefix_biases
-from acm_compiler.calibration.mlp_learners import Hidden, fit_second_layer, refit_ridge, weight_of_k
-from acm_compiler.calibration.neuron_order import RIDGE, greedy_order, neuron_order, variance_order
-from acm_compiler.calibration.symmetric import solve, square_factors
-from acm_compiler.calibration.whole_examples import Whole
+from acm_compiler.calibration.fit_learners import nested_factors, prefix_biases
+from acm_compiler.calibration.mlp_learners import (
+    RIDGE,
+    Hidden,
+    fit_second_layer,
+    greedy_order,
+    neuron_order,
+    refit_ridge,
+    variance_order,
+    weight_of_k,
+)
+from acm_compiler.calibration.moments import solve, square_factors
+from acm_compiler.calibration.records import Whole
 
 N, H, F, OUT, T = 3, 4, 12, 5, 400
 

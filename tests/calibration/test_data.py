@@ -5,14 +5,12 @@ import torch
 from torch import nn
 
 from acm_compiler.calibration import calibrate
+from acm_compiler.calibration.damage import answers, default_answer, energy, random_projection
 from acm_compiler.calibration.dense_weights import read_dense
-from acm_compiler.calibration.examples import Examples, masked, run
+from acm_compiler.calibration.examples import Examples, Options, masked, run
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
-from acm_compiler.calibration.options import Options
-from acm_compiler.calibration.outputs import answers, default_answer, energy, random_projection
-from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.calibration.whole_examples import WholeExamples
+from acm_compiler.calibration.records import SiteRecord, WholeExamples
 from acm_compiler.errors import DataError, LayoutUnknown, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.passes.rewrite.rewrite import rewrite

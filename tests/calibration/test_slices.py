@@ -9,10 +9,9 @@ from torch import nn
 
 import acm_compiler as acm
 from acm_compiler.calibration import Options, calibrate_on
-from acm_compiler.calibration.candidates import Learned
-from acm_compiler.calibration.choose_forms import choose_forms
+from acm_compiler.calibration.candidates import Learned, choose_forms
 from acm_compiler.calibration.examples import masked
-from acm_compiler.calibration.head_bases import bases_of_scores, bases_of_values, head_blocks
+from acm_compiler.calibration.slices import bases_of_scores, bases_of_values, head_blocks
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.passes.survey import look

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.calibration.damage import Answer, default_answer
 from acm_compiler.calibration.dense_weights import read_dense
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.observe import observe
-from acm_compiler.calibration.outputs import Answer, default_answer
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
 from acm_compiler.passes.rewrite.conversion import Conversion, conversion

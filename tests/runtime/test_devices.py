@@ -11,7 +11,8 @@ from acm_compiler import batch, plan, record, rewrite, set_budget
 from acm_compiler.acm import precision as float64
 from acm_compiler.acm.context import batch_of
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
-from acm_compiler.calibration import Options, calibrate_on, lowest_k, ranks
+from acm_compiler.calibration import Options, calibrate_on, ranks
+from acm_compiler.calibration import gates as lowest_k
 from acm_compiler.calibration.examples import masked
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.rewrite.conversion import conversion, sites

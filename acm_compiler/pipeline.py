@@ -28,7 +28,7 @@ from acm_compiler.runtime.budgets import share_within, unreachable
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
 from acm_compiler.sources.python_function import PREFIX, find_function
-from acm_compiler.tasks.fitting_models import refuse_other_head
+from acm_compiler.tasks.open_task import refuse_other_head
 from acm_compiler.training.check_schedule import check_schedule
 
 Rule = SiteRule | Mapping[str, Any]

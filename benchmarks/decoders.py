@@ -37,7 +37,7 @@ from acm_compiler.shipped import docs as docs_model
 from acm_compiler.shipped.docs import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.shipped.open_weights import load_shipped
 from acm_compiler.tasks import judged_by
-from acm_compiler.tasks.causal_lm import CausalLM
+from acm_compiler.tasks.language import CausalLM
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
 from scripts.train_shipped.text import Lesson, LikeLengths, texts, train
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.evaluation.results import Interval
-from acm_compiler.tasks.metric import Metric
+from acm_compiler.tasks.base import Metric
 
 DRAWS = 2000
 _SEED = 1

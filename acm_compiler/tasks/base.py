@@ -1,12 +1,19 @@
-"""The protocol between data, models and training."""
+"""The protocol between data, models and training: tasks, metrics, agreement and distance of two models' outputs.
+
+Shapes: B examples, E examples of a data set, P pairs of them, D features, C classes, ... tokens or frames.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.data.batch import Batch
 from acm_compiler.inputs import Inputs
 
@@ -52,3 +59,105 @@ class Task(Protocol):
 def judged_by(task: Task) -> Callable[[Any, Tensor | None], Tensor]:
     """(model output, padding mask or None) -> what calibration compares two models by: squared, a change is damage."""
     return getattr(task, "judged_by", task.answer)
+
+
+def _one_each(batch: Batch) -> Tensor:
+    return torch.ones(len(next(iter(batch.values()))))
+
+
+def _as_it_is(mean: Tensor) -> Tensor:
+    return mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A task's metric: scale(total score / total units); a plain mean unless the task says more."""
+
+    name: str
+    lower_is_better: bool
+    units: Callable[[Batch], Tensor]
+    scale: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def of(task: Task) -> Metric:
+        """The metric of a task, with what it leaves out filled in."""
+        return Metric(
+            name=task.metric,
+            lower_is_better=getattr(task, "lower_is_better", False),
+            units=getattr(task, "units", _one_each),
+            scale=getattr(task, "scale", _as_it_is),
+        )
+
+    def value(self, score_E: Tensor, unit_E: Tensor) -> float:
+        """The metric over E examples."""
+        return float(self.scale(to_float64(score_E).sum() / to_float64(unit_E).sum()))
+
+
+# the number of pairs grows with the square of the examples
+_COMPARED = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likeness:
+    """A second measure beside a task's metric: one number from two models' answers to the same examples.
+
+    name: what it is called; 1 where both models answer alike. keep: (output, batch) -> [B, ...], what has to be kept
+    of every example. compare: (one model's [E, ...], the other's) -> the number.
+    """
+
+    name: str
+    keep: Callable[[Any, Batch], Tensor]
+    compare: Callable[[Tensor, Tensor], float]
+
+
+def agreement(found_E: Tensor, wanted_E: Tensor) -> float:
+    """The share of examples with the same answer, right or wrong."""
+    return float((found_E == wanted_E).double().mean())
+
+
+def pairwise_spearman(found_ED: Tensor, wanted_ED: Tensor) -> float:
+    """Rank correlation of the similarities v . w of all pairs of examples; nan for fewer than three examples.
+
+    Over the first 1,024 examples where there are more.
+    """
+    count = min(len(found_ED), _COMPARED)
+    if count < 3:
+        return float("nan")
+    rows, columns = torch.triu_indices(count, count, 1)
+    ranks_2P = [_ranks((v[:count].double() @ v[:count].double().T)[rows, columns]) for v in (found_ED, wanted_ED)]
+    return float(torch.corrcoef(torch.stack(ranks_2P))[0, 1])
+
+
+def _ranks(value_P: Tensor) -> Tensor:
+    """The place of each value in rising order, float64; equal values share the mean of theirs."""
+    _, group_P, sizes = torch.unique(value_P, return_inverse=True, return_counts=True)
+    last = sizes.cumsum(0).double()
+    return (last - (sizes.double() - 1) / 2)[group_P]
+
+
+def distance(task: Task, answer: Tensor, wanted: Tensor) -> Tensor:
+    """The distance of `answer` from `wanted`, both as `task.answer` gives them; a scalar with its graph, in fp32.
+
+    Where a task answers in logits [B, ..., C]: KL(wanted || answer) in nats, the mean over tokens that are no padding.
+    Else |answer - wanted|^2 / |wanted|^2: for vectors of length 1 twice 1 - cosine.
+    """
+    answer, wanted = answer.float(), wanted.detach().float()
+    if not getattr(task, "answers_logits", False):
+        return (answer - wanted).square().sum() / wanted.square().sum().clamp_min(torch.finfo(wanted.dtype).tiny)
+    # where an answer is 0 throughout there is no token, and nothing adds up
+    tokens = (wanted != 0).any(-1).sum().clamp_min(1)
+    return F.kl_div(answer.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="sum") / tokens
+
+
+_NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "foreground", "teacher"})
+
+
+def padding_mask(batch: Batch) -> Tensor | None:
+    """The batch's `attention_mask` as bool [B, S], False at padding; None where it has none."""
+    mask = batch.get("attention_mask")
+    return None if mask is None else mask.bool()
+
+
+def named_inputs(batch: Batch) -> Batch:
+    """All tensors of the batch, by name, but for what is known about the examples."""
+    return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}

@@ -14,8 +14,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.compatibility import fitting_classes
-from acm_compiler.tasks.likeness import Likeness, agreement
-from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
+from acm_compiler.tasks.base import Likeness, agreement, named_inputs, padding_mask
 
 _IGNORED = -100  # torch's own label of an example that counts nowhere
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, PackageMissing, UsageError
 from acm_compiler.inputs import Inputs
-from acm_compiler.tasks.token_logits import centred, roots
+from acm_compiler.tasks.language import centred, roots
 
 Unit = Literal["word", "character"]
 PADDING = -100

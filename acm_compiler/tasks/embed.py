@@ -12,8 +12,7 @@ from torch import Tensor
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
-from acm_compiler.tasks.likeness import Likeness, pairwise_spearman
-from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
+from acm_compiler.tasks.base import Likeness, named_inputs, padding_mask, pairwise_spearman
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

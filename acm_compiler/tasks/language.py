@@ -1,4 +1,4 @@
-"""What tasks have in common that guess tokens: cross entropy over the guessed ones, and its perplexity.
+"""Language models: loss and perplexity of the next token or of masked tokens.
 
 Shapes: B texts, S tokens, V vocabulary.
 """
@@ -6,15 +6,21 @@ Shapes: B texts, S tokens, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.calibration.damage import root_probabilities
 from acm_compiler.data.batch import Batch
-from acm_compiler.tasks.model_inputs import padding_mask
-from acm_compiler.tasks.token_logits import centred, roots, token_logits, tokens_of
+from acm_compiler.data.draws import uniform
+from acm_compiler.errors import DataError, UsageError
+from acm_compiler.inputs import Inputs
+from acm_compiler.recipe.tasks import MaskedLMTask
+from acm_compiler.tasks.base import named_inputs, padding_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +74,109 @@ class LanguageModel(ABC):
 
     def _logits(self, output: Any) -> Tensor:
         return token_logits(output, task=self.kind, auto_class=self.auto_class)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalLM(LanguageModel):
+    """A `Task`: logits [B, S, V] at token s against token s + 1 of `input_ids` [B, S].
+
+    Where `attention_mask` is 0 there is no token: nothing is predicted there, and nothing from there.
+    """
+
+    metric: ClassVar[str] = "perplexity"
+    kind: ClassVar[str] = "causal_lm"
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    ahead: ClassVar[int] = 1
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """The tokens, and which of them are real."""
+        return {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+
+    def guessed(self, batch: Batch) -> Tensor:
+        """bool [B, S - 1]: tokens after the first that are real and follow a real one."""
+        ids_BS, mask_BS = tokens_of(batch, task=self.kind), self.mask(batch)
+        if mask_BS is None:
+            mask_BS = torch.ones_like(ids_BS, dtype=torch.bool)
+        return mask_BS[:, 1:] & mask_BS[:, :-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedLM(LanguageModel):
+    """A `Task`: logits [B, S, V] at the hidden tokens of `input_ids` [B, S] against what stood there.
+
+    `share` of the tokens is hidden, all behind `mask_id`; never `marks` (the ends of a text, padding). Which ones is a
+    function of `seed` and the example's `index`, so that every batch and every model sees a text alike.
+    """
+
+    share: float
+    seed: int
+    mask_id: int
+    marks: Collection[int]
+    metric: ClassVar[str] = "masked perplexity"
+    kind: ClassVar[str] = "masked_lm"
+    auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+    ahead: ClassVar[int] = 0
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """The texts with tokens hidden, and which tokens are real."""
+        shown = batch["input_ids"].masked_fill(self.guessed(batch), self.mask_id)
+        return {**named_inputs(batch), "input_ids": shown}
+
+    def guessed(self, batch: Batch) -> Tensor:
+        """bool [B, S]: the hidden tokens."""
+        ids_BS = tokens_of(batch, task=self.kind)
+        index_B = batch["index"].cpu().numpy()
+        drawn_BS = uniform(self.seed, index_B, ids_BS.shape[1]).to(ids_BS.device)
+        allowed_BS = torch.isin(ids_BS, torch.tensor(sorted(self.marks), device=ids_BS.device), invert=True)
+        mask_BS = self.mask(batch)
+        return (drawn_BS < self.share) & (allowed_BS if mask_BS is None else allowed_BS & mask_BS)
+
+
+def open_masked_lm(config: MaskedLMTask, dataset: Any) -> MaskedLM:
+    """The task for a data set that knows the token which hides others. DataError for one that does not."""
+    mask_id = getattr(dataset, "mask_id", None)
+    if mask_id is None:
+        raise DataError(
+            "the data set's tokenizer has no token that hides others",
+            where="task masked_lm",
+            expected="`mask_id` of the data set, from a tokenizer with [MASK] or <mask>",
+        )
+    return MaskedLM(share=config.share, seed=config.seed, mask_id=mask_id, marks=frozenset(dataset.marks))
+
+
+def token_logits(output: Any, *, task: str, auto_class: str) -> Tensor:
+    """The logits [B, S, V]: the output itself, or its `logits`. UsageError when there are none."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise UsageError(
+            "the model's output holds no logits of tokens",
+            where=f"task {task}",
+            found=type(output).__name__,
+            expected="logits [batch, tokens, vocabulary]",
+            fix=f"use a model with a language head (for hf: auto_class {auto_class})",
+        )
+    return logits
+
+
+def centred(logits_BSV: Tensor, mask: Tensor | None) -> Tensor:
+    """The logits without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
+    centred_BSV = logits_BSV - logits_BSV.mean(-1, keepdim=True)
+    return centred_BSV if mask is None else centred_BSV * mask[..., None]
+
+
+def roots(logits_BSV: Tensor, mask: Tensor | None) -> Tensor:
+    """`root_probabilities` of the logits; 0 where `mask` [B, S] is."""
+    roots_BSV = root_probabilities(logits_BSV)
+    return roots_BSV if mask is None else roots_BSV * mask[..., None]
+
+
+def tokens_of(batch: Batch, *, task: str) -> Tensor:
+    """The batch's `input_ids` [B, S]. DataError where it has none."""
+    if "input_ids" not in batch:
+        raise DataError(
+            "the data set gives no tokens",
+            where=f"task {task}",
+            found=", ".join(batch),
+            expected="a tensor named 'input_ids' in every example",
+        )
+    return batch["input_ids"]

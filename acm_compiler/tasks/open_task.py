@@ -1,7 +1,8 @@
-"""From a recipe's `task` to a `Task`."""
+"""The `Task` that a recipe names, checked against the class of a transformers model."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -20,12 +21,10 @@ from acm_compiler.recipe.tasks import (
 )
 from acm_compiler.sources.python_function import call_function
 from acm_compiler.tasks.base import Task
-from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
-from acm_compiler.tasks.fitting_models import refuse_other_head
-from acm_compiler.tasks.masked_lm import open_masked_lm
+from acm_compiler.tasks.language import CausalLM, open_masked_lm
 
 _PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
 
@@ -74,3 +73,25 @@ def _users(reference: str, arguments: dict[str, Any]) -> Task:
             fix="see acm_compiler/tasks/base.py for what a task has",
         )
     return task
+
+
+# XLM's and Flaubert's …WithLMHeadModel may be either
+_HEADS = {
+    r"ForCausalLM|(?<!With)LMHeadModel": ("causal_lm", "writes the next token, and sees only what came before"),
+    r"ForMaskedLM": ("masked_lm", "guesses hidden tokens, and sees what comes after them"),
+    r"ForCTC": ("ctc", "writes down audio"),
+    r"For(Sequence|Image|Audio|Video)Classification": ("classify", "answers one class per example"),
+}
+
+
+def refuse_other_head(task: str, model: nn.Module, *, auto_class: str) -> None:
+    """Refuse a model whose class says that it is for another task; `auto_class`: the one that fits. UsageError."""
+    name = type(model).__name__
+    for pattern, (fits, what) in _HEADS.items():
+        if re.search(rf"({pattern})$", name) and task != fits:
+            raise UsageError(
+                f"the model is not for task {task}",
+                where=name,
+                found=f"a model that {what}: task {fits}",
+                fix=f"use task {fits}, or another model (for hf: auto_class {auto_class})",
+            )

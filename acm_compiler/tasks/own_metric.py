@@ -12,8 +12,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.sections import task_section
-from acm_compiler.tasks.base import Task
-from acm_compiler.tasks.model_inputs import named_inputs, padding_mask
+from acm_compiler.tasks.base import Task, named_inputs, padding_mask
 from acm_compiler.tasks.open_task import open_task
 
 Score = Callable[[Any, Batch], Tensor]

@@ -20,7 +20,7 @@ from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import refuse_unfitted, relax, set_budget
 from acm_compiler.runtime.usage import record
 from acm_compiler.tasks import Task
-from acm_compiler.tasks.distance import distance
+from acm_compiler.tasks.base import distance
 from acm_compiler.training.loss_terms import take_choices
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.modes import free_gate, in_mode

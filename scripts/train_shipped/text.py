@@ -35,9 +35,9 @@ from acm_compiler.shipped import packages as packages_model
 from acm_compiler.shipped.docs import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.shipped.open_weights import packed, round_as_packed
 from acm_compiler.tasks.base import Task
-from acm_compiler.tasks.causal_lm import CausalLM
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.dense_metric import base_metric
+from acm_compiler.tasks.language import CausalLM
 from scripts.train_shipped.from_scratch import Checkpoint, OneCycle, training_options, write_weights
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from acm_compiler.runtime import measure_budgets as measure
 from acm_compiler.runtime.encoder_decoder import CallPadding
 from acm_compiler.runtime.measure_budgets import _mean_over_ranks, _Search
 from acm_compiler.runtime.usage import Usage
-from acm_compiler.tasks.metric import Metric
+from acm_compiler.tasks.base import Metric
 from acm_compiler.training.finetune import _Seen
 from acm_compiler.training.generators import generator_states, restore_generators
 from tests.helpers.build import planned_site, stack_of

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.tasks import CausalLMTask, ClassifyTask, CtcTask, EmbedTask, MaskedLMTask, PythonTask
 from acm_compiler.tasks import Task, judged_by, open_task
-from acm_compiler.tasks.causal_lm import CausalLM
+from acm_compiler.tasks.base import Metric
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import Ctc
-from acm_compiler.tasks.masked_lm import MaskedLM
-from acm_compiler.tasks.metric import Metric
+from acm_compiler.tasks.language import CausalLM, MaskedLM
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
 

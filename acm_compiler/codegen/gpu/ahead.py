@@ -14,13 +14,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from acm_compiler.codegen.gpu.dispatch import count_kernel, place_kernel, slots_of
+from acm_compiler.codegen.gpu.blocks import kernel_options
+from acm_compiler.codegen.gpu.dispatch import (
+    count_kernel,
+    permute_constants,
+    permute_kernel,
+    permute_options,
+    place_kernel,
+    slots_of,
+)
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
 from acm_compiler.codegen.gpu.gate import GateSpec, gate_constants, gate_kernel, gate_options
-from acm_compiler.codegen.gpu.layer2 import layer2_kernel
-from acm_compiler.codegen.gpu.layers import layer1_kernel
-from acm_compiler.codegen.gpu.options import kernel_options
-from acm_compiler.codegen.gpu.permute import permute_constants, permute_kernel, permute_options
+from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (
     POINTERS,

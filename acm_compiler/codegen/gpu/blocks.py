@@ -1,4 +1,4 @@
-"""How both layers find their work: tiles decoded on the device from the counts of the dispatch, no table, no host.
+"""Device functions shared by both layers: tiles decoded from the counts of the dispatch, inner products, build options.
 
 Tokens are sorted by k, descending, so the tokens that run learner n are a prefix of the order and
 c_n = #{tokens with k >= n} are all there is to know. Band q holds the tiles of tokens whose k is q; a tile that
@@ -66,3 +66,38 @@ def k_of_rows(rows, counts, N: tl.constexpr):
     for n in tl.static_range(1, N + 1):
         k += (rows < tl.load(counts + n)).to(tl.int32)
     return k
+
+
+@triton.jit
+def multiply(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
+    """acc + a @ b.T in fp32."""
+    if INTERPRET:  # the interpreter's dot takes bf16 for its bit pattern
+        return tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def row_pointers(base, rows, stride, BK: tl.constexpr):
+    """Pointers to the first BK elements of each row, [rows, BK]; int64."""
+    return base + rows.to(tl.int64)[:, None] * stride + tl.arange(0, BK)[None, :]
+
+
+@triton.jit
+def load_block(source, pointers, row, k, length, DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr):
+    """Elements [k, k + BK) of a block of rows, zeros beyond `length` (beyond the row, for a descriptor)."""
+    if DESCRIPTOR:
+        return source.load([row, k])
+    elif EVEN:
+        return tl.load(pointers + k)
+    else:
+        return tl.load(pointers + k, mask=((k + tl.arange(0, BK)) < length)[None, :], other=0.0)
+
+
+def kernel_options(*, warps: int, stages: int | None = None) -> dict[str, int]:
+    """Options of a launch or a build; `stages` of the pipeline, None for Triton's own number.
+
+    Multiplications and additions are fused, whatever Triton's default is: it is to change with 3.10.
+    """
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    return options if stages is None else options | {"num_stages": stages}

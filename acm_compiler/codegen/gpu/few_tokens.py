@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from acm_compiler.codegen.gpu.activation import activate
-from acm_compiler.codegen.gpu.products import load_block, multiply, row_pointers
+from acm_compiler.codegen.gpu.blocks import load_block, multiply, row_pointers
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.activation import INTERPRETED, gelu
-from acm_compiler.codegen.gpu.options import kernel_options
+from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.planning.plan import PlannedSite

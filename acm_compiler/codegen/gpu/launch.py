@@ -11,11 +11,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
-from acm_compiler.codegen.gpu.dispatch import Order, sort_by_k
+from acm_compiler.codegen.gpu.dispatch import Order, permute_constants, permute_kernel, permute_options, sort_by_k
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
-from acm_compiler.codegen.gpu.layer2 import layer2_kernel
-from acm_compiler.codegen.gpu.layers import layer1_kernel
-from acm_compiler.codegen.gpu.permute import permute_constants, permute_kernel, permute_options
+from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.stages import (
     BULK_COPY_BYTES,

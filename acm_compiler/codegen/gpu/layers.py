@@ -1,4 +1,8 @@
-"""The first layer: h = act(x W_in + b_in), for the learners that each token runs and exact zeros behind them."""
+"""The two layers of the learners, each output element written once, so bitwise repeatable.
+
+first:  h = act(x W_in + b_in), for the learners that each token runs, and exact zeros behind them
+second: y = W_out h + b_out(k) + residual; also for sites without a hidden layer: slices, and the dense weight at k = N
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,7 @@ import triton
 import triton.language as tl
 
 from acm_compiler.codegen.gpu.activation import activate
-from acm_compiler.codegen.gpu.blocks import find_band, k_of_rows, raster
-from acm_compiler.codegen.gpu.products import load_block, multiply, row_pointers
+from acm_compiler.codegen.gpu.blocks import find_band, k_of_rows, load_block, multiply, raster, row_pointers
 
 
 @triton.jit
@@ -67,3 +70,124 @@ def layer1_kernel(
         value = _zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
         at = h + rows.to(tl.int64)[:, None] * ROW + columns[None, :]
         tl.store(at, value.to(h.dtype.element_ty), mask=(rows < T)[:, None] & (columns < ROW)[None, :])
+
+
+@triton.jit
+def interleaved(index, N: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr):
+    """Where feature `index`, counted learner by learner (N x heads x HEAD), lies in a tensor of heads x N x HEAD."""
+    return (index % H) // HEAD * (N * HEAD) + index // H * HEAD + index % HEAD
+
+
+@triton.jit
+def _start(
+    b_out, rows, columns, counts, pure, q, N: tl.constexpr, D_OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """b_out(k) of every row, where the sum begins; `pure`: all rows run k = q."""
+    real = columns < D_OUT
+    if pure:
+        one = tl.load(b_out + q * D_OUT + columns, mask=real, other=0.0).to(tl.float32)
+        acc = tl.broadcast_to(one[None, :], (BM, BN))
+    else:
+        at = (k_of_rows(rows, counts, N) * D_OUT)[:, None] + columns[None, :]
+        acc = tl.load(b_out + at, mask=real[None, :], other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _reduction(q, n0, D_IN, H: tl.constexpr, REDUCE: tl.constexpr):
+    """How many columns of `a` a tile of band q needs."""
+    if REDUCE == "all":
+        return D_IN
+    elif REDUCE == "rows":
+        return tl.where(n0 < q * H, D_IN, 0)
+    else:
+        return q * H
+
+
+@triton.jit
+def _sum_of_slices(
+    acc, a_rows, w, columns, length, N: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr, D_OUT: tl.constexpr,
+    SORTED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc + sum of x_n W_n.T over the slices of x; w [N, D_OUT, H]. SORTED: slices of x lie learner by learner."""
+    for k in range(0, length, BK):
+        index = k + tl.arange(0, BK)
+        source = index if SORTED else interleaved(index, N, H, HEAD)
+        w_at = w + (columns.to(tl.int64) * H)[:, None] + (index // H * (D_OUT * H) + index % H)[None, :]
+        if EVEN:
+            left = tl.load(a_rows[:, None] + source[None, :])
+            right = tl.load(w_at)
+        else:
+            real = (index < length)[None, :]
+            left = tl.load(a_rows[:, None] + source[None, :], mask=real, other=0.0)
+            right = tl.load(w_at, mask=real, other=0.0)
+        acc = multiply(left, right, acc, PRECISION, INTERPRET)
+    return acc
+
+
+@triton.jit
+def _finish(
+    y, acc, b_out, residual, token, mine, columns, q, stride_r,
+    N: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr, D_OUT: tl.constexpr, OWN: tl.constexpr,
+    REDUCE: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Add what is missing and write each element once."""
+    to_write = mine[:, None] & (columns < D_OUT)[None, :]
+    target = columns
+    if REDUCE == "rows":
+        acc = tl.where((columns < q * H)[None, :], acc, 0.0)
+        target = interleaved(columns, N, H, HEAD)
+    if OWN:
+        acc += tl.load(b_out + q * D_OUT + target, mask=columns < D_OUT, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        at = residual + token[:, None] * stride_r + target[None, :]
+        acc += tl.load(at, mask=to_write, other=0.0).to(tl.float32)
+    tl.store(y + token[:, None] * D_OUT + target[None, :], acc.to(y.dtype.element_ty), mask=to_write)
+
+
+@triton.jit(do_not_specialize=["T"])
+def layer2_kernel(
+    y, a, w, b_out, residual, perm, counts, T, D_IN, stride_a, stride_w, stride_r,
+    N: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr, D_OUT: tl.constexpr, Q_HI: tl.constexpr,
+    Q_LO: tl.constexpr, OWN: tl.constexpr, REDUCE: tl.constexpr, STACKED: tl.constexpr, RESIDUAL: tl.constexpr,
+    GATHER: tl.constexpr, A_DESC: tl.constexpr, W_DESC: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """y [T, D_OUT] in token order for tokens with k in [Q_LO, Q_HI]; a in sorted order, or in token order (GATHER).
+
+    w [D_OUT, reduction], or STACKED: one such matrix per k. OWN: no tile serves two k.
+    REDUCE "learners": k * H columns of a; "all": D_IN; "rows": D_IN for output rows of the first k learners; "cols":
+    k * H columns of x, which lie apart, against w [N, D_OUT, H].
+    """
+    _, _, _, _, _, _, _, tiles = find_band(0, counts, Q_HI, Q_LO, N, 0, D_OUT, OWN, BM, BN)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        q, local, first, high, wide, lo, hi, _ = find_band(tile, counts, Q_HI, Q_LO, N, 0, D_OUT, OWN, BM, BN)
+        row_tile, column_tile = raster(local, high, wide, GROUP)
+        m0 = (first + row_tile) * BM
+        n0 = column_tile * BN
+        rows = m0 + tl.arange(0, BM)
+        columns = n0 + tl.arange(0, BN)
+        mine = (rows >= lo) & (rows < hi)
+        token = tl.load(perm + rows, mask=mine, other=0).to(tl.int64)
+        source = token if GATHER else tl.minimum(rows, T - 1).to(tl.int64)
+        w_rows = tl.minimum(columns, D_OUT - 1)
+        if OWN:
+            acc = tl.zeros((BM, BN), tl.float32)
+        else:
+            acc = _start(b_out, rows, columns, counts, m0 + BM <= tl.load(counts + q), q, N, D_OUT, BM, BN)
+        length = _reduction(q, n0, D_IN, H, REDUCE)
+        if REDUCE == "cols":
+            acc = _sum_of_slices(
+                acc, a + source * stride_a, w, w_rows, length, N, H, HEAD, D_OUT, not GATHER, EVEN, PRECISION,
+                INTERPRET, BK,
+            )  # fmt: skip
+        else:
+            above = (q - 1) * D_OUT if STACKED else 0
+            a_at = a if A_DESC else row_pointers(a, source, stride_a, BK)
+            w_at = w if W_DESC else row_pointers(w, above + w_rows, stride_w, BK)
+            for k in range(0, length, BK):
+                left = load_block(a, a_at, m0, k, length, A_DESC, EVEN, BK)
+                right = load_block(w, w_at, above + n0, k, length, W_DESC, EVEN, BK)
+                acc = multiply(left, right, acc, PRECISION, INTERPRET)
+        _finish(y, acc, b_out, residual, token, mine, columns, q, stride_r, N, H, HEAD, D_OUT, OWN, REDUCE, RESIDUAL)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
-from acm_compiler.codegen.gpu.options import kernel_options
+from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.tiles import Tile
 

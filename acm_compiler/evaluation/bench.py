@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.backend.dynamo_remarks import without_remarks
+from acm_compiler.backend.explanation import without_remarks
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.evaluation.interleave import Timing, interleave
 from acm_compiler.evaluation.times import BASE, OURS, Row

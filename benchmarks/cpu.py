@@ -24,8 +24,7 @@ from torch import Tensor, nn
 import acm_compiler as acm
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.codegen.compare import relative_error
-from acm_compiler.evaluation.bench import int8
-from acm_compiler.evaluation.interleave import Timing, clock, interleave
+from acm_compiler.evaluation.bench import Timing, clock, int8, interleave
 
 D, HIDDEN, N, HEADS = 768, 3072, 4, 12
 KIND_FORM = {"mlp": "mlp", "projection (svd)": "linear", "projection (rows)": "rows", "projection (cols)": "cols"}

@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import nn
 
 import acm_compiler as acm
-from acm_compiler.evaluation.interleave import clock, interleave
+from acm_compiler.evaluation.bench import clock, interleave
 from acm_compiler.passes.rewrite.conversion import conversion
 
 VOCABULARY, PROMPT, N = 2000, 16, 4

@@ -135,7 +135,7 @@ def _machine(run: SavedRun) -> dict[str, Any]:
     """What the numbers were measured with."""
     import torch
 
-    from acm_compiler.evaluation.interleave import clock
+    from acm_compiler.evaluation.bench import clock
     from acm_compiler.recipe.resolved import installed_version
 
     names = ("torch", "acm_compiler")

@@ -127,8 +127,7 @@ def keep(directory: Path, found: Evaluation, output: Output) -> None:
     """Write `eval.json`: with the budgets that it holds already, if they were measured on the same examples, and not
     at all if those were more. A folder that cannot be written to is no failure, since the result is printed."""
     from acm_compiler.errors import StorageError
-    from acm_compiler.evaluation.join_evaluations import joined
-    from acm_compiler.evaluation.results import FILE, load_evaluation, save_evaluation
+    from acm_compiler.evaluation.results import FILE, joined, load_evaluation, save_evaluation
 
     try:
         before = load_evaluation(directory)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from acm_compiler.data import Batch, as_batch
 from acm_compiler.errors import DataError, NoDenseRegion
-from acm_compiler.evaluation.against_fixed import against_fixed
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
-from acm_compiler.evaluation.statistics import Sample
+from acm_compiler.evaluation.statistics import Sample, against_fixed
 from acm_compiler.evaluation.tally import Tally
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import conversion, sites

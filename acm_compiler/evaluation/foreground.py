@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from acm_compiler.evaluation.frames import frame_foreground, frame_k
-from acm_compiler.evaluation.patches import patch_foreground, patch_k
+from acm_compiler.evaluation.loads import frame_foreground, frame_k, patch_foreground, patch_k
 from acm_compiler.evaluation.results import ForegroundUse, Places
 from acm_compiler.evaluation.statistics import resampled_means
 from acm_compiler.planning.cost import macs_per_learner

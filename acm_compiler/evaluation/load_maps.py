@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.data import Batch
-from acm_compiler.evaluation.patches import patch_k
+from acm_compiler.evaluation.loads import patch_k
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.runtime.batch_context import batch as batch_context

@@ -1,15 +1,16 @@
-"""What an evaluation found: one model at several budgets, beside the dense model and beside a fixed k.
+"""Results of an evaluation: one model at several budgets, beside the dense model and beside a fixed k.
 
 Everything here is frozen plain data that survives a JSON round trip; it is what `acmc eval --json` prints, what a
 run keeps as `eval.json`, and all that a report needs to know. Shares are shares of learner MACs unless they are
-called model shares.
+called model shares. Two evaluations of one model on the same examples can be joined.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,3 +221,42 @@ def load_evaluation(directory: Path) -> Evaluation | None:
         fix = "check its permissions, or measure again: acmc eval DIR"
         raise StorageError("an evaluation that cannot be read", where=str(path), found=str(error), fix=fix) from None
     return Evaluation.from_json(text)
+
+
+_SAME_DENSE = 1e-3  # other batch sizes round otherwise, and an answer in a thousand may tip over
+_SAME_MACS = 1e-2  # and what is done for padding cannot be told to the last MAC
+_SAME_BUDGET = 6  # decimals
+
+
+def joined(before: Evaluation, found: Evaluation) -> Evaluation | None:
+    """`found` with the budgets and the k that only `before` holds; None where the two did not measure the same.
+
+    Date and versions are those of `found`. What both hold is taken from `found`, unless it lacks today's dense model:
+    the rows from before then say how far from it they are.
+    """
+    same_macs = math.isclose(before.dense_macs, found.dense_macs, rel_tol=_SAME_MACS)
+    if _facts(before) != _facts(found) or not (same_macs and _same_dense(before.metric, found.metric)):
+        return None
+    compared = found.metric.dense_from not in (None, "recorded")
+    first, last = (before, found) if compared else (found, before)
+    budgets = {round(row.asked, _SAME_BUDGET): row for row in (*first.budgets, *last.budgets)}
+    fixed = {row.k: row for row in (*first.fixed, *last.fixed)}
+    return replace(
+        found,
+        metric=last.metric,
+        budgets=tuple(row for _, row in sorted(budgets.items())),
+        fixed=tuple(row for _, row in sorted(fixed.items())),
+    )
+
+
+def _facts(evaluation: Evaluation) -> tuple[object, ...]:
+    e = evaluation
+    measured_on = (e.n, e.groups, e.masked, e.left_out)
+    return (e.subject, *measured_on, e.model, e.metric.name, e.metric.lower_is_better)
+
+
+def _same_dense(before: MetricResult, found: MetricResult) -> bool:
+    """Whether the dense model, where both have it, answered as well: else the examples were others."""
+    if before.dense is None or found.dense is None:
+        return True
+    return math.isclose(before.dense, found.dense, rel_tol=_SAME_DENSE, abs_tol=1e-9)

@@ -1,12 +1,15 @@
-"""Uncertainty by resampling: how much a mean would move had other sources been drawn.
+"""Bootstrap intervals, and the gain of gates over a fixed k at the same share of learner MACs.
 
 Examples made from one source (canvases that show the same digit) are not independent, so whole sources are drawn.
-Shapes: E examples, M quantities, G groups, R draws.
+Between the shares of two k the fixed-k control runs one on a part of the examples and the other on the rest, so that
+both sides spend alike. Shapes: E examples, M quantities, G groups, R draws.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -75,3 +78,24 @@ class Sample:
         means_RM = resampled_means(score_EM, self.groups_E, units_E=self.units_E, draws=draws)
         # a draw of sources without a single unit says nothing
         return self.metric.scale(means_RM[means_RM.isfinite().all(1)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """One setting: the share of learner MACs that it reached, and the score of every example, [E]."""
+
+    share: float
+    score_E: Tensor
+
+
+def against_fixed(gates: Spent, fixed: Sequence[Spent], sample: Sample) -> Interval | None:
+    """The gates' metric minus the control's, paired over examples.
+
+    None where no two fixed k enclose the share: below the smallest, from the largest on, and without any.
+    """
+    ordered = sorted(fixed, key=lambda spent: spent.share)
+    for low, high in pairwise(ordered):
+        if low.share <= gates.share < high.share:
+            part = (gates.share - low.share) / (high.share - low.share)
+            return sample.difference(gates.score_E, (1 - part) * low.score_E + part * high.score_E)
+    return None

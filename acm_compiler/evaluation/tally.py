@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acm_compiler.evaluation.against_fixed import Spent
 from acm_compiler.evaluation.foreground import ForegroundTally, foreground_of
 from acm_compiler.evaluation.results import SiteUse
-from acm_compiler.evaluation.statistics import Sample
+from acm_compiler.evaluation.statistics import Sample, Spent
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.usage import Usage

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import warn_once_cache
 
 from acm_compiler.errors import UsageError, VerificationFailed
-from acm_compiler.evaluation import interleave as turns
+from acm_compiler.evaluation import bench as turns
 from acm_compiler.evaluation.bench import BASE, Contest, Row, break_even, check_answers, measure_model
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable
 from acm_compiler.planning.plan import Plan

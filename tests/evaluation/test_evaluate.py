@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError
-from acm_compiler.evaluation.against_fixed import Spent, against_fixed
 from acm_compiler.evaluation.evaluate import evaluate, every_k, first_examples, versions
 from acm_compiler.evaluation.foreground import ForegroundTally
-from acm_compiler.evaluation.patches import Grid, grid_of
+from acm_compiler.evaluation.loads import Grid, grid_of
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
-from acm_compiler.evaluation.statistics import Sample, resampled_means
+from acm_compiler.evaluation.statistics import Sample, Spent, against_fixed, resampled_means
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
 from acm_compiler.runtime.batch_context import batch as batch_context

@@ -12,8 +12,15 @@ import acm_compiler as acm
 from acm_compiler.errors import NothingRecorded
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.find_loads import Loads
-from acm_compiler.evaluation.frames import frame_foreground
-from acm_compiler.evaluation.loads import Clip, ClipLoads, Text, TextLoads, find_clip_loads, find_text_loads
+from acm_compiler.evaluation.loads import (
+    Clip,
+    ClipLoads,
+    Text,
+    TextLoads,
+    find_clip_loads,
+    find_text_loads,
+    frame_foreground,
+)
 from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion

@@ -19,9 +19,8 @@ from acm_compiler.errors import PackageMissing
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.find_loads import Loads
-from acm_compiler.evaluation.join_evaluations import joined
 from acm_compiler.evaluation.load_maps import find_load_maps, spread
-from acm_compiler.evaluation.results import Evaluation, Interval, load_evaluation
+from acm_compiler.evaluation.results import Evaluation, Interval, joined, load_evaluation
 from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import Plan

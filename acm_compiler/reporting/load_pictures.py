@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.evaluation.load_maps import LoadMaps
-from acm_compiler.reporting.figures import new_figure
-from acm_compiler.reporting.theme import Theme, load_scale
+from acm_compiler.reporting.figures import Theme, load_scale, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

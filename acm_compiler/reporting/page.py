@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import BudgetResult, Evaluation, MetricResult, Result
-from acm_compiler.reporting.contents import Report, headline_budget, is_close
-from acm_compiler.reporting.map_sections import maps_section
-from acm_compiler.reporting.markup import Child, Markup, table, tag
-from acm_compiler.reporting.section_sequences import clips_section, texts_section
-from acm_compiler.reporting.section_sites import sites_section
+from acm_compiler.reporting.contents import Child, Markup, Report, headline_budget, is_close, table, tag
+from acm_compiler.reporting.map_sections import clips_section, maps_section, texts_section
 from acm_compiler.reporting.section_times import times_section
-from acm_compiler.reporting.sections import method_section
+from acm_compiler.reporting.sections import method_section, sites_section
 from acm_compiler.reporting.style import style_sheet
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

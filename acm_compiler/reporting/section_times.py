@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.times import BASE, OURS, Row, Times
-from acm_compiler.reporting.markup import Child, Markup, table, tag
+from acm_compiler.reporting.contents import Child, Markup, table, tag
 
 
 def times_section(times: Times, picture: Markup) -> Markup:

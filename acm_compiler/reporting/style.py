@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from acm_compiler.reporting.theme import DARK, FONT, LIGHT, variables
+from acm_compiler.reporting.figures import DARK, FONT, LIGHT, variables
 
 _RULES = """
 *{box-sizing:border-box}

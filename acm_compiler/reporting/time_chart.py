@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.times import OURS, Row, Times
-from acm_compiler.reporting.figures import dress, new_figure
-from acm_compiler.reporting.theme import Theme, load_scale
+from acm_compiler.reporting.figures import Theme, dress, load_scale, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

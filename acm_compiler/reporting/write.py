@@ -11,16 +11,12 @@ from acm_compiler.evaluation.loads import ClipLoads
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.evaluation.times import Times
 from acm_compiler.files import storing, write_file
-from acm_compiler.reporting.charts import cost_chart
-from acm_compiler.reporting.clip_chart import clip_chart
-from acm_compiler.reporting.contents import Report
-from acm_compiler.reporting.figures import as_png, as_svg, drawing, require_matplotlib, settle
-from acm_compiler.reporting.k_chart import k_chart
+from acm_compiler.reporting.charts import clip_chart, cost_chart, k_chart
+from acm_compiler.reporting.contents import Markup, Report, data_uri, image, tag
+from acm_compiler.reporting.figures import DARK, LIGHT, as_png, as_svg, drawing, require_matplotlib, settle
 from acm_compiler.reporting.load_pictures import load_chart
-from acm_compiler.reporting.markup import Markup, data_uri, image, tag
 from acm_compiler.reporting.page import page
 from acm_compiler.reporting.section_times import time_alt
-from acm_compiler.reporting.theme import DARK, LIGHT
 from acm_compiler.reporting.time_chart import time_chart
 
 if TYPE_CHECKING:

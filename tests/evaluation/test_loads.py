@@ -24,11 +24,10 @@ from acm_compiler.evaluation.loads import (
 from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion
-from acm_compiler.reporting.clip_chart import clip_chart, envelope, stretches
+from acm_compiler.reporting.charts import clip_chart, envelope, stretches
 from acm_compiler.reporting.contents import Report
-from acm_compiler.reporting.figures import as_svg, drawing
-from acm_compiler.reporting.section_sequences import texts_section
-from acm_compiler.reporting.theme import LIGHT
+from acm_compiler.reporting.figures import LIGHT, as_svg, drawing
+from acm_compiler.reporting.map_sections import texts_section
 from acm_compiler.reporting.write import write_report
 
 OPEN = 0.5

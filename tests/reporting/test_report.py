@@ -25,12 +25,11 @@ from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
-from acm_compiler.reporting.charts import cost_chart
+from acm_compiler.reporting.charts import cost_chart, k_chart
 from acm_compiler.reporting.contents import Report, headline_budget
-from acm_compiler.reporting.k_chart import k_chart
+from acm_compiler.reporting.figures import LIGHT, key_of_k, load_scale
 from acm_compiler.reporting.load_pictures import load_colours, picture_png
-from acm_compiler.reporting.section_sites import shared_start
-from acm_compiler.reporting.theme import LIGHT, key_of_k, load_scale
+from acm_compiler.reporting.sections import shared_start
 from acm_compiler.reporting.write import write_report
 from acm_compiler.runs.recipe_run import read_budgets
 from acm_compiler.runs.run_recipe import convert

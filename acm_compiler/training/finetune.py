@@ -1,4 +1,7 @@
-"""Phase III: the whole network learns its task while the gates are led to a budget (docs/semantics.md)."""
+"""Phase finetune (docs/semantics.md): the whole network learns its task while the gates are led to a budget.
+
+The task is the labels' or, with a teacher, the outputs of the model before conversion.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.data.batch import Batch
+from acm_compiler.errors import UsageError
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe.phases import FinetunePhase
@@ -23,9 +27,7 @@ from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import distance
 from acm_compiler.training.loss_terms import take_choices
 from acm_compiler.training.machine import Machine
-from acm_compiler.training.modes import free_gate, in_mode
-from acm_compiler.training.phase import Backward, Figures, Group, unique
-from acm_compiler.training.teacher import Teacher
+from acm_compiler.training.phase import Backward, Figures, Group, free_gate, in_mode, unique
 
 _TERMS = ("loss", "task", "budget", "entropy", "diversity")
 
@@ -213,3 +215,38 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     dense = {id(p) for acm in acms if acm.dense is not None for p in acm.dense.parameters()}
     own = {id(p) for acm in acms for part in (acm.gate, acm.learners) for p in part.parameters()}
     return unique(p for p in model.parameters() if id(p) in own or (p.requires_grad and id(p) not in dense))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    """Answers batches as the original model does; it is never trained. `wanted`: its answers are the objective."""
+
+    model: nn.Module
+    task: Task
+    machine: Machine
+    wanted: bool
+
+    @staticmethod
+    def of(
+        model: nn.Module | None, task: Task, machine: Machine, objective: Literal["task", "distillation"]
+    ) -> Teacher | None:
+        """The teacher that a task or an objective needs, None where neither does. UsageError where it is not here."""
+        wanted = objective == "distillation"
+        if not wanted and not hasattr(task, "remember"):
+            return None
+        if model is None:
+            raise UsageError(
+                "learning from the original model needs that model",
+                where="finetune",
+                fix="give the job its `teacher`, or train with objective: task on a task that has labels",
+            )
+        return Teacher(model=model.to(machine.device), task=task, machine=machine, wanted=wanted)
+
+    @torch.no_grad()
+    def teach(self, batch: Batch) -> tuple[Batch, Tensor | None]:
+        """The batch with what the task remembers of the original's output, and its answer where that is wanted."""
+        with in_mode(self.model, training=False), self.machine.autocast():
+            output = call_model(self.model, self.task.inputs(batch))
+        remember = getattr(self.task, "remember", None)
+        taught = batch if remember is None else remember(output, batch)
+        return taught, self.task.answer(output, self.task.mask(batch)) if self.wanted else None

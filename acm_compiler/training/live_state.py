@@ -1,15 +1,18 @@
-"""What of a rewritten model changes while it trains: its live tensors, and facts that are not tensors."""
+"""State of a run for exact continuation: live tensors, facts that are no tensors, and random generators."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.data.draws import derive
 from acm_compiler.passes.rewrite.build_acm import build_acm
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, sites
 from acm_compiler.planning.cost import learner_unit
@@ -93,3 +96,45 @@ def restore_facts(model: nn.Module, facts: dict[str, Any]) -> None:
     owner = conversion(model)
     table = None if facts["table"] is None else BudgetTable.from_plain(facts["table"])
     owner.table, owner.budget, owner.default_budget = table, facts["budget"], facts["default_budget"]
+
+
+def seed_generators(*names: int) -> None:
+    """Start torch's (all devices'), Python's and NumPy's global generators from integers that name the use."""
+    seed = derive(*names)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """The state of every generator this process draws from, as tensors and plain values."""
+    name, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (
+            str(name),
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            int(place),
+            int(has_gauss),
+            float(gauss),
+        ),
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(*_named_generators(device))
+    return states
+
+
+def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Continue from what `generator_states` captured."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    if device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], *_named_generators(device))
+
+
+def _named_generators(device: torch.device) -> tuple[torch.device, ...]:
+    """How a device module is told which device: by no argument where there is only one."""
+    return () if device.type == "mps" else (device,)

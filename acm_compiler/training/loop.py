@@ -1,32 +1,29 @@
-"""The training loop: one for all phases, and without knowledge of any model."""
+"""The training loop of all phases: steps, learning rate, loss scaling, clipping, and errors that say where."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from acm_compiler.data.batch import Batch
-from acm_compiler.errors import RunInterrupted
+from acm_compiler.errors import RunInterrupted, TrainingFailed
+from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.progress import Progress
 from acm_compiler.recipe.fields import Every
 from acm_compiler.recipe.phases import TrainedPhase
-from acm_compiler.training.faults import failure
-from acm_compiler.training.generators import restore_generators, seed_generators
-from acm_compiler.training.interrupts import Interrupts
-from acm_compiler.training.job import Batches, Job
-from acm_compiler.training.journal import Journal
+from acm_compiler.training.job import Batches, Job, Journal
+from acm_compiler.training.live_state import restore_generators, seed_generators
 from acm_compiler.training.machine import Machine
-from acm_compiler.training.modes import only_training
-from acm_compiler.training.optimization import Optimization
-from acm_compiler.training.phase import Figures, Phase, parameters_of
+from acm_compiler.training.phase import Figures, Group, Phase, only_training, parameters_of
 from acm_compiler.training.state import Position, Snapshot, StateStore
-from acm_compiler.training.watch import Watch
+from acm_compiler.training.watch import Interrupts, Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +149,81 @@ def _feed(batches: Batches, first: int) -> Generator[Batch, None, None]:
     while True:
         yield from batches.epoch(epoch, start)
         epoch, start = epoch + 1, 0
+
+
+_OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+def learning_rate(config: TrainedPhase, lr: float, step: int, steps: int) -> float:
+    """The learning rate of `step` of `steps`: along half a cosine from `lr` to `lr_min`, or constant."""
+    if config.schedule == "constant":
+        return lr
+    return config.lr_min + (lr - config.lr_min) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+class Optimization:
+    """What turns a phase's losses into steps of its parameters."""
+
+    def __init__(self, config: TrainedPhase, groups: Sequence[Group], machine: Machine, *, steps: int) -> None:
+        self.config, self.groups, self.steps = config, groups, steps
+        self.rates = [config.lr if group.lr is None else group.lr for group in groups]
+        settings = [{"params": list(group.parameters)} for group in groups]
+        self.optimizer = _OPTIMIZERS[config.optimizer](settings, lr=config.lr, weight_decay=config.weight_decay)
+        self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`."""
+        self.scaler.scale(loss).backward()
+
+    def clip(self) -> float:
+        """Bring the gradients back to their true scale, clip them, and return their norm before that."""
+        self.scaler.unscale_(self.optimizer)
+        limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
+        return float(nn.utils.clip_grad_norm_(parameters_of(self.groups), limit))
+
+    def step(self, step: int) -> float:
+        """Apply the gradients and forget them; the first group's learning rate. fp16 leaves out overflowed steps."""
+        rates = [learning_rate(self.config, lr, step, self.steps) for lr in self.rates]
+        for settings, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            settings["lr"] = rate
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return rates[0]
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether gradients that are not finite are part of the method (fp16's loss scaling)."""
+        return self.scaler.is_enabled()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain numbers that continue this optimization exactly."""
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue what `state_dict` saved."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+
+
+def failure(model: nn.Module, what: str | None, *, where: str) -> TrainingFailed:
+    """The error for a step whose loss (`what`) or gradients are not finite, naming the first place that shows it."""
+    place = _first(model, gradients=False) or _first(model, gradients=True)
+    found = what or "the gradient"
+    return TrainingFailed(
+        f"{found} is not finite" + (f"; first seen at {place}" if place else ""),
+        where=where,
+        fix="lower lr, keep clip_norm at 1.0, train in precision fp32 or bf16, and look for values in the data that "
+        "are not finite; the last saved state is from before this step",
+    )
+
+
+def _first(model: nn.Module, *, gradients: bool) -> str | None:
+    """The first parameter whose value (or gradient) is not finite, by its site if it belongs to one."""
+    owner = {id(p): f"site {name}" for name, acm in sites(model).items() for p in acm.parameters()}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if gradients else parameter.detach()
+        if tensor is not None and not torch.isfinite(tensor).all():
+            return owner.get(id(parameter), f"parameter {name}")
+    return None

@@ -1,15 +1,17 @@
-"""What a phase is to the training loop: a parameter group, a way to run a batch, and figures per step."""
+"""A phase as the loop sees it: a parameter group, a way to run a batch, figures per step, and the model's modes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor, nn
 
+from acm_compiler.acm import ACM
 from acm_compiler.data.batch import Batch
+from acm_compiler.passes.rewrite.conversion import conversion_of
 
 Backward = Callable[[Tensor], None]
 
@@ -78,3 +80,37 @@ def parameters_of(groups: Iterable[Group]) -> list[nn.Parameter]:
 def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Each parameter once, in the order of its first appearance."""
     return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+@contextmanager
+def only_training(model: nn.Module, group: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, exactly the parameters of `group` require gradients; flags come back, gradients are dropped."""
+    chosen = {id(parameter) for parameter in group}
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(id(parameter) in chosen)
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Inside, the model is in train or eval mode; every module's own mode comes back."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+def free_gate(acm: ACM) -> None:
+    """Let the gate decide over all its k with the knob at 0, as the paper trains it; an older budget table is void."""
+    owner = conversion_of(acm)
+    owner.table = owner.budget = owner.cap = None
+    acm.set_choices(knob=0.0, k_lo=acm.k_min, k_hi=acm.count)

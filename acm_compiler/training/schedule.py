@@ -19,20 +19,16 @@ from acm_compiler.recipe.phases import Phase as PhaseConfig
 from acm_compiler.runtime.control import refuse_unfitted
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.training.check_schedule import check_schedule, needs_budgets
-from acm_compiler.training.finetune import Finetune
-from acm_compiler.training.gate import GateLabels
-from acm_compiler.training.generators import seed_generators
-from acm_compiler.training.interrupts import Interrupts
-from acm_compiler.training.job import Batches, Job
-from acm_compiler.training.journal import Journal
+from acm_compiler.training.finetune import Finetune, Teacher
+from acm_compiler.training.job import Batches, Job, Journal
+from acm_compiler.training.live_state import seed_generators
 from acm_compiler.training.loop import PhaseLoop, Run
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Phase
-from acm_compiler.training.site_phases import Distill
+from acm_compiler.training.site_phases import Distill, GateLabels
 from acm_compiler.training.state import Position, Snapshot, StateStore
 from acm_compiler.training.tapped import TappedPhase
-from acm_compiler.training.teacher import Teacher
-from acm_compiler.training.watch import warn_of_collapse, warn_of_missed_budget
+from acm_compiler.training.watch import Interrupts, warn_of_collapse, warn_of_missed_budget
 
 
 def run_schedule(

@@ -27,8 +27,14 @@ from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.files import parse_json, remedy, whole_file
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.recipe import differences
-from acm_compiler.training.generators import generator_states
-from acm_compiler.training.live_state import live_facts, live_tensors, restore_facts, restore_structure, restore_tensors
+from acm_compiler.training.live_state import (
+    generator_states,
+    live_facts,
+    live_tensors,
+    restore_facts,
+    restore_structure,
+    restore_tensors,
+)
 from acm_compiler.training.machine import Machine
 
 log = logging.getLogger(__name__)

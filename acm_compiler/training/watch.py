@@ -1,10 +1,15 @@
-"""Looking at the gates while they learn: collapsed ones, and a budget that was missed."""
+"""Watch a run: gates that collapse, a missed budget, and Ctrl-C or SIGTERM, which stop it after the step at hand."""
 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 from acm_compiler.training.phase import Figures
 
@@ -82,3 +87,49 @@ def warn_of_missed_budget(watch: Watch, budget: float) -> None:
             reached,
             budget,
         )
+
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Remembers the first signal. A second one has its usual effect at once."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, signals are remembered. Outside of the main thread, where that is impossible, nothing changes."""
+        self._watch()
+        try:
+            yield
+        finally:
+            self._restore()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside `watched`, signals have their usual effect at once again: for work that leaves nothing half-done."""
+        self._restore()
+        try:
+            yield
+        finally:
+            if self.received is None:
+                self._watch()
+
+    def _watch(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        log.warning("%s: stopping after this step, with the state saved; once more stops at once", self.received.name)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

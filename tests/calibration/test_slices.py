@@ -20,9 +20,8 @@ from acm_compiler.planning.cost import site_cost
 from acm_compiler.recipe.phases import LabelRule
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.tasks.classify import Classify
-from acm_compiler.training.gate import GateLabels
 from acm_compiler.training.machine import open_machine
-from acm_compiler.training.site_phases import Distill
+from acm_compiler.training.site_phases import Distill, GateLabels
 from acm_compiler.training.tapped import TappedPhase
 from tests.helpers import models
 from tests.helpers.models import WIDTH, Stack, example

@@ -22,7 +22,7 @@ from acm_compiler.runtime.measure_budgets import _mean_over_ranks, _Search
 from acm_compiler.runtime.usage import Usage
 from acm_compiler.tasks.base import Metric
 from acm_compiler.training.finetune import _Seen
-from acm_compiler.training.generators import generator_states, restore_generators
+from acm_compiler.training.live_state import generator_states, restore_generators
 from tests.helpers.build import planned_site, stack_of
 from tests.helpers.calibration_tiny import make_tiny, texts
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from acm_compiler.recipe.phases import LabelRule
-from acm_compiler.training.labels import label_columns, relative_improvement
+from acm_compiler.training.site_phases import label_columns, relative_improvement
 
 # error at rising k, tau, expected k with k_min 0 (so the column is k)
 TABLE = [

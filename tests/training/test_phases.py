@@ -16,9 +16,9 @@ from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import relax, set_budget
 from acm_compiler.runtime.measure_budgets import measure_budgets
+from acm_compiler.training.loop import learning_rate
 from acm_compiler.training.loss_terms import losses
 from acm_compiler.training.machine import open_machine
-from acm_compiler.training.optimization import learning_rate
 from acm_compiler.training.schedule import make_phase, run_schedule
 from tests.helpers.training_runs import (
     changed,

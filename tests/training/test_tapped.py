@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from acm_compiler.acm.reference import all_outputs, prefix_output
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.recipe.phases import LabelRule
-from acm_compiler.training.gate import GateLabels
 from acm_compiler.training.machine import open_machine
-from acm_compiler.training.prefixes import prefix_errors
 from acm_compiler.training.schedule import run_schedule
-from acm_compiler.training.site_phases import Distill
-from acm_compiler.training.tapped import TappedPhase
+from acm_compiler.training.site_phases import Distill, GateLabels
+from acm_compiler.training.tapped import TappedPhase, prefix_errors
 from tests.helpers.build import acm_for, planned_site
 from tests.helpers.training_runs import distill, examples, fitted, gate, job_in, run_once
 from tests.helpers.training_tiny import Task, make_model

@@ -6,12 +6,71 @@ import importlib
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from acm_compiler.cli.errors import ErrorBoundary
-from acm_compiler.cli.output import ending_unwritable, say_warnings
+from acm_compiler.cli.output import Output, ending_unwritable, say_warnings, wants_json
+from acm_compiler.errors import AcmError, RecipeError, UsageError
+
+_INTERRUPTED = 130
+# typer's own error for a command line that cannot be meant; only this subclass of it has a public name
+_Misuse: Any = typer.BadParameter.__base__
+# what verbs call an argument that names a recipe
+_RECIPES = {"WHAT", "RECIPE"}
+
+
+class ErrorBoundary(TyperGroup):
+    """The command group around all verbs: a user's mistake ends in one message, never in a traceback."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        json = "--json" in ctx.args
+        try:
+            return super().invoke(ctx)
+        except _Misuse as error:
+            _reword(error)
+            if json:
+                Output(json=True).document({"error": error_facts(UsageError(error.format_message()))})
+            raise
+        except AcmError as error:
+            _report(error, ctx)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            Output().error("interrupted")
+            raise typer.Exit(_INTERRUPTED) from error
+
+
+def sentence(error: AcmError) -> str:
+    """The error as text, the number of a recipe's problems first when there are several."""
+    if isinstance(error, RecipeError) and len(error.problems) > 1:
+        return f"{len(error.problems)} problems\n{error}"
+    return str(error)
+
+
+def _report(error: AcmError, ctx: typer.Context) -> None:
+    Output().error(sentence(error))
+    if wants_json(ctx):
+        Output(json=True).document({"error": error_facts(error)})
+
+
+def _reword(misuse: Any) -> None:
+    """Put a value that an option cannot have into our words, as typer words it as pydantic does; hint at arguments."""
+    if getattr(misuse, "option_name", None) == "--recipe":
+        for name in {parameter.metavar for parameter in misuse.ctx.command.params} & _RECIPES:
+            misuse.message += f"; the recipe is an argument here: {misuse.ctx.command_path} {name}"
+    cause = misuse.__cause__
+    if cause is None or type(cause).__module__.partition(".")[0] != "pydantic_core":
+        return
+    from acm_compiler.recipe.messages import wrong_values
+
+    misuse.message = "; ".join(wrong_values(cause))
+
+
+def error_facts(error: AcmError) -> dict[str, Any]:
+    """What a JSON document says of an error, under `error`."""
+    return {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
+
 
 # in the order of --help; each module's `register(app)` adds its verb, and imports what is heavy inside it
 VERBS = ("plan", "rewrite", "eval", "bench", "report", "explain", "kernels", "recipes", "validate", "schema", "doctor")

@@ -1,14 +1,19 @@
-"""`acmc plan WHAT`: find sites and print the cost report, without weights and without data."""
+"""`acmc plan WHAT`: find sites and print the cost report, without weights and without data.
+
+WHAT is a recipe or a model reference.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from acm_compiler.cli.output import JsonOption, Output, SetOption
+from acm_compiler.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.advice import Advice
@@ -53,7 +58,6 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Print the cost report of a recipe or a model."""
-    from acm_compiler.cli.what import read_what
     from acm_compiler.passes.survey import torch_macs
     from acm_compiler.pipeline import example_of
     from acm_compiler.planning.cost_table import BUDGETS, cost_table
@@ -80,7 +84,7 @@ def plan(
 
 def _conclude(made: Plan, budgets: list[tuple[str | None, float | str]], facts: dict[str, Any], output: Output) -> None:
     """One document in any case: what was found and, where the plan cannot do what is asked, why that is refused."""
-    from acm_compiler.cli.errors import error_facts
+    from acm_compiler.cli.app import error_facts
     from acm_compiler.errors import AcmError
     from acm_compiler.pipeline import refuse
 
@@ -122,3 +126,26 @@ def _write(path: Path, made: Plan) -> None:
     from acm_compiler.files import write_file
 
     write_file(path, made.to_json() + "\n")
+
+
+def read_what(text: str, overrides: Sequence[str] = (), **settings: Any) -> Recipe | ModelConfig:
+    """The recipe, or the model, that `text` names; `settings` are keys of a model that is named without a recipe.
+
+    UsageError when it is neither, or for settings beside a recipe.
+    """
+    from acm_compiler.recipe import load_recipe, shipped_recipes
+    from acm_compiler.sources.build import FORMS, parse_reference
+
+    if text.endswith((".yaml", ".yml")) or text in shipped_recipes():
+        if settings:
+            raise UsageError(
+                f"{', '.join(settings)} is for models", where=text, fix=f"use --set model.{next(iter(settings))}=…"
+            )
+        return load_recipe(text, overrides)
+    if overrides:
+        raise UsageError("--set changes recipes, and this is none", where=text)
+    if ":" not in text and not Path(text).is_dir():
+        hint = did_you_mean(text, shipped_recipes())
+        expected = f"a recipe ({', '.join(shipped_recipes())}, FILE.yaml), {FORMS}"
+        raise UsageError(f"{text!r} is neither a recipe nor a model reference{hint}", expected=expected)
+    return parse_reference(text, **settings)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acm_compiler.cli.errors import sentence
+from acm_compiler.cli.app import sentence
 from acm_compiler.cli.output import JsonOption, Output, SetOption
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 import acm_compiler as acm
 from acm_compiler.cli import app
-from acm_compiler.cli.app import VERBS
-from acm_compiler.cli.errors import ErrorBoundary
+from acm_compiler.cli.app import VERBS, ErrorBoundary
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.cli.what import read_what
+from acm_compiler.cli.plan import read_what
 from acm_compiler.errors import AcmError, BudgetUnreachable, NothingToConvert, RunInterrupted, UsageError
 from acm_compiler.recipe import ModelConfig, shipped_recipes
 from acm_compiler.recipe.registries import is_known

@@ -18,8 +18,10 @@ from acm_compiler import errors as errors
 
 if TYPE_CHECKING:
     from acm_compiler.backend.explanation import explain
-    from acm_compiler.calibration import calibrate, recalibrate, sensitivity
-    from acm_compiler.checkpoint import load, save
+    from acm_compiler.calibration.calibrate import calibrate
+    from acm_compiler.calibration.recalibrate import recalibrate, sensitivity
+    from acm_compiler.checkpoint.load import load
+    from acm_compiler.checkpoint.save import save
     from acm_compiler.errors import AcmError
     from acm_compiler.evaluation.evaluate import evaluate
     from acm_compiler.passes.rewrite.conversion import sites
@@ -43,21 +45,21 @@ _HOMES = {
     "Plan": "planning.plan",
     "SiteRule": "recipe.schema",
     "batch": "runtime.batch_context",
-    "calibrate": "calibration",
+    "calibrate": "calibration.calibrate",
     "evaluate": "evaluation.evaluate",
     "explain": "backend.explanation",
     "finalize": "passes.rewrite.revert",
-    "load": "checkpoint",
+    "load": "checkpoint.load",
     "losses": "training.loss_terms",
     "plan": "pipeline",
-    "recalibrate": "calibration",
+    "recalibrate": "calibration.recalibrate",
     "record": "runtime.usage",
     "relax": "runtime.control",
     "report": "reporting.draw",
     "revert": "passes.rewrite.revert",
     "rewrite": "passes.rewrite.rewrite",
-    "save": "checkpoint",
-    "sensitivity": "calibration",
+    "save": "checkpoint.save",
+    "sensitivity": "calibration.recalibrate",
     "set_budget": "runtime.control",
     "set_k": "runtime.control",
     "sites": "passes.rewrite.conversion",

@@ -128,11 +128,11 @@ def choose_implementation(call: Call) -> tuple[str, str | None]:
         kernel, reason = "cpu", cpu.not_covered(form=call.form, act=call.act, dtype=call.dtype)
         gate_reason = call.gate and cpu.gate_not_covered((call.dtype, call.gate.dtype))
     else:
-        from acm_compiler.codegen import gpu as cuda
+        from acm_compiler.codegen import gpu
 
-        kernel, arch = "triton", cuda.current_machine().arch
-        reason = cuda.not_covered(form=call.form, act=call.act, dtype=call.dtype, shape=call.shape, arch=arch)
-        gate_reason = call.gate and cuda.gate_not_covered(
+        kernel, arch = "triton", gpu.current_machine().arch
+        reason = gpu.not_covered(form=call.form, act=call.act, dtype=call.dtype, shape=call.shape, arch=arch)
+        gate_reason = call.gate and gpu.gate_not_covered(
             (call.dtype, call.gate.dtype), width=call.gate.width, arch=arch
         )
     if reason is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -124,7 +124,7 @@ class _Composer(Composer):
         return node
 
 
-def read_file(path: FilePath, *, source: str | None = None) -> Document:
+def read_file(path: Path, *, source: str | None = None) -> Document:
     """The document in `path`; messages call it `source`. RecipeError when it cannot be read as one mapping."""
     source = source or str(path)
     try:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -75,7 +75,7 @@ def _read(path_or_name: str) -> Document:
     if not looks_like_file and (path_or_name in shipped_recipes() or not os.path.exists(path_or_name)):
         file = shipped_recipe(path_or_name)
         return read_file(file, source=file.name)
-    return read_file(FilePath(path_or_name), source=path_or_name)
+    return read_file(Path(path_or_name), source=path_or_name)
 
 
 def _check(document: Document) -> tuple[Recipe | None, list[Problem]]:

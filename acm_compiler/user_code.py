@@ -1,4 +1,4 @@
-"""Which line of a user's code is running, or raised."""
+"""A user's code: run so that it may raise anything, and the line of it that is running, or raised."""
 
 from __future__ import annotations
 
@@ -11,6 +11,26 @@ from pathlib import Path
 from types import CodeType, TracebackType
 
 import torch
+
+
+class Attempt:
+    """A block that runs a user's code, which may raise anything; what it raised is `error`."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
+
+
+def first_line(error: Exception) -> str:
+    """What `error` is, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def running_line(*, until: CodeType) -> str | None:

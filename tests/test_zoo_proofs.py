@@ -20,8 +20,8 @@ from acm_compiler.calibration import Options, calibrate_on
 from acm_compiler.calibration.examples import masked
 from acm_compiler.errors import AcmError
 from acm_compiler.inputs import call_model, split_inputs
-from acm_compiler.passes.capture.capture import Attempt
 from acm_compiler.runtime import measure_budgets as measure
+from acm_compiler.user_code import Attempt
 from tests.helpers.rewrite_cases import assert_same_state, state_of
 from tests.zoo.cases import Case, answers, assert_alike, case, every, plan_of
 from tests.zoo.catalogue import MODELS

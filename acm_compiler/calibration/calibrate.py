@@ -17,7 +17,8 @@ from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import refuse_inference_tensors, sites, whole_conversion
-from acm_compiler.planning.plan import Plan, PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import Example, measure_budgets

@@ -26,7 +26,7 @@ from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.calibration.slices import Fit, fit_slices, proven
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.planning.cost import macs_per_learner
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime.measure_budgets import Example
 
 # tokens of each site by which forms are compared

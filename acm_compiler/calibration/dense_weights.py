@@ -16,7 +16,8 @@ from acm_compiler.acm.activations import resolve
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.passes.rewrite.dense_region import DenseLinear, DenseRegion, dense_linear, named_tensors, tensor_names
-from acm_compiler.planning.plan import Plan, PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from acm_compiler.calibration.damage import Answer, default_answer
 from acm_compiler.errors import AcmError, DataError, UsageError
 from acm_compiler.inputs import Inputs, call_model, refuse_labels, split_inputs
-from acm_compiler.passes.capture.capture import Attempt, first_line
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.runtime.budgets import is_number, parse_budget, share_within, too_much, unreachable
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.runtime.usage import refuse_compiled
-from acm_compiler.user_code import raising_line
+from acm_compiler.user_code import Attempt, first_line, raising_line
 
 # a user's own word on the padding of one batch
 MaskOf = Callable[[Any], Tensor | None]

@@ -26,7 +26,7 @@ from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
 from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
 from acm_compiler.runtime.measure_budgets import Example, undisturbed
 

@@ -19,7 +19,7 @@ from acm_compiler.calibration.mlp_learners import Hidden, fit_second_layer, neur
 from acm_compiler.calibration.moments import mean_diagonal, square_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import new_learners
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.planner import matched_width
 
 # a refit from fewer tokens per hidden neuron is worse than none

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.calibration.moments import mean_diagonal, solve
-from acm_compiler.planning.plan import SecondLayer
+from acm_compiler.planning.decisions import SecondLayer
 
 _TOP_WEIGHT = 8.0
 _PLENTY, _IMAGINED = 10, 0.2  # tokens for every neuron; how many are imagined for one that is missing to that

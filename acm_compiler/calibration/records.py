@@ -17,7 +17,7 @@ from acm_compiler.calibration import ranks
 from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.errors import DataError, TrainingFailed
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 
 # tokens of the examples that are kept whole, as a part of the sample
 _WHOLE = 0.5

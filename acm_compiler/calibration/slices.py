@@ -29,7 +29,7 @@ from acm_compiler.calibration.moments import square_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import sites
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.measure_budgets import Example, undisturbed
 

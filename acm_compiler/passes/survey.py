@@ -22,7 +22,8 @@ from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.find.count_macs import count_macs, not_counted
 from acm_compiler.passes.find.find_sites import Match, match_sites
 from acm_compiler.passes.rewrite.conversion import refuse_no_module
-from acm_compiler.planning.plan import ModelFacts, class_of, fingerprint
+from acm_compiler.planning.decisions import ModelFacts
+from acm_compiler.planning.plan import class_of, fingerprint
 from acm_compiler.site import Layout, Site, Skip
 
 _SHARDED = ("FullyShardedDataParallel", "DTensor")

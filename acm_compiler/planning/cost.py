@@ -7,9 +7,13 @@ share of the whole dense model's MACs.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from acm_compiler.planning.plan import Plan, PlannedSite
+from acm_compiler.planning.cost_table import cost_table
+from acm_compiler.planning.decisions import PlannedSite
+
+if TYPE_CHECKING:
+    from acm_compiler.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +168,4 @@ class CostReport:
         }
 
     def __str__(self) -> str:
-        from acm_compiler.planning.cost_table import cost_table
-
         return cost_table(self)

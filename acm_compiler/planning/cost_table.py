@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from acm_compiler.planning.cost import CostReport, SiteCost
-from acm_compiler.planning.plan import Plan, PlannedSite
+if TYPE_CHECKING:
+    from acm_compiler.planning.cost import CostReport, SiteCost
+    from acm_compiler.planning.decisions import PlannedSite
+    from acm_compiler.planning.plan import Plan
+
 
 BUDGETS = (0.25, 0.40, 0.60, 0.75, 1.00)
 _CONVENTION = '1 MAC = 1 multiply-add = 2 FLOPs; papers\' "GFLOPs" are GMACs'

@@ -9,99 +9,17 @@ import dataclasses
 import hashlib
 import json
 import logging
-import re
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from acm_compiler.errors import PlanMismatch
-from acm_compiler.site import Count, Site, Skip, Whole
+from acm_compiler.planning.cost import CostReport
+from acm_compiler.planning.decisions import SCHEMA, ModelFacts, PlannedSite
+from acm_compiler.site import Skip
 
 _LOG = logging.getLogger(__name__)
-SCHEMA = 1
-SecondLayer = Literal["shared", "shared_top", "per_k", "original"]
-LinearForm = Literal["auto", "svd", "slices"]
-Init = Literal["auto", "random"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSite(Site):
-    """A site and what was decided for it.
-
-    `learners` is N, `width` one learner's hidden width, `gate_width` the gate's. `learner_act` is the learners'
-    activation. `form` "slices" needs `pair`; there `width` is what one learner has of the output (q, k, v) or reads of
-    the input (o). `init` "random" is the paper's start. `state` "dense": no phase has fitted the learners yet.
-    """
-
-    learners: Count
-    width: Count
-    k_min: Whole
-    gate_width: Count
-    learner_act: str
-    second_layer: SecondLayer = "shared"
-    form: LinearForm = "auto"
-    lossless: bool = False
-    init: Init = "auto"
-    state: Literal["dense", "learners"] = "learners"
-
-    @property
-    def columns(self) -> int:
-        """C = N - k_min + 1, the gate's outputs."""
-        return self.learners - self.k_min + 1
-
-    @property
-    def is_sliced(self) -> bool:
-        """Whether the learners are slices of the projection itself, its heads in a basis of their own."""
-        return self.kind == "linear" and self.form == "slices"
-
-    @property
-    def learner_form(self) -> str:
-        """The form of `acm::learners`: mlp, gated, linear, rows or cols."""
-        if self.is_sliced:
-            return "cols" if self.role == "o" else "rows"
-        return "gated" if self.kind == "gated_mlp" else self.kind
-
-    @property
-    def has_bias_in(self) -> bool:
-        """Whether the learners' first layer has a bias."""
-        if self.kind == "linear":
-            return self.learner_act != "identity"
-        return self.init == "random" or any(ref.bias is not None for ref in self.first)
-
-    @property
-    def has_top(self) -> bool:
-        """Whether k = N runs dense weights of its own."""
-        return self.second_layer == "shared_top" or (self.kind == "linear" and self.lossless and not self.is_sliced)
-
-    @property
-    def keeps_answers(self) -> bool:
-        """Whether k = N still answers as the dense region once learners have been calibrated."""
-        return self.is_sliced or self.lossless if self.kind == "linear" else self.second_layer != "shared"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What the plan knows of the model it was made for; MACs are for exactly the example inputs.
-
-    `source` says how the base model is built again, None for a live model. `inputs` describes the example.
-    `not_counted` names operations without MACs and how often they run.
-    """
-
-    fingerprint: str
-    cls: str
-    source: dict[str, Any] | None = None
-    inputs: str = ""
-    batch: Count = 1
-    dense_macs: Whole
-    dense_params: Whole
-    not_counted: dict[str, Whole] = field(default_factory=dict)
-
-    @property
-    def image_size(self) -> tuple[int, int] | None:
-        """Height and width of the example, where it is one tensor [B, C, H, W]."""
-        found = re.fullmatch(r"\d+ x \d+ x (\d+) x (\d+)", self.inputs)
-        return (int(found[1]), int(found[2])) if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +37,8 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     @property
-    def cost(self):
+    def cost(self) -> CostReport:
         """The plan's `CostReport`."""
-        from acm_compiler.planning.cost import CostReport
-
         return CostReport.of(self)
 
     @property
@@ -158,9 +74,9 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; StorageError, naming the key, for values that do not fit."""
-        from acm_compiler.planning.read_plan import read_plan
+        from acm_compiler.planning.read_plan import read_plan  # pydantic reads plans alone
 
-        return read_plan(text)
+        return Plan(**read_plan(text))
 
 
 def _facts_json(facts: ModelFacts) -> dict[str, Any]:

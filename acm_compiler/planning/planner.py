@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from acm_compiler.errors import SelectionError, UsageError, nearest
 from acm_compiler.planning.cost import dense_macs_per_token
-from acm_compiler.planning.plan import PlannedSite, SecondLayer
+from acm_compiler.planning.decisions import PlannedSite, SecondLayer
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.site import Site
 

@@ -1,4 +1,4 @@
-"""JSON text -> the plan it is, or a StorageError that names the key, what is found there and what must be."""
+"""JSON text -> the fields of its plan, or a StorageError that names the key, what is found there and what must be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from acm_compiler.acm.activations import resolve
 from acm_compiler.errors import AcmError, StorageError
 from acm_compiler.files import parse_json
 from acm_compiler.planning.cost import SiteCost
-from acm_compiler.planning.plan import SCHEMA, ModelFacts, Plan, PlannedSite
+from acm_compiler.planning.decisions import SCHEMA, ModelFacts, PlannedSite
 from acm_compiler.recipe.checked_json import checked_json, wrong_entry
 from acm_compiler.site import Skip
 
@@ -37,8 +37,8 @@ class _Document(BaseModel):
     notes: tuple[str, ...] = ()  # not known to plans that were written before there were any
 
 
-def read_plan(text: str) -> Plan:
-    """The plan that `Plan.to_json` wrote as `text`."""
+def read_plan(text: str) -> dict[str, Any]:
+    """The fields of the plan that `Plan.to_json` wrote as `text`."""
     try:
         document = parse_json(text)
         found = document["schema"]
@@ -47,10 +47,9 @@ def read_plan(text: str) -> Plan:
     if found != SCHEMA or isinstance(found, bool):
         raise StorageError("a plan of another schema", found=found, expected=SCHEMA, fix=_FIX)
     read = checked_json(_Document, json.dumps(_without_derived(document)), what=_WHAT, fix=_FIX)
-    plan = Plan(model=read.model, sites=read.sites, skipped=read.skipped, kept=read.kept, notes=read.notes)
-    for path, found, expected in _faults(plan):
+    for path, found, expected in _faults(read.sites):
         raise wrong_entry(path, found, expected, what=_WHAT, fix=_FIX)
-    return plan
+    return {name: getattr(read, name) for name in _Document.model_fields}
 
 
 def _without_derived(document: dict[str, Any]) -> dict[str, Any]:
@@ -68,16 +67,16 @@ def _without_derived(document: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _faults(plan: Plan) -> Iterator[Fault]:
+def _faults(planned: tuple[PlannedSite, ...]) -> Iterator[Fault]:
     """Values that fit by themselves and not together."""
     sites: dict[str, PlannedSite] = {}
-    for i, site in enumerate(plan.sites):
+    for i, site in enumerate(planned):
         for key, found, expected in (*_faults_of_place(site), *_faults_of_size(site)):
             yield f"sites[{i}].{key}", found, expected
         if site.name in sites:
             yield f"sites[{i}].name", site.name, "a name that no other site has"
         sites[site.name] = site
-    for i, site in enumerate(plan.sites):
+    for i, site in enumerate(planned):
         if site.pair is not None and site.pair.partner not in sites:
             yield f"sites[{i}].pair.partner", site.pair.partner, "the name of a site"
 

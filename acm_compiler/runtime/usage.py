@@ -19,7 +19,8 @@ from acm_compiler.passes.find.count_macs import Work
 from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, sites
 from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
 from acm_compiler.planning.cost_table import unit_of
-from acm_compiler.planning.plan import Plan, PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.count_dense_work import kept_work_watched, real_work
 from acm_compiler.runtime.encoder_decoder import CallPadding, Lengths, Side, lengths_of
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from acm_compiler.errors import AcmError, FunctionFailed, UsageError, did_you_mean
-from acm_compiler.passes.capture.capture import Attempt, first_line
-from acm_compiler.user_code import users_frames
+from acm_compiler.user_code import Attempt, first_line, users_frames
 
 PREFIX = "python:"
 

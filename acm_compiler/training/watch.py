@@ -89,8 +89,6 @@ def warn_of_missed_budget(watch: Watch, budget: float) -> None:
         )
 
 
-log = logging.getLogger(__name__)
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

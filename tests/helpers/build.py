@@ -9,7 +9,8 @@ from acm_compiler.acm import ACM, Gate
 from acm_compiler.passes.rewrite.build_acm import new_learners
 from acm_compiler.passes.rewrite.conversion import Conversion
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
-from acm_compiler.planning.plan import ModelFacts, Plan, PlannedSite
+from acm_compiler.planning.decisions import ModelFacts, PlannedSite
+from acm_compiler.planning.plan import Plan
 from acm_compiler.site import Graft, Layout, LinearRef, Pair
 
 

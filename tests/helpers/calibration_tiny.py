@@ -13,7 +13,7 @@ from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
 from acm_compiler.passes.rewrite.conversion import Conversion, conversion
 from acm_compiler.planning.cost import learner_unit
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.site import LinearRef
 from tests.helpers.build import plan_of, planned_site

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from acm_compiler.passes.rewrite.conversion import Conversion
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 from tests.helpers.build import acm_for, plan_of, planned_site
 
 WIDTH, TOKENS, CLASSES, N = 8, 5, 3, 4

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.inputs import call_model
-from acm_compiler.passes.capture.capture import Attempt
 from acm_compiler.passes.capture.graph import tensors
+from acm_compiler.user_code import Attempt
 from tests.zoo.entry import Inputs
 from tests.zoo.makers import VOCABULARY
 

@@ -16,7 +16,7 @@ from acm_compiler.codegen.gpu.activation import INTERPRETED, gelu
 from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import Machine
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 
 WIDEST = 256
 """Columns of the gate's first product that one program holds; wider gates are not for this kernel."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm.reference import Weights
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 
 Form = Literal["mlp", "gated", "linear", "rows", "cols"]
 SecondLayer = Literal["shared", "top", "per_k", "none"]

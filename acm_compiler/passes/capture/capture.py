@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from acm_compiler.passes.capture.eager import EAGER
 from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, map_tensors, tensors
 from acm_compiler.passes.capture.isolate import untouched
 from acm_compiler.passes.capture.recorder import Recorder, UnseenTensor
-from acm_compiler.user_code import raising_line
+from acm_compiler.user_code import Attempt, first_line, raising_line
 
 __all__ = ["Capture", "ModuleCall", "Signature", "capture"]
 
@@ -101,21 +100,6 @@ def export(model: nn.Module, example_inputs: Inputs) -> Capture | Exception:
         return capture_exported(model, map_tensors(example_inputs, lambda t: t.to("meta") if on_meta else _copy(t)))
     assert attempt.error is not None
     return attempt.error
-
-
-class Attempt:
-    """A block that runs a user's code, which may raise anything; what it raised is `error`."""
-
-    error: Exception | None = None
-
-    def __enter__(self) -> Attempt:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.error = error if isinstance(error, Exception) else None
-        return self.error is not None
 
 
 class _StandIn:
@@ -210,11 +194,6 @@ def _meta_model_raises(error: Exception) -> CaptureFailed:
             fix="load the model with real weights",
         )
     return _model_raises(error, "pass inputs that the model accepts, or try it with real weights")
-
-
-def first_line(error: Exception) -> str:
-    """What `error` is, and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _model_raises(error: Exception, fix: str) -> CaptureFailed:

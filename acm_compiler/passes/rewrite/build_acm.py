@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.passes.rewrite.dense_region import dense_linear
 from acm_compiler.planning.cost import macs_per_learner
-from acm_compiler.planning.plan import PlannedSite
+from acm_compiler.planning.decisions import PlannedSite
 
 
 def new_learners(site: PlannedSite, *, like: Tensor) -> Learners:

@@ -28,7 +28,8 @@ from acm_compiler.passes.rewrite.graft_parameters import graft_weights
 from acm_compiler.passes.rewrite.saving_hooks import carry_budgets, guard_saving
 from acm_compiler.passes.rewrite.stand_ins import StashedACM
 from acm_compiler.planning.cost import learner_unit
-from acm_compiler.planning.plan import Plan, PlannedSite, check_fits, warn_of_class
+from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.planning.plan import Plan, check_fits, warn_of_class
 
 _SHOWN = 5
 

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""The house rules that a machine can check; docs/architecture.md explains them."""
 
 import ast
 import re
@@ -6,32 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import networkx
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "acm_compiler"
-ROWS = [
-    {"errors", "inputs", "site", "env", "dump", "files", "progress"}
-    | {"audio_frames", "call_mask", "dynamo_remarks", "size_conditions"},
-    {"acm", "recipe", "float64"},
-    {"plans", "read_plan", "cost", "cost_table", "conversion", "loss_terms", "budgets"},
-    {"planner", "control", "batch_context", "decoder_tokens", "site_status", "codegen"},
-    {"passes", "kept_work", "usage", "measure"},
-    {
-        "data",
-        "tasks",
-        "sources",
-        "checkpoint",
-        "training",
-        "calibration",
-        "evaluation",
-        "reporting",
-        "base_metric",
-        "survey",
-    },
-    {"advice", "pipeline", "run_folder", "run_recipe", "backend", "bench", "explanation", "hf"},
-    {"cli", "__init__", "__main__"},
+# a room imports only itself and rooms above it in this list, lazy imports included
+ROOMS = [
+    *("errors", "env", "files", "site", "inputs", "progress", "user_code"),
+    *("recipe", "sources", "data", "shipped", "acm", "planning"),
+    *("passes", "passes/capture", "passes/find", "passes/rewrite", "passes/lower", "passes/survey"),
+    *("runtime", "calibration", "tasks", "codegen", "backend", "evaluation", "reporting", "checkpoint", "training"),
+    *("pipeline", "runs", "hf", "__init__", "cli", "__main__"),
 ]
-ROW_OF = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
+MOST_ENTRIES, MOST_FILES_IN_A_FOLDER, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 30, 16, 300, 45
 HEAVY = ("triton", "transformers", "timm", "matplotlib", "sklearn", "torch._dynamo", "torchvision", "accelerate")
 
 
@@ -39,32 +26,69 @@ def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+def module_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").as_posix().removesuffix("/__init__")
 
 
-def imported_rooms(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
+MODULES = {module_of(path): path for path in sources()}
+
+
+def room_of(module: str) -> str:
+    parts = module.split("/")
+    return "/".join(parts[:2]) if parts[0] == "passes" and len(parts) > 1 else parts[0]
+
+
+def for_types_alone(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
+def imports_of(path: Path, *, types: bool = True):
+    """Modules of the package that a file imports anywhere in it, with the line; `types`: for type checkers, too."""
+    tree = ast.parse(path.read_text())
+    skipped = {id(n) for top in tree.body if not types and for_types_alone(top) for n in ast.walk(top)}
+    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "acm_compiler" else [f"acm_compiler.{a.name}" for a in node.names]
+            names = [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        yield from ((n.split(".")[1], node.lineno) for n in names if n.startswith("acm_compiler."))
+            names = [(alias.name, alias.name) for alias in node.names]
+        for longest, shortest in names:
+            inside = [n.replace(".", "/").removeprefix("acm_compiler/") for n in (longest, shortest)]
+            if shortest.split(".")[0] == "acm_compiler":
+                yield next((n for n in inside if n in MODULES), "__init__"), node.lineno
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_downhill(path):
-    own = room_of(path)
-    assert own in ROW_OF, f"{own} has no row"
-    for room, line in imported_rooms(path):
-        assert ROW_OF[room] <= ROW_OF[own], f"{path.name}:{line} imports {room} from a higher row"
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_downhill(module):
+    own = room_of(module)
+    assert own in ROOMS, f"{own} is not in the list of rooms"
+    for other, line in imports_of(MODULES[module]):
+        assert ROOMS.index(room_of(other)) <= ROOMS.index(own), f"{module}:{line} imports {other} from a room below"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = networkx.DiGraph()
+    for module, path in MODULES.items():
+        graph.add_edges_from((module, other) for other, _ in imports_of(path, types=False) if other != module)
+    packages = [module for module, path in MODULES.items() if path.name == "__init__.py"]
+    graph.remove_nodes_from(packages)  # a package's __init__ only names what its files define
+    assert list(networkx.simple_cycles(graph)) == []
+
+
+def test_rooms_are_few_and_small():
+    top = [p for p in PACKAGE.iterdir() if p.name != "__pycache__"]
+    assert len(top) <= MOST_ENTRIES, sorted(p.name for p in top)
+    folders = {path.parent for path in sources()}
+    crowded = {
+        str(f.relative_to(PACKAGE)): n for f in folders if (n := len(list(f.glob("*.py")))) > MOST_FILES_IN_A_FOLDER
+    }
+    assert crowded.pop(".", 0) <= MOST_ENTRIES
+    assert not crowded
 
 
 def test_passes_import_no_kernels():
     for path in (PACKAGE / "passes").rglob("*.py"):
-        assert all(room != "codegen" for room, _ in imported_rooms(path)), path
+        assert all(room_of(other) != "codegen" for other, _ in imports_of(path)), path
 
 
 def test_no_room_for_everything():
@@ -96,7 +120,7 @@ def test_using_the_core_loads_nothing_heavy():
 
 
 def test_files_stay_readable():
-    long = {path.name: n for path in sources() if (n := len(path.read_text().splitlines())) > 300}
+    long = {path.name: n for path in sources() if (n := len(path.read_text().splitlines())) > MOST_LINES}
     assert not long
 
 
@@ -107,7 +131,7 @@ def test_functions_fit_a_screen():
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 doc = ast.get_docstring(node)
                 height = node.end_lineno - node.lineno + 1 - (len(doc.splitlines()) if doc else 0)
-                if height > 45:
+                if height > MOST_LINES_OF_A_FUNCTION:
                     tall.append(f"{path.name}:{node.lineno} {node.name} {height}")
     assert not tall
 

@@ -1,0 +1,1 @@
+"""Kernels of the ACM operators, by device, and the comparison that judges them."""

@@ -1,0 +1,1 @@
+"""Run time: budgets, fixed k, padding, and records of what ran."""

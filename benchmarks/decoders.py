@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 import acm_compiler as acm
-from acm_compiler.calibration import Options, calibrate_on
+from acm_compiler.calibration.calibrate import calibrate_on
+from acm_compiler.calibration.examples import Options
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import BudgetResult, Interval

@@ -50,7 +50,7 @@ from torch import Tensor
 from acm_compiler.codegen.compare import TOLERANCE
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.dispatch import sort_by_k
-from acm_compiler.codegen.gpu.gate import run_gate
+from acm_compiler.codegen.gpu.gate_kernel import run_gate
 from acm_compiler.codegen.gpu.launch import Call, run, run_call
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.tiles import Tiles, choose_tiles, tile_of

@@ -14,7 +14,7 @@ from acm_compiler.acm.ops import cast_weights
 from acm_compiler.acm.reference import Weights, run_learners
 from acm_compiler.codegen.compare import relative_error
 from acm_compiler.codegen.gpu import current_machine
-from acm_compiler.codegen.gpu.gate import run_gate
+from acm_compiler.codegen.gpu.gate_kernel import run_gate
 from acm_compiler.codegen.gpu.launch import run
 from acm_compiler.codegen.gpu.stages import Machine
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import acm_compiler as acm
-from acm_compiler.calibration import Options, calibrate_on
-from acm_compiler.calibration.examples import masked
+from acm_compiler.calibration.calibrate import calibrate_on
+from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.errors import AcmError
 from acm_compiler.inputs import call_model, split_inputs
 from acm_compiler.runtime import measure_budgets as measure

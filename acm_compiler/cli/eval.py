@@ -50,7 +50,7 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Print the metric and the cost at each budget, and keep them in the folder."""
-    from acm_compiler.calibration import known_damages
+    from acm_compiler.calibration.recalibrate import known_damages
     from acm_compiler.evaluation.table import evaluation_table
     from acm_compiler.runs.recipe_run import checked_budgets, open_saved_run
 
@@ -80,7 +80,7 @@ def say_advice(directory: Path, found: Evaluation, recipe: Recipe | None, output
 
 def damage_table(damages: dict[str, dict[int, float]]) -> str:
     """The table of expected damages, or why there is none."""
-    from acm_compiler.calibration import Sensitivity
+    from acm_compiler.calibration.recalibrate import Sensitivity
 
     if not damages:
         return "no expected damages: they come from a calibrate phase"

@@ -34,7 +34,7 @@ def report(
     json: JsonOption = False,
 ) -> None:
     """Write DIR/report from DIR/eval.json, which is measured first where it is missing, and DIR/bench.json."""
-    from acm_compiler.calibration import known_damages
+    from acm_compiler.calibration.recalibrate import known_damages
     from acm_compiler.evaluation.results import load_evaluation
     from acm_compiler.passes.rewrite.conversion import conversion
     from acm_compiler.reporting.contents import Report

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from acm_compiler.planning.cost_table import cost_table
 from acm_compiler.planning.decisions import PlannedSite
 
 if TYPE_CHECKING:
@@ -168,4 +167,6 @@ class CostReport:
         }
 
     def __str__(self) -> str:
+        from acm_compiler.planning.cost_table import cost_table  # tabulate is for people alone
+
         return cost_table(self)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.calibration import known_damages
+from acm_compiler.calibration.recalibrate import known_damages
 from acm_compiler.data import Batch, as_batch
 from acm_compiler.evaluation.find_loads import Loads, find_loads
 from acm_compiler.evaluation.results import Evaluation

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from acm_compiler.calibration import Options, calibrate_on
+from acm_compiler.calibration.calibrate import calibrate_on
+from acm_compiler.calibration.examples import Options
 from acm_compiler.checkpoint import save
 from acm_compiler.data import Batch, BatchStream, left_out, open_dataset
 from acm_compiler.errors import DataError, UsageError

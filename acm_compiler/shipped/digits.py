@@ -44,7 +44,7 @@ def build_model() -> nn.Module:
 
 def load_weights(model: nn.Module, path: Path = WEIGHTS) -> nn.Module:
     """`model` with the trained weights of `path`, in place. StorageError when they are missing or do not fit."""
-    return load_shipped(model, path, script="train_digits_model")
+    return load_shipped(model, path, script="digits")
 
 
 def trained() -> nn.Module:

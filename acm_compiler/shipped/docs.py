@@ -45,7 +45,7 @@ def build_model() -> nn.Module:
 
 def load_weights(model: nn.Module, path: Path = WEIGHTS) -> nn.Module:
     """`model` with the trained weights of `path`, in place. StorageError when they are missing or do not fit."""
-    return load_shipped(model, path, script="train_text_model --model llama_docs")
+    return load_shipped(model, path, script="text --model llama_docs")
 
 
 def example_input(batch: int = 1) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ def load_shipped(model: nn.Module, path: Path, *, script: str) -> nn.Module:
         raise StorageError(
             f"the weights of {name} are missing",
             where=str(path),
-            fix=f"reinstall acm_compiler, or train them: python -m acm_compiler.data.{script} --out PATH",
+            fix=f"reinstall acm_compiler, or train them: python -m scripts.train_shipped.{script} --out PATH",
         )
     try:
         _fill(model, unpacked(load_file(path)))

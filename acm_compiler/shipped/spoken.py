@@ -61,7 +61,7 @@ def build_model(*, post_norm: bool = False) -> nn.Module:
 
 def load_weights(model: nn.Module, path: Path = WEIGHTS) -> nn.Module:
     """`model` with the trained weights of `path`, in place. StorageError when they are missing or do not fit."""
-    return load_shipped(model, path, script="train_spoken_model")
+    return load_shipped(model, path, script="spoken")
 
 
 def example_input(batch: int = 1) -> dict[str, torch.Tensor]:

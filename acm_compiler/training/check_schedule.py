@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from acm_compiler.calibration import check_closed_form
+from acm_compiler.calibration.calibrate import check_closed_form
 from acm_compiler.errors import SitesNotFitted, UsageError
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, Phase

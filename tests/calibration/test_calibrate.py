@@ -14,9 +14,10 @@ import acm_compiler.calibration.calibrate as process
 import acm_compiler.runtime.measure_budgets as measure
 from acm_compiler.acm.context import observers_of
 from acm_compiler.acm.reference import prefix_output
-from acm_compiler.calibration import Options, Sensitivity, calibrate, calibrate_on, recalibrate, sensitivity
-from acm_compiler.calibration.examples import masked
+from acm_compiler.calibration.calibrate import calibrate, calibrate_on
+from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.calibration.fit_all import in_memory
+from acm_compiler.calibration.recalibrate import Sensitivity, recalibrate, sensitivity
 from acm_compiler.errors import (
     BudgetUnreachable,
     CompiledModelError,
@@ -567,7 +568,7 @@ def test_a_calibration_draws_nothing_from_the_generator_of_the_user():
 
 def test_a_batch_that_the_model_does_not_take_is_refused_in_words(shared):
     model = copy.deepcopy(shared)
-    labelled = [(batch["x"], batch["attention_mask"], torch.zeros(8)) for batch in DATA]
+    labelled = [(batch["x"], batch["attention_mask"], torch.zeros(8, 3, 2)) for batch in DATA]
     words = r"float32 \[8, .*TypeError: .* positional arguments.*\n.*labels"
     for act in (calibrate, recalibrate):
         with pytest.raises(UsageError, match=words) as caught:

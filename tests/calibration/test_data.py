@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from acm_compiler.calibration import calibrate
+from acm_compiler.calibration.calibrate import calibrate
 from acm_compiler.calibration.damage import answers, default_answer, energy, random_projection
 from acm_compiler.calibration.dense_weights import read_dense
 from acm_compiler.calibration.examples import Examples, Options, masked, run

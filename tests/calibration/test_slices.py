@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import acm_compiler as acm
-from acm_compiler.calibration import Options, calibrate_on
+from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.candidates import Learned, choose_forms
-from acm_compiler.calibration.examples import masked
+from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.calibration.slices import bases_of_scores, bases_of_values, head_blocks
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
@@ -130,7 +130,9 @@ def test_pairs_are_found_where_only_moves_lie_between_projection_and_attention(c
 def test_what_lies_in_between_is_named():
     model, x = opened("rotary")
     reasons = {site.role: site.unpaired for site in plan_of(model, x).sites}
-    assert "layer_norm (test_roles.py:" in reasons["q"] and "lies between it and the attention" in reasons["q"]
+    assert (
+        "layer_norm (test_attention_roles.py:" in reasons["q"] and "lies between it and the attention" in reasons["q"]
+    )
     model, x = opened("gated_output")
     assert "read by" in {site.role: site.unpaired for site in plan_of(model, x).sites}["v"]
 

@@ -203,7 +203,7 @@ def test_saving_tells_whether_the_model_can_be_built_again(tmp_path, caplog):
 
 def test_a_class_that_nothing_can_build_is_asked_for(saved):
     *_, folder = saved
-    with pytest.raises(StorageError, match=r"tests\.models\.Stack[\s\S]*base_model=model"):
+    with pytest.raises(StorageError, match=r"tests\.helpers\.models\.Stack[\s\S]*base_model=model"):
         acm.load(folder)
 
 
@@ -487,7 +487,7 @@ import os, resource, signal, sys
 import torch
 import acm_compiler as acm
 from acm_compiler.errors import StorageError
-from tests.rewrite_cases import ALL, rewritten
+from tests.helpers.rewrite_cases import ALL, rewritten
 
 how, folder = sys.argv[1:]
 _, _, model = rewritten(ALL["parallel"])

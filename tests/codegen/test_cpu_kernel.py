@@ -12,7 +12,7 @@ from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.reference import Weights, run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from acm_compiler.codegen.cpu import build as build_cpu
+from acm_compiler.codegen.cpu import build
 from acm_compiler.errors import KernelUnavailable, UsageError
 from acm_compiler.site import ACTIVATIONS
 from tests.acm.test_reference import FORMS
@@ -301,7 +301,7 @@ def test_where_torchs_products_are_the_faster_ones_the_reference_stays(monkeypat
 
 
 def test_without_a_compiler_the_reference_stays_and_one_line_says_so(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(build_cpu, "_COMPILERS", ())
+    monkeypatch.setattr(build, "_COMPILERS", ())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("ACM_KERNEL", raising=False)
@@ -320,7 +320,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(KernelUnavailable, match="this is no compiler"):
-        build_cpu.library_file()
+        build.library_file()
     assert not list((tmp_path / "cache" / "acm_compiler").iterdir())
 
 
@@ -328,7 +328,7 @@ SWITCHED = """
 import logging, torch
 logging.basicConfig(level="INFO")
 from acm_compiler.acm import ops
-from tests.test_cpu_kernel import drawn, draw_k, D
+from tests.codegen.test_cpu_kernel import drawn, draw_k, D
 weights = drawn("mlp", torch.float32)
 with torch.no_grad():
     ops.learners(torch.randn(9, D), draw_k(9, "mixed"), weights)
@@ -354,10 +354,10 @@ def test_an_unknown_kernel_is_refused(monkeypatch):
 BUSY = """
 import ctypes, torch
 from acm_compiler.acm import ops
-from acm_compiler.codegen import build_cpu
-from tests.test_cpu_kernel import drawn, native_output
+from acm_compiler.codegen.cpu import build
+from tests.codegen.test_cpu_kernel import drawn, native_output
 ops.load_kernels("cpu")
-worked = ctypes.CDLL(str(build_cpu.library_file())).acm_threads_that_worked
+worked = ctypes.CDLL(str(build.library_file())).acm_threads_that_worked
 for threads, tokens in ((2, 384), (8, 1536), (16, 3072), (32, 6144), (16, 1576), (32, 4000)):
     torch.set_num_threads(threads)
     for form in ("mlp", "linear_top", "rows", "cols"):

@@ -172,10 +172,10 @@ def test_it_holds_with_shorter_vectors_too(vectors):
 
 KEPT = """
 import ctypes, sys, torch
-from tests.test_cpu_kernel import SMALL
+from tests.codegen.test_cpu_kernel import SMALL
 exec(SMALL.split("tokens, d")[0])
 from acm_compiler.acm.gated_learners import GATED
-from tests.test_cpu_norm import Site
+from tests.codegen.test_cpu_norm import Site
 torch.set_num_threads(1)
 tokens, d, dtype = 48, 256, getattr(torch, sys.argv[1])
 small, site = (Site(dtype=dtype, sizes=(d, d, 4, width)) for d, width in ((8, 8), (d, 128)))

@@ -174,7 +174,7 @@ def test_a_compiled_model_answers_as_eager_at_every_k_without_recompiling():
 def test_a_model_that_was_calibrated_there_serves_its_budgets():
     for package in ("pydantic", "ruamel.yaml", "tabulate"):  # kernels need none of them
         pytest.importorskip(package)
-    from acm_compiler.calibration import calibrate
+    from acm_compiler.calibration.calibrate import calibrate
     from acm_compiler.runtime.usage import record
     from tests.helpers.calibration_tiny import make_tiny, texts
 

@@ -24,7 +24,7 @@ from acm_compiler.cli import app
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.gpu import gate_not_covered, not_covered, take_over
 from acm_compiler.codegen.gpu.ahead import build, gate_kernel_of, kernels_of
-from acm_compiler.codegen.gpu.gate import WIDEST, GateSpec
+from acm_compiler.codegen.gpu.gate_kernel import WIDEST, GateSpec
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.gpu.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
 from acm_compiler.codegen.gpu.tiles import SOME_TOKENS, TABLE, choose_tiles
@@ -289,8 +289,8 @@ def test_kernels_that_cannot_be_built_make_room_for_the_reference_and_say_why(er
     monkeypatch.setattr(cuda, "_UNBUILT", {})
     monkeypatch.setattr(cuda, "machine_of", lambda device: Machine(arch=90, processors=3))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for name in ("launch.run", "gate.run_gate", "normed.run_normed"):
-        monkeypatch.setattr(f"acm_compiler.codegen.{name}", fail)
+    for name in ("launch.run", "gate_kernel.run_gate", "normed.run_normed"):
+        monkeypatch.setattr(f"acm_compiler.codegen.gpu.{name}", fail)
     args, kwargs = learners_call("mlp")
     with caplog.at_level("INFO", logger="acm_compiler.backend"):
         for _ in range(2):

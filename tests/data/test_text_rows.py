@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from acm_compiler.cli import app
 from acm_compiler.data import open_dataset
-from acm_compiler.errors import DataError
+from acm_compiler.errors import AcmError
 from acm_compiler.recipe.datasets import TextRowsData
 
 transformers = pytest.importorskip("transformers")
@@ -106,7 +106,7 @@ def place(tmp_path_factory):
 def test_rows_of_no_use_are_told(place, function, options, message):
     reference = f"python:tests.data.test_text_rows:{function}"
     config = {"kind": "text_rows", "rows": reference, "args": options, "text": "sentence", "label": "kind"}
-    with pytest.raises(DataError, match=rf"(?s){reference}.*{message}"):
+    with pytest.raises(AcmError, match=rf"(?s){reference}.*{message}"):
         open_dataset(TextRowsData(**config, tokenizer=str(place)))
 
 

@@ -15,7 +15,7 @@ from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.gpu import dispatch, launch
 from acm_compiler.codegen.gpu.activation import INTERPRETED
-from acm_compiler.codegen.gpu.gate import run_gate
+from acm_compiler.codegen.gpu.gate_kernel import run_gate
 from acm_compiler.codegen.gpu.launch import Call, run_call
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine

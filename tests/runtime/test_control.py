@@ -13,7 +13,8 @@ import torch
 import acm_compiler.runtime.batch_context as batches
 from acm_compiler.acm.context import batch_of, observers_of
 from acm_compiler.acm.module import RUN_TIME
-from acm_compiler.calibration import calibrate, recalibrate
+from acm_compiler.calibration.calibrate import calibrate
+from acm_compiler.calibration.recalibrate import recalibrate
 from acm_compiler.errors import (
     BudgetUnreachable,
     CompiledModelError,

@@ -9,8 +9,9 @@ from torch import nn
 
 import acm_compiler as acm
 import acm_compiler.runtime.measure_budgets as measure
-from acm_compiler.calibration import Options, calibrate_on, recalibrate
-from acm_compiler.calibration.examples import masked
+from acm_compiler.calibration.calibrate import calibrate_on
+from acm_compiler.calibration.examples import Options, masked
+from acm_compiler.calibration.recalibrate import recalibrate
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import by_name
 from acm_compiler.passes.rewrite.conversion import conversion
@@ -121,7 +122,7 @@ def test_padding_of_torchs_encoder_counts_nowhere():
     fitted = [b for place, b in enumerate(batches, start=1) if place % 6]
     real = sum(int((~b["src_key_padding_mask"]).sum()) for b in fitted)
     acm.calibrate(converted, batches, tokens=5000, progress=lines.append)
-    assert any(f" {real} of 5000 tokens" in line for line in lines), lines
+    assert any(f"token {real:,} of 5,000" in line for line in lines), lines
     acm.calibrate(twin, [(b["src"], None, b["src_key_padding_mask"]) for b in batches], tokens=5000)
     same(converted.state_dict(), twin.state_dict())
     inputs = batches[0]
@@ -150,7 +151,7 @@ def test_what_mask_says_of_a_batch_overrules_the_call():
     first, lines = torch.arange(6).expand(8, 6) < 2, []
     calibrated = make_tiny()
     acm.calibrate(calibrated, DATA, tokens=400, mask=lambda batch: first, progress=lines.append)
-    assert any(f" {first.sum() * 10} of 400 tokens" in line for line in lines), lines
+    assert any(f"token {first.sum() * 10} of 400" in line for line in lines), lines
     table = acm.recalibrate(calibrated, DATA, tokens=40, mask=lambda batch: first)
     assert table.examples == 8 * 3, "16 tokens of a batch are real"
     acm.set_budget(calibrated, 0.7)

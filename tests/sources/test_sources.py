@@ -171,7 +171,7 @@ def test_the_users_own_folder_is_found_behind_a_source(tmp_path, monkeypatch):
 _WITHOUT_HUB = """
 from acm_compiler.errors import ModelSourceError
 from acm_compiler.sources import build
-from acm_compiler.sources.reference import parse_reference
+from acm_compiler.sources.build import parse_reference
 
 for name in ("hf:owner/name", "timm:vit_tiny_patch16_224"):
     try:

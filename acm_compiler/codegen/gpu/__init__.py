@@ -79,7 +79,7 @@ def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Ten
     dtypes, width = (x.dtype, tensors[0].dtype), tensors[0].shape[0]
     reason = gate_not_covered(dtypes, width=width, arch=machine.arch)
     if reason is None:
-        from acm_compiler.codegen.gpu.gate import run_gate  # imports triton
+        from acm_compiler.codegen.gpu.gate_kernel import run_gate  # imports triton
 
         with torch.cuda.device(x.device), _unless_unbuilt((dtypes, width)):
             return run_gate(x, tensors[:4], tensors[4:], cost=cost, k_min=k_min, rule=rule, machine=machine)
@@ -124,7 +124,7 @@ def not_covered(*, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ..
 
 def gate_not_covered(dtypes: tuple[torch.dtype, ...], *, width: int, arch: int) -> str | None:
     """Why such a gate is handed to the reference, None when the kernel runs it."""
-    from acm_compiler.codegen.gpu.gate import WIDEST  # imports triton
+    from acm_compiler.codegen.gpu.gate_kernel import WIDEST  # imports triton
 
     if width > WIDEST:
         return f"the Triton kernel holds gates of up to {WIDEST} columns, not {width}"

@@ -24,7 +24,7 @@ from acm_compiler.codegen.gpu.dispatch import (
     slots_of,
 )
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
-from acm_compiler.codegen.gpu.gate import GateSpec, gate_constants, gate_kernel, gate_options
+from acm_compiler.codegen.gpu.gate_kernel import GateSpec, gate_constants, gate_kernel, gate_options
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acm_compiler.acm.ops import weights_of
 from acm_compiler.acm.reference import Norm
-from acm_compiler.codegen.gpu.gate import run_gate
+from acm_compiler.codegen.gpu.gate_kernel import run_gate
 from acm_compiler.codegen.gpu.launch import run
 from acm_compiler.codegen.gpu.stages import Machine
 

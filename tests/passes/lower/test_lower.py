@@ -362,7 +362,7 @@ def test_verify_lists_every_acm_with_its_line():
     assert [acm.site for acm in found] == ["q", "k", "v", "o", "mlp"]
     assert {acm.implementation for acm in found} == {"cpu"}
     assert [acm.fused for acm in found] == [("gate",)] * 3 + [("gate", "residual")] * 2
-    assert all(acm.line and acm.line.startswith("test_backend_passes.py:") for acm in found)
+    assert all(acm.line and acm.line.startswith("test_lower.py:") for acm in found)
 
 
 def test_verify_notices_a_lost_acm():

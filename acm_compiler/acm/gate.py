@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GateRule = Literal["logits", "damage"]
+from acm_compiler.acm.reference import GateRule
 
 
 class Gate(nn.Module):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import eq
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.reference import GateRule
 from acm_compiler.errors import UsageError
 
 _LEARNER_OPERANDS = ("w_in", "b_in", "w_up", "b_up", "w_out", "b_out", "w_top", "residual")
 _GATE_OPERANDS = ("w_inner", "b_inner", "w_outer", "b_outer")
 _FORMS = ("mlp", "gated", "linear", "rows", "cols")
-_RULES = ("logits", "damage")
+_RULES = get_args(GateRule)
 _INTEGERS = (torch.int32, torch.int64)
 
 Shape = tuple[Any, ...]

@@ -9,6 +9,7 @@ Shapes: T tokens, D in, O out, N learners, H learner width, C = N - k_min + 1 ga
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from torch import Tensor
 from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.precision import float64_device
 from acm_compiler.errors import UsageError
+
+GateRule = Literal["logits", "damage"]
+"""What a gate's score means; `utilities` has the equations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

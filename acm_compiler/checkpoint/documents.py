@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from acm_compiler.acm.reference import GateRule
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, EvaluatedBudget
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.checked_json import checked_json, wrong_entry
 from acm_compiler.site import Share, Whole
 
 _FIX = "copy the folder again from where it is whole, or save the model again"
-_Rule = Literal["damage", "logits"]
 _Phase = Literal["prefill", "decode"]
 
 
@@ -37,7 +37,7 @@ class Description(_Document):
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    rule: _Rule
+    rule: GateRule
     points: Annotated[tuple[BudgetPoint, ...], Field(min_length=1)]
     examples: Whole
     evaluated: tuple[EvaluatedBudget, ...] = ()
@@ -61,7 +61,7 @@ class Budgets(_Document):
     choices: _Choices | None = None
     phase_budgets: dict[_Phase, Share] | None = None
     damage: dict[str, tuple[float, ...]]
-    rules: dict[str, _Rule]
+    rules: dict[str, GateRule]
     table: _Table | None
     budgets: tuple[EvaluatedBudget, ...] = ()
 

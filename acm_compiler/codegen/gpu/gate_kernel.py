@@ -77,6 +77,7 @@ def _utility(score, k, knob, cost, RULE: tl.constexpr):
         apart = tl.where(score == other, 0.0, tl.abs(score - other))  # of two infinities, too
         return -(tl.maximum(score, other) + tl.log(1.0 + tl.exp(-apart)))
     else:
+        tl.static_assert(RULE == "logits", "a rule that no kernel knows")
         return score - knob * price
 
 

@@ -1,15 +1,17 @@
 """The native CPU kernel against the reference in float64."""
 
 import os
+import re
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 
 from acm_compiler.acm import ops
 from acm_compiler.acm.activations import resolve
-from acm_compiler.acm.reference import Weights, run_learners
+from acm_compiler.acm.reference import GateRule, Weights, run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.cpu import build
@@ -99,6 +101,20 @@ def compare_with_reference(weights: Weights, tokens: int, pattern: str) -> None:
     y = native_output(x, k, weights)
     assert y.dtype == dtype and y.shape == (tokens, weights.b_out.shape[1])
     assert relative_error(y, truth(x, k, weights)) <= TOLERANCE[dtype]
+
+
+def listed_in(header: str, pattern: str) -> list[str]:
+    """The quoted names in what `pattern` matches of a header of the kernel."""
+    text = (build.SOURCE.parent / header).read_text()
+    return [name for found in re.findall(pattern, text) for name in re.findall(r'"(\w+)"', found)]
+
+
+def test_the_kernel_knows_every_name_and_leaves_none_to_the_reference_unsaid():
+    assert listed_in("activations.h", r"kActNames\[\] = \{[^}]*") == list(ACTIVATIONS)
+    assert listed_in("call.h", r"kFormNames\[\] = \{[^}]*") == list(cpu.FORMS)
+    assert sorted(listed_in("gate.h", r'rule == "\w+"')) == sorted(get_args(GateRule))
+    enum = re.search(r"enum class Act \{([^}]*)\}", (build.SOURCE.parent / "activations.h").read_text())
+    assert enum[1].replace(",", " ").split() == list(ACTIVATIONS)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)

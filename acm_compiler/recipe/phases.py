@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,9 @@ from acm_compiler.recipe.fields import Budget, Count, NotNegative, Positive, Sec
 
 class TrainedPhase(Section):
     """What all phases share that take optimizer steps. Exactly one of `epochs` and `steps` says how long."""
+
+    imitates: ClassVar[bool] = False
+    """True of phases that fit learners to the unmodified network: they may come first, and measure no budgets."""
 
     epochs: Count | None = None
     """Passes over the training data."""
@@ -49,6 +52,8 @@ class TrainedPhase(Section):
 
 class DistillPhase(TrainedPhase):
     """Every ACM imitates the part of the network it replaces, alone and in parallel, at every k."""
+
+    imitates: ClassVar[bool] = True
 
     phase: Literal["distill"]
     lr: Positive = 1e-3

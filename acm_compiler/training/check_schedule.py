@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from acm_compiler.calibration.calibrate import check_closed_form
 from acm_compiler.errors import SitesNotFitted, UsageError
 from acm_compiler.planning.decisions import PlannedSite
-from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, Phase
+from acm_compiler.recipe.phases import CalibratePhase, FinetunePhase, GatePhase, Phase
 
 
 def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, measured: bool = False) -> None:
@@ -25,7 +25,7 @@ def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, m
             for site in sites:
                 check_closed_form(site)
             sliced = [site.name for site in sites if _may_be_sliced(site)]
-        elif isinstance(phase, DistillPhase):
+        elif phase.imitates:
             _refuse_slices(sites, sliced, where)
         elif not fitted:
             raise _unfitted(sites, where)
@@ -34,7 +34,7 @@ def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, m
         elif isinstance(phase, FinetunePhase) and not measured and needs_budgets(phase):
             raise _unmeasured(where)
         fitted = True
-        measured = measured or not isinstance(phase, DistillPhase)
+        measured = measured or isinstance(phase, CalibratePhase) or not phase.imitates
 
 
 def _may_be_sliced(site: PlannedSite) -> bool:

@@ -103,7 +103,7 @@ def _train(
     loop.train(snapshot)
     phase.complete()
     # learners that moved under measured gates reach other budgets than before
-    if isinstance(config, DistillPhase) and conversion(run.model).table is not None:
+    if config.imitates and conversion(run.model).table is not None:
         _measure(run, phase.name)
     if isinstance(config, (GatePhase, FinetunePhase)):
         if machine.is_main:

@@ -154,3 +154,15 @@ def test_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_page_about_the_code_names_files_and_parts_that_are_there():
+    named = re.findall(r"`([^`\n]+)`", (ROOT / "docs/architecture.md").read_text())
+    files = [p for folder in ("acm_compiler", "tests", "scripts", "benchmarks") for p in (ROOT / folder).rglob("*")]
+    paths = [f"/{path.relative_to(ROOT).as_posix()}" for path in files]
+    code = "\n".join(path.read_text() for path in files if path.suffix in (".py", ".h"))
+    for name in named:
+        if re.fullmatch(r"(?!\d)[\w/]+\.(py|h)", name):
+            assert any(path.endswith(f"/{name}") for path in paths), f"{name} is no file"
+        elif re.fullmatch(r"(?!\d)\w+((\.|::)\w+)*", name):
+            assert re.search(rf"\b{name.replace('::', '.').split('.')[-1]}\b", code), f"{name} is nowhere in the code"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from acm_compiler import env as _env
 from acm_compiler import errors as errors
 
 if TYPE_CHECKING:
@@ -106,3 +107,9 @@ if not TYPE_CHECKING:  # else a type checker would know every name, misspelt one
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+if _env.logged_rooms():
+    from acm_compiler.files import show_logs
+
+    show_logs()

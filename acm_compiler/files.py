@@ -94,7 +94,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-_ROOMS = {"capture": "passes", "sites": "passes", "rewrite": "passes", "plan": "planner"}
+_ROOMS = {"capture": "passes.capture", "sites": "passes.survey", "plan": "planning", "rewrite": "passes.rewrite"}
 
 
 def dump(name: str, text: Callable[[], str]) -> None:

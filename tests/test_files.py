@@ -1,8 +1,11 @@
 """Files are written whole or not at all; what is missing is said in words."""
 
+import importlib.util
 import os
 import resource
 import stat
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -102,3 +105,17 @@ def test_sizes_show_what_there_is(count, text):
 def test_what_is_no_json_is_a_value_error(text):
     with pytest.raises(ValueError):
         parse_json(text)
+
+
+@pytest.mark.parametrize("rooms", ["sites", "all"])
+def test_the_log_of_a_room_is_shown_where_it_was_asked_for(rooms):
+    command = [sys.executable, "-m", "acm_compiler", "plan", "shipped:digits_vit"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "ACM_LOG": rooms})
+    assert "acm_compiler.passes.survey: 20 sites" in done.stderr
+
+
+def test_every_room_that_has_a_short_name_is_there():
+    from acm_compiler.files import _ROOMS
+
+    for name in _ROOMS.values():
+        assert importlib.util.find_spec(f"acm_compiler.{name}")

@@ -40,6 +40,7 @@ _SAME_AS = {
     "itruediv": "div",
     "linalg_vector_norm": "norm",
     "log_sigmoid": "logsigmoid",
+    "moveaxis": "movedim",
     "multiply": "mul",
     "native_batch_norm": "batch_norm",
     "native_dropout": "dropout",

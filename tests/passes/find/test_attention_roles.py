@@ -74,6 +74,11 @@ def pooled_queries(_, q, k, v):
     return merged(F.scaled_dot_product_attention(queries, heads(k), heads(v)))
 
 
+def axes_moved(_, q, k, v):
+    q, k, v = (part.unflatten(-1, (HEADS, HEAD)).moveaxis(2, 1) for part in (q, k, v))
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
 def by_baddbmm(_, q, k, v):
     q, k, v = (heads(part).flatten(0, 1) for part in (q, k, v))
     bias = torch.zeros(q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype)
@@ -159,7 +164,7 @@ def activated(s, q, k, v):
     return F.hardswish(sdpa(s, q, k, v))
 
 
-WAYS = [sdpa, by_keyword, written_out, keys_first, by_einsum, keys_first_by_einsum, by_baddbmm, rotary]
+WAYS = [sdpa, by_keyword, written_out, keys_first, by_einsum, keys_first_by_einsum, axes_moved, by_baddbmm, rotary]
 WAYS += [gated_output, local_enhanced, queries_added, queries_added_in_place]
 WAYS += [
     heads_mixed,

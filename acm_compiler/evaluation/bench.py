@@ -22,6 +22,7 @@ from acm_compiler.backend.explanation import without_remarks
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.evaluation.times import BASE, OURS, Row
 from acm_compiler.inputs import Inputs, call_model
+from acm_compiler.passes.capture.normalize import disable_fast_path
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.runtime.control import set_budget, set_k
 from acm_compiler.runtime.usage import record
@@ -167,15 +168,28 @@ def _error(contest: Contest, inputs: Inputs) -> float:
 
 
 def int8(dense: nn.Module) -> nn.Module | None:
-    """The dense model with int8 linears (dynamic), what a user might pick instead; None where torch cannot."""
+    """The dense model with int8 linears (dynamic), what a user might pick instead; None where torch cannot.
+
+    torch's int8 linears take float32 on a CPU. Their `weight` and `bias` are methods; here they are the dense model's
+    tensors, since models read them to find a type or a device.
+    """
     quantization = getattr(torch.ao, "quantization", None)
+    linears = [module for module in dense.modules() if isinstance(module, nn.Linear)]
     if quantization is None or next(dense.parameters()).device.type != "cpu":
+        return None
+    if any(linear.weight.dtype != torch.float32 for linear in linears):
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         # torch's own call of a function that torch deprecates
         warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
-        return quantization.quantize_dynamic(copy.deepcopy(dense), {nn.Linear}, dtype=torch.qint8)
+        quantized: nn.Module = quantization.quantize_dynamic(copy.deepcopy(dense), {nn.Linear}, dtype=torch.qint8)
+    disable_fast_path(quantized)  # it would compute with those tensors, not in int8
+    for name, module in quantized.named_modules():
+        if isinstance(module, torch.ao.nn.quantized.dynamic.Linear):
+            linear = dense.get_submodule(name)
+            vars(module).update(weight=linear.weight, bias=linear.bias)
+    return quantized
 
 
 Call = Callable[[], object]

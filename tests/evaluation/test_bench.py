@@ -144,6 +144,48 @@ def test_measuring_keeps_to_itself_what_dynamo_says_of_a_librarys_cache(contest,
     assert "of the model itself" in said and not [text for text in said if "lru_cache" in text]
 
 
+class ReadsWeights(torch.nn.Module):
+    """Looks at the weight and bias of a linear that it also calls, as models do to find a type or a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x.to(self.inner.weight)) + self.inner.bias
+
+
+ENCODER_LAYER = dict(d_model=8, nhead=2, dim_feedforward=16, batch_first=True, dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.TransformerEncoderLayer(**ENCODER_LAYER),
+        lambda: torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(**ENCODER_LAYER), 1),
+        ReadsWeights,
+    ],
+    ids=["encoder layer", "encoder", "reader"],
+)
+def test_the_int8_model_runs_in_int8_where_weights_are_read_and_not_only_called(make):
+    torch.manual_seed(0)
+    dense, x = make().eval(), torch.randn(3, 5, 8)
+    inputs = (x, None, torch.arange(5) >= torch.tensor([[5], [4], [3]])) if hasattr(dense, "layers") else (x,)
+    quantized = turns.int8(dense)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        seen = quantized(*inputs)
+    with torch.no_grad():
+        expected = dense(*inputs)
+    held = inputs[2].logical_not() if len(inputs) > 1 else slice(None)
+    assert torch.allclose(seen[held], expected[held], atol=0.1) and not torch.equal(seen[held], expected[held])
+    assert any("linear_dynamic" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_there_is_no_int8_model_of_one_that_is_not_in_float32(dtype):
+    assert turns.int8(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8).to(dtype))) is None
+
+
 def test_wrong_answers_are_no_contest(contest):
     wrong = torch.nn.Module()
     wrong.forward = lambda x: contest.converted(x) * 1.001

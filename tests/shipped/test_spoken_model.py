@@ -107,7 +107,7 @@ def test_a_run_without_the_synthesiser_ends_in_one_message(monkeypatch, tmp_path
 
 
 def test_weights_that_are_missing_or_others_are_named(tmp_path):
-    with pytest.raises(StorageError, match=re.escape("train_spoken_model --out PATH")):
+    with pytest.raises(StorageError, match=re.escape("train_shipped.spoken --out PATH")):
         spoken_model.load_weights(spoken_model.build_model(), tmp_path / "gone.safetensors")
 
 

@@ -78,9 +78,11 @@ def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
     from acm_compiler.pipeline import check_recipe, plan_recipe
     from acm_compiler.recipe import expand_paths, how_to_set, unset_variables
     from acm_compiler.runs.folder import is_finished
+    from acm_compiler.training.machine import find_device
     from acm_compiler.training.schedule import check_phase
 
     check_phase(options.until, recipe.schedule)
+    find_device(recipe.run.device)
     unset = unset_variables(recipe)
     built, made, _ = plan_recipe(recipe)
     output.say(str(made))

@@ -10,7 +10,6 @@ from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.runs.given import Given
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.utils.data import Dataset
 
@@ -109,13 +108,12 @@ def open_saved_run(
 
     UsageError for a device that is not here; see `acm.load` for other errors.
     """
-    import torch
-
     from acm_compiler.checkpoint import load
+    from acm_compiler.training.machine import find_device
 
-    asked = None if device is None else _known_device(device)
+    asked = None if device is None else find_device(device, where="--device")
     recipe, given = _recipe(directory), given or Given()
-    place = asked or torch.device(_device(recipe))
+    place = asked or find_device(recipe.run.device if recipe else "auto")
     if recipe is not None and not allow_code:
         _refuse_code(directory, recipe, given)
     dense, no_dense = _dense(recipe, given, allow_code)
@@ -229,24 +227,3 @@ def _kept_dense(model: nn.Module) -> bool:
     from acm_compiler.passes.rewrite.conversion import sites
 
     return all(acm.dense is not None for acm in sites(model).values())
-
-
-def _device(recipe: Recipe | None) -> str:
-    import torch
-
-    chosen = recipe.run.device if recipe else "auto"
-    if chosen != "auto":
-        return chosen
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found else "cpu"
-
-
-def _known_device(name: str) -> torch.device:
-    import torch
-
-    here = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if here else 0
-    known = ["cpu", *([here.type] if here else []), *(f"{here.type}:{i}" for i in range(count) if here)]
-    if name not in known:
-        raise UsageError("no such device here", where="--device", found=repr(name), expected=" | ".join(known))
-    return torch.device(name)

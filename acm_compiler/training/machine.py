@@ -87,10 +87,11 @@ def open_machine(precision: Precision = "fp32", device: str = "auto") -> Machine
     """
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
+    named = find_device(device)
     # layers may be left out of a step (LayerDrop, unused heads), and the set may change
     tolerant = DistributedDataParallelKwargs(find_unused_parameters=True)
     # without an accelerator, accelerate takes several processes for several runs unless it is told so
-    on_cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
+    on_cpu = named.type == "cpu"
     try:
         # autocast is ours: accelerate's would patch the model's forward
         accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=[tolerant])
@@ -102,8 +103,20 @@ def open_machine(precision: Precision = "fp32", device: str = "auto") -> Machine
         ) from error
     _check_supported(accelerator)
     _check_launched(accelerator)
-    chosen = accelerator.device if device in ("auto", "cpu") or accelerator.num_processes > 1 else torch.device(device)
+    chosen = accelerator.device if device in ("auto", "cpu") or accelerator.num_processes > 1 else named
     return Machine(accelerator=accelerator, device=chosen, dtype=_AUTOCAST[precision])
+
+
+def find_device(name: str, *, where: str = "run.device") -> torch.device:
+    """The device of that name, for "auto" the first GPU or the CPU. UsageError where it is not here."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        return here or torch.device("cpu")
+    count = torch.accelerator.device_count() if here else 0
+    known = ["cpu", *([here.type] if here else []), *(f"{here.type}:{i}" for i in range(count) if here)]
+    if name not in known:
+        raise UsageError("no such device here", where=where, found=repr(name), expected=" | ".join(known))
+    return torch.device(name)
 
 
 def _check_supported(accelerator: Accelerator) -> None:

@@ -198,6 +198,7 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would(name, words, folder):
     [
         (("--until", "distil"), "no phase 'distil' (did you mean 'distill'?)"),
         (("--set", "model.freeze=[blcks.0]"), "no parameter matches 'blcks.0'"),
+        (("--set", "run.device=cuda:99"), "run.device: no such device here (found 'cuda:99', expected cpu"),
         (
             ("--set", "task={kind: 'python:tests.helpers.tour_model:no_task'}"),
             "module tests.helpers.tour_model has no 'no_task'",

@@ -27,7 +27,7 @@ from acm_compiler.recipe.tasks import PythonTask
 from acm_compiler.runtime.budgets import share_within, unreachable
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
-from acm_compiler.sources.python_function import PREFIX, find_function
+from acm_compiler.sources.python_function import PREFIX, check_call
 from acm_compiler.tasks.open_task import refuse_other_head
 from acm_compiler.training.check_schedule import check_schedule
 
@@ -123,15 +123,16 @@ def refuse(made: Plan, budgets: Iterable[tuple[str | None, float | str]]) -> Non
 def check_recipe(recipe: Recipe, model: nn.Module, made: Plan) -> None:
     """Refuse what a run of the recipe could not carry out on its model, weights or not, and its plan, before it begins.
 
-    What needs the data is not looked at. Raises as `refuse`, `check_schedule`, `frozen_parameters` and `find_function`,
+    What needs the data is not looked at. Raises as `refuse`, `check_schedule`, `frozen_parameters` and `check_call`,
     and UsageError for a task that does not fit the model.
     """
     refuse(made, named_budgets(recipe))
     check_schedule(recipe.schedule, made.sites)
     frozen_parameters(recipe, model)
     for section in (recipe.task, *((recipe.data.train, recipe.data.eval) if recipe.data else ())):
-        if section is not None and section.kind.startswith(PREFIX):
-            find_function(section.kind)
+        for name in (getattr(section, "kind", ""), getattr(section, "rows", "")):
+            if name.startswith(PREFIX):
+                check_call(name, getattr(section, "args", {}))
     if recipe.task is not None and recipe.data is not None and not isinstance(recipe.task, PythonTask):
         fit = " or ".join(fitting_classes(recipe.task.kind, recipe.data.train))
         refuse_other_head(recipe.task.kind, model, auto_class=fit)

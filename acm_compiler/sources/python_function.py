@@ -48,18 +48,23 @@ def find_function(reference: str) -> Callable[..., Any]:
 
 def call_function(reference: str, arguments: Mapping[str, Any]) -> Any:
     """What the function returns for these keyword arguments. UsageError when it does not take them."""
+    return run_function(reference, check_call(reference, arguments), arguments)
+
+
+def check_call(reference: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function, which is not called. UsageError when it does not take these keyword arguments."""
     function = find_function(reference)
     try:
         takes = inspect.signature(function)
     except ValueError:  # some built-in classes do not say
-        return run_function(reference, function, arguments)
+        return function
     try:
         takes.bind(**arguments)
     except TypeError as error:
         raise UsageError(
             "the function does not take the recipe's args", where=reference, found=error, expected=f"args for {takes}"
         ) from error
-    return run_function(reference, function, arguments)
+    return function
 
 
 def run_function(reference: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

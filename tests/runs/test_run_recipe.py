@@ -203,6 +203,23 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would(name, words, folder):
             ("--set", "task={kind: 'python:tests.helpers.tour_model:no_task'}"),
             "module tests.helpers.tour_model has no 'no_task'",
         ),
+        (
+            ("--set", "data.train={kind: 'python:tests.helpers.tour_model:data', args: {foo: 1}}"),
+            "does not take the recipe's args (found got an unexpected keyword argument 'foo'",
+        ),
+        (
+            (
+                "--set",
+                "data.eval={kind: text_rows, rows: 'python:tests.helpers.tour_model:data', "
+                "args: {foo: 1}, label: l, tokenizer: none}",
+            ),
+            "does not take the recipe's args (found got an unexpected keyword argument 'foo'",
+        ),
+        (
+            ("--set", "task={kind: 'python:tests.helpers.tour_model:data', args: {foo: 1}}"),
+            "does not take the recipe's args (found got an unexpected keyword argument 'foo'",
+        ),
+        (("--set", "model.args={foo: 1}"), "cannot be called with the recipe's args"),
         (("--set", "model.name=tests.helpers.tour_model:failing"), "the function raised RuntimeError: nothing here"),
     ],
 )

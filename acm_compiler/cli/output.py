@@ -88,6 +88,7 @@ class Output:
 @contextmanager
 def ending_unwritable() -> Iterator[None]:
     """End the process with exit code 1 where what is printed cannot be written: a disk is full, a pipe was closed."""
+    _open_closed_streams()
     try:
         try:
             yield
@@ -103,6 +104,20 @@ def ending_unwritable() -> Iterator[None]:
         if error.errno != errno.EPIPE:  # that a reader such as `head` has seen enough is no fault
             Output().error(f"the output cannot be written: {error.strerror}")
         sys.exit(1)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started without standard output or error (`>&-`) streams for them.
+
+    Their numbers must not go to the next file that is opened. Results that are printed fail there, as on a full disk;
+    what goes to standard error goes nowhere.
+    """
+    if sys.stdout is None:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _flushes(stream: Any) -> bool:

@@ -205,6 +205,24 @@ def test_output_that_cannot_be_written_is_no_traceback(buffered):
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+@pytest.mark.parametrize("words", ["--version", "--help", "schema", "recipes --json", "plan nothing:here"])
+def test_a_closed_output_is_one_that_cannot_be_written(words):
+    command = f"{sys.executable} -m acm_compiler {words} >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    refused = words.startswith("plan")  # prints no result
+    assert done.returncode == (2 if refused else 1), done.stderr
+    assert done.stderr.startswith("error: " if refused else "error: the output cannot be written: Bad file descriptor")
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_closed_standard_error_is_no_fault():
+    command = f"{sys.executable} -m acm_compiler recipes"
+    done = subprocess.run(["bash", "-c", f"{command} 2>&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, run("recipes").stdout)
+    refused = subprocess.run(["bash", "-c", f"{command} show x >&- 2>&-"], capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", "")
+
+
 def test_validate_takes_overrides():
     assert run("validate", "digits_vit_paper", "--set", "schedule[0].lr=1e-4").exit_code == 0
     result = run("validate", "digits_vit_paper", "--set", "schedule[0].lr=fast", "--set", "rnu.seed=1")

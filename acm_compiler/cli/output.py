@@ -114,10 +114,10 @@ def _open_closed_streams() -> None:
     """
     if sys.stdout is None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def _flushes(stream: Any) -> bool:

@@ -16,6 +16,7 @@ GraftKind = Literal["W", "T", "S", "R"]
 # what is read from a file must be so; the largest is what sizes of tensors are counted with
 Whole = Annotated[int, Ge(0), Le(2**63 - 1)]
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
+Learners = Annotated[int, Ge(1), Le(64)]
 Share = Annotated[float, Ge(0), Le(1)]
 # an `act` is one of these names, or an expression
 ACTIVATIONS = (

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from acm_compiler.planning.plan import Plan
 
 
+# any size up to this one is cheap, however small the site
+_SMALL = 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCost:
     """MACs of one site over one forward of the example inputs (all calls), and its parameters.
@@ -52,6 +56,16 @@ def dense_macs_per_token(site: PlannedSite) -> int:
     if site.dense_width is None:
         return site.d_in * site.d_out
     return site.dense_width * (site.d_in * len(site.first) + site.d_out)
+
+
+def size_limits(site: PlannedSite) -> dict[str, int]:
+    """The largest `width` and `gate_width` that make sense at this site, by key.
+
+    No learner is wider than what it replaces, and no gate costs more.
+    """
+    size = max(_SMALL, site.dense_width or max(site.d_in, site.d_out))
+    gate = _SMALL * -(-dense_macs_per_token(site) // (site.d_in * _SMALL))
+    return {"width": size, "gate_width": gate}
 
 
 def macs_per_learner(site: PlannedSite) -> int:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from acm_compiler.site import Count, Site, Whole
+from acm_compiler.site import Count, Learners, Site, Whole
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class PlannedSite(Site):
     the input (o). `init` "random" is the paper's start. `state` "dense": no phase has fitted the learners yet.
     """
 
-    learners: Count
+    learners: Learners
     width: Count
     k_min: Whole
     gate_width: Count

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from acm_compiler.errors import SelectionError, UsageError, nearest
-from acm_compiler.planning.cost import dense_macs_per_token
+from acm_compiler.planning.cost import dense_macs_per_token, size_limits
 from acm_compiler.planning.decisions import PlannedSite, SecondLayer
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.site import Site
@@ -139,7 +139,20 @@ def _plan_site(site: Site, rule: SiteRule, gate: GateConfig) -> PlannedSite:
     )
     _refuse_narrow(planned)
     width = gate_width(planned, gate.share) if gate.hidden == "auto" else gate.hidden
-    return dataclasses.replace(planned, gate_width=width)
+    return _within_limits(dataclasses.replace(planned, gate_width=width))
+
+
+def _within_limits(site: PlannedSite) -> PlannedSite:
+    """`site`; UsageError where its sizes, as asked for, are out of proportion to what it replaces."""
+    for key, most in size_limits(site).items():
+        if getattr(site, key) > most:
+            raise UsageError(
+                f"{key} is too large for this site",
+                where=site.name,
+                found=getattr(site, key),
+                expected=f"at most {most}",
+            )
+    return site
 
 
 def _refuse_narrow(site: PlannedSite) -> None:

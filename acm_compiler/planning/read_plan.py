@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from acm_compiler.acm.activations import resolve
 from acm_compiler.errors import AcmError, StorageError
 from acm_compiler.files import parse_json
-from acm_compiler.planning.cost import SiteCost
+from acm_compiler.planning.cost import SiteCost, size_limits
 from acm_compiler.planning.decisions import SCHEMA, ModelFacts, PlannedSite
 from acm_compiler.recipe.checked_json import checked_json, wrong_entry
 from acm_compiler.site import Skip
@@ -106,6 +106,9 @@ def _faults_of_size(site: PlannedSite) -> Iterator[Fault]:
     for ref in (*site.first, *([] if site.last is None else [site.last])):
         if ref.rows is not None and ref.rows[0] >= ref.rows[1]:
             yield "rows", list(ref.rows), "the first row and the one after the last"
+    for key, most in size_limits(site).items():
+        if getattr(site, key) > most:
+            yield key, getattr(site, key), f"at most {most}, by the size of the site"
     if site.k_min > site.learners:
         yield "k_min", site.k_min, f"at most the site's learners, {site.learners}"
     if site.dense_width is not None and site.init == "auto" and site.learners * site.width < site.dense_width:

@@ -31,7 +31,7 @@ from acm_compiler.recipe.fields import (
 from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.recipe.phases import Phase
 from acm_compiler.recipe.tasks import ExpectConfig, TaskConfig
-from acm_compiler.site import ACTIVATIONS
+from acm_compiler.site import ACTIVATIONS, Learners
 
 VERSION = 1
 
@@ -45,7 +45,7 @@ class SiteRule(Section):
     """Only sites whose name also matches one of these names, globs or re: patterns."""
     exclude: Texts = ()
     """No site whose name matches one of these."""
-    learners: Annotated[int, Field(ge=1, le=64)] = 4
+    learners: Learners = 4
     """N, the number of learners of each ACM."""
     width: Count | Auto = "auto"
     """Hidden width of one learner; auto: all learners together cost what the site cost."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import acm_compiler as acm
-from acm_compiler.errors import StorageError
+from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.planning.plan import Plan
 from tests.helpers.rewrite_cases import ALL, planned
 
@@ -56,6 +56,9 @@ def changed(document, path, value):
         ("learners", 4.0, "a whole number"),
         ("learners", 0, "at least 1"),
         ("learners", 10**30, "at most"),
+        ("learners", 10**6, "at most 64"),
+        ("width", 10**6, "at most 64, by the size of the site"),
+        ("gate_width", 10**6, "at most 64, by the size of the site"),
         ("width", float("nan"), "a whole number"),
         ("width", -3, "at least 1"),
         ("width", 1, "learners that hold"),
@@ -81,6 +84,23 @@ def test_a_value_that_does_not_fit_is_refused_by_its_key(document, key, value, e
     with pytest.raises(StorageError) as caught:
         Plan.from_json(changed(document, ("sites", i, key), value))
     assert f"sites[{i}].{key}" in str(caught.value) and expected in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize("options", [{}, {"learners": 12}, {"lossless": True}, {"init": "random"}], ids=repr)
+@pytest.mark.parametrize("name", ALL)
+def test_what_the_planner_makes_goes_round(name, options):
+    plan = planned(ALL[name], **options)[2]
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_planner_refuses_the_sizes_that_no_plan_may_have():
+    model, x, _ = planned(ALL["parallel"])
+    with pytest.raises(UsageError, match=r"width is too large for this site .*expected at most 64"):
+        acm.plan(model, x, sites={"match": "mlp", "width": 10**6})
+    with pytest.raises(UsageError, match="learners: found 1000000, expected at most 64"):
+        acm.plan(model, x, learners=10**6)
+    with pytest.raises(UsageError, match="gate_width is too large for this site"):
+        acm.plan(model, x, gate={"hidden": 10**6})
 
 
 def test_a_site_that_stands_there_twice_is_refused(document):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from acm_compiler import env
-from acm_compiler.errors import StorageError
+from acm_compiler.errors import StorageError, UsageError
 
 _PART = ".part"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -43,6 +43,15 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def folder_at(directory: str | os.PathLike[str]) -> Path:
+    """The path that `directory` is; UsageError for what is none."""
+    try:
+        return Path(directory)
+    except TypeError:
+        found = type(directory).__name__
+        raise UsageError("not a folder", found=found, expected="a path, as text or pathlib.Path") from None
 
 
 def is_part(name: str) -> bool:

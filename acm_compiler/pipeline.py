@@ -61,6 +61,9 @@ def plan(
     """
     rules = rules_of(sites, include=include, exclude=exclude, learners=learners, lossless=lossless, init=init)
     size = _gate(gate)
+    if source is not None and not isinstance(source, Mapping):
+        expected = 'such as {"source": "hf", "name": "…"}'
+        raise UsageError("source must be a mapping", found=type(source).__name__, expected=expected)
     found = look(model, example_inputs, source=source)
     return decide(found, rules, size)
 

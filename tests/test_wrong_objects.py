@@ -7,6 +7,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import AcmError, UsageError
+from acm_compiler.evaluation.results import Evaluation, MetricResult
 from tests.helpers import tour_model
 
 
@@ -52,6 +53,34 @@ OTHERS = {
     "load's folder": lambda odd, made: acm.load(odd),
     "a plan's text": lambda odd, made: acm.Plan.from_json(odd),
 }
+
+
+def evaluated(made, batches=(), **options):
+    return acm.evaluate(made[3], batches, **{"metric": lambda *_: 0} | options)
+
+
+def saved(made, extra):
+    acm.save(made[3], made[4], extra=extra)
+
+
+# arguments of a kind: what is given, and the words that refuse it
+ARGUMENTS = {
+    "evaluate's dense": (lambda odd, made: evaluated(made, dense=odd), "dense: not a model"),
+    "evaluate's budgets": (lambda odd, made: evaluated(made, budgets=odd), "budget.*found"),
+    "evaluate's task": (lambda odd, made: evaluated(made, metric=None, task=odd), "task"),
+    "report's evaluation": (lambda odd, made: acm.report(made[3], odd, made[4]), "evaluation must be what"),
+    "report's folder": (lambda odd, made: acm.report(made[3], EVALUATION, odd), "not a folder"),
+    "plan's source": (lambda odd, made: acm.plan(made[0], made[1], source=odd), "source must be a mapping"),
+    "save's extra": (lambda odd, made: saved(made, odd), "extra"),
+    "save's extra file": (lambda odd, made: saved(made, {"notes": odd}), "an extra file must be text or bytes"),
+}
+NO_FAULT = {
+    *(("plan's source", "a dict"), ("plan's source", "a state dict"), ("save's extra", "a dict")),
+    *(("report's folder", "a text"), ("save's extra file", "a text")),
+}
+EVALUATION = Evaluation(
+    metric=MetricResult(name="m", dense=None), budgets=(), n=1, groups=1, masked=False, model="m", dense_macs=1, date=""
+)
 ODD = {
     "a dict": {},
     "a number": 3,
@@ -60,6 +89,7 @@ ODD = {
     "a list": [torch.nn.Linear(2, 2)],
     "a function": len,
 }
+ODDER = ODD | {"a text": "x", "a tensor": torch.zeros(2, 2)}
 
 
 def test_no_public_function_is_left_out():
@@ -84,3 +114,36 @@ def test_what_is_no_model_is_refused_in_words(name, odd, made):
 def test_other_wrong_objects_are_refused_in_words(name, odd, made):
     with pytest.raises(AcmError):
         OTHERS[name](ODD[odd], made)
+
+
+@pytest.mark.parametrize(("name", "odd"), [(n, o) for n in ARGUMENTS for o in ODDER if (n, o) not in NO_FAULT])
+def test_arguments_of_another_kind_are_refused_in_words(name, odd, made):
+    call, words = ARGUMENTS[name]
+    with pytest.raises(UsageError, match=words):
+        call(ODDER[odd], made)
+
+
+@pytest.mark.parametrize(
+    "budgets", [0.5, -1, True, "60%", [None], [True], ["x"], {0.5: 1}, torch.tensor(0.5)], ids=repr
+)
+def test_budgets_are_a_list_of_budgets(budgets, made):
+    with pytest.raises(UsageError, match=r"budget.*found"):
+        evaluated(made, budgets=budgets)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", 5, [len], {}], ids=repr)
+def test_a_metric_is_a_function(metric, made):
+    with pytest.raises(UsageError, match=r"metric must be a function \(found"):
+        evaluated(made, metric=metric)
+
+
+@pytest.mark.parametrize("batches", [None, 5, {}, torch.zeros(2, 2), tour_model.Classifier], ids=repr)
+@pytest.mark.parametrize("name", ["evaluate", "calibrate"])
+def test_batches_are_an_iterable_of_batches(name, batches, made):
+    with pytest.raises(UsageError, match="batches must be an iterable"):
+        evaluated(made, batches) if name == "evaluate" else acm.calibrate(made[3], batches)
+
+
+def test_a_report_of_nothing_is_refused(made):
+    with pytest.raises(UsageError, match=r"must be what acm\.evaluate returned \(found NoneType"):
+        acm.report(made[3], None, made[4])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.calibration.damage import Answer, default_answer
+from acm_compiler.data import refuse_no_batches
 from acm_compiler.errors import AcmError, DataError, UsageError
 from acm_compiler.inputs import Inputs, call_model, refuse_labels, split_inputs
 from acm_compiler.passes.capture.graph import tensors
@@ -61,13 +62,7 @@ def masked(batches: Iterable[Inputs], mask: MaskOf | None = None) -> Iterator[Ex
 
     UsageError for a single batch, for what is none, and for masks of another kind.
     """
-    if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
-        raise UsageError(
-            "batches must be an iterable of what the model takes",
-            found=type(batches).__name__,
-            expected="a list, a loader or a generator of batches",
-            fix="one batch alone: [batch]",
-        )
+    refuse_no_batches(batches)
     if mask is not None and not callable(mask):
         raise UsageError(
             "mask is asked about every batch",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from acm_compiler.checkpoint.lock import LOCK, refuse_taken
 from acm_compiler.errors import StorageError, UsageError
-from acm_compiler.files import is_part, parse_json, size_text, storing
+from acm_compiler.files import folder_at, is_part, parse_json, size_text, storing
 from acm_compiler.sources.hf_inputs import PROCESSOR_FILES
 
 PLAN, WEIGHTS, MODEL, BUDGETS = "plan.json", "model.safetensors", "model.json", "budgets.json"
@@ -46,15 +46,6 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
         pass
 
 
-def folder_at(directory: str | os.PathLike[str]) -> Path:
-    """The path that `directory` is; UsageError for what is none."""
-    try:
-        return Path(directory)
-    except TypeError:
-        found = type(directory).__name__
-        raise UsageError("not a folder", found=found, expected="a path, as text or pathlib.Path") from None
-
-
 def holds_model(directory: str | os.PathLike[str]) -> bool:
     """Whether a save has left weights, or what describes them, in `directory`."""
     return any((Path(directory) / name).exists() for name in (MODEL, WEIGHTS))
@@ -82,13 +73,19 @@ def _described(folder: Path, key: str) -> object:
         return None
 
 
-def check_extra(extra: Mapping[str, bytes | str]) -> None:
-    """Raise UsageError for extra files whose names are taken or lead out of the folder."""
-    for name in extra:
-        if name in _ORDER or name in ("", ".", "..") or Path(name).name != name:
+def checked_extra(extra: Mapping[str, bytes | str] | None) -> dict[str, bytes | str]:
+    """The extra files by name; UsageError where they are none, or their names are taken or lead out of the folder."""
+    if extra is not None and not isinstance(extra, Mapping):
+        expected = "such as {'notes.txt': 'text or bytes'}"
+        raise UsageError("extra must be a mapping of files", found=type(extra).__name__, expected=expected)
+    for name, content in (extra or {}).items():
+        if not isinstance(content, (bytes, str)):
+            raise UsageError("an extra file must be text or bytes", where=repr(name), found=type(content).__name__)
+        if not isinstance(name, str) or name in _ORDER or name in ("", ".", "..") or Path(name).name != name:
             raise UsageError(
                 "no name for an extra file of a saved model", found=repr(name), expected="a plain new name"
             )
+    return dict(extra or {})
 
 
 def write_folder(

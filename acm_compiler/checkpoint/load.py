@@ -12,13 +12,13 @@ from torch import fx, nn
 
 from acm_compiler.checkpoint.choices import choices_in_words, restore_choices
 from acm_compiler.checkpoint.documents import check_budgets, check_description
-from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, folder_at
+from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
 from acm_compiler.checkpoint.hf_files import restore_generation
 from acm_compiler.checkpoint.save import FORMAT, digest, file_digest, graph_digest
 from acm_compiler.checkpoint.source import first_difference
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
 from acm_compiler.errors import PlanMismatch, StorageError
-from acm_compiler.files import parse_json
+from acm_compiler.files import folder_at, parse_json
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
 from acm_compiler.passes.rewrite.conversion import BudgetTable, Conversion, sites
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert, copied

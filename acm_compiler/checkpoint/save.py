@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from acm_compiler.checkpoint.choices import collect_choices
-from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, check_extra, write_folder
+from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, checked_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.source import source_of
 from acm_compiler.checkpoint.tensors import collect, write_tensors
@@ -48,9 +48,8 @@ def save(
     Raises NotRewritten, UsageError for a part of a rewritten model, and StorageError for a folder that holds files of
     others or cannot be written.
     """
-    extra = dict(extra or {})
-    check_extra(extra)
     owner, root = conversion(model), rewritten_root(model)
+    extra = checked_extra(extra)
     refuse_part(root, whole=len(sites(root)) == len(owner.plan.sites))
     tensors, aliases = collect(root)
     save_id = uuid.uuid4().hex

@@ -1,8 +1,8 @@
 """Data sets by kind, and batches of them in an order that can be resumed."""
 
 from acm_compiler.data.audio import left_out
-from acm_compiler.data.batch import Batch, as_batch
+from acm_compiler.data.batch import Batch, as_batch, refuse_no_batches
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.open_dataset import open_dataset
 
-__all__ = ["Batch", "BatchStream", "as_batch", "left_out", "open_dataset"]
+__all__ = ["Batch", "BatchStream", "as_batch", "left_out", "open_dataset", "refuse_no_batches"]

@@ -21,14 +21,14 @@ A data set is any map-style `torch.utils.data.Dataset` whose items are such dict
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from acm_compiler.errors import DataError
+from acm_compiler.errors import DataError, UsageError
 
 Batch = dict[str, Tensor]
 
@@ -55,6 +55,17 @@ def as_example(item: Any, dataset: Dataset[Any]) -> Mapping[str, Any]:
         found=type(item).__name__,
         expected="a mapping from names to tensors, or a pair (image, label)",
     )
+
+
+def refuse_no_batches(batches: object) -> None:
+    """UsageError for a single batch, and for what holds none."""
+    if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
+        raise UsageError(
+            "batches must be an iterable of what the model takes",
+            found=type(batches).__name__,
+            expected="a list, a loader or a generator of batches",
+            fix="one batch alone: [batch]",
+        )
 
 
 def as_batch(given: Any) -> Batch:

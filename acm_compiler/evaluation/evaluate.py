@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.data import Batch, as_batch
+from acm_compiler.data import Batch, as_batch, refuse_no_batches
 from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.evaluation.statistics import Sample, against_fixed
 from acm_compiler.evaluation.tally import Tally
 from acm_compiler.inputs import call_model
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.schema import BudgetsConfig
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.budgets import parse_budget, share_within
+from acm_compiler.runtime.budgets import list_of_budgets, parse_budget, share_within
 from acm_compiler.runtime.control import FixedK, set_budget, set_k
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import record
@@ -71,7 +71,11 @@ def evaluate(
     dataset = getattr(batches, "dataset", None)
     judge = task_for(task, metric, lower_is_better=lower_is_better, dataset=dataset, model=model)
     runs = _Runs(model, judge, dense)
-    settings = list(reachable(model, BudgetsConfig().report, say=_LOG.warning) if budgets is None else budgets)
+    refuse_no_batches(batches)
+    reported = BudgetsConfig().report
+    settings: list[Setting] = list_of_budgets(
+        reachable(model, reported, say=_LOG.warning) if budgets is None else budgets
+    )
     if fixed_k or (fixed_k is None and budgets is None):
         settings += every_k(model)
     with undisturbed(model), _evaluating(dense):
@@ -157,6 +161,8 @@ class _Runs:
     def __init__(self, model: nn.Module, task: Task, dense: nn.Module | None) -> None:
         self.model, self.task, self.dense = model, task, dense
         self.device = next(iter(sites(model).values())).k_lo.device
+        if dense is not None:
+            refuse_no_module(dense, where="dense")
         self.dense_from: DenseFrom | None = "original" if dense is not None else None
         if dense is None and all(acm.dense is not None for acm in sites(model).values()):
             self.dense_from = "regions"

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from acm_compiler.calibration.recalibrate import known_damages
 from acm_compiler.data import Batch, as_batch
+from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.find_loads import Loads, find_loads
 from acm_compiler.evaluation.results import Evaluation
+from acm_compiler.files import folder_at
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.write import write_report
@@ -40,17 +42,25 @@ def report(
     title: None for the name of the model's class.
     Returns the page's path. Raises PackageMissing without matplotlib, StorageError where nothing can be written.
     """
+    owner = conversion(model)
+    if not isinstance(evaluation, Evaluation):
+        raise UsageError(
+            "evaluation must be what acm.evaluate returned",
+            found=f"the class {evaluation.__name__}" if isinstance(evaluation, type) else type(evaluation).__name__,
+            expected="an Evaluation",
+            fix="evaluation = acm.evaluate(model, batches, task=…)",
+        )
     loads = Loads(missing=_NO_EXAMPLES)
     if examples is not None:
         judge = task_for(task, None if task is not None else _unscored, model=model)
         loads = find_loads(model, evaluation, lambda: as_batch(examples), judge)
     return write_report(
-        Path(directory),
+        folder_at(directory),
         Report(
-            title=title or conversion(model).plan.model.cls.rpartition(".")[2],
+            title=title or owner.plan.model.cls.rpartition(".")[2],
             description=description,
             evaluation=evaluation,
-            plan=conversion(model).plan,
+            plan=owner.plan,
             damages=known_damages(model),
             loads=loads,
         ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, UsageError
 from acm_compiler.passes.rewrite.conversion import BudgetTable, Conversion
@@ -56,6 +59,19 @@ def parse_budget(budget: float | str, plan: Plan) -> float:
     number, facts = float(found[1]), plan.model
     macs = number / 100 * facts.dense_macs if found[2] else number * _PREFIX[found[3] or ""] * facts.batch
     return plan.cost.budget_of_macs(macs)
+
+
+def list_of_budgets(given: Iterable[Any]) -> list[Any]:
+    """What `given` lists; UsageError for one budget alone, and for what lists none."""
+    with contextlib.suppress(TypeError):  # arrays without an axis say only when they are read that they are no list
+        if not isinstance(given, (str, Mapping)):
+            return list(given)
+    raise UsageError(
+        "budgets must be a list",
+        found=repr(given) if isinstance(given, (str, Real)) else type(given).__name__,
+        expected="shares such as [0.4, 0.6], or texts such as ['60%']",
+        fix=f"one budget alone: [{given!r}]" if isinstance(given, str) or is_number(given) else None,
+    )
 
 
 def share_within(budget: float | str, plan: Plan, *, low: float) -> float | None:

@@ -66,6 +66,13 @@ def task_for(
             found="neither" if given is None else "both",
             expected=f"task= one of {_KINDS}, or metric= a function of (output, batch)",
         )
+    if metric is not None and not callable(metric):
+        raise UsageError(
+            "metric must be a function",
+            found=repr(metric) if isinstance(metric, (str, int, float)) else type(metric).__name__,
+            expected="one of (output, batch), which gives one score per example",
+            fix="what has a name goes to task=" if isinstance(metric, str) else None,
+        )
     if metric is not None:
         name = getattr(metric, "__name__", type(metric).__name__).strip("<>").replace("_", " ")
         return OwnMetric(  # type: ignore[return-value]
@@ -74,10 +81,11 @@ def task_for(
     if isinstance(given, (str, Mapping)):
         return open_task(task_section(given, where="task"), dataset, model)
     missing = [part for part in _PARTS if not hasattr(given, part)]
-    if missing:
+    if missing or isinstance(given, type):
+        found = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise UsageError(
             "task must be a task or the name of one",
-            found=f"{type(given).__name__} without {', '.join(missing)}",
+            found=f"{found} without {', '.join(missing)}" if missing else found,
             expected=_KINDS,
             fix="a function that scores outputs goes to metric=",
         )

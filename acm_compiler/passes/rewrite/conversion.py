@@ -117,8 +117,8 @@ def sites(model: nn.Module) -> dict[str, ACM]:
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
 
-def refuse_no_module(model: object) -> None:
-    """UsageError, or FixedBudget for exported programs, unless `model` is a module."""
+def refuse_no_module(model: object, *, where: str | None = None) -> None:
+    """UsageError, or FixedBudget for exported programs, unless `model` is a module; `where`: the argument's name."""
     if isinstance(model, nn.Module):
         return
     name = type(model).__name__
@@ -129,7 +129,7 @@ def refuse_no_module(model: object) -> None:
         name, fix = f"the class {model.__name__}", f"make one of it: {model.__name__}(…)"
     elif isinstance(model, Mapping):
         fix = "load its tensors into a model: model.load_state_dict(…)"
-    raise UsageError("not a model", found=name, expected="a torch.nn.Module", fix=fix)
+    raise UsageError("not a model", where=where, found=name, expected="a torch.nn.Module", fix=fix)
 
 
 def _no_acms(model: nn.Module) -> AcmError:

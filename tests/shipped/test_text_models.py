@@ -140,7 +140,7 @@ def test_a_tokenizer_is_learned_from_the_texts_alone(tmp_path, monkeypatch):
 
 
 def test_weights_that_are_missing_are_named_with_what_makes_them(tmp_path):
-    with pytest.raises(StorageError, match="train_shipped.text --model llama_docs --out PATH"):
+    with pytest.raises(StorageError, match=r"train_shipped\.text --model llama_docs --out PATH"):
         docs_model.load_weights(docs_model.build_model(), tmp_path / "gone.safetensors")
 
 

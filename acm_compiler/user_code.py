@@ -12,6 +12,8 @@ from types import CodeType, TracebackType
 
 import torch
 
+from acm_compiler.errors import AcmError, FunctionFailed
+
 
 class Attempt:
     """A block that runs a user's code, which may raise anything; what it raised is `error`."""
@@ -26,6 +28,21 @@ class Attempt:
     ) -> bool:
         self.error = error if isinstance(error, Exception) else None
         return self.error is not None
+
+
+def is_users(thing: object) -> bool:
+    """Whether the class of `thing` is not one of this package."""
+    return type(thing).__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+def failed(where: str, what: str, error: Exception) -> AcmError:
+    """The refusal for what a user's code raised; our own errors, and lack of memory, stay as they are."""
+    if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
+        raise error
+    frames = users_frames(error)
+    made = FunctionFailed(f"{what} {first_line(error)}" + (f"\n{frames}" if frames else ""), where=where)
+    made.__cause__ = error
+    return made
 
 
 def first_line(error: Exception) -> str:

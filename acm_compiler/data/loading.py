@@ -19,6 +19,7 @@ from acm_compiler.data.audio import left_out, told
 from acm_compiler.data.batch import Batch, assemble
 from acm_compiler.data.draws import derive, seeded
 from acm_compiler.errors import AcmError, DataError, UsageError
+from acm_compiler.user_code import Attempt, failed, is_users
 
 _ORDER, _EXAMPLE, _MIX = 1, 2, 3  # what a seed is for
 
@@ -137,9 +138,19 @@ class _Fetch(Dataset[Any]):
 
     def __getitem__(self, share: _Share) -> Batch | AcmError | None:
         try:
-            return self._batch(share)
+            return self._tried(share)
         except AcmError as error:
             return error
+
+    def _tried(self, share: _Share) -> Batch | None:
+        """The batch; FunctionFailed, with the user's own frames, where a data set of the user's raises."""
+        if not is_users(self.dataset):
+            return self._batch(share)
+        attempt = Attempt()
+        with attempt:
+            return self._batch(share)
+        assert attempt.error is not None
+        raise failed(type(self.dataset).__name__, "the data set raised", attempt.error)
 
     def _batch(self, share: _Share) -> Batch | None:
         mix = getattr(self.dataset, "mix", None)

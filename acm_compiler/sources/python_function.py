@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
-import torch
-
-from acm_compiler.errors import AcmError, FunctionFailed, UsageError, did_you_mean
-from acm_compiler.user_code import Attempt, first_line, users_frames
+from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.user_code import Attempt, failed
 
 PREFIX = "python:"
 
@@ -33,7 +31,7 @@ def find_function(reference: str) -> Callable[..., Any]:
             fix="install its package, or run from (or add to PYTHONPATH) the folder that holds it",
         ) from error
     if error is not None:
-        raise _failed(reference, f"importing {module_name} raised", error)
+        raise failed(reference, f"importing {module_name} raised", error)
     try:
         function = reduce(getattr, path.split("."), module)
     except AttributeError as error:
@@ -73,14 +71,4 @@ def run_function(reference: str, function: Callable[..., Any], arguments: Mappin
     with attempt:
         return function(**arguments)
     assert attempt.error is not None
-    raise _failed(reference, "the function raised", attempt.error)
-
-
-def _failed(reference: str, what: str, error: Exception) -> AcmError:
-    """The refusal for what a user's code raised; our own errors, and lack of memory, stay as they are."""
-    if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
-        raise error
-    frames = users_frames(error)
-    made = FunctionFailed(f"{what} {first_line(error)}" + (f"\n{frames}" if frames else ""), where=reference)
-    made.__cause__ = error
-    return made
+    raise failed(reference, "the function raised", attempt.error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -25,6 +27,7 @@ from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
 from acm_compiler.tasks.language import CausalLM, open_masked_lm
+from acm_compiler.user_code import Attempt, failed, is_users
 
 _PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
 
@@ -72,7 +75,30 @@ def _users(reference: str, arguments: dict[str, Any]) -> Task:
             found=f"{type(task).__name__} without {', '.join(missing)}",
             fix="see acm_compiler/tasks/base.py for what a task has",
         )
-    return task
+    return UsersTask(task, reference) if is_users(task) else task
+
+
+class UsersTask:
+    """A user's task, all as it is but that what its methods raise is a FunctionFailed with the user's own frames."""
+
+    def __init__(self, task: Any, reference: str) -> None:
+        self._task, self._reference = task, reference
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_task", "_reference"):  # asked for by copies that are not filled yet
+            raise AttributeError(name)
+        found = getattr(self._task, name)
+        if not callable(found):
+            return found
+        return functools.partial(_call, f"{self._reference}: {name}", found)
+
+
+def _call(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    attempt = Attempt()
+    with attempt:
+        return method(*args, **kwargs)
+    assert attempt.error is not None
+    raise failed(name, "the task raised", attempt.error)
 
 
 # XLM's and Flaubert's …WithLMHeadModel may be either

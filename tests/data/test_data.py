@@ -318,6 +318,21 @@ def test_a_users_function_that_raises_shows_its_own_lines() -> None:
     assert isinstance(caught.value.__cause__, KeyError) and caught.value.exit_code == 1
 
 
+class Broken(Noise):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        raise KeyError("no such clip")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_users_data_set_that_raises_shows_its_own_lines(workers: int) -> None:
+    with pytest.raises(FunctionFailed) as caught:
+        list(BatchStream(dataset=Broken(), batch=5, workers=workers).epoch())
+    what, frame, line = str(caught.value).splitlines()
+    assert what == "Broken: the data set raised KeyError: 'no such clip'"
+    assert frame.startswith(f'  File "{__file__}", line ') and frame.endswith(", in __getitem__")
+    assert line == '    raise KeyError("no such clip")'
+
+
 def test_a_users_module_that_cannot_be_imported_shows_its_own_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

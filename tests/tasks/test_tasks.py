@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from acm_compiler.errors import DataError, UsageError
+from acm_compiler.errors import DataError, FunctionFailed, UsageError
 from acm_compiler.recipe.tasks import CausalLMTask, ClassifyTask, CtcTask, EmbedTask, MaskedLMTask, PythonTask
 from acm_compiler.tasks import Task, judged_by, open_task
 from acm_compiler.tasks.base import Metric
@@ -199,3 +200,34 @@ def test_a_users_function_gives_the_task() -> None:
     assert open_task(PythonTask(kind=f"python:{__name__}:make_task", args={"classes": 3})) == Classify(classes=3)
     with pytest.raises(UsageError, match="without inputs, mask, score, answer"):
         open_task(PythonTask(kind=f"python:{__name__}:make_no_task"))
+
+
+class BrokenTask:
+    metric, lower_is_better = "error", True
+
+    def inputs(self, batch):
+        raise KeyError("image")
+
+    def mask(self, batch):
+        return None
+
+    def answer(self, output, mask=None):
+        return output
+
+    loss = score = lambda self, output, batch: 1 / 0
+
+
+def test_a_users_task_that_raises_shows_its_own_lines() -> None:
+    reference = f"python:{__name__}:BrokenTask"
+    task = open_task(PythonTask(kind=reference))
+    assert isinstance(task, Task) and Metric.of(task).lower_is_better and not hasattr(task, "likeness")
+    assert task.answer(LOGITS, mask=None) is LOGITS and copy.deepcopy(task).mask({}) is None
+    with pytest.raises(FunctionFailed) as caught:
+        task.inputs({})
+    what, frame, line = str(caught.value).splitlines()
+    assert what == f"{reference}: inputs: the task raised KeyError: 'image'"
+    assert frame.startswith(f'  File "{__file__}", line ') and frame.endswith(", in inputs")
+    assert line == '    raise KeyError("image")'
+    for method in (task.loss, task.score):
+        with pytest.raises(FunctionFailed, match="the task raised ZeroDivisionError"):
+            method(LOGITS, {})

@@ -6,40 +6,34 @@ import logging
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from acm_compiler.calibration import ranks
 from acm_compiler.errors import UsageError
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 log = logging.getLogger(__name__)
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_YES = ("1", "true")  # as accelerate writes its switches
+_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One process of a run. `dtype` is what autocast computes in, None for fp32; weights stay as they are."""
+    """One process of a run, number `rank` of `world`.
 
-    accelerator: Accelerator
+    `dtype` is what autocast computes in, None for fp32; weights stay as they are.
+    """
+
+    rank: int
+    world: int
     device: torch.device
     dtype: torch.dtype | None
-
-    @property
-    def rank(self) -> int:
-        """This process's number, from 0."""
-        return self.accelerator.process_index
-
-    @property
-    def world(self) -> int:
-        """How many processes run together."""
-        return self.accelerator.num_processes
 
     @property
     def is_main(self) -> bool:
@@ -69,42 +63,38 @@ class Machine:
 
     def gather(self, value: Any) -> list[Any]:
         """The plain value of every process, in the order of ranks."""
-        if self.world == 1:
-            return [value]
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, value)
-        return every
+        return ranks.gathered(value)
 
     def parallel(self, module: nn.Module) -> nn.Module:
         """`module` so that its gradients are averaged over processes; itself when alone."""
-        return self.accelerator.prepare_model(module) if self.world > 1 else module
+        if self.world == 1:
+            return module
+        # layers may be left out of a step (LayerDrop, unused heads), and the set may change
+        own = None if self.device.type == "cpu" else [self.device]
+        return nn.parallel.DistributedDataParallel(module, device_ids=own, find_unused_parameters=True)
 
 
 def open_machine(precision: Precision = "fp32", device: str = "auto") -> Machine:
-    """This process's part of the run, as `accelerate launch` (or a plain start) made it.
+    """This process's part of the run, as torchrun, `accelerate launch` or a plain start made it.
 
-    `device` "auto" is the first GPU or the CPU. UsageError where this process cannot train so.
+    `device` "auto" is the first GPU or the CPU; of several processes each takes the GPU of its local rank.
+    UsageError where this process cannot train so.
     """
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-
-    named = find_device(device)
-    # layers may be left out of a step (LayerDrop, unused heads), and the set may change
-    tolerant = DistributedDataParallelKwargs(find_unused_parameters=True)
-    # without an accelerator, accelerate takes several processes for several runs unless it is told so
-    on_cpu = named.type == "cpu"
-    try:
-        # autocast is ours: accelerate's would patch the model's forward
-        accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=[tolerant])
-    except ValueError as error:
-        raise UsageError(
-            "accelerate was already started in this process with other settings",
-            found=error,
-            fix="run the recipe in a process of its own",
-        ) from error
-    _check_supported(accelerator)
-    _check_launched(accelerator)
-    chosen = accelerator.device if device in ("auto", "cpu") or accelerator.num_processes > 1 else named
-    return Machine(accelerator=accelerator, device=chosen, dtype=_AUTOCAST[precision])
+    _refuse_sharded()
+    on_cpu = device == "auto" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES
+    named = find_device("cpu" if on_cpu else device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if named.type != "cpu":
+            named = torch.device(named.type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+            torch.accelerator.set_device_index(named.index)
+        if not dist.is_initialized():
+            dist.init_process_group(dist.get_default_backend_for_device(named))
+    if ranks.world() == 1 and "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        log.warning(
+            "accelerate was asked for several processes and started one; "
+            "on CPUs it needs --multi_gpu as well: accelerate launch --multi_gpu --num_processes N …"
+        )
+    return Machine(rank=ranks.rank(), world=ranks.world(), device=named, dtype=_AUTOCAST[precision])
 
 
 def find_device(name: str, *, where: str = "run.device") -> torch.device:
@@ -119,20 +109,12 @@ def find_device(name: str, *, where: str = "run.device") -> torch.device:
     return torch.device(name)
 
 
-def _check_supported(accelerator: Accelerator) -> None:
-    kind = str(accelerator.distributed_type.value)
-    if kind != "NO" and not kind.startswith("MULTI_"):
-        raise UsageError(
-            f"training under accelerate's {kind} is not supported yet",
-            expected="one process, or data parallel processes",
-            fix="accelerate launch --multi_gpu --num_processes N …",
-        )
-
-
-def _check_launched(accelerator: Accelerator) -> None:
-    """Warn where `accelerate launch` was asked for several processes and started one, as it does on CPUs."""
-    if accelerator.num_processes == 1 and "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        log.warning(
-            "accelerate was asked for several processes and started one; "
-            "on CPUs it needs --multi_gpu as well: accelerate launch --multi_gpu --num_processes N …"
-        )
+def _refuse_sharded() -> None:
+    """UsageError where `accelerate launch` was told to spread the model itself over the processes."""
+    for kind in _SHARDED:
+        if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in _YES:
+            raise UsageError(
+                f"training under accelerate's {kind} is not supported yet",
+                expected="one process, or data parallel processes",
+                fix="accelerate launch --multi_gpu --num_processes N …",
+            )

@@ -1,8 +1,9 @@
-"""What the processes of a data-parallel run do: started by `accelerate launch -m tests.helpers.training_ranks DIR`."""
+"""What the processes of a data-parallel run do: `torchrun -m tests.helpers.training_ranks DIR PHASE…`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -35,12 +36,13 @@ def noiseless(u_TC: Tensor, temperature: float) -> Tensor:
     return hard_TC + soft_TC - soft_TC.detach()
 
 
-def train_each(directory: Path) -> dict[str, nn.Module]:
-    """A model trained by each of the phases alone, without dropout and without the finetune phase's noise."""
+def train_each(directory: Path, phases: Iterable[str] = CONFIGS) -> dict[str, nn.Module]:
+    """A model trained by each of `phases` alone, without dropout and without the finetune phase's noise."""
     sample_nu, acm_module.sample_nu = acm_module.sample_nu, noiseless
     models = {}
     try:
-        for name, config in CONFIGS.items():
+        for name in phases:
+            config = CONFIGS[name]
             models[name] = fitted(make_model())
             for block in models[name].blocks:
                 block.dropout.p = 0.0
@@ -69,7 +71,7 @@ def main() -> None:
     """Train, and keep what every process ended with."""
     torch.set_num_threads(1)
     directory, machine = Path(sys.argv[1]), open_machine()
-    models = train_each(directory)
+    models = train_each(directory, sys.argv[2:] or CONFIGS)
     found = {f"{phase}/{name}": t for phase, model in models.items() for name, t in weights(model).items()}
     found["gradient"] = share_gradient(own_part(machine))
     save_file(found, directory / f"rank{machine.rank}.safetensors")

@@ -143,7 +143,7 @@ def keep_graph_order() -> None:
 
     Else it moves the one that fits to the front while other threads look, which then miss theirs and compile it again.
     """
-    torch._C._dynamo.eval_frame._set_lru_cache(False)
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # in no stub
 
 
 def recomputing() -> bool:

@@ -1,10 +1,10 @@
-"""Contents of a report, and HTML by construction: whatever is not `Markup` is escaped."""
+"""Facts of a report, and the pieces that the page's template lays out."""
 
 from __future__ import annotations
 
 import base64
 from dataclasses import dataclass, field
-from html import escape
+from typing import NamedTuple
 
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.find_loads import Loads
@@ -32,6 +32,38 @@ class Report:
     times: Times | None = None
 
 
+class Bar(NamedTuple):
+    """A stacked bar: its parts as (width, colour), the same in words, and a number below."""
+
+    parts: list[tuple[str, str]]
+    words: str
+    share: str
+
+
+Cell = str | Bar
+
+
+class Table(NamedTuple):
+    """A table that scrolls sideways in a box; the first cell of a row names it.
+
+    Groups of rows are set apart by a line; `label` says to those who cannot see it what the box holds.
+    """
+
+    label: str
+    headers: list[str]
+    groups: list[list[list[Cell]]]
+    wide: bool = False
+
+
+class Image(NamedTuple):
+    """An image as a data URI, others for a screen of certain `sources` (by media query), and its words."""
+
+    source: str
+    alt: str
+    sources: dict[str, str] = {}  # noqa: RUF012 - never changed
+    squares: bool = False
+
+
 def headline_budget(found: Evaluation) -> BudgetResult | None:
     """The cheapest budget close to the dense model, else the best one; None where no budget was measured."""
     close = [b for b in found.budgets if is_close(b, found)]
@@ -50,58 +82,6 @@ def is_close(budget: BudgetResult, found: Evaluation) -> bool:
     return worse <= CLOSE * (1 if wording.is_share(found.metric.name) else abs(dense))
 
 
-class Markup(str):
-    """Text that is HTML already."""
-
-    __slots__ = ()
-
-
-Child = str | None
-_VOID = frozenset({"img", "meta", "source", "br", "hr"})
-
-
-def tag(name: str, /, *children: Child, **attributes: str | int | None) -> Markup:
-    """One element. Children and attribute values are escaped unless they are `Markup`; None is left out.
-
-    A trailing underscore of an attribute's name is dropped (`class_`), others become hyphens (`aria_label`).
-    """
-    parts = [name]
-    for key, value in attributes.items():
-        if value is not None:
-            parts.append(f'{key.rstrip("_").replace("_", "-")}="{escape(str(value))}"')
-    head = f"<{' '.join(parts)}>"
-    return Markup(head) if name in _VOID else Markup(f"{head}{join(*children)}</{name}>")
-
-
-def join(*children: Child) -> Markup:
-    """The children one after the other, those that are not `Markup` escaped."""
-    return Markup("".join(child if isinstance(child, Markup) else _text(child) for child in children if child))
-
-
-def _text(text: str) -> str:
-    return escape(text).replace(" %", "\u00a0%")  # a number keeps its unit on its line
-
-
-def table(headers: list[str], *groups: list[list[Child]], label: str, class_: str = "") -> Markup:
-    """A table inside a box of its own that scrolls sideways; the first cell of a row names it.
-
-    Groups of rows are set apart by a line; `label` says to those who cannot see it what the box holds.
-    """
-    head = tag("tr", *(tag("th", header, scope="col") for header in headers))
-    bodies = [tag("tbody", *(_row(row) for row in rows)) for rows in groups if rows]
-    whole = tag("table", tag("thead", head), *bodies)
-    return tag("div", whole, class_=f"scroll {class_}".strip(), tabindex=0, role="region", aria_label=label)
-
-
-def _row(cells: list[Child]) -> Markup:
-    return tag("tr", tag("th", cells[0], scope="row"), *(tag("td", cell) for cell in cells[1:]))
-
-
-def image(content: bytes, kind: str, alt: str, **attributes: str | int | None) -> Markup:
-    """A picture embedded in the page; `kind` is png or svg+xml."""
-    return tag("img", src=data_uri(content, kind), alt=alt, **attributes)
-
-
 def data_uri(content: bytes, kind: str) -> str:
-    """The content as an address that needs no request."""
+    """The content of an image as an address that needs no request; `kind` is png or svg+xml."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

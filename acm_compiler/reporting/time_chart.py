@@ -1,11 +1,12 @@
-"""The chart of time over budget: the compiled model's time beside its MACs, both over the dense model's."""
+"""Time over budget, charted and in numbers: the compiled model's beside its MACs, both over the dense model's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from acm_compiler.evaluation import wording
-from acm_compiler.evaluation.times import OURS, Row, Times
+from acm_compiler.evaluation.times import BASE, OURS, Row, Times
+from acm_compiler.reporting.contents import Cell, Table
 from acm_compiler.reporting.figures import Theme, dress, load_scale, new_figure
 
 if TYPE_CHECKING:
@@ -45,3 +46,48 @@ def time_chart(times: Times, theme: Theme) -> Figure:
 
 def _budgets(rows: list[Row]) -> list[float]:
     return [row.budget for row in rows if row.budget is not None]
+
+
+def time_facts(times: Times) -> dict[str, Any]:
+    """The numbers of the chart, and what they were measured with."""
+    names = times.names
+    rows: list[list[Cell]] = []
+    for batch in sorted({row.batch for row in times.rows}):
+        dense, ours = times.of(BASE, batch), {row.budget: row for row in times.of(OURS, batch)}
+        cells = [_time(ours[budget]) if budget in ours else "" for budget in names]
+        rows.append([str(batch), *(f"{row.time_ms:.3g} ms" for row in dense[:1]), *cells])
+    headers = ["batch", "dense, Inductor", *(f"budget {name}" for name in names.values())]
+    return {"caption": _caption(times), "table": Table("time by batch size and budget", headers, [rows], wide=True)}
+
+
+def _caption(times: Times) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in times.versions.items())
+    machine = f"{times.device}, {wording.count(times.threads, 'thread')}, {times.clock}"
+    return (
+        f"Measured {times.date}: {machine}; {versions}. Bars: quartiles over rounds. {_break_even(times)} "
+        "bench.json has all contenders."
+    )
+
+
+def _break_even(times: Times) -> str:
+    if times.break_even_budget is None:
+        return ""
+    where = "at none of these batch sizes"
+    if times.break_even_batch is not None:
+        where = f"from batch {times.break_even_batch} on"
+    return f"At budget {times.names[times.break_even_budget]} it is faster than the dense model {where}."
+
+
+def _time(row: Row) -> str:
+    return f"{row.time_ms:.3g} ms ({wording.percent(row.ratio, 0)})"
+
+
+def time_alt(times: Times) -> str:
+    """The chart in words."""
+    points = "; ".join(
+        f"batch {row.batch}, budget {times.names[row.budget]}: {wording.percent(row.ratio, 0)} of the dense model's "
+        f"time, {wording.percent(row.mac_ratio, 0)} of its MACs"
+        for row in times.rows
+        if row.contender == OURS and row.budget is not None
+    )
+    return f"time of the compiled model over budget. {points}."

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, con
 from acm_compiler.reporting.charts import clip_chart, envelope, stretches
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.figures import LIGHT, as_svg, drawing
-from acm_compiler.reporting.map_sections import texts_section
 from acm_compiler.reporting.write import write_report
 
 OPEN = 0.5
@@ -178,10 +176,14 @@ def test_the_page_shades_tokens_and_escapes_them(tmp_path):
     assert 'class="load"' in page and 'class="load words"' not in page
 
 
-def test_parts_of_a_word_stand_together_where_words_are_told():
+def test_parts_of_a_word_stand_together_where_words_are_told(tmp_path):
     text = Text(pieces=("<s>", "A", " wo", "rd", "\n"), loads={0.5: torch.linspace(0, 1, 5)})
-    without = SimpleNamespace(evaluation=SimpleNamespace(budgets=(), names={0.5: "0.50"}))
-    section = texts_section(without, TextLoads(texts=(text,)))
+    model = converted(Reader(), {"input_ids": torch.ones(1, 6, dtype=torch.long)})
+    batch = {"input_ids": torch.ones(1, 6, dtype=torch.long), "attention_mask": torch.ones(1, 6)}
+    found = evaluate(model, [batch], FrameTask(), budgets=[OPEN])
+    loads = Loads(texts=TextLoads(texts=(text,)))
+    report = Report(title="x", evaluation=found, plan=conversion(model).plan, loads=loads)
+    section = write_report(tmp_path, report).read_text()
     assert section.count('class="load words"') == 1
     assert re.findall(r'( ?)<span style="[^"]*" title="0.\d\d">([^<]*)<', section) == [
         ("", "&lt;s&gt;"),

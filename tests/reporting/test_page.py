@@ -8,15 +8,18 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from markupsafe import Markup
 
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.load_maps import find_load_maps
 from acm_compiler.evaluation.times import BASE, OURS, Row, Times
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.reporting.contents import Markup, Report, join, tag
+from acm_compiler.reporting.contents import Report
+from acm_compiler.reporting.page import environment
 from acm_compiler.reporting.write import write_report
 from acm_compiler.runtime.control import FixedK
+from tests.helpers import golden
 from tests.helpers.pictures import OPEN, TASK, picture_batch, picture_model
 
 EVIL = '<script>alert("x")</script>&$x_1$'
@@ -39,16 +42,19 @@ VOID = {"meta", "img", "source", "br"}
 
 
 class Page(HTMLParser):
-    """Every start tag with its attributes; fails on tags that do not match."""
+    """Every start tag with its attributes, and the tree without rows of tables; fails on tags that do not match."""
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.open, self.words = [], [], []
+        self.tags, self.open, self.words, self.skeleton = [], [], [], []
         self.feed(text)
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
+        if "tbody" not in self.open:
+            kind = dict(attrs).get("class")
+            self.skeleton.append("  " * len(self.open) + tag + (f".{kind.replace(' ', '.')}" if kind else ""))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -58,6 +64,8 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.open[-1:] != ["style"]:
             self.words.append(data)
+        if self.open[-1:] in (["h1"], ["h2"], ["h3"], ["th"]) and "tbody" not in self.open:
+            self.skeleton[-1] += f": {re.sub('[0-9]+', '0', data)}"
 
     def all(self, name):
         return [attributes for tag, attributes in self.tags if tag == name]
@@ -99,10 +107,13 @@ def page(written):
 
 
 def test_what_is_not_markup_is_escaped():
-    assert tag("p", "<b>", title='"') == '<p title="&quot;">&lt;b&gt;</p>'
-    assert tag("p", Markup("<b>"), None) == "<p><b></p>"
-    assert join("a < b", tag("i", "&")) == "a &lt; b<i>&amp;</i>"
-    assert tag("img", src="x", aria_label="y", class_="z") == '<img src="x" aria-label="y" class="z">'
+    show = environment().from_string('<p title="{{ title }}">{{ text }}</p>').render
+    assert show(title='"', text="a < b & c") == '<p title="&#34;">a &lt; b &amp; c</p>'
+    assert show(title="5 %", text=Markup("<b>5 %")) == '<p title="5\u00a0%"><b>5 %</p>'
+
+
+def test_the_skeleton_of_the_page_is_that_of_the_golden_file(page):
+    golden.check("page.txt", "\n".join(page.skeleton) + "\n")
 
 
 def test_names_of_users_stay_text(page, written):

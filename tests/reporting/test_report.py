@@ -29,7 +29,7 @@ from acm_compiler.reporting.charts import cost_chart, k_chart
 from acm_compiler.reporting.contents import Report, headline_budget
 from acm_compiler.reporting.figures import LIGHT, key_of_k, load_scale
 from acm_compiler.reporting.load_pictures import load_colours, picture_png
-from acm_compiler.reporting.sections import shared_start
+from acm_compiler.reporting.site_table import shared_start
 from acm_compiler.reporting.write import write_report
 from acm_compiler.runs.recipe_run import read_budgets
 from acm_compiler.runs.run_recipe import convert
@@ -37,6 +37,7 @@ from acm_compiler.runtime.budgets import parse_budget
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.sources import build
+from tests.helpers import golden
 from tests.helpers.pictures import OPEN, TASK, picture_batch, picture_model
 
 RECIPE = """
@@ -394,6 +395,10 @@ def test_the_headline_is_the_cheapest_budget_close_to_dense(found):
     assert headline(budget(0.25, 0.8), budget(0.4, 0.88), budget(0.6, 0.89)) == 0.4
     assert headline(budget(0.25, 0.5), budget(0.4, 0.6), budget(0.6, 0.55)) == 0.4
     assert headline(budget(0.25, 0.5), budget(0.4, 0.6), dense=None) == 0.4
+
+
+def test_the_table_of_an_evaluation_is_that_of_the_golden_file(found):
+    golden.check("eval.txt", evaluation_table(found) + "\n")
 
 
 def test_the_table_names_missed_budgets_and_the_control(found):

@@ -16,6 +16,7 @@ _OUTSIDE = (
     "apply such a tool to the layers outside of ACMs only (acm.sites(model) names the ACMs), or, for adapters, to the "
     "original model: merge them, then acm.rewrite"
 )
+_WEIGHTS = ("w_in", "b_in", "w_up", "b_up", "w_out", "b_out", "w_top")  # of acm/learners
 
 
 def refuse_changed(name: str, layers: tuple[nn.Module, ...], tensors: nn.Module) -> None:
@@ -30,7 +31,9 @@ def refuse_changed(name: str, layers: tuple[nn.Module, ...], tensors: nn.Module)
         if kind.forward is not nn.Linear.forward:
             raise _changed(name, f"a layer of its gate is a {kind.__module__}.{kind.__name__}", "torch.nn.Linear")
     for module in (*layers, tensors):
-        for parameter in module._parameters.values():
+        for key in _WEIGHTS if module is tensors else ("weight", "bias"):
+            # by key: of a dict that is iterated Dynamo guards every key and value, at each call
+            parameter = module._parameters.get(key)
             if parameter is not None and not _is_plain(parameter):
                 found = type(parameter).__name__ if _is_wrapped(parameter) else f"a weight of {parameter.dtype}"
                 raise _changed(name, found, "floating-point weights of torch's own kind")

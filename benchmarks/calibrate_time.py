@@ -1,4 +1,4 @@
-"""What calibration costs, over tokens, layers, and for a ViT-B/16: the table of times in docs/quality.md.
+"""Costs of a calibration, over tokens, layers, and for a ViT-B/16: docs/results/calibration-time.md.
 
     python benchmarks/calibrate_time.py tokens      a BERT of 3 layers of width 128, 5,000, 10,000 and 20,000 tokens
     python benchmarks/calibrate_time.py layers      a BERT of 3, 6 and 12 layers of width 128, 5,000 tokens

@@ -1,4 +1,4 @@
-"""Perplexity of converted decoders at every budget, beside the dense model and beside a fixed k: docs/quality.md.
+"""Perplexity of converted decoders at every budget, beside the dense model and a fixed k: docs/results/decoders.md.
 
     python benchmarks/decoders.py --model gpt2 --width 192 --out runs/decoders      trains it first, or loads it
     python benchmarks/decoders.py --model llama --width 256 --out runs/decoders

@@ -1,4 +1,4 @@
-"""How near converted models stay to the originals, measured: the tables of docs/quality.md.
+"""How near converted models stay to the originals, measured: the tables of docs/results.
 
     python benchmarks/quality.py minilm --sites all --lossless --out runs/quality   one row: calibrate, judge, keep
     python benchmarks/quality.py controls --sites mlp --out runs/quality            what the method has to beat

@@ -154,7 +154,6 @@ _OTHER_WRITES = {
     "acm_compiler/reporting/figures.py": "into memory",
     "acm_compiler/training/job.py": "line by line, at the end of what is there",
     "benchmarks/gpu.py": "row by row, so that an interruption loses none",
-    "benchmarks/step_memory.py": "a switch of the kernel",
 }
 _WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save_model", "copyfile", "copy2", "save_pretrained")
 

@@ -108,9 +108,16 @@ def test_code_on_pages_is_python_and_calls_what_there_is():
 
 
 def test_guides_tell_no_load_averages():
-    results = {"quality.md", "speed.md"}
-    guides = [page for page in PAGES if page.parent.name != "results" and page.name not in results]
+    guides = [page for page in PAGES if page.parent.name != "results"]
     assert not [page.name for page in guides if re.search(r"\bload \.?\d", page.read_text())]
+
+
+def test_prose_is_wrapped_so_that_a_change_can_be_read():
+    generated = {"models.md", "recipe-reference.md"}
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines()
+        long = [line for line in prose if len(line) > 100 and not line.startswith("|")]
+        assert not long or page.name in generated, f"{page.name}: {long[0]}"
 
 
 def test_every_page_and_example_is_in_the_index():
@@ -138,7 +145,7 @@ def test_code_cites_only_pages_and_headings_that_are_here():
     cited = {
         match
         for path in sources
-        for match in re.findall(r"\bdocs/([\w-]+\.md)(?:, ([A-Z][\w ]*\w))?", path.read_text())
+        for match in re.findall(r"\bdocs/([\w/-]+\.md)(?:, ([A-Z][\w ]*\w))?", path.read_text())
     }
     assert ("semantics.md", "The module") in cited
     for page, heading in cited:
@@ -150,10 +157,19 @@ def test_code_cites_only_pages_and_headings_that_are_here():
     assert not [path for path in sources if notes.search(path.read_text())]
 
 
-def test_links_lead_somewhere():
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_and_their_anchors_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#?([^)\s:]*)\)", page.read_text()):
+            found = page.parent / target if target else page
+            assert found.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(found), f"{page.name}: {target}#{anchor}"
 
 
 def test_the_page_about_the_code_names_files_and_parts_that_are_there():

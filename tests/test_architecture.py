@@ -124,6 +124,21 @@ def test_files_stay_readable():
     assert not long
 
 
+def _defined(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        overload = any("overload" in ast.unparse(decorator) for decorator in statement.decorator_list)
+        return [] if overload else [statement.name]
+    targets = getattr(statement, "targets", [statement.target] if isinstance(statement, ast.AnnAssign) else [])
+    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+
+
+def test_no_file_defines_a_name_twice():
+    """As two files merged into one may: functions of the first would see the constants of the second."""
+    for path in sources():
+        names = [name for statement in ast.parse(path.read_text()).body for name in _defined(statement)]
+        assert not {name for name in names if names.count(name) > 1}, path
+
+
 def test_functions_fit_a_screen():
     tall = []
     for path in sources():

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_WIDE, _NARROW = (7.2, 4.1), (3.7, 3.9)
+_WIDE, _NARROW = (7.2, 4.1), (3.7, 3.9)  # inches, as all sizes here
+_SITE_HEIGHT, _BUDGET_WIDTH, _NAMES_WIDTH = 0.22, 1.35, 2.2
+_CLIP_HEIGHT = 1.5
+_CLIP_COLUMNS = 600  # about one per pixel: more would only make the file larger
 _Z95 = 1.96
 
 
@@ -152,15 +155,11 @@ def _name_hidden(axes: Axes, found: Evaluation, theme: Theme, *, narrow: bool) -
         )
 
 
-_ROW, _COLUMN, _NAMES = 0.22, 1.35, 2.2
-
-
 def k_chart(found: Evaluation, theme: Theme) -> Figure:
     """Stacked bars: the share of a site's tokens that ran k = 0, 1, ..., N, at every budget."""
     names = [site.name for site in found.budgets[0].per_site]
     key = key_of_k([len(site.tokens_by_k) - 1 for site in found.budgets[0].per_site])
-    height = 1.1 + _ROW * len(names)
-    figure = new_figure(_NAMES + _COLUMN * len(found.budgets), height)
+    figure = new_figure(_NAMES_WIDTH + _BUDGET_WIDTH * len(found.budgets), 1.1 + _SITE_HEIGHT * len(names))
     grid = figure.subplots(1, len(found.budgets), sharey=True, squeeze=False)[0]
     for axes, budget in zip(grid, found.budgets, strict=True):
         dress(axes, theme)
@@ -194,13 +193,9 @@ def _swatch(colour: str, label: str):
     return Patch(facecolor=colour, label=label)
 
 
-_WIDTH, _ROW = 7.2, 1.5
-_COLUMNS = 600  # about one per pixel: more would only make the file larger
-
-
 def clip_chart(loads: ClipLoads, theme: Theme, names: Mapping[float, str]) -> Figure:
     """One row per clip: the waveform in grey, what is speech shaded, and one line per budget, named by `names`."""
-    figure = new_figure(_WIDTH, 0.6 + _ROW * len(loads.clips))
+    figure = new_figure(_WIDE[0], 0.6 + _CLIP_HEIGHT * len(loads.clips))
     rows = figure.subplots(len(loads.clips), 1, squeeze=False)[:, 0]
     for axes, clip in zip(rows, loads.clips, strict=True):
         _draw(axes, clip, loads.rate, theme, names)
@@ -245,7 +240,7 @@ def stretches(foreground: Tensor) -> list[tuple[float, float]]:
 
 def _columns(values: np.ndarray) -> list[np.ndarray]:
     """What each column of the chart shows of a clip."""
-    return np.array_split(values, min(_COLUMNS, len(values)))
+    return np.array_split(values, min(_CLIP_COLUMNS, len(values)))
 
 
 def _middles(column: np.ndarray) -> np.ndarray:

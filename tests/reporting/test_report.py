@@ -356,6 +356,18 @@ def test_no_two_budgets_have_one_name(found):
     assert [line.split()[0] for line in evaluation_table(close).splitlines()[2:5]] == ["0.251", "0.254", "0.600"]
 
 
+def test_a_site_takes_one_line_of_the_chart_of_sites(found):
+    sites = found.budgets[0].per_site
+    many = tuple(dataclasses.replace(sites[0], name=f"site {i}") for i in range(40))
+    heights = [
+        k_chart(
+            dataclasses.replace(found, budgets=(dataclasses.replace(found.budgets[0], per_site=shown),)), LIGHT
+        ).get_size_inches()[1]
+        for shown in (many[:20], many)
+    ]
+    assert heights[1] - heights[0] == pytest.approx(20 * 0.22)
+
+
 def test_a_budget_that_is_asked_for_twice_is_measured_once():
     model = picture_model()
     plan = conversion(model).plan

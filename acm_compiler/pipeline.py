@@ -1,4 +1,4 @@
-"""The compiler on one page: look at a model, decide, and say what it costs."""
+"""The compiler on one page: analyze a model, decide, and report the costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from acm_compiler.evaluation.advice import Advice, advise
 from acm_compiler.files import dump
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.find.skips import kept_dense
-from acm_compiler.passes.survey import Findings, look
+from acm_compiler.passes.survey import Findings, analyze
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import notes_on, plan_sites
 from acm_compiler.recipe import expand_paths
@@ -64,7 +64,7 @@ def plan(
     if source is not None and not isinstance(source, Mapping):
         expected = 'such as {"source": "hf", "name": "…"}'
         raise UsageError("source must be a mapping", found=type(source).__name__, expected=expected)
-    found = look(model, example_inputs, source=source)
+    found = analyze(model, example_inputs, source=source)
     return decide(found, rules, size)
 
 
@@ -79,7 +79,7 @@ def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> Plan
         model=found.model,
         sites=chosen,
         skipped=(*found.skipped, *left),
-        kept=tuple(kept_dense(found.capture, chosen, found.skipped)),
+        kept=tuple(kept_dense(found.flow, chosen, found.skipped)),
         notes=notes_on(found.sites, rules, chosen),
     )
     dump("20_plan.json", made.to_json)
@@ -102,7 +102,7 @@ def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[Bu
 
 
 def _decide_and_advise(built: BuiltModel, rules: Sequence[SiteRule], gate: GateConfig) -> tuple[Plan, list[Advice]]:
-    found = look(built.model, example_of(built), source=built.record)
+    found = analyze(built.model, example_of(built), source=built.record)
     return decide(found, rules, gate), advise(found, rules, gate)
 
 

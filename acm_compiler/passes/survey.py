@@ -1,4 +1,4 @@
-"""Looking at a model: its sites, its look-alikes and its own costs, without touching it."""
+"""The analysis of a model: its sites, its look-alikes and its own costs; the model stays as it is."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from acm_compiler.errors import AlreadyRewritten, UsageError
 from acm_compiler.files import dump
 from acm_compiler.inputs import Inputs, call_model, split_inputs
 from acm_compiler.passes.capture.batch_axes import find_layouts
-from acm_compiler.passes.capture.capture import Capture, capture
-from acm_compiler.passes.capture.isolate import untouched
+from acm_compiler.passes.capture.capture import capture
+from acm_compiler.passes.capture.isolate import preserve_state
 from acm_compiler.passes.capture.normalize import normalized
-from acm_compiler.passes.find.count_macs import count_macs, not_counted
+from acm_compiler.passes.find.count_macs import not_counted
+from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
 from acm_compiler.passes.find.find_sites import Match, match_sites
 from acm_compiler.passes.rewrite.conversion import refuse_no_module
 from acm_compiler.planning.decisions import ModelFacts
@@ -32,16 +33,16 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What looking at a model brings: its sites, its look-alikes, and the dense model's own costs."""
+    """A model's sites and look-alikes, its dataflow with the MACs of every operation, and the facts that plans keep."""
 
     sites: tuple[Site, ...]
     skipped: tuple[Skip, ...]
-    capture: Capture
+    flow: Dataflow
     model: ModelFacts
 
 
-def look(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] | None = None) -> Findings:
-    """normalize -> capture -> find sites -> layouts; the model is as it was afterwards."""
+def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] | None = None) -> Findings:
+    """normalize -> capture -> dataflow -> sites -> layouts, each computed once; the model is as it was afterwards."""
     refuse_no_module(model)
     if any(isinstance(module, ACM) for module in model.modules()):
         raise AlreadyRewritten(
@@ -55,14 +56,14 @@ def look(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] 
     with normalized(model) as seen:
         graph = capture(seen, example_inputs)
         dump("00_captured.py", lambda: graph.graph.python_code("self").src)
-        matches, skipped = match_sites(seen, graph)
+        flow = build_dataflow(graph)
+        matches, skipped = match_sites(seen, flow)
         layouts = find_layouts(seen, example_inputs, graph) if matches else {}
     _LOG.info("%d sites, %d look-alikes, seen by the %s", len(matches), len(skipped), graph.method)
     found = tuple(changed(match.site, layout=_layout(match, layouts)) for match in matches)
     dump("10_sites.txt", lambda: "\n".join(map(str, (*found, *skipped))))
-    return Findings(
-        sites=found, skipped=tuple(skipped), capture=graph, model=_facts(model, example_inputs, graph, source)
-    )
+    facts = _facts(model, example_inputs, flow, source)
+    return Findings(sites=found, skipped=tuple(skipped), flow=flow, model=facts)
 
 
 def torch_macs(model: nn.Module, example_inputs: Inputs) -> int | None:
@@ -74,7 +75,7 @@ def torch_macs(model: nn.Module, example_inputs: Inputs) -> int | None:
     counter = FlopCounterMode(display=False)
     products = sdpa_kernel(SDPBackend.MATH)  # attention's fused kernel for CPUs is unknown to the counter
     try:
-        with untouched(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), products, counter:
+        with preserve_state(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), products, counter:
             call_model(model, example_inputs)
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AssertionError, NotImplementedError) as error:
         _LOG.debug("FlopCounterMode does not run this model: %s", error)
@@ -88,20 +89,16 @@ def _layout(match: Match, layouts: Mapping[str, Layout | None]) -> Layout | None
     return known.pop() if len(known) == 1 else None
 
 
-def _facts(model: nn.Module, inputs: Inputs, graph: Capture, source: Mapping[str, Any] | None) -> ModelFacts:
-    shapes = [tuple(t.shape) for t in _tensors(inputs)]
+def _facts(model: nn.Module, inputs: Inputs, flow: Dataflow, source: Mapping[str, Any] | None) -> ModelFacts:
+    args, kwargs = split_inputs(inputs)
+    shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     return ModelFacts(
         fingerprint=fingerprint(model),
         cls=class_of(model),
         source=None if source is None else dict(source),
         inputs=", ".join(" x ".join(map(str, shape)) for shape in shapes),
         batch=shapes[0][0] if shapes and shapes[0] else 1,
-        dense_macs=sum(count_macs(graph).values()),
+        dense_macs=sum(flow.macs.values()),
         dense_params=sum(p.numel() for p in model.parameters()),
-        not_counted=not_counted(graph),
+        not_counted=not_counted(flow.capture),
     )
-
-
-def _tensors(inputs: Inputs) -> list[Tensor]:
-    args, kwargs = split_inputs(inputs)
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

@@ -22,7 +22,7 @@ from acm_compiler.files import dump
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
 from acm_compiler.passes.rewrite.rewrite import rewrite
-from acm_compiler.passes.survey import look
+from acm_compiler.passes.survey import analyze
 from acm_compiler.pipeline import check_recipe, decide, example_of, frozen_parameters
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
@@ -113,7 +113,7 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     """load -> plan -> rewrite: the dense model and its rewritten copy; `say` is given the cost report."""
     torch.manual_seed(recipe.run.seed)
     built = build(recipe.model, device="cpu", example=recipe.input)
-    plan = decide(look(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
+    plan = decide(analyze(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
     say(str(plan))
     check_recipe(recipe, built.model, plan)
     for name in frozen_parameters(recipe, built.model):

@@ -14,7 +14,7 @@ from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.calibration.slices import bases_of_scores, bases_of_values, head_blocks
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
-from acm_compiler.passes.survey import look
+from acm_compiler.passes.survey import analyze
 from acm_compiler.pipeline import decide
 from acm_compiler.planning.cost import site_cost
 from acm_compiler.recipe.phases import LabelRule
@@ -100,7 +100,7 @@ def answer(model, x):
 
 def plan_of(model, x, *, learners=2, **rule):
     rules = [SiteRule(match=("attn",), learners=learners, **rule)]
-    return decide(look(model, x), rules, GateConfig())
+    return decide(analyze(model, x), rules, GateConfig())
 
 
 def calibrated(model, x, **rule):
@@ -146,7 +146,7 @@ def test_a_change_of_basis_changes_no_answer_and_costs_nothing(case):
         SiteRule(match=(f"attn.{role}",), learners=2, form="slices" if role in SLICED[case] else "svd", lossless=True)
         for role in {site.role for site in plan.sites}
     ]
-    converted = acm.rewrite(model, decide(look(model, x), rules, GateConfig()))
+    converted = acm.rewrite(model, decide(analyze(model, x), rules, GateConfig()))
     calibrate_on(converted, masked([x] * 3), options=Options(tokens=10, gate_steps=5))
     plan = conversion(converted).plan
     assert {site.role for site in plan.sites if site.is_sliced} == SLICED[case]
@@ -251,7 +251,7 @@ def test_a_pair_that_is_none_is_caught_on_the_model_itself(caplog):
 def test_slices_are_refused_with_the_reason(case, learners, match, reason):
     model, x = opened(case)
     with pytest.raises(UsageError, match=reason):
-        decide(look(model, x), [SiteRule(match=match, learners=learners, form="slices")], GateConfig())
+        decide(analyze(model, x), [SiteRule(match=match, learners=learners, form="slices")], GateConfig())
 
 
 def unit_of(site, *damage, scale=1.0):
@@ -339,7 +339,7 @@ def test_phases_that_imitate_the_dense_network_leave_slices_as_they_are(caplog):
         SiteRule(match=("mlp",), learners=2, second_layer="original"),
         SiteRule(match=("attn",), learners=2, form="slices"),
     ]
-    converted = acm.rewrite(model, decide(look(model, x), rules, GateConfig()))
+    converted = acm.rewrite(model, decide(analyze(model, x), rules, GateConfig()))
     calibrate_on(converted, masked([x] * 3), options=Options(tokens=10, gate_steps=5))
     with caplog.at_level(logging.INFO):
         phase = TappedPhase(converted, Distill(), Classify(), open_machine(), batch=2)

@@ -10,7 +10,7 @@ import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.evaluation.advice import advise, advise_lossless
 from acm_compiler.evaluation.results import Evaluation, FixedResult, Interval, MetricResult
-from acm_compiler.passes.survey import look
+from acm_compiler.passes.survey import analyze
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from tests.helpers import models
@@ -23,7 +23,7 @@ def block() -> tuple:
 
 
 def advice_for(*rules: SiteRule):
-    return advise(look(*block()), rules, GateConfig())
+    return advise(analyze(*block()), rules, GateConfig())
 
 
 def test_advice_names_the_class_left_dense_and_what_it_would_buy():

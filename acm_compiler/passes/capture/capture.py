@@ -15,7 +15,7 @@ from acm_compiler.errors import CaptureFailed
 from acm_compiler.inputs import Inputs, call_model, split_inputs
 from acm_compiler.passes.capture.eager import EAGER
 from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, map_tensors, tensors
-from acm_compiler.passes.capture.isolate import untouched
+from acm_compiler.passes.capture.isolate import preserve_state
 from acm_compiler.passes.capture.recorder import Recorder, UnseenTensor
 from acm_compiler.user_code import Attempt, first_line, raising_line
 
@@ -77,7 +77,7 @@ def capture_again(model: nn.Module, inputs: Inputs, *, like: Capture) -> Capture
 def record(model: nn.Module, example_inputs: Inputs, *, fake: bool) -> Capture | Exception:
     """A recording of the model's forward, or what was raised; `fake` runs without values, on fake tensors."""
     attempt = Attempt()
-    with attempt, untouched(model) as owned, _recordable(model), torch.no_grad():
+    with attempt, preserve_state(model) as owned, _recordable(model), torch.no_grad():
         names = _input_names(example_inputs)
         if not fake:
             recorder = Recorder(model, existing=owned)
@@ -95,7 +95,7 @@ def export(model: nn.Module, example_inputs: Inputs) -> Capture | Exception:
     from acm_compiler.passes.capture.export import capture_exported
 
     attempt = Attempt()
-    with attempt, untouched(model), _recordable(model), torch.no_grad():
+    with attempt, preserve_state(model), _recordable(model), torch.no_grad():
         on_meta = _on_meta(model)
         return capture_exported(model, map_tensors(example_inputs, lambda t: t.to("meta") if on_meta else _copy(t)))
     assert attempt.error is not None
@@ -163,7 +163,7 @@ def _input_names(inputs: Inputs) -> list[str]:
 
 @contextlib.contextmanager
 def _recordable(model: nn.Module) -> Iterator[None]:
-    """Within it the model's attention and caches are of a kind that shows in a graph; `untouched` undoes it."""
+    """Within it the model's attention and caches are of a kind that shows in a graph; `preserve_state` undoes it."""
     for module in model.modules():
         config: Any = module.__dict__.get("config")
         attention = getattr(config, "_attn_implementation", None)
@@ -178,7 +178,7 @@ def _recordable(model: nn.Module) -> Iterator[None]:
 def _plain_error(model: nn.Module, inputs: Inputs) -> Exception | None:
     """What the model itself raises with `inputs`, if anything."""
     attempt = Attempt()
-    with attempt, untouched(model), _recordable(model), torch.no_grad():
+    with attempt, preserve_state(model), _recordable(model), torch.no_grad():
         call_model(model, map_tensors(inputs, _copy))
     return attempt.error
 

@@ -29,7 +29,7 @@ _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.B
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[list[Tensor]]:
+def preserve_state(model: nn.Module) -> Iterator[list[Tensor]]:
     """The tensors the model holds; within it the model is in eval mode, after it everything is as it was before.
 
     That covers every module's attributes (so caches, flags and hooks), the lists, dicts, sets and plain objects

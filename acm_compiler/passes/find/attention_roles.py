@@ -24,17 +24,16 @@ from acm_compiler.passes.find.channels import channels_of
 from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.values import Value
 
+_MOVED = COPIES | RESHAPES | MOVES | SCALES
 _WRITES = op_set("setitem copy overwritten index_put")
 _JOINS = op_set("cat stack view_as_complex view_as_real where result complex") | _WRITES
 _POOLS = op_set("max amax mean max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d")
 _FOLDS = op_set("fold im2col col2im")
-_KEEPS_ROLE = COPIES | RESHAPES | MOVES | SCALES | NORMS | ACTIVATIONS | SUMS | _JOINS | _POOLS | _FOLDS
+_KEEPS_ROLE = _MOVED | NORMS | ACTIVATIONS | SUMS | _JOINS | _POOLS | _FOLDS
 _CAPS = op_set("tanh clamp maximum max where")
-_TO_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | SUMS | _CAPS | _WRITES | {"cat", "baddbmm"}
-_FROM_SOFTMAX = COPIES | RESHAPES | MOVES | SCALES | NORMS | _WRITES | {"where", "cat"}
-_BACK_TO_ATTENTION = (
-    COPIES | RESHAPES | MOVES | SCALES | NORMS | SUMS | ACTIVATIONS | _FOLDS | _WRITES | {"stack", "result"}
-)
+_TO_SOFTMAX = _MOVED | SUMS | _CAPS | _WRITES | {"cat", "baddbmm"}
+_FROM_SOFTMAX = _MOVED | NORMS | _WRITES | {"where", "cat"}
+_BACK_TO_ATTENTION = _MOVED | NORMS | SUMS | ACTIVATIONS | _FOLDS | _WRITES | {"stack", "result"}
 _TO_ANOTHER_LAYER = COPIES | RESHAPES | MOVES | NORMS | ACTIVATIONS | {"result", "cat"}
 
 
@@ -48,53 +47,36 @@ def attention_role(flow: Dataflow, linear: str, *, stop: Iterable[str]) -> str |
 
 def other_layer(flow: Dataflow, linear: str, *, stop: Iterable[str]) -> str | None:
     """The linear that reads a part of what the projection `linear` gives, where that part goes to no attention."""
-    todo, seen = [linear], {linear}
-    while todo:
-        for user in flow.consumers(todo.pop()):
-            if user in seen or flow.values[user].op not in COPIES | RESHAPES | PACKING | {"result"}:
-                continue
-            seen.add(user)
-            todo.append(user)
-            shown = channels_of(flow, user)
-            if shown is None or shown.size == flow.linears[linear].d_out or _forward_roles(flow, user, set(stop)):
-                continue
-            reader = _next_linear(flow, user)
-            if reader is not None:
-                return reader
+    packing = COPIES | RESHAPES | PACKING | {"result"}
+    for _, part in flow.readers(linear, lambda value: value.op in packing):
+        shown = channels_of(flow, part.name) if part.op in packing else None
+        if shown is None or shown.size == flow.linears[linear].d_out or _forward_roles(flow, part.name, set(stop)):
+            continue
+        reader = _next_linear(flow, part.name)
+        if reader is not None:
+            return reader
     return None
 
 
 def _next_linear(flow: Dataflow, name: str) -> str | None:
     """A linear that the value flows into through operations on it alone."""
-    todo, seen = [name], {name}
-    while todo:
-        for user in flow.consumers(todo.pop()):
-            value = flow.values[user]
-            if value.op == "linear":
-                return user
-            alone = value.op == "cat" or len(flow.live_args(user)) == 1
-            if alone and value.op in _TO_ANOTHER_LAYER | SUMS | SCALES and user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return None
+
+    def alone(value: Value) -> bool:
+        passed = value.op in _TO_ANOTHER_LAYER | SUMS | SCALES
+        return passed and (value.op == "cat" or len(flow.live_args(value.name)) == 1)
+
+    return next((value.name for _, value in flow.readers(name, alone) if value.op == "linear"), None)
 
 
 def _forward_roles(flow: Dataflow, linear: str, stop: set[str]) -> set[str]:
     roles: set[str] = set()
-    todo, seen = [linear], {linear} | stop
-    while todo:
-        name = todo.pop()
-        for user in flow.consumers(name):
-            value = flow.values[user]
-            if value.op in ATTENTION:
-                roles |= _attention_operands(value, name)
-            elif _is_data_product(flow, value):
-                roles |= _product_roles(flow, value, name)
-            elif value.op == "softmax" and not _joined(flow, user, linear):
-                roles |= _roles_without_scores(flow, user)
-            elif value.op in _KEEPS_ROLE and user not in seen:
-                seen.add(user)
-                todo.append(user)
+    for name, value in flow.readers(linear, lambda value: value.op in _KEEPS_ROLE, stop=stop):
+        if value.op in ATTENTION:
+            roles |= _attention_operands(value, name)
+        elif _is_data_product(flow, value):
+            roles |= _product_roles(flow, value, name)
+        elif value.op == "softmax" and not _joined(flow, value.name, linear):
+            roles |= _roles_without_scores(flow, value.name)
     return roles
 
 
@@ -127,48 +109,31 @@ def _product_roles(flow: Dataflow, value: Value, name: str) -> set[str]:
 def _roles_without_scores(flow: Dataflow, softmax: str) -> set[str]:
     """Roles of a value that is softmaxed itself: softmax(k) times v is the context that q is multiplied by."""
     roles: set[str] = set()
-    todo, seen = [softmax], {softmax}
-    while todo:
-        name = todo.pop()
-        for user in flow.consumers(name):
-            value = flow.values[user]
-            if _is_data_product(flow, value):
-                if any(_is_attended(flow, o) for o in value.args[-2:] if o != name):
-                    roles.add("q")
-                elif _meets_product(flow, user):
-                    roles.add("k")
-            elif value.op in _FROM_SOFTMAX and user not in seen:
-                seen.add(user)
-                todo.append(user)
+    for name, value in flow.readers(softmax, lambda value: value.op in _FROM_SOFTMAX):
+        if _is_data_product(flow, value):
+            if any(_is_attended(flow, o) for o in value.args[-2:] if o != name):
+                roles.add("q")
+            elif _meets_product(flow, value.name):
+                roles.add("k")
     return roles
 
 
 def _joined(flow: Dataflow, softmax: str, linear: str) -> bool:
     """Whether something else was added on the way to `softmax`, as a bias is to scores."""
     name = softmax
-    while name != linear:
-        live = flow.live_args(name)
-        if len(live) != 1:
-            return True
+    while name != linear and len(live := flow.live_args(name)) == 1:
         name = live[0]
-    return False
+    return name != linear
 
 
 def _meets_product(flow: Dataflow, name: str) -> bool:
     """Whether `name`, perhaps moved or scaled, is multiplied by another value: as a context is, by q."""
-    users = [flow.values[user] for user in flow.consumers(name)]
-    return any(
-        _is_data_product(flow, user)
-        or (user.op in COPIES | RESHAPES | MOVES | SCALES and _meets_product(flow, user.name))
-        for user in users
-    )
+    return any(_is_data_product(flow, value) for _, value in flow.readers(name, lambda value: value.op in _MOVED))
 
 
 def _is_attended(flow: Dataflow, name: str) -> bool:
     """Whether `name` is, perhaps moved or scaled, a product of values with weights from a softmax."""
-    while flow.values[name].op in COPIES | RESHAPES | MOVES | SCALES and len(flow.live_args(name)) == 1:
-        name = flow.live_args(name)[0]
-    value = flow.values[name]
+    value = flow.values[flow.behind(name, _MOVED)]
     return _is_data_product(flow, value) and any(_softmax_above(flow, operand) for operand in value.args[-2:])
 
 
@@ -186,16 +151,8 @@ def _key_operand(scores: Value, softmax: Value, operands: list[str]) -> str:
 
 def _softmax_below(flow: Dataflow, name: str) -> Value | None:
     """The softmax that the scores `name` flow into."""
-    todo, seen = [name], {name}
-    while todo:
-        for user in flow.consumers(todo.pop()):
-            value = flow.values[user]
-            if value.op == "softmax":
-                return value
-            if (value.op in _TO_SOFTMAX or _mixes_heads(flow, value)) and user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return None
+    readers = flow.readers(name, lambda value: value.op in _TO_SOFTMAX or _mixes_heads(flow, value))
+    return next((value for _, value in readers if value.op == "softmax"), None)
 
 
 def _softmax_above(flow: Dataflow, name: str) -> bool:

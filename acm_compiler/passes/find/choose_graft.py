@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature
+from acm_compiler.passes.capture.graph import ModuleCall, Signature
 from acm_compiler.passes.capture.op_names import ACTIVATIONS, COPIES, DROPOUTS, RESHAPES, SCALES, SUMS, argument
 from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.values import Region, Value
@@ -55,7 +55,7 @@ class Placement:
     inputs: tuple[str, ...]
 
 
-def choose_graft(capture: Capture, flow: Dataflow, runs: Sequence[Region], *, traced: bool) -> Placement | str:
+def choose_graft(flow: Dataflow, runs: Sequence[Region], *, traced: bool) -> Placement | str:
     """One placement for all `runs` of a site; else why the live model cannot take an ACM there.
 
     `traced`: the model is an fx.GraphModule, whose own graph is rewritten.
@@ -65,11 +65,11 @@ def choose_graft(capture: Capture, flow: Dataflow, runs: Sequence[Region], *, tr
     places = [
         _Place(
             flow=flow,
-            signatures=capture.signatures,
+            signatures=flow.capture.signatures,
             region=run,
             nodes=own,
             all_nodes=all_nodes,
-            sees_dropout=capture.method == "recorder",
+            sees_dropout=flow.capture.method == "recorder",
         )
         for run, own in zip(runs, nodes, strict=True)
     ]

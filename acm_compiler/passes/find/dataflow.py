@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -16,6 +16,7 @@ from torch import fx
 
 from acm_compiler.passes.capture.graph import Capture, ModuleCall
 from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, data_operands, op_name
+from acm_compiler.passes.find.count_macs import count_macs
 from acm_compiler.passes.find.fused_ops import fold_norms, fold_softmax
 from acm_compiler.passes.find.linears import fuse_bias, resolve_linear
 from acm_compiler.passes.find.values import Linear, Read, Value
@@ -24,13 +25,16 @@ from acm_compiler.passes.find.weight_views import Views, WeightView, view_of
 
 @dataclass(slots=True, kw_only=True)
 class Dataflow:
-    """The values of a capture; analyses read it, nothing changes it.
+    """The values of a capture and its MACs; analyses read it, nothing changes it.
 
-    `graph`: a DiGraph over value names, an edge is data that flows. `values`: what each computes. `inside`: the
-    live values computed during each module call, bookkeeping included; `calls_of`: those calls by module path.
+    `macs`: multiply-adds by captured node. `graph`: a DiGraph over value names, an edge is data that flows.
+    `values`: what each computes. `inside`: the live values computed during each module call, bookkeeping included;
+    `calls_of`: those calls by module path.
     `reads`: who reads each parameter. `outputs`: the values that the model returns. `position`: when each runs.
     """
 
+    capture: Capture
+    macs: dict[str, int]
     graph: nx.DiGraph
     values: dict[str, Value]
     linears: dict[str, Linear]
@@ -50,6 +54,29 @@ class Dataflow:
         """What flows into the value and depends on the model's inputs, repeats included."""
         return [a for a in self.values[name].args if self.values[a].live]
 
+    def readers(
+        self, name: str, through: Callable[[Value], bool], *, stop: Iterable[str] = ()
+    ) -> Iterator[tuple[str, Value]]:
+        """Each value that reads `name`, or what it becomes `through` others, with the name that it reads.
+
+        Depth first; a value is passed once, one in `stop` never.
+        """
+        todo, seen = [name], {name, *stop}
+        while todo:
+            name = todo.pop()
+            for user in self.graph.successors(name):
+                value = self.values[user]
+                yield name, value
+                if user not in seen and through(value):
+                    seen.add(user)
+                    todo.append(user)
+
+    def behind(self, name: str, ops: frozenset[str]) -> str:
+        """The value that `name` is made of, and of no other live one, by operations in `ops`."""
+        while self.values[name].op in ops and len(live := self.live_args(name)) == 1:
+            name = live[0]
+        return name
+
     def feeds(self, source: str, target: str) -> bool:
         """Whether `target` is `source` or computed from it: nx.ancestors, kept as bit sets for all values."""
         if not self._ancestors:
@@ -63,12 +90,10 @@ class Dataflow:
     def label(self, name: str, weight: str) -> str:
         """What a user calls an operation: the module that computes nothing else, else its weight's name."""
         stack = self.values[name].stack
-        rest = self.inside.get(stack[-1], frozenset()) - self._parts(name) if stack else ()
+        parts = self.linears[name].nodes if name in self.linears else (name,)
+        rest = self.inside.get(stack[-1], frozenset()).difference(parts) if stack else ()
         plain = all(n in self.values and self.values[n].op in COPIES | RESHAPES for n in rest)
         return stack[-1].fqn if stack and plain else weight or name
-
-    def _parts(self, name: str) -> frozenset[str]:
-        return frozenset(self.linears[name].nodes if name in self.linears else (name,))
 
     def root(self, name: str) -> str:
         """The value that `name` is a copy or a row-major reshape of, with the same last axis."""
@@ -94,27 +119,25 @@ def build_dataflow(capture: Capture) -> Dataflow:
         values[linear.name] = dataclasses.replace(values[linear.name], op="linear", args=args)
     values |= fold_softmax(values)
     values |= fold_norms(values)
+    calls_of: dict[str, list[ModuleCall]] = defaultdict(list)
+    for call in inside:
+        calls_of[call.fqn].append(call)
     graph = nx.DiGraph()
     graph.add_nodes_from(values)
     graph.add_edges_from((arg, value.name) for value in values.values() for arg in value.args)
-    _drop_folded(graph, values, outputs, used=_consumed(capture.graph))
+    _drop_folded(graph, values, outputs, used={node.name for node in capture.graph.nodes if node.users})
     return Dataflow(
+        capture=capture,
+        macs=count_macs(capture),
         graph=graph,
         values=values,
         linears=linears,
         outputs=frozenset(outputs),
         inside=inside,
-        calls_of=_calls_of(inside),
+        calls_of=calls_of,
         reads=reads,
         position={name: i for i, name in enumerate(values)},
     )
-
-
-def _calls_of(inside: Mapping[ModuleCall, frozenset[str]]) -> dict[str, list[ModuleCall]]:
-    calls: dict[str, list[ModuleCall]] = defaultdict(list)
-    for call in inside:
-        calls[call.fqn].append(call)
-    return dict(calls)
 
 
 def _read_nodes(graph: fx.Graph) -> tuple[dict[str, Value], dict[str, Views], set[str]]:
@@ -193,10 +216,6 @@ def _linears(values: Mapping[str, Value], views: Mapping[str, Views]) -> dict[st
             linear = fuse_bias(linear, consumers[value.name], values, views)
             linears[linear.name] = linear
     return linears
-
-
-def _consumed(graph: fx.Graph) -> set[str]:
-    return {node.name for node in graph.nodes if node.users}
 
 
 def _drop_folded(graph: nx.DiGraph, values: dict[str, Value], outputs: set[str], *, used: set[str]) -> None:

@@ -41,13 +41,12 @@ def find_sites(model: nn.Module, capture: Capture) -> tuple[list[Site], list[Ski
 
     Every field of a site is filled but `layout`. Linears in no site and convolutions are skips with their MACs.
     """
-    matches, skips = match_sites(model, capture)
+    matches, skips = match_sites(model, build_dataflow(capture))
     return [match.site for match in matches], skips
 
 
-def match_sites(model: nn.Module, capture: Capture) -> tuple[list[Match], list[Skip]]:
-    """As `find_sites`, with each site's regions of the captured graph."""
-    flow = build_dataflow(capture)
+def match_sites(model: nn.Module, flow: Dataflow) -> tuple[list[Match], list[Skip]]:
+    """As `find_sites`, of a model whose dataflow is known, with each site's regions of the captured graph."""
     mlps, others = find_mlps(flow, model)
     mlps, refused = _refuse(flow, mlps)
     adapted = adapters(flow)
@@ -61,7 +60,7 @@ def match_sites(model: nn.Module, capture: Capture) -> tuple[list[Match], list[S
         match = (
             _scripted(runs, scripted)
             or _wrapped(runs, wrapped)
-            or _match(flow, capture, runs, traced=isinstance(model, fx.GraphModule))
+            or _match(flow, runs, traced=isinstance(model, fx.GraphModule))
         )
         if isinstance(match, Match):
             matches.append(match)
@@ -70,7 +69,7 @@ def match_sites(model: nn.Module, capture: Capture) -> tuple[list[Match], list[S
     matches.sort(key=lambda match: flow.position[match.runs[0].output])
     matches = _with_pairs(flow, _uniquely_named(matches))
     taken = {name for match in matches for run in match.runs for name in run.linears}
-    return matches, skips_of(capture, flow, lookalikes, taken)
+    return matches, skips_of(flow, lookalikes, taken)
 
 
 def _refuse(flow: Dataflow, mlps: Sequence[Region]) -> tuple[list[Region], list[LookAlike]]:
@@ -94,12 +93,12 @@ def _grouped(regions: Iterable[Region]) -> list[list[Region]]:
     return list(groups.values())
 
 
-def _match(flow: Dataflow, capture: Capture, runs: Sequence[Region], *, traced: bool) -> Match | str:
+def _match(flow: Dataflow, runs: Sequence[Region], *, traced: bool) -> Match | str:
     """The site that `runs` are, or why the model cannot take an ACM there."""
     reason = _read_elsewhere(flow, runs) or _differing(runs)
     if reason is not None:
         return reason
-    placed = choose_graft(capture, flow, runs, traced=traced)
+    placed = choose_graft(flow, runs, traced=traced)
     if isinstance(placed, str):
         return placed
     first, tokens = runs[0], [run.tokens for run in runs]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from acm_compiler.passes.capture.graph import Capture
 from acm_compiler.passes.capture.op_names import (
     ATTENTION,
     CONVOLUTIONS,
@@ -23,8 +22,7 @@ from acm_compiler.passes.capture.op_names import (
     op_set,
 )
 from acm_compiler.passes.find.bypass import find_bypass
-from acm_compiler.passes.find.count_macs import count_macs
-from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
+from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.linears import QUANTISED_LINEAR
 from acm_compiler.passes.find.values import Linear, LookAlike, Region
 from acm_compiler.site import LinearRef, Site, Skip
@@ -35,6 +33,7 @@ _LORA = "LoRA adapters: merge them into the weights first (merge_and_unload)"
 _ROUTED = "mixture of experts: it sees only the tokens routed to it; experts are not converted"
 _ROUTER = "router: its output chooses experts"
 _PICKS = op_set("index getitem index_select gather take_along_dim masked_select")
+_SCALED = COPIES | RESHAPES | SCALES
 _ENDS = PRODUCTS | CONVOLUTIONS | {"linear", "scaled_dot_product_attention", "embedding"}
 
 
@@ -51,19 +50,17 @@ def routed_tokens(flow: Dataflow, region: Region) -> str | None:
     return _ROUTED if x.op in _PICKS and len(flow.live_args(x.name)) > 1 else None
 
 
-def skips_of(capture: Capture, flow: Dataflow, lookalikes: Sequence[LookAlike], taken: set[str]) -> list[Skip]:
+def skips_of(flow: Dataflow, lookalikes: Sequence[LookAlike], taken: set[str]) -> list[Skip]:
     """One skip per linear outside sites (`taken`) and per convolution, in the order of execution.
 
     Of several look-alikes with a linear in common the first gives the reason; those with a site's linear give
     none. Repeated calls are one skip, MACs added up.
     """
     reasons: dict[str, str] = {}
-    for likeness in lookalikes:
-        if not taken.isdisjoint(likeness.linears):
-            continue
-        for name in likeness.linears:
-            reasons.setdefault(name, likeness.reason)
-    macs = count_macs(capture)
+    for lookalike in lookalikes:
+        if taken.isdisjoint(lookalike.linears):
+            reasons = dict.fromkeys(lookalike.linears, lookalike.reason) | reasons
+    macs = flow.macs
     skips: dict[tuple[str, str], Skip] = {}
     for value in flow.values.values():
         linear = flow.linears.get(value.name)
@@ -91,7 +88,7 @@ def adapters(flow: Dataflow) -> list[LookAlike]:
     """Linears with a low-rank branch beside them: `base(x) + scale * up(down(x))`."""
     found = []
     for up in flow.linears.values():
-        down = flow.linears.get(_root_through_scale(flow, up.x))
+        down = flow.linears.get(flow.behind(up.x, _SCALED))
         if down is None:
             continue
         source = flow.root(down.x)
@@ -101,52 +98,24 @@ def adapters(flow: Dataflow) -> list[LookAlike]:
     return found
 
 
-def _root_through_scale(flow: Dataflow, name: str) -> str:
-    while flow.values[name].op in COPIES | RESHAPES | SCALES and len(flow.live_args(name)) == 1:
-        name = flow.live_args(name)[0]
-    return name
-
-
 def _added_to(flow: Dataflow, name: str) -> list[str]:
     """The linears that the value is added to, perhaps scaled."""
-    found, todo = [], [name]
-    while todo:
-        for user in flow.consumers(todo.pop()):
-            value = flow.values[user]
-            if value.op == "add":
-                roots = [_root_through_scale(flow, arg) for arg in flow.live_args(user)]
-                found += [root for root in roots if root in flow.linears and root != name]
-            elif value.op in COPIES | RESHAPES | SCALES:
-                todo.append(user)
-    return found
+    readers = flow.readers(name, lambda value: value.op in _SCALED)
+    sums = [value.name for _, value in readers if value.op == "add"]
+    roots = [flow.behind(arg, _SCALED) for total in sums for arg in flow.live_args(total)]
+    return [root for root in roots if root in flow.linears and root != name]
 
 
 def _reaches_output(flow: Dataflow, name: str) -> bool:
     """Whether the value flows to the model's output, and into no other weight or attention."""
-    reached = name in flow.outputs
-    todo, seen = [name], {name}
-    while todo:
-        for user in flow.consumers(todo.pop()):
-            if flow.values[user].op in _ENDS:
-                return False
-            reached |= user in flow.outputs
-            if user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return reached
+    readers = [value for _, value in flow.readers(name, lambda value: value.op not in _ENDS)]
+    reached = not flow.outputs.isdisjoint([name, *(value.name for value in readers)])
+    return reached and all(value.op not in _ENDS for value in readers)
 
 
 def _chooses_experts(flow: Dataflow, name: str) -> bool:
-    todo, seen = [name], {name}
-    while todo:
-        for user in flow.consumers(todo.pop()):
-            op = flow.values[user].op
-            if op == "topk":
-                return True
-            if op in COPIES | RESHAPES | SUMS | {"softmax", "sigmoid"} and user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return False
+    scored = COPIES | RESHAPES | SUMS | {"softmax", "sigmoid"}
+    return any(value.op == "topk" for _, value in flow.readers(name, lambda value: value.op in scored))
 
 
 def _plain_reason(flow: Dataflow, linear: Linear) -> str:
@@ -159,13 +128,12 @@ def _plain_reason(flow: Dataflow, linear: Linear) -> str:
     return _NEITHER
 
 
-def kept_dense(capture: Capture, sites: Sequence[Site], skips: Iterable[Skip] = ()) -> list[Skip]:
+def kept_dense(flow: Dataflow, sites: Sequence[Site], skips: Iterable[Skip] = ()) -> list[Skip]:
     """Everything that does multiply-adds outside `sites`, the largest first; the macs add up with the sites'.
 
     Linears and convolutions have the reason they have in `skips`, else `not selected`. Products of two values,
     such as attention's, are one entry per operation.
     """
-    flow, macs = build_dataflow(capture), count_macs(capture)
     owners = {node: linear for linear in flow.linears.values() for node in linear.nodes}
     refs: dict[str, list[LinearRef]] = defaultdict(list)
     for site in sites:
@@ -173,15 +141,15 @@ def kept_dense(capture: Capture, sites: Sequence[Site], skips: Iterable[Skip] = 
             refs[ref.weight].append(ref)
     reasons = {skip.name: skip.reason for skip in skips}
     groups: dict[str, list[fx.Node]] = defaultdict(list)
-    for node in capture.graph.nodes:
+    for node in flow.capture.graph.nodes:
         linear = owners.get(node.name)
-        if node.name in macs and not (linear and _belongs(linear, refs)):
+        if node.name in flow.macs and not (linear and _belongs(linear, refs)):
             groups[_name(flow, node, linear)].append(node)
     kept = [
         Skip(
             name=name,
             reason=reasons.get(name) or _reason(nodes, owners),
-            macs=sum(macs[node.name] for node in nodes),
+            macs=sum(flow.macs[node.name] for node in nodes),
             source=nodes[0].meta.get("source"),
         )
         for name, nodes in groups.items()

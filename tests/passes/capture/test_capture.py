@@ -188,7 +188,7 @@ def test_a_llama_of_eight_billion_parameters_on_meta_takes_seconds_and_no_memory
     script = """
 import resource, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from acm_compiler.passes.capture import capture
+from acm_compiler.passes.capture.capture import capture
 with torch.device("meta"):
     model = LlamaForCausalLM(LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                                          num_attention_heads=32, num_key_value_heads=8))

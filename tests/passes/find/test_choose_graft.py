@@ -7,6 +7,7 @@ from torch import fx, nn
 
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.export import capture_exported
+from acm_compiler.passes.find.dataflow import build_dataflow
 from acm_compiler.passes.find.find_sites import find_sites, match_sites
 from acm_compiler.site import Graft
 from tests.helpers import models
@@ -234,6 +235,6 @@ def test_a_match_tells_the_value_that_the_acm_will_read():
     model, inputs = models.hf_gpt2()
     graph = capture(model.eval(), inputs)
     shapes = {node.name: node.meta["shape"] for node in graph.graph.nodes if node.op != "output"}
-    matches, _ = match_sites(model, graph)
+    matches, _ = match_sites(model, build_dataflow(graph))
     # the linears themselves read [batch * tokens, width]
     assert {shapes[run.x] for match in matches for run in match.runs} == {(2, 7, 32)}

@@ -12,6 +12,7 @@ from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.capture.normalize import normalize
 from acm_compiler.passes.find.count_macs import count_macs
+from acm_compiler.passes.find.dataflow import build_dataflow
 from acm_compiler.passes.find.find_sites import find_sites
 from acm_compiler.passes.find.skips import kept_dense
 from acm_compiler.site import Site
@@ -482,7 +483,7 @@ def test_macs_of_sites_and_of_what_is_kept_add_up_to_the_models(name):
         s.calls * s.tokens * (s.d_in * s.d_out if s.last is None else s.dense_width * (len(s.first) * s.d_in + s.d_out))
         for s in sites
     )
-    kept = kept_dense(graph, sites, skips)
+    kept = kept_dense(build_dataflow(graph), sites, skips)
     assert inside + sum(entry.macs for entry in kept) == sum(count_macs(graph).values())
     assert {skip.name: skip.macs for skip in skips}.items() <= {entry.name: entry.macs for entry in kept}.items()
 
@@ -491,7 +492,7 @@ def test_sites_left_out_by_the_user_are_kept_dense_as_not_selected():
     model = Stack(Residual(Mlp())).eval()
     graph = capture(model, example())
     _, skips = find_sites(model, graph)
-    reasons = {entry.name: entry.reason for entry in kept_dense(graph, (), skips)}
+    reasons = {entry.name: entry.reason for entry in kept_dense(build_dataflow(graph), (), skips)}
     assert reasons["blocks.0.inner.up"] == reasons["blocks.0.inner.down"] == "not selected"
 
 

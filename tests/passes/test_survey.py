@@ -1,0 +1,26 @@
+"""What one analysis of a model computes, and how often."""
+
+import sys
+from collections import Counter
+
+import acm_compiler as acm
+from acm_compiler.passes.find.count_macs import count_macs
+from acm_compiler.passes.find.dataflow import build_dataflow
+from tests.helpers import models
+
+
+def test_a_plan_and_its_rewrite_compute_dataflow_and_macs_once():
+    model, inputs = models.hf_bert()
+    watched = {build_dataflow.__code__, count_macs.__code__}
+    calls = Counter()
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code in watched:
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(count)
+    try:
+        acm.rewrite(model, acm.plan(model, inputs))
+    finally:
+        sys.setprofile(None)
+    assert calls == {"build_dataflow": 1, "count_macs": 1}

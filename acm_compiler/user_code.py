@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import sysconfig
@@ -18,7 +19,7 @@ from acm_compiler.errors import AcmError, FunctionFailed
 class Attempt:
     """A block that runs a user's code, which may raise anything; what it raised is `error`."""
 
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def __enter__(self) -> Attempt:
         return self
@@ -26,8 +27,19 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.error = error if isinstance(error, Exception) else None
+        # Ctrl-C is the user's at the keyboard, and GeneratorExit Python's own; sys.exit is the code's
+        self.error = None if isinstance(error, (KeyboardInterrupt, GeneratorExit)) else error
         return self.error is not None
+
+
+@contextlib.contextmanager
+def users_code(where: str, what: str) -> Iterator[None]:
+    """A block that runs a user's code, named `where`; FunctionFailed, with the user's own frames, where it raises."""
+    attempt = Attempt()
+    with attempt:
+        yield
+    if attempt.error is not None:
+        raise failed(where, what, attempt.error)
 
 
 def is_users(thing: object) -> bool:
@@ -35,18 +47,23 @@ def is_users(thing: object) -> bool:
     return type(thing).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
-def failed(where: str, what: str, error: Exception) -> AcmError:
+def failed(where: str, what: str, error: BaseException) -> AcmError:
     """The refusal for what a user's code raised; our own errors, and lack of memory, stay as they are."""
     if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
         raise error
-    frames = users_frames(error)
-    made = FunctionFailed(f"{what} {first_line(error)}" + (f"\n{frames}" if frames else ""), where=where)
+    made = FunctionFailed(with_frames(f"{what} {first_line(error)}", error), where=where)
     made.__cause__ = error
     return made
 
 
-def first_line(error: Exception) -> str:
-    """What `error` is, and the first line of its message."""
+def with_frames(text: str, error: BaseException) -> str:
+    """`text`, and below it the frames that `error` passed through in the user's own files, as tracebacks show them."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return "\n".join([text, *("".join(traceback.format_list(frames)).rstrip().splitlines())])
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of `error`, and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -71,12 +88,6 @@ def raising_line(error: BaseException) -> str | None:
     )
     shown = [f"{name}:{line}" for name, line in lines if name is not None]
     return shown[-1] if shown else None
-
-
-def users_frames(error: BaseException) -> str:
-    """The frames that `error` passed through in the user's own files, as tracebacks show them."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return "".join(traceback.format_list(frames)).rstrip()
 
 
 def _is_users(filename: str) -> bool:

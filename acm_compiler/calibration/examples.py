@@ -19,7 +19,7 @@ from acm_compiler.runtime.budgets import is_number, parse_budget, share_within, 
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.runtime.usage import refuse_compiled
-from acm_compiler.user_code import Attempt, first_line, raising_line
+from acm_compiler.user_code import Attempt, first_line, raising_line, with_frames
 
 # a user's own word on the padding of one batch
 MaskOf = Callable[[Any], Tensor | None]
@@ -102,12 +102,13 @@ def run(model: nn.Module, inputs: Inputs) -> Any:
     assert error is not None
     if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
         raise error
+    what = "a batch is a tensor, a tuple of arguments or a mapping"
     raise UsageError(
         f"the model itself raises on a batch of {_shapes(inputs)}",
         where=raising_line(error),
         found=first_line(error),
         expected="what the model takes, in its type and on its device",
-        fix="a batch is a tensor, a tuple of arguments or a mapping; leave out labels: (x for x, label in loader)",
+        fix=with_frames(f"{what}; leave out labels: (x for x, label in loader)", error),
     ) from error
 
 

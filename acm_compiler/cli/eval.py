@@ -102,7 +102,7 @@ def measure(
 
     `batch`: examples per forward; None: the recipe's.
     """
-    from acm_compiler.data import BatchStream, left_out
+    from acm_compiler.data import BatchStream, count_examples, left_out
     from acm_compiler.evaluation.evaluate import evaluate, every_k, first_examples, reachable, with_progress
     from acm_compiler.recipe.schema import BudgetsConfig, RunConfig
 
@@ -112,7 +112,8 @@ def measure(
         report = (run.recipe.budgets if run.recipe else BudgetsConfig()).report
         budgets = reachable(run.model, report, say=output.note)
     settings = [*budgets, *every_k(run.model)]
-    count = len(data) if examples is None else min(examples, len(data))  # type: ignore[arg-type]
+    have = count_examples(data)
+    count = have if examples is None else min(examples, have)
     size = batch or (run.recipe.run if run.recipe else RunConfig()).eval_batch
     stream = BatchStream(dataset=data, batch=size, shuffle=examples is not None)
     batches = with_progress(

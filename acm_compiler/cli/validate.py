@@ -35,13 +35,28 @@ def validate(
         out.document({"recipe": recipe, "valid": False, "problems": list(error.problems), "notes": []})
         out.error(sentence(error))
         raise typer.Exit(error.exit_code) from error
-    notes = [*unknown, *(str(note) for note in unset_variables(loaded))]
+    notes = [*unknown, *_note_device(loaded), *(str(note) for note in unset_variables(loaded))]
     phases = ", ".join(phase.phase for phase in loaded.schedule) or "none"
     out.say(f"{loaded.name}: valid (model {loaded.model.source}:{loaded.model.name}; phases: {phases})")
     for note in [*notes, *([how_to_set(loaded)] if unset_variables(loaded) else [])]:
         out.note(note)
     facts = {"recipe": loaded.name, "valid": True, "hash": recipe_hash(loaded), "problems": [], "notes": notes}
     out.document(facts)
+
+
+def _note_device(loaded: Recipe) -> list[str]:
+    """A note where the run's device is not here: it may be on the machine that the recipe is meant for."""
+    if loaded.run.device in ("auto", "cpu"):
+        return []
+    from acm_compiler.errors import UsageError
+    from acm_compiler.training.machine import find_device
+
+    place = loaded.origin.document.place_of_value(("run", "device"))
+    try:
+        find_device(loaded.run.device, where=f"{place}: run.device")
+    except UsageError as error:
+        return [str(error)]
+    return []
 
 
 def _check_model(loaded: Recipe) -> list[str]:

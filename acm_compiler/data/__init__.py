@@ -2,7 +2,7 @@
 
 from acm_compiler.data.audio import left_out
 from acm_compiler.data.batch import Batch, as_batch, refuse_no_batches
-from acm_compiler.data.loading import BatchStream
+from acm_compiler.data.loading import BatchStream, count_examples
 from acm_compiler.data.open_dataset import open_dataset
 
-__all__ = ["Batch", "BatchStream", "as_batch", "left_out", "open_dataset", "refuse_no_batches"]
+__all__ = ["Batch", "BatchStream", "as_batch", "count_examples", "left_out", "open_dataset", "refuse_no_batches"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from acm_compiler.data.audio import left_out, told
 from acm_compiler.data.batch import Batch, assemble
 from acm_compiler.data.draws import derive, seeded
 from acm_compiler.errors import AcmError, DataError, UsageError
-from acm_compiler.user_code import Attempt, failed, is_users
+from acm_compiler.user_code import is_users, users_code
 
 _ORDER, _EXAMPLE, _MIX = 1, 2, 3  # what a seed is for
 
@@ -65,7 +66,7 @@ class BatchStream:
     @property
     def examples(self) -> int:
         """The number of examples in the data set."""
-        return len(self.dataset)  # type: ignore[arg-type]
+        return count_examples(self.dataset)
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -79,7 +80,8 @@ class BatchStream:
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on, as an uninterrupted run gives them. DataError."""
         if hasattr(self.dataset, "prepare"):
-            self.dataset.prepare()
+            with users_data(self.dataset):
+                self.dataset.prepare()
         shares = self._shares(epoch)[start:]
         loader = DataLoader(
             _Fetch(self.dataset, self.seed, filled=self.drop_last),
@@ -107,7 +109,8 @@ class BatchStream:
             generator = torch.Generator().manual_seed(derive(self.seed, epoch, _ORDER))
             order = torch.randperm(self.examples, generator=generator).tolist()
         if hasattr(self.dataset, "group"):
-            order = self.dataset.group(order, self.batch)
+            with users_data(self.dataset):
+                order = self.dataset.group(order, self.batch)
         shares = []
         for number in range(len(self)):
             whole = order[number * self.batch : (number + 1) * self.batch]
@@ -138,19 +141,10 @@ class _Fetch(Dataset[Any]):
 
     def __getitem__(self, share: _Share) -> Batch | AcmError | None:
         try:
-            return self._tried(share)
+            with users_data(self.dataset):
+                return self._batch(share)
         except AcmError as error:
             return error
-
-    def _tried(self, share: _Share) -> Batch | None:
-        """The batch; FunctionFailed, with the user's own frames, where a data set of the user's raises."""
-        if not is_users(self.dataset):
-            return self._batch(share)
-        attempt = Attempt()
-        with attempt:
-            return self._batch(share)
-        assert attempt.error is not None
-        raise failed(type(self.dataset).__name__, "the data set raised", attempt.error)
 
     def _batch(self, share: _Share) -> Batch | None:
         mix = getattr(self.dataset, "mix", None)
@@ -178,12 +172,23 @@ class _Fetch(Dataset[Any]):
 
     def _next(self, epoch: int, index: int) -> tuple[int, Any]:
         """The first example of use after one that is not, and its number. DataError where there is none."""
-        count = len(self.dataset)  # type: ignore[arg-type]
+        count = count_examples(self.dataset)
         for other in (*range(index + 1, count), *range(index)):
             example = self._example(epoch, other)
             if example is not None:
                 return other, example
         raise _none_of_use(self.dataset)
+
+
+def users_data(dataset: Dataset[Any]) -> AbstractContextManager[None]:
+    """A block that asks the data set; FunctionFailed, with the user's own frames, where one of the user's raises."""
+    return users_code(type(dataset).__name__, "the data set raised") if is_users(dataset) else nullcontext()
+
+
+def count_examples(dataset: Dataset[Any]) -> int:
+    """How many examples the data set has. FunctionFailed where one of the user's raises."""
+    with users_data(dataset):
+        return len(dataset)  # type: ignore[arg-type]
 
 
 def _none_of_use(dataset: Dataset[Any]) -> DataError:

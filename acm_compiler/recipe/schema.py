@@ -135,7 +135,7 @@ class RunConfig(Section):
     @field_validator("device")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value.split(":")[0] not in ("auto", "cpu", "cuda", "mps", "xpu"):
+        if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", value):
             raise PydanticCustomError(
                 "acm",
                 "unknown device '{value}'{hint}; known: auto, cpu, cuda, cuda:1, mps",
@@ -197,6 +197,14 @@ class Recipe(Section):
     resolved: Resolved | None = None
     """Where the recipe came from; written by a run, of no effect when read."""
     _origin: Origin | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _named(self) -> Recipe:
+        # what an earlier run has saved was carried out
+        if self.resolved is None and (self.name in (".", "..") or re.search(r"[/\\\0]", self.name)):
+            what = "name must be the name of a folder, got {name}; leave out / and \\"
+            raise PydanticCustomError("acm", what, {"key": "name", "name": repr(self.name)})
+        return self
 
     @model_validator(mode="after")
     def _complete(self) -> Recipe:

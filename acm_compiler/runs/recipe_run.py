@@ -82,12 +82,12 @@ class SavedRun:
 
         UsageError when the recipe names no task or data, or the data has fewer examples.
         """
-        from acm_compiler.data import BatchStream
+        from acm_compiler.data import BatchStream, count_examples
         from acm_compiler.sources.examples import fit_to
 
         data = self.data()
-        if len(data) < count:  # type: ignore[arg-type]
-            raise UsageError("more examples than the data has", found=count, expected=f"at most {len(data)}")  # type: ignore[arg-type]
+        if (have := count_examples(data)) < count:
+            raise UsageError("more examples than the data has", found=count, expected=f"at most {have}")
         batch = next(BatchStream(dataset=data, batch=count, drop_last=True).epoch())
         return fit_to(self.model, self.task(data).inputs(batch))
 

@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from acm_compiler.errors import UsageError, did_you_mean
-from acm_compiler.user_code import Attempt, failed
+from acm_compiler.user_code import Attempt, failed, users_code
 
 PREFIX = "python:"
 
@@ -67,8 +67,5 @@ def check_call(reference: str, arguments: Mapping[str, Any]) -> Callable[..., An
 
 def run_function(reference: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """What `function`, named by `reference`, returns; FunctionFailed, with the user's own frames, where it raises."""
-    attempt = Attempt()
-    with attempt:
+    with users_code(reference, "the function raised"):
         return function(**arguments)
-    assert attempt.error is not None
-    raise failed(reference, "the function raised", attempt.error)

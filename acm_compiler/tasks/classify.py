@@ -50,9 +50,7 @@ class Classify:
         UsageError or DataError where classes do not fit.
         """
         logits, label = self.logits(output), self._label(batch)
-        if label.ndim == 2 and label.shape != logits.shape:
-            raise _classes_differ(label.shape[1], logits.shape[1])
-        if not label.is_cuda:  # there the loss itself refuses it; to look would wait for the device at every step
+        if label.ndim == 2 or not label.is_cuda:  # there the loss refuses numbers; a check would wait for the device
             self._check_range(label, logits.shape[1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if label.is_floating_point():
@@ -74,7 +72,9 @@ class Classify:
         return (label != _IGNORED).float() if label.ndim == 1 else torch.ones(len(label), device=label.device)
 
     def _check_range(self, label: Tensor, classes: int) -> None:
-        """DataError where a label [B] is none of so many classes, nor the one that counts nowhere."""
+        """DataError where a label [B] is none of so many classes, nor -100; UsageError for [B, other classes]."""
+        if label.ndim == 2 and label.shape[1] != classes:
+            raise _classes_differ(label.shape[1], classes)
         wrong = label[((label < 0) & (label != _IGNORED)) | (label >= classes)] if label.ndim == 1 else label[:0]
         if len(wrong):
             raise DataError(
@@ -122,7 +122,18 @@ class Classify:
                 found=", ".join(batch),
                 expected="a tensor named 'label' in every example",
             )
-        return batch["label"]
+        label = batch["label"]
+        if label.ndim == 1 and not label.is_floating_point() and not label.is_complex():
+            return label.long()
+        if label.ndim == 2 and not label.is_complex():
+            return label if label.is_floating_point() else label.float()
+        raise DataError(
+            "labels must be whole numbers, one per example, or a share of each class",
+            where=f"task classify, {self.data}",
+            found=f"{str(label.dtype).removeprefix('torch.')} {list(label.shape)}",
+            expected="integers [batch], or [batch, classes]",
+            fix="number the classes from 0: label.long() where the values are whole; for a regression write a task",
+        )
 
 
 def _classes_differ(data: int | str, model: int) -> UsageError:

@@ -27,7 +27,7 @@ from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
 from acm_compiler.tasks.language import CausalLM, open_masked_lm
-from acm_compiler.user_code import Attempt, failed, is_users
+from acm_compiler.user_code import is_users, users_code
 
 _PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
 
@@ -94,11 +94,8 @@ class UsersTask:
 
 
 def _call(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    attempt = Attempt()
-    with attempt:
+    with users_code(name, "the task raised"):
         return method(*args, **kwargs)
-    assert attempt.error is not None
-    raise failed(name, "the task raised", attempt.error)
 
 
 # XLM's and Flaubert's …WithLMHeadModel may be either

@@ -223,6 +223,12 @@ def test_a_closed_standard_error_is_no_fault():
     assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", "")
 
 
+def test_validate_notes_a_device_that_is_not_here():
+    result = run("validate", "digits_vit_paper", "--set", "run.device=cuda:99")
+    assert result.exit_code == 0
+    assert "--set run.device=cuda:99: run.device: no such device here (found 'cuda:99'" in result.stderr
+
+
 def test_validate_takes_overrides():
     assert run("validate", "digits_vit_paper", "--set", "schedule[0].lr=1e-4").exit_code == 0
     result = run("validate", "digits_vit_paper", "--set", "schedule[0].lr=fast", "--set", "rnu.seed=1")

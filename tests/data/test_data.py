@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -331,6 +332,35 @@ def test_a_users_data_set_that_raises_shows_its_own_lines(workers: int) -> None:
     assert what == "Broken: the data set raised KeyError: 'no such clip'"
     assert frame.startswith(f'  File "{__file__}", line ') and frame.endswith(", in __getitem__")
     assert line == '    raise KeyError("no such clip")'
+
+
+@pytest.mark.parametrize("method", ["__len__", "prepare", "group"])
+def test_whatever_a_users_data_set_is_asked_shows_its_own_lines(method: str) -> None:
+    def raises(self: object, *_: object) -> None:
+        raise KeyError("no such clip")
+
+    dataset = type("Broken", (Noise,), {"__module__": __name__, method: raises})()
+    with pytest.raises(FunctionFailed) as caught:
+        list(BatchStream(dataset=dataset, batch=5).epoch())
+    what, frame, line = str(caught.value).splitlines()
+    assert what == "Broken: the data set raised KeyError: 'no such clip'"
+    assert frame.startswith(f'  File "{__file__}", line ') and line == '    raise KeyError("no such clip")'
+
+
+def make_an_end() -> None:
+    sys.exit(3)
+
+
+def make_an_interruption() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_users_function_that_ends_the_program_is_named() -> None:
+    with pytest.raises(FunctionFailed) as caught:
+        call_function(f"python:{__name__}:make_an_end", {})
+    assert str(caught.value).splitlines()[0] == f"python:{__name__}:make_an_end: the function raised SystemExit: 3"
+    with pytest.raises(KeyboardInterrupt):
+        call_function(f"python:{__name__}:make_an_interruption", {})
 
 
 def test_a_users_module_that_cannot_be_imported_shows_its_own_lines(

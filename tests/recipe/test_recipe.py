@@ -213,12 +213,23 @@ def test_a_newer_format_is_refused_as_such(recipe_file):
         ("expect: {}", "r.yaml:4:1: expect: either metric and within, or at_least"),
         ("expect: {at_least: 0.5, at_most: 0.1}", "r.yaml:4:10: expect: at_least is above at_most"),
         ("description: 5", "r.yaml:4:14: wrong value for description (found 5, expected text)"),
+        ("run: {device: 'cuda:x'}", "r.yaml:4:7: run.device: unknown device 'cuda:x'"),
+        ("run: {device: 'auto:1'}", "r.yaml:4:7: run.device: unknown device 'auto:1'"),
         ("run: {threads: -1}", "r.yaml:4:16: wrong value for run.threads (found -1, expected at least 1)"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_its_place(recipe_file, change, problem):
     (found,) = problems_of(recipe_file(SMALL + change + "\n"))
     assert found.startswith(problem)
+
+
+@pytest.mark.parametrize("name", ["..", "../up", "/tmp/x", "a/b", r"a\b", r"'a\0b'"])
+def test_a_name_that_is_no_folders_is_refused_but_read_again_where_a_run_has_saved_it(recipe_file, name):
+    text = SMALL.replace("name: small", f"name: {name}")
+    assert text != SMALL
+    (found,) = problems_of(recipe_file(text))
+    assert found.startswith("r.yaml:2:1: name must be the name of a folder, got ")
+    load_recipe(recipe_file(f"{text}resolved: {{recipe: r.yaml, hash: x}}\n"))
 
 
 AUDIO = "kind: common_voice, root: x, vocabulary: y"

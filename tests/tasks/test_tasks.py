@@ -40,6 +40,30 @@ def test_the_loss_is_the_mean_cross_entropy() -> None:
     assert loss.item() == pytest.approx((first + second) / 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("label", [torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.complex64), torch.tensor(1)])
+def test_labels_that_are_no_class_numbers_are_refused(label) -> None:
+    for method in (Classify().loss, Classify().score):
+        with pytest.raises(DataError, match="labels must be whole numbers, one per example"):
+            method(LOGITS, {"label": label})
+    with pytest.raises(DataError, match="labels must be whole numbers, one per example"):
+        Classify().units({"label": label})
+
+
+def test_whole_numbers_of_every_type_are_labels() -> None:
+    for dtype in (torch.int32, torch.uint8, torch.bool):
+        label = torch.tensor([0, 1]).to(dtype)
+        assert Classify().loss(LOGITS, {"label": label}) == Classify().loss(LOGITS, {"label": torch.tensor([0, 1])})
+    one_hot = torch.tensor([[1, 0, 0], [0, 1, 0]])
+    assert Classify().loss(LOGITS, {"label": one_hot}) == Classify().loss(LOGITS, {"label": torch.tensor([0, 1])})
+    assert Classify().score(LOGITS, {"label": one_hot}).tolist() == [1, 0]
+
+
+def test_shares_of_other_classes_are_refused_by_loss_and_score() -> None:
+    for method in (Classify().loss, Classify().score):
+        with pytest.raises(UsageError, match="classes"):
+            method(LOGITS, {"label": torch.tensor([[0], [1]])})
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_labels_that_count_nowhere_have_no_part_in_loss_and_gradient(smoothing) -> None:
     task, logits = Classify(label_smoothing=smoothing), torch.randn(4, 3, requires_grad=True)

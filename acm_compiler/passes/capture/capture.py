@@ -17,7 +17,7 @@ from acm_compiler.passes.capture.eager import EAGER
 from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, map_tensors, tensors
 from acm_compiler.passes.capture.isolate import preserve_state
 from acm_compiler.passes.capture.recorder import Recorder, UnseenTensor
-from acm_compiler.user_code import Attempt, first_line, raising_line
+from acm_compiler.user_code import Attempt, first_line, raising_line, with_frames
 
 __all__ = ["Capture", "ModuleCall", "Signature", "capture"]
 
@@ -74,7 +74,7 @@ def capture_again(model: nn.Module, inputs: Inputs, *, like: Capture) -> Capture
     return None
 
 
-def record(model: nn.Module, example_inputs: Inputs, *, fake: bool) -> Capture | Exception:
+def record(model: nn.Module, example_inputs: Inputs, *, fake: bool) -> Capture | BaseException:
     """A recording of the model's forward, or what was raised; `fake` runs without values, on fake tensors."""
     attempt = Attempt()
     with attempt, preserve_state(model) as owned, _recordable(model), torch.no_grad():
@@ -90,7 +90,7 @@ def record(model: nn.Module, example_inputs: Inputs, *, fake: bool) -> Capture |
     return attempt.error
 
 
-def export(model: nn.Module, example_inputs: Inputs) -> Capture | Exception:
+def export(model: nn.Module, example_inputs: Inputs) -> Capture | BaseException:
     """The model as torch.export sees it, or what was raised."""
     from acm_compiler.passes.capture.export import capture_exported
 
@@ -175,7 +175,7 @@ def _recordable(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _plain_error(model: nn.Module, inputs: Inputs) -> Exception | None:
+def _plain_error(model: nn.Module, inputs: Inputs) -> BaseException | None:
     """What the model itself raises with `inputs`, if anything."""
     attempt = Attempt()
     with attempt, preserve_state(model), _recordable(model), torch.no_grad():
@@ -183,7 +183,7 @@ def _plain_error(model: nn.Module, inputs: Inputs) -> Exception | None:
     return attempt.error
 
 
-def _meta_model_raises(error: Exception) -> CaptureFailed:
+def _meta_model_raises(error: BaseException) -> CaptureFailed:
     from torch._subclasses import fake_tensor
 
     if isinstance(error, (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)):
@@ -196,10 +196,10 @@ def _meta_model_raises(error: Exception) -> CaptureFailed:
     return _model_raises(error, "pass inputs that the model accepts, or try it with real weights")
 
 
-def _model_raises(error: Exception, fix: str) -> CaptureFailed:
+def _model_raises(error: BaseException, fix: str) -> CaptureFailed:
     return CaptureFailed(
         "the model itself raises with these example inputs",
         where=raising_line(error),
         found=first_line(error),
-        fix=fix,
+        fix=with_frames(fix, error),
     )

@@ -1,6 +1,7 @@
 """Seeing models as graphs: on meta, traced, exported, of other libraries; and what is refused."""
 
 import copy
+import re
 import subprocess
 import sys
 import time
@@ -96,8 +97,9 @@ def test_recording_and_exporting_agree_on_parameters_shapes_and_stacks():
 
 
 def test_inputs_that_the_model_refuses_are_named_as_its_own_error():
-    with pytest.raises(CaptureFailed, match=r"captures\.py:\d+: the model itself raises .*normalized_shape"):
+    with pytest.raises(CaptureFailed, match=r"captures\.py:\d+: the model itself raises .*normalized_shape") as caught:
         capture(nn.Sequential(Block()), torch.randn(3, D + 1))
+    assert re.search(r'\n  File ".*captures\.py", line \d+, in forward\n    .*norm', str(caught.value))
     with pytest.raises(CaptureFailed, match=r"TypeError.*forward"):
         capture(Block(), {"y": torch.randn(3, D)})
     with pytest.raises(CaptureFailed, match="the model itself raises"):

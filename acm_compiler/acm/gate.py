@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from acm_compiler.acm.arguments import GateWeights
 from acm_compiler.acm.reference import GateRule
 
 
@@ -28,6 +29,6 @@ class Gate(nn.Module):
             h_TG = F.gelu(self.inner(x_TD.to(self.inner.weight.dtype)))
             return self.outer(h_TG)
 
-    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def weights(self) -> GateWeights:
         """Weight and bias of both linears, as the operator takes them."""
-        return self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias
+        return GateWeights(self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
+from acm_compiler.acm.arguments import GateChoices
 from acm_compiler.acm.context import Said, batch_of, observers_of, recomputing
 from acm_compiler.acm.data_parallel import refuse_idle
 from acm_compiler.acm.gate import Gate
@@ -149,8 +150,7 @@ class ACM(nn.Module):
             return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
         knob, k_lo, k_hi = self._choices_for(shape)
         if ops.gate_is_operator(x_TD):
-            choices = (knob, k_lo, k_hi)
-            rule = self.gate.rule
+            choices, rule = GateChoices(knob, k_lo, k_hi), self.gate.rule
             return ops.run_gate(x_TD, self.gate.weights(), choices, cost=self.cost, k_min=self.k_min, rule=rule)
         return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import eq
 from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.arguments import GateChoices, GatedArguments, GateWeights, LearnerWeights
 from acm_compiler.acm.reference import GateRule
 from acm_compiler.errors import UsageError
 
-_LEARNER_OPERANDS = ("w_in", "b_in", "w_up", "b_up", "w_out", "b_out", "w_top", "residual")
-_GATE_OPERANDS = ("w_inner", "b_inner", "w_outer", "b_outer")
 _FORMS = ("mlp", "gated", "linear", "rows", "cols")
 _RULES = get_args(GateRule)
 _INTEGERS = (torch.int32, torch.int64)
@@ -45,30 +44,29 @@ def refuse_type(x: Tensor, dtype: torch.dtype, *, site: str) -> None:
         )
 
 
-def require_learners(x: Tensor, k: Tensor | None, tensors: Sequence[Tensor | None], form: str, same: Same = eq) -> None:
+def require_learners(
+    x: Tensor, k: Tensor | None, w: LearnerWeights, residual: Tensor | None = None, *, form: str, same: Same = eq
+) -> None:
     """UsageError naming the first operand of `acm::learners` whose shape, type or device is not that of the others.
 
-    tensors: w_in to w_top and perhaps the residual. k: None where the operator's own gate chooses it. same: compares
-    two shapes; `may_equal` while tracing.
+    k: None where the operator's own gate chooses it. same: compares two shapes; `may_equal` while tracing.
     """
     operator = "acm::learners"
     if form not in _FORMS:
         raise UsageError(f"unknown form of {operator}", found=repr(form), expected=" | ".join(_FORMS))
-    w_in, b_out, w_out = tensors[0], tensors[5], tensors[4]
-    assert w_in is not None and b_out is not None
     rank = 4 if form in ("rows", "cols") else 3
-    if w_in.dim() != rank or not w_in.numel():
-        _refuse(operator, "w_in", w_in, f"{rank} dimensions, none of them 0")
-    d_in, shapes = _learner_shapes(w_in, b_out, form, per_k=w_out is not None and w_out.dim() == 4)
+    if w.w_in.dim() != rank or not w.w_in.numel():
+        _refuse(operator, "w_in", w.w_in, f"{rank} dimensions, none of them 0")
+    d_in, shapes = _learner_shapes(w.w_in, w.b_out, form, per_k=w.w_out is not None and w.w_out.dim() == 4)
     tokens = x.shape[0] if x.dim() else 1
     if not same(x.shape, (tokens, d_in)):
         _refuse(operator, "x", x, f"[tokens, {d_in}]")
     if k is not None and not (same(k.shape, (tokens,)) and k.dtype in _INTEGERS):
         _refuse(operator, "k", k, f"[{tokens}], int32 or int64")
-    shapes["residual"] = (tokens, shapes["b_out"][1])
-    for name, tensor in zip(_LEARNER_OPERANDS, tensors, strict=False):
+    for name, tensor in zip(w._fields, w, strict=True):
         _require(operator, name, tensor, shapes.get(name), like=x, same=same)
-    for name, tensor in (("w_out", w_out), ("w_up", tensors[2])):
+    _require(operator, "residual", residual, (tokens, shapes["b_out"][1]), like=x, same=same)
+    for name, tensor in (("w_out", w.w_out), ("w_up", w.w_up)):
         if tensor is None and name in shapes:
             raise UsageError(f"operand {name} of {operator} is missing", expected=_written(shapes[name]))
     if k is not None and k.device != x.device:
@@ -99,17 +97,14 @@ def _learner_shapes(w_in: Tensor, b_out: Tensor, form: str, *, per_k: bool) -> t
 
 
 def require_gate(
-    x: Tensor, weights: Sequence[Tensor], choices: Sequence[Tensor], *, k_min: int, rule: str, same: Same = eq
+    x: Tensor, weights: GateWeights, choices: GateChoices, *, k_min: int, rule: str, same: Same = eq
 ) -> None:
-    """The same for `acm::gate`, whose weights may have another type than its tokens.
-
-    weights: of its two linears; choices: knob, k_lo, k_hi.
-    """
+    """The same for `acm::gate`, whose weights may have another type than its tokens."""
     operator = "acm::gate"
     if rule not in _RULES or k_min < 0:
         found, expected = f"rule {rule!r}, k_min {k_min}", f"rule {' | '.join(_RULES)}, k_min from 0 on"
         raise UsageError(f"unknown choice of {operator}", found=found, expected=expected)
-    w_inner, _, w_outer, _ = weights
+    w_inner, w_outer = weights.w_inner, weights.w_outer
     for name, tensor in (("w_inner", w_inner), ("w_outer", w_outer)):
         if tensor.dim() != 2 or not tensor.numel():
             _refuse(operator, name, tensor, "2 dimensions, none of them 0")
@@ -117,25 +112,35 @@ def require_gate(
     if not same(x.shape, (x.shape[0] if x.dim() else 1, d_in)):
         _refuse(operator, "x", x, f"[tokens, {d_in}]")
     shapes = ((width, d_in), (width,), (columns, width), (columns,))
-    for name, tensor, shape in zip(_GATE_OPERANDS, weights, shapes, strict=True):
+    for name, tensor, shape in zip(weights._fields, weights, shapes, strict=True):
         _require(operator, name, tensor, shape, like=w_inner, same=same)
-    for name, tensor in zip(("w_inner", "knob", "k_lo", "k_hi"), (w_inner, *choices), strict=True):
-        if tensor.device != x.device or (tensor.dim() and tensor is not w_inner):
-            _refuse(operator, name, tensor, f"{'' if tensor is w_inner else '[], '}device {x.device}")
+    if w_inner.device != x.device:
+        _refuse(operator, "w_inner", w_inner, f"device {x.device}")
+    for name, tensor in choices._asdict().items():
+        if tensor.device != x.device or tensor.dim():
+            _refuse(operator, name, tensor, f"[], device {x.device}")
 
 
-def require_together(tensors: Sequence[Tensor | None], *, k_min: int, norm: bool, same: Same = eq) -> None:
+def require_gated(
+    call: GatedArguments, *, form: str, k_min: int, rule: str, norm_eps: float | None, same: Same = eq
+) -> None:
+    """The same for `acm::gated_learners`."""
+    require_gate(call.x, call.gate, call.choices, k_min=k_min, rule=rule, same=same)
+    require_learners(call.x, None, call.weights, call.residual, form=form, same=same)
+    require_together(call, k_min=k_min, norm=norm_eps is not None, same=same)
+
+
+def require_together(call: GatedArguments, *, k_min: int, norm: bool, same: Same = eq) -> None:
     """What `acm::gated_learners` needs beyond what its gate and its learners need each."""
-    x, w_outer, w_in, *affine = tensors[0], tensors[3], tensors[8], *tensors[16:]
-    assert x is not None and w_outer is not None and w_in is not None
-    largest, learners = k_min + sum(w_outer.shape[:1]) - 1, sum(w_in.shape[:1])
+    x = call.x
+    largest, learners = k_min + sum(call.gate.w_outer.shape[:1]) - 1, sum(call.weights.w_in.shape[:1])
     if largest > learners:
         raise UsageError(
             "the gate of acm::gated_learners chooses more learners than there are",
             found=f"k up to {largest}",
             expected=f"at most {learners}",
         )
-    for name, tensor in zip(("norm_weight", "norm_bias"), affine, strict=False):
+    for name, tensor in (("norm_weight", call.norm_weight), ("norm_bias", call.norm_bias)):
         # of any type that torch's own norm takes
         if tensor is not None and not (norm and same(tensor.shape, x.shape[1:]) and tensor.device == x.device):
             _refuse("acm::gated_learners", name, tensor, f"{_written(x.shape[1:])} on {x.device}")

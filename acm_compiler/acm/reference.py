@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.activations import resolve
+from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.acm.precision import float64_device
 from acm_compiler.errors import UsageError
 
@@ -23,7 +24,7 @@ GateRule = Literal["logits", "damage"]
 """What a gate's score means; `utilities` has the equations."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Weights:
     """The tensors of one ACM's learners.
 
@@ -43,6 +44,11 @@ class Weights:
     w_top: Tensor | None
     act: str
     form: str
+
+    @property
+    def tensors(self) -> LearnerWeights:
+        """Without activation and form, as the operators take them."""
+        return LearnerWeights(self.w_in, self.b_in, self.w_up, self.b_up, self.w_out, self.b_out, self.w_top)
 
     @property
     def learners(self) -> int:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from acm_compiler import env
-from acm_compiler.acm.gated_learners import require_operands, run_apart
-from acm_compiler.acm.operands import require_gate, require_learners
-from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE, weights_of
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, named
+from acm_compiler.acm.gated_learners import gate_call, run_apart
+from acm_compiler.acm.operands import require_gate, require_gated, require_learners
+from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
+from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import Machine, puts_fences
@@ -58,15 +60,16 @@ def _lacking() -> str | None:
 
 def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     """The operator; where no kernel fits, the reference, said once."""
-    require_learners(x, k, tensors, form)
-    machine, shape = machine_of(x.device), _shape_of(tensors[0])
+    call = named(LearnersArguments, (x, k, *tensors))
+    require_learners(*call, form=form)
+    machine, shape = machine_of(x.device), call.weights.w_in.shape
     reason = not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
     if reason is None:
         from acm_compiler.codegen.gpu.launch import run  # imports triton
 
         with torch.cuda.device(x.device), _unless_unbuilt((form, act, x.dtype, shape)):  # kernels start on that device
-            weights = weights_of(tensors[:7], form, act)
-            return run(x, k, weights, residual=tensors[7] if len(tensors) > 7 else None, machine=machine)
+            weights = Weights(*call.weights, act=act, form=form)
+            return run(x, k, weights, residual=call.residual, machine=machine)
         reason = _UNBUILT[form, act, x.dtype, shape]
     _say_once(reason)
     return REFERENCE(x, k, *tensors, form=form, act=act)
@@ -74,15 +77,16 @@ def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
 
 def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     """The gate's operator: k of every token."""
-    require_gate(x, tensors[:4], tensors[4:], k_min=k_min, rule=rule)
-    machine = machine_of(x.device)
-    dtypes, width = (x.dtype, tensors[0].dtype), tensors[0].shape[0]
+    call = named(GateArguments, (x, *tensors))
+    require_gate(*call, k_min=k_min, rule=rule)
+    machine, w_inner = machine_of(x.device), call.gate.w_inner
+    dtypes, width = (x.dtype, w_inner.dtype), w_inner.shape[0]
     reason = gate_not_covered(dtypes, width=width, arch=machine.arch)
     if reason is None:
         from acm_compiler.codegen.gpu.gate_kernel import run_gate  # imports triton
 
         with torch.cuda.device(x.device), _unless_unbuilt((dtypes, width)):
-            return run_gate(x, tensors[:4], tensors[4:], cost=cost, k_min=k_min, rule=rule, machine=machine)
+            return run_gate(*call, cost=cost, k_min=k_min, rule=rule, machine=machine)
         reason = _UNBUILT[dtypes, width]
     _say_once(reason)
     return GATE_REFERENCE(x, *tensors, cost=cost, k_min=k_min, rule=rule)
@@ -92,26 +96,31 @@ def gated_learners(*tensors: Tensor | None, norm_eps: float | None = None, form:
     """The operator that is gate and learners, and perhaps the norm in front of them: then rows are normalised where
     kernels first read them.
     """
-    x, w_inner = tensors[0], tensors[1]
-    assert x is not None and w_inner is not None
     if norm_eps is not None:
-        require_operands(tensors, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
-        machine, shape = machine_of(x.device), _shape_of(tensors[8])
+        call = named(GatedArguments, tensors)
+        require_gated(call, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
+        x, w_inner = call.x, call.gate.w_inner
+        machine, shape = machine_of(x.device), call.weights.w_in.shape
         reason = gate_not_covered((x.dtype, w_inner.dtype), width=w_inner.shape[0], arch=machine.arch)
         reason = reason or not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
         normed = ("norm", form, act, x.dtype, shape, w_inner.shape)
         if reason is None and normed not in _UNBUILT:
-            from acm_compiler.codegen.gpu.normed import run_normed  # imports triton
+            from acm_compiler.codegen.gpu.gate_kernel import run_gate  # imports triton
+            from acm_compiler.codegen.gpu.launch import run
 
-            with torch.cuda.device(x.device), _unless_unbuilt(normed):
-                return run_normed(tensors, form=form, act=act, eps=norm_eps, choices=choices, machine=machine)
+            with torch.cuda.device(x.device), _unless_unbuilt(normed):  # each kernel normalises as it reads x
+                norm = Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps)
+                k = run_gate(*gate_call(call, x), **choices, machine=machine, norm=norm)
+                weights = Weights(*call.weights, act=act, form=form)
+                return run(x, k, weights, residual=call.residual, norm=norm, machine=machine)
     return run_apart(*tensors, norm_eps=norm_eps, form=form, act=act, **choices)
 
 
 def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     """The kernels' answer after it was compared with the reference's (ACM_CHECK=1)."""
     y = learners(x, k, *tensors, form=form, act=act)
-    require_equal(y, REFERENCE(x, k, *tensors, form=form, act=act), tensors[0])
+    weights = named(LearnersArguments, (x, k, *tensors)).weights
+    require_equal(y, REFERENCE(x, k, *tensors, form=form, act=act), weights.w_in)
     return y
 
 
@@ -146,10 +155,6 @@ def _unless_unbuilt(kind: Hashable) -> Iterator[None]:
         if "PassManager" not in str(error):
             raise
         _UNBUILT[kind] = f"Triton cannot build its kernel here: {error}"
-
-
-def _shape_of(tensor: Tensor | None) -> tuple[int, ...]:
-    return () if tensor is None else tuple(tensor.shape)
 
 
 def _machine_lacks(dtype: torch.dtype, arch: int) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acm_compiler.acm.arguments import GateChoices, GateWeights
 from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.activation import INTERPRETED, gelu
 from acm_compiler.codegen.gpu.blocks import kernel_options
@@ -202,8 +202,8 @@ def gate_options(machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
 
 def run_gate(
     x_TD: Tensor,
-    weights: Sequence[Tensor],
-    choices: Sequence[Tensor],
+    weights: GateWeights,
+    choices: GateChoices,
     *,
     cost: float,
     k_min: int,
@@ -213,8 +213,7 @@ def run_gate(
 ) -> Tensor:
     """k of every token, int32 [T], as `acm::gate` gives it; scores are kept in fp32 throughout.
 
-    weights: of the two linears, weight and bias each; choices: knob, k_lo and k_hi, scalars in memory; norm: applied to
-    the tokens first.
+    choices: in memory; norm: applied to the tokens first.
     """
     tokens = x_TD.shape[0]
     k_T = torch.empty(tokens, dtype=torch.int32, device=x_TD.device)

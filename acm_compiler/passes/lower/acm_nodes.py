@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, fx
 
 from acm_compiler.acm import gated_learners, ops
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, named
 from acm_compiler.passes.capture.writes import written_tensors
 from acm_compiler.user_code import traced_line
 
 LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)
 GATES = (ops.GATE, ops.GATE.default)
 GATED = (gated_learners.GATED, gated_learners.GATED.default)
-RESIDUAL = 9
-"""Position of the residual among the arguments of `acm::learners`."""
-GATED_RESIDUAL = 15
-"""Position of the residual among the arguments of `acm::gated_learners`; the norm's weight and bias follow."""
 RESHAPES = {"reshape", "view", "flatten", "unflatten"}
 """Methods of a tensor that keep its values in their order."""
 _GRADIENT_SWITCHES = (
@@ -42,6 +39,19 @@ def acm_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def _calls(graph: fx.Graph, targets: tuple[object, ...]) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
+
+
+def call_of(acm: fx.Node) -> LearnersArguments | GatedArguments:
+    """The arguments of an ACM's operator by name; `flat` makes them arguments of a node again."""
+    return named(GatedArguments, acm.args) if acm.target in GATED else named(LearnersArguments, acm.args)
+
+
+def gate_call_of(acm: fx.Node) -> GateArguments | GatedArguments | None:
+    """The same of the operator that chooses an ACM's k; None where it is chosen otherwise."""
+    if acm.target in GATED:
+        return named(GatedArguments, acm.args)
+    gate: Any = named(LearnersArguments, acm.args).k
+    return named(GateArguments, gate.args) if isinstance(gate, fx.Node) and gate.target in GATES else None
 
 
 def value_of(node: object) -> Tensor | None:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, flat, named
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.passes.lower.acm_nodes import GATES, learners_nodes
-
-_KNOB = 5  # the knob's position among the gate's arguments
 
 
 def fuse_gate(graph: fx.Graph) -> int:
@@ -27,14 +26,19 @@ def fuse_gate(graph: fx.Graph) -> int:
 
 
 def _fuse(learners: fx.Node) -> bool:
-    x: Any = learners.args[0]
-    gate: Any = learners.args[1]
-    if not isinstance(gate, fx.Node) or gate.target not in GATES or gate.args[0] is not x or len(gate.users) > 1:
+    call = named(LearnersArguments, learners.args)
+    gate: Any = call.k
+    if not isinstance(gate, fx.Node) or gate.target not in GATES or len(gate.users) > 1:
         return False
-    knob: Any = gate.args[_KNOB]
+    choosing = named(GateArguments, gate.args)
+    if choosing.x is not call.x:
+        return False
+    knob: Any = choosing.choices.knob
+    whole = GatedArguments(
+        call.x, choosing.gate, choosing.choices._replace(knob=_bits(knob)), call.weights, call.residual
+    )
     with learners.graph.inserting_before(learners):
-        args = (x, *gate.args[1:_KNOB], _bits(knob), *gate.args[_KNOB + 1 :], *learners.args[2:])
-        fused = learners.graph.call_function(GATED, args, {**gate.kwargs, **learners.kwargs})
+        fused = learners.graph.call_function(GATED, flat(whole), {**gate.kwargs, **learners.kwargs})
     fused.meta = {**learners.meta}
     learners.replace_all_uses_with(fused)
     for node in (learners, gate, *([knob] if len(knob.users) == 1 and knob.op == "call_method" else [])):

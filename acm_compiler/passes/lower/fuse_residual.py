@@ -9,16 +9,17 @@ The kernel then starts its sums from the residual, and the sum is never a pass o
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from acm_compiler.acm.arguments import LearnersArguments, flat, named
 from acm_compiler.passes.lower.acm_nodes import (
     LEARNERS,
     RESHAPES,
-    RESIDUAL,
     keeps_apart,
     learners_nodes,
     only_user,
@@ -34,7 +35,7 @@ def fuse_residual(graph: fx.Graph) -> int:
 
 
 def _fuse(learners: fx.Node) -> bool:
-    if len(learners.args) > RESIDUAL and learners.args[RESIDUAL] is not None:
+    if named(LearnersArguments, learners.args).residual is not None:
         return False
     chain = _chain(learners)
     last = chain[-1]
@@ -85,13 +86,13 @@ def _rebuild(learners: fx.Node, chain: list[fx.Node], add: fx.Node, other: fx.No
     graph, value = learners.graph, value_of(learners)
     assert value is not None
     with graph.inserting_before(add):
-        flat = graph.call_method("reshape", (other, (-1, value.shape[1])))
-        args = (*learners.args, *[None] * (RESIDUAL - len(learners.args)), flat)
-        fused = graph.call_function(LEARNERS[0], args, dict(learners.kwargs))
+        rows = graph.call_method("reshape", (other, (-1, value.shape[1])))
+        call: Any = named(LearnersArguments, learners.args)
+        fused = graph.call_function(LEARNERS[0], flat(call._replace(residual=rows)), dict(learners.kwargs))
         copies: dict[fx.Node, fx.Node] = {learners: fused}
         for node in chain[1:]:
             copies[node] = graph.node_copy(node, lambda old: copies.get(old, old))
-    flat.meta = _meta_like(other, value)
+    rows.meta = _meta_like(other, value)
     fused.meta = {**learners.meta}
     add.replace_all_uses_with(copies[chain[-1]])
     for node in (add, *reversed(chain)):

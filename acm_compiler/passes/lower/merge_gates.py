@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from acm_compiler.acm.arguments import LearnersArguments, named
 from acm_compiler.passes.lower.acm_nodes import keeps_apart, learners_nodes, value_of
 
 _LINEAR = (F.linear, torch._C._nn.linear)
@@ -46,9 +47,9 @@ def _share(linear: fx.Node, later: fx.Node) -> bool:
 
 def _first_product(learners: fx.Node) -> fx.Node | None:
     """The linear of this ACM's gate that reads the ACM's own tokens."""
-    x, k = learners.args[:2]
-    tokens = _tokens(x)
-    return next((node for node in _behind(k) if _is_linear(node) and _tokens(node.args[0]) is tokens), None)
+    call = named(LearnersArguments, learners.args)
+    tokens = _tokens(call.x)
+    return next((node for node in _behind(call.k) if _is_linear(node) and _tokens(node.args[0]) is tokens), None)
 
 
 def _behind(node: object) -> Iterable[fx.Node]:

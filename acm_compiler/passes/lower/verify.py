@@ -10,12 +10,10 @@ from torch import fx
 
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.passes.lower.acm_nodes import (
-    GATED,
-    GATED_RESIDUAL,
-    GATES,
     NORM_EPS,
-    RESIDUAL,
     acm_nodes,
+    call_of,
+    gate_call_of,
     line_of,
     site_of,
     value_of,
@@ -78,10 +76,10 @@ def verify(graph: fx.Graph, choose: Choose, *, expected: int) -> tuple[Lowered, 
 
 
 def _lowered(node: fx.Node, choose: Choose) -> Lowered:
-    x = value_of(node.args[0])
+    operands = call_of(node)
+    x, w_in = value_of(operands.x), value_of(operands.weights.w_in)
     if x is None:
-        raise VerificationFailed("an ACM reads what is no tensor", where=site_of(node), found=node.args[0])
-    w_in = value_of(node.args[8 if node.target in GATED else 2])
+        raise VerificationFailed("an ACM reads what is no tensor", where=site_of(node), found=operands.x)
     call = Call(
         form=str(node.kwargs["form"]),
         act=str(node.kwargs["act"]),
@@ -98,17 +96,15 @@ def _lowered(node: fx.Node, choose: Choose) -> Lowered:
 
 def _gate(node: fx.Node) -> GateCall | None:
     """The gate of an ACM, where it is an operator."""
-    gate = node if node.target in GATED else node.args[1]
-    if not isinstance(gate, fx.Node) or gate.target not in (*GATED, *GATES):
-        return None
-    w_inner = value_of(gate.args[1])
+    call = gate_call_of(node)
+    w_inner = call and value_of(call.gate.w_inner)
     return None if w_inner is None else GateCall(dtype=w_inner.dtype, width=w_inner.shape[0])
 
 
 def _fused(node: fx.Node) -> tuple[str, ...]:
-    whole = node.target in GATED
-    gate = whole or (isinstance(node.args[1], fx.Node) and node.args[1].target in GATES)
-    place = GATED_RESIDUAL if whole else RESIDUAL
-    residual = len(node.args) > place and node.args[place] is not None
-    norm = whole and node.kwargs.get(NORM_EPS) is not None
-    return tuple(name for name, here in (("norm", norm), ("gate", gate), ("residual", residual)) if here)
+    parts = {
+        "norm": node.kwargs.get(NORM_EPS),
+        "gate": gate_call_of(node),
+        "residual": call_of(node).residual,
+    }
+    return tuple(name for name, part in parts.items() if part is not None)

@@ -11,7 +11,7 @@ import acm_compiler as acm
 from acm_compiler.acm import ops
 from acm_compiler.backend import choose_implementation
 from acm_compiler.errors import VerificationFailed
-from acm_compiler.passes.lower.acm_nodes import GATED, GATES, LEARNERS, NORM_EPS, RESIDUAL, acm_nodes, learners_nodes
+from acm_compiler.passes.lower.acm_nodes import GATED, GATES, LEARNERS, NORM_EPS, acm_nodes, call_of, learners_nodes
 from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
 from acm_compiler.passes.lower.fuse_norm import fold_norm
@@ -71,7 +71,7 @@ def test_fuse_residual_takes_every_bypass_and_nothing_else():
     expected = run(graph_module, inputs)
     assert fuse_residual(graph_module.graph) == 2
     torch.testing.assert_close(run(graph_module, inputs), expected)
-    fused = [len(node.args) > RESIDUAL for node in learners_nodes(graph_module.graph)]
+    fused = [call_of(node).residual is not None for node in learners_nodes(graph_module.graph)]
     assert fused == [False, False, False, True, True]
     assert fuse_residual(graph_module.graph) == 0
 

@@ -234,7 +234,7 @@ def parts(options: Options) -> Iterator[Row]:
             "ours": lambda site=site, k=k: gated_call(site, k),
             "learners": lambda site=site, k=k: run(site.x, k, site.weights, machine=site.machine),
             "learners, all k = 0": lambda site=site, k=nothing: run(site.x, k, site.weights, machine=site.machine),
-            "gate": lambda site=site, o=choosing: run_gate(site.x, site.gate[:4], site.choices, **o),
+            "gate": lambda site=site, o=choosing: run_gate(site.gate, **o),
             "dispatch": lambda k=k: sort_by_k(k, 4).perm,
         }
         yield from [{"site": shape.name, **row} for row in race(calls, options.rounds)]

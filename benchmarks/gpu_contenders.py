@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.acm.arguments import GateArguments, GateWeights
 from acm_compiler.acm.ops import cast_weights
 from acm_compiler.acm.reference import Weights, run_learners
 from acm_compiler.codegen.compare import relative_error
@@ -58,8 +59,7 @@ class Site:
     shape: Shape
     x: Tensor
     weights: Weights
-    gate: tuple[Tensor, ...]
-    choices: tuple[Tensor, ...]
+    gate: GateArguments
     machine: Machine
 
 
@@ -81,13 +81,14 @@ def site_of(shape: Shape, device: str) -> Site:
     if shape.form == "gated":
         given["w_up"] = draw(n, h, d)
     act = {"mlp": "gelu", "gated": "silu"}.get(shape.form, "identity")
-    choices = (torch.tensor(0.0, device=device), *(torch.tensor(k, dtype=torch.int32, device=device) for k in (0, n)))
+    x, knob = torch.randn(shape.tokens, d, device=device).bfloat16(), torch.tensor(0.0, device=device)
+    bounds = (torch.tensor(k, dtype=torch.int32, device=device) for k in (0, n))
+    gate = GateWeights(draw(GATE_WIDTH, d), draw(GATE_WIDTH), draw(n + 1, GATE_WIDTH), draw(n + 1))
     return Site(
         shape=shape,
-        x=torch.randn(shape.tokens, d, device=device).bfloat16(),
+        x=x,
         weights=Weights(**absent | given, b_out=draw(n + 1, o), act=act, form=shape.form),
-        gate=(draw(GATE_WIDTH, d), draw(GATE_WIDTH), draw(n + 1, GATE_WIDTH), draw(n + 1)),
-        choices=choices,
+        gate=GateArguments(x, *gate, knob, *bounds),
         machine=current_machine() if device == "cuda" else Machine(arch=90, processors=3),
     )
 
@@ -109,7 +110,7 @@ def draw_k(site: Site, fraction: float) -> Tensor:
 
 def gated_call(site: Site, k: Tensor) -> Tensor:
     """Gate and learners; the gate's choice is replaced by k."""
-    run_gate(site.x, site.gate[:4], site.choices, cost=1.0, k_min=0, rule="logits", machine=site.machine)
+    run_gate(site.gate, cost=1.0, k_min=0, rule="logits", machine=site.machine)
     return run(site.x, k, site.weights, machine=site.machine)
 
 

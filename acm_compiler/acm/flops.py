@@ -5,18 +5,20 @@ The one border where MACs become FLOPs (1 MAC = 2 FLOPs). Where k is not known (
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, flat, named
+from acm_compiler.acm.arguments import GatedArguments, LearnerWeights, part
 from acm_compiler.acm.gated_learners import GATED, gate_call, tokens_of
 from acm_compiler.acm.ops import GATE, LEARNERS, LEARNERS_BACKWARD
 
 
-def learners_macs(*tensors: Tensor | None, form: str) -> int:
+def learners_macs(x: Tensor, k: Tensor, *tensors: Any, form: str) -> int:
     """Executed MACs; the arguments of the operator."""
-    _, k, w, _ = named(LearnersArguments, tensors)
+    w = LearnerWeights(*tensors[: len(LearnerWeights._fields)])
     n_learners = w.w_in.shape[0]
     per_learner = w.w_in[0].numel()
     if w.w_out is not None:
@@ -47,15 +49,15 @@ def learners_backward_flops(dy, *tensors, form, act, out_val=None) -> int:
 
 
 @register_flop_formula(GATE, get_raw=True)
-def gate_flops(*tensors, out_val=None, **choices) -> int:
+def gate_flops(x, w_inner, b_inner, w_outer, *tensors, out_val=None, **choices) -> int:
     """FLOPs of the gate."""
-    x, gate, _ = named(GateArguments, tensors)
-    return 2 * x.shape[0] * (gate.w_inner.numel() + gate.w_outer.numel())
+    return 2 * x.shape[0] * (w_inner.numel() + w_outer.numel())
 
 
 @register_flop_formula(GATED, get_raw=True)
 def gated_flops(*tensors, form, act, norm_eps=None, out_val=None, **choices) -> int:
     """FLOPs of both; the gate runs once more to say what the learners cost."""
-    call = named(GatedArguments, tensors)
-    gate = flat(gate_call(call, tokens_of(call, norm_eps)))
-    return gate_flops(*gate) + 2 * learners_macs(call.x, GATE(*gate, **choices), *call.weights, form=form)
+    call = GatedArguments(*tensors)
+    gate = gate_call(call, tokens_of(call, norm_eps))
+    k, weights = GATE(*gate, **choices), part(LearnerWeights, call)
+    return gate_flops(*gate) + 2 * learners_macs(call.x, k, *weights, form=form)

@@ -6,10 +6,12 @@ front of a site then belongs to its operator, and no copy of the normalised toke
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, flat, named, schema
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.operands import may_equal, require_gated, require_together
 from acm_compiler.acm.ops import CHOICES, FORM, GATE, LEARNERS, LIBRARY, load_kernels, map_tokens
 from acm_compiler.acm.reference import Norm, layer_norm
@@ -27,37 +29,37 @@ def _gated(x: Tensor, *tensors: Tensor | None, **options) -> Tensor:
     return run_apart(x, *tensors, **options)
 
 
-def run_apart(*tensors: Tensor | None, form: str, act: str, norm_eps: float | None = None, **choices) -> Tensor:
+def run_apart(*tensors: Any, form: str, act: str, norm_eps: float | None = None, **choices) -> Tensor:
     """The operator as a sequence of others; the knob may be the bits of its float32."""
-    call = named(GatedArguments, tensors)
+    call = GatedArguments(*tensors)
     if norm_eps is None:  # gate and learners look at the rest
         require_together(call, k_min=choices["k_min"], norm=False)
     else:
         require_gated(call, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
     z = tokens_of(call, norm_eps)
-    k = GATE(*flat(gate_call(call, z)), **choices)
-    return LEARNERS(*flat(LearnersArguments(z, k, call.weights, call.residual)), form=form, act=act)
+    k = GATE(*gate_call(call, z), **choices)
+    return LEARNERS(*LearnersArguments(z, k, *part(LearnerWeights, call), call.residual), form=form, act=act)
 
 
 def gate_call(call: GatedArguments, z: Tensor) -> GateArguments:
     """The gate's part of a call, for tokens that are normalised already or need not be."""
-    knob = call.choices.knob
-    number = knob.view(torch.float32) if knob.dtype == torch.int32 else knob
-    return GateArguments(z, call.gate, call.choices._replace(knob=number))
+    number = call.knob.view(torch.float32) if call.knob.dtype == torch.int32 else call.knob
+    return part(GateArguments, call)._replace(x=z, knob=number)
 
 
 def tokens_of(call: GatedArguments, norm_eps: float | None) -> Tensor:
     """What gate and learners read, [T, D]: x itself where no norm belongs to the operator."""
-    norm = None if norm_eps is None else Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps)
-    return call.x if norm is None else layer_norm(call.x, norm)
+    if norm_eps is None:
+        return call.x
+    return layer_norm(call.x, Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps))
 
 
 def _fake(
-    *tensors: Tensor | None, form: str, act: str, cost: float, k_min: int, rule: str, norm_eps: float | None = None
+    *tensors: Any, form: str, act: str, cost: float, k_min: int, rule: str, norm_eps: float | None = None
 ) -> Tensor:
-    call = named(GatedArguments, tensors)
+    call = GatedArguments(*tensors)
     require_gated(call, form=form, k_min=k_min, rule=rule, norm_eps=norm_eps, same=may_equal)
-    return call.x.new_empty(call.x.shape[0], call.weights.b_out.shape[1])
+    return call.x.new_empty(call.x.shape[0], call.b_out.shape[1])
 
 
 torch.library.impl("acm::gated_learners", "CompositeExplicitAutograd", _gated, lib=LIBRARY)

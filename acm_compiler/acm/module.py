@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
-from acm_compiler.acm.arguments import GateChoices
 from acm_compiler.acm.context import Said, batch_of, observers_of, recomputing
 from acm_compiler.acm.data_parallel import refuse_idle
 from acm_compiler.acm.gate import Gate
@@ -150,8 +149,8 @@ class ACM(nn.Module):
             return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
         knob, k_lo, k_hi = self._choices_for(shape)
         if ops.gate_is_operator(x_TD):
-            choices, rule = GateChoices(knob, k_lo, k_hi), self.gate.rule
-            return ops.run_gate(x_TD, self.gate.weights(), choices, cost=self.cost, k_min=self.k_min, rule=rule)
+            tensors = (x_TD, *self.gate.weights(), knob, k_lo, k_hi)
+            return ops.run_gate(*tensors, cost=self.cost, k_min=self.k_min, rule=self.gate.rule)
         return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
 
     def _of_examples(self, values_B: Tensor, shape: torch.Size) -> Tensor:

@@ -9,7 +9,14 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.arguments import GateChoices, GatedArguments, GateWeights, LearnerWeights
+from acm_compiler.acm.arguments import (
+    GateArguments,
+    GatedArguments,
+    GateWeights,
+    LearnersArguments,
+    LearnerWeights,
+    part,
+)
 from acm_compiler.acm.reference import GateRule
 from acm_compiler.errors import UsageError
 
@@ -44,14 +51,14 @@ def refuse_type(x: Tensor, dtype: torch.dtype, *, site: str) -> None:
         )
 
 
-def require_learners(
-    x: Tensor, k: Tensor | None, w: LearnerWeights, residual: Tensor | None = None, *, form: str, same: Same = eq
-) -> None:
+def require_learners(call: LearnersArguments | GatedArguments, *, form: str, same: Same = eq) -> None:
     """UsageError naming the first operand of `acm::learners` whose shape, type or device is not that of the others.
 
-    k: None where the operator's own gate chooses it. same: compares two shapes; `may_equal` while tracing.
+    same: compares two shapes; `may_equal` while tracing.
     """
     operator = "acm::learners"
+    x, w = call.x, part(LearnerWeights, call)
+    k = call.k if isinstance(call, LearnersArguments) else None  # else the operator's own gate chooses it
     if form not in _FORMS:
         raise UsageError(f"unknown form of {operator}", found=repr(form), expected=" | ".join(_FORMS))
     rank = 4 if form in ("rows", "cols") else 3
@@ -65,7 +72,7 @@ def require_learners(
         _refuse(operator, "k", k, f"[{tokens}], int32 or int64")
     for name, tensor in zip(w._fields, w, strict=True):
         _require(operator, name, tensor, shapes.get(name), like=x, same=same)
-    _require(operator, "residual", residual, (tokens, shapes["b_out"][1]), like=x, same=same)
+    _require(operator, "residual", call.residual, (tokens, shapes["b_out"][1]), like=x, same=same)
     for name, tensor in (("w_out", w.w_out), ("w_up", w.w_up)):
         if tensor is None and name in shapes:
             raise UsageError(f"operand {name} of {operator} is missing", expected=_written(shapes[name]))
@@ -96,15 +103,13 @@ def _learner_shapes(w_in: Tensor, b_out: Tensor, form: str, *, per_k: bool) -> t
     return d_in, shapes
 
 
-def require_gate(
-    x: Tensor, weights: GateWeights, choices: GateChoices, *, k_min: int, rule: str, same: Same = eq
-) -> None:
+def require_gate(call: GateArguments | GatedArguments, *, k_min: int, rule: str, same: Same = eq) -> None:
     """The same for `acm::gate`, whose weights may have another type than its tokens."""
     operator = "acm::gate"
     if rule not in _RULES or k_min < 0:
         found, expected = f"rule {rule!r}, k_min {k_min}", f"rule {' | '.join(_RULES)}, k_min from 0 on"
         raise UsageError(f"unknown choice of {operator}", found=found, expected=expected)
-    w_inner, w_outer = weights.w_inner, weights.w_outer
+    x, w_inner, w_outer = call.x, call.w_inner, call.w_outer
     for name, tensor in (("w_inner", w_inner), ("w_outer", w_outer)):
         if tensor.dim() != 2 or not tensor.numel():
             _refuse(operator, name, tensor, "2 dimensions, none of them 0")
@@ -112,11 +117,11 @@ def require_gate(
     if not same(x.shape, (x.shape[0] if x.dim() else 1, d_in)):
         _refuse(operator, "x", x, f"[tokens, {d_in}]")
     shapes = ((width, d_in), (width,), (columns, width), (columns,))
-    for name, tensor, shape in zip(weights._fields, weights, shapes, strict=True):
-        _require(operator, name, tensor, shape, like=w_inner, same=same)
+    for name, shape in zip(GateWeights._fields, shapes, strict=True):
+        _require(operator, name, getattr(call, name), shape, like=w_inner, same=same)
     if w_inner.device != x.device:
         _refuse(operator, "w_inner", w_inner, f"device {x.device}")
-    for name, tensor in choices._asdict().items():
+    for name, tensor in (("knob", call.knob), ("k_lo", call.k_lo), ("k_hi", call.k_hi)):
         if tensor.device != x.device or tensor.dim():
             _refuse(operator, name, tensor, f"[], device {x.device}")
 
@@ -125,15 +130,15 @@ def require_gated(
     call: GatedArguments, *, form: str, k_min: int, rule: str, norm_eps: float | None, same: Same = eq
 ) -> None:
     """The same for `acm::gated_learners`."""
-    require_gate(call.x, call.gate, call.choices, k_min=k_min, rule=rule, same=same)
-    require_learners(call.x, None, call.weights, call.residual, form=form, same=same)
+    require_gate(call, k_min=k_min, rule=rule, same=same)
+    require_learners(call, form=form, same=same)
     require_together(call, k_min=k_min, norm=norm_eps is not None, same=same)
 
 
 def require_together(call: GatedArguments, *, k_min: int, norm: bool, same: Same = eq) -> None:
     """What `acm::gated_learners` needs beyond what its gate and its learners need each."""
     x = call.x
-    largest, learners = k_min + sum(call.gate.w_outer.shape[:1]) - 1, sum(call.weights.w_in.shape[:1])
+    largest, learners = k_min + sum(call.w_outer.shape[:1]) - 1, sum(call.w_in.shape[:1])
     if largest > learners:
         raise UsageError(
             "the gate of acm::gated_learners chooses more learners than there are",

@@ -15,17 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from acm_compiler.acm.arguments import (
-    Arguments,
-    GateArguments,
-    GateChoices,
-    GateWeights,
-    LearnersArguments,
-    LearnerWeights,
-    flat,
-    named,
-    schema,
-)
+from acm_compiler.acm.arguments import GateArguments, LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.intact import refuse_onnx
 from acm_compiler.acm.operands import may_equal, require_gate, require_learners
 from acm_compiler.acm.reference import Weights, branchless_output, choice_costs, choose_k, run_learners, utilities
@@ -68,7 +58,7 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
     if observed() or differentiated or pushed_forward:
-        require_learners(x_TD, k_T, tensors, form=form)
+        require_learners(LearnersArguments(x_TD, k_T, *tensors), form=form)
         return run_learners(x_TD, k_T, weights)
     # nothing to differentiate: past the autograd rule, which costs more than a small site's kernel
     with torch._C._AutoDispatchBelowAutograd():
@@ -80,12 +70,12 @@ def gate_is_operator(x_TD: Tensor) -> bool:
     return x_TD.device.type in _KERNELS and (torch.compiler.is_compiling() or not observed())
 
 
-def run_gate(x_TD: Tensor, weights: GateWeights, choices: GateChoices, *, cost: float, k_min: int, rule: str) -> Tensor:
+def run_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     """k of every token, int32 [T], by one operator; cost: of one learner, in units of the mean site's."""
     if torch.compiler.is_compiling():
-        return torch.ops.acm.gate(x_TD, *weights, *choices, cost=cost, k_min=k_min, rule=rule)
+        return torch.ops.acm.gate(*tensors, cost=cost, k_min=k_min, rule=rule)
     with torch._C._AutoDispatchBelowAutograd():
-        return GATE.default(x_TD, *weights, *choices, cost=cost, k_min=k_min, rule=rule)
+        return GATE.default(*tensors, cost=cost, k_min=k_min, rule=rule)
 
 
 def is_freezing() -> bool:
@@ -122,8 +112,8 @@ def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
 
 def _run(call: LearnersArguments, form: str, act: str) -> Tensor:
     """The reference."""
-    require_learners(*call, form=form)
-    y = run_learners(call.x, call.k, Weights(*call.weights, act=act, form=form))
+    require_learners(call, form=form)
+    y = run_learners(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
     return y if call.residual is None else y + call.residual
 
 
@@ -146,25 +136,25 @@ def _forward(x: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     return op(x, *tensors, form=form, act=act)
 
 
-def _reference(x: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    y = _run(named(LearnersArguments, (x, *tensors)), form, act)
+def _reference(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
+    y = _run(LearnersArguments(x, *tensors), form, act)
     # an operator must not return an alias of what it was given
     return y.clone() if y.data_ptr() == x.data_ptr() and y.numel() else y
 
 
-def _forward_fake(*tensors: Tensor | None, form: str, act: str) -> Tensor:
+def _forward_fake(*tensors: Any, form: str, act: str) -> Tensor:
     refuse_onnx()
-    call = named(LearnersArguments, tensors)
-    require_learners(*call, form=form, same=may_equal)
-    return call.x.new_empty(call.x.shape[0], call.weights.b_out.shape[1])
+    call = LearnersArguments(*tensors)
+    require_learners(call, form=form, same=may_equal)
+    return call.x.new_empty(call.x.shape[0], call.b_out.shape[1])
 
 
-def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> list[Tensor]:
+def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+        leaves: Any = [None if t is None else t.detach().requires_grad_() for t in tensors]
         inputs = [x, *(leaf for leaf in leaves if leaf is not None)]
-        y = _run(named(LearnersArguments, (x, k, *leaves)), form, act)
+        y = _run(LearnersArguments(x, k, *leaves), form, act)
         grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
     return [torch.zeros_like(i) if g is None else _own(g, dy) for i, g in zip(inputs, grads, strict=True)]
 
@@ -174,14 +164,14 @@ def _own(grad: Tensor, dy: Tensor) -> Tensor:
     return grad.clone() if grad.data_ptr() == dy.data_ptr() else grad.contiguous()
 
 
-def _backward_fake(dy: Tensor, x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> list[Tensor]:
-    require_learners(*named(LearnersArguments, (x, k, *tensors)), form=form, same=may_equal)
+def _backward_fake(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
+    require_learners(LearnersArguments(x, k, *tensors), form=form, same=may_equal)
     return [t.new_empty(t.shape) for t in (x, *tensors) if t is not None]
 
 
 def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
-    call = named(LearnersArguments, inputs)
-    ctx.save_for_backward(call.x, call.k, *call.weights)
+    call = LearnersArguments(*inputs)
+    ctx.save_for_backward(call.x, call.k, *part(LearnerWeights, call))
     ctx.has_residual, ctx.options = call.residual is not None, keyword_only_inputs
 
 
@@ -198,23 +188,22 @@ def _gate(x: Tensor, *tensors: Tensor, **options) -> Tensor:
 
 
 def _gate_reference(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
-    x, w, choices = call = named(GateArguments, tensors)
-    require_gate(*call, k_min=k_min, rule=rule)
+    x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi = call = GateArguments(*tensors)
+    require_gate(call, k_min=k_min, rule=rule)
     with torch.autocast(x.device.type, enabled=False):
-        score_TC = F.linear(F.gelu(F.linear(x.to(w.w_inner.dtype), w.w_inner, w.b_inner)), w.w_outer, w.b_outer)
+        score_TC = F.linear(F.gelu(F.linear(x.to(w_inner.dtype), w_inner, b_inner)), w_outer, b_outer)
     score_TC = score_TC.double() if x.dtype == torch.float64 else score_TC.float()
     cost_C = choice_costs(cost, k_min=k_min, n_learners=k_min + score_TC.shape[1] - 1, device=x.device)
-    u_TC = utilities(score_TC, choices.knob, cost_C, rule)
-    return choose_k(u_TC, choices.k_lo, choices.k_hi, k_min)
+    return choose_k(utilities(score_TC, knob, cost_C, rule), k_lo, k_hi, k_min)
 
 
 def _gate_fake(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
-    call = named(GateArguments, tensors)
-    require_gate(*call, k_min=k_min, rule=rule, same=may_equal)
+    call = GateArguments(*tensors)
+    require_gate(call, k_min=k_min, rule=rule, same=may_equal)
     return call.x.new_empty(call.x.shape[0], dtype=torch.int32)
 
 
-def map_tokens(op: Any, kind: type[Arguments], shared: str) -> None:
+def map_tokens(op: Any, kind: Any, shared: str) -> None:
     """Register vmap: one call for all copies, as tokens are independent and the mapped axis is one more of theirs.
 
     shared: what all copies have in common, for the message when it is mapped, too.
@@ -222,12 +211,11 @@ def map_tokens(op: Any, kind: type[Arguments], shared: str) -> None:
     of_tokens = [name for name in ("x", "k", "residual") if name in kind._fields]
 
     def rule(info, in_dims, *tensors, **options):
-        call: Any = named(kind, tensors)
-        dims: Any = named(kind, in_dims)
-        if any(dim is not None for dim in flat(dims._replace(**dict.fromkeys(of_tokens)))):
+        call, dims = kind(*tensors), kind(*in_dims)
+        if any(dim is not None for dim in dims._replace(**dict.fromkeys(of_tokens))):
             raise UsageError(f"vmap over the {shared} of an ACM", fix="map over the inputs only")
         mapped = {name: _all_copies(info, getattr(call, name), getattr(dims, name)) for name in of_tokens}
-        y = op(*flat(call._replace(**mapped)), **options)
+        y = op(*call._replace(**mapped), **options)
         return y.unflatten(0, (info.batch_size, -1)), 0
 
     torch.library.register_vmap(op._qualified_op_name, rule, lib=LIBRARY)

@@ -179,9 +179,8 @@ def test_a_compiled_acm_is_one_graph_that_follows_its_budget(form):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_operator_keeps_torchs_rules():
     acm = acm_for(planned_site())
-    w = acm.learners.weights()
     k = torch.randint(0, 5, (11,), dtype=torch.int32)
-    args = (torch.randn(11, 8, requires_grad=True), k, w.w_in, w.b_in, None, None, w.w_out, w.b_out, None)
+    args = (torch.randn(11, 8, requires_grad=True), k, *acm.learners.weights().tensors)
     torch.library.opcheck(torch.ops.acm.learners, args, {"form": "mlp", "act": "gelu"})
 
 

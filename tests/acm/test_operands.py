@@ -51,6 +51,9 @@ IMPLEMENTATIONS = {
 }
 
 
+SCALARS = ("knob", "k_lo", "k_hi")
+
+
 def wrong_ones(tensor):
     """The same operand, cut and grown along every axis, in one dimension more, and of another type."""
     for axis, size in enumerate(tensor.shape):
@@ -66,24 +69,24 @@ def wrong_ones(tensor):
 def test_an_operand_of_the_learners_that_does_not_fit_is_refused(kind, implementation):
     args, kwargs = learners_call(kind)
     call = IMPLEMENTATIONS["learners"][implementation]
-    for place, good in enumerate(args):
+    for name, good in args._asdict().items():
         for wrong in () if good is None else wrong_ones(good):
             # the message may name another operand, where that one is the first to disagree with w_in
             with pytest.raises(UsageError, match=r"^operand \w+ of acm::learners does not fit the others"):
-                call(*args[:place], wrong, *args[place + 1 :], **kwargs)
+                call(*args._replace(**{name: wrong}), **kwargs)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS["gate"])
 def test_an_operand_of_the_gate_that_does_not_fit_is_refused(implementation):
     args, kwargs = gate_call()
     call = IMPLEMENTATIONS["gate"][implementation]
-    for place, good in enumerate(args):
+    for name, good in args._asdict().items():
         for wrong in wrong_ones(good):
             # tokens may be as many as they are, and of any type
-            if (place in (0, 5, 6, 7) and wrong.dtype != good.dtype) or (place == 0 and wrong.shape[1:] == (D,)):
+            if (name in ("x", *SCALARS) and wrong.dtype != good.dtype) or (name == "x" and wrong.shape[1:] == (D,)):
                 continue
             with pytest.raises(UsageError, match="of acm::gate does not fit the others"):
-                call(*args[:place], wrong, *args[place + 1 :], **kwargs)
+                call(*args._replace(**{name: wrong}), **kwargs)
     for wrong in ({"rule": "logit"}, {"k_min": -1}):
         with pytest.raises(UsageError, match="unknown choice of acm::gate"):
             call(*args, **kwargs | wrong)
@@ -94,13 +97,14 @@ def test_an_operand_of_the_gate_that_does_not_fit_is_refused(implementation):
 def test_an_operand_of_gate_and_learners_in_one_that_does_not_fit_is_refused(op, norm, monkeypatch):
     monkeypatch.setattr(cuda, "machine_of", lambda device: cuda.Machine(arch=90, processors=3))
     args, kwargs = gated_call("gated")
-    args, kwargs = (args, kwargs) if norm else (args[:-2], kwargs | {"norm_eps": None})
-    for place, good in enumerate(args):
+    if not norm:
+        args, kwargs = args._replace(norm_weight=None, norm_bias=None), kwargs | {"norm_eps": None}
+    for name, good in args._asdict().items():
         for wrong in () if good is None else wrong_ones(good):
-            if (5 <= place < 8 or place >= 16) and wrong.dtype != good.dtype:
+            if name in (*SCALARS, "norm_weight", "norm_bias") and wrong.dtype != good.dtype:
                 continue
             with pytest.raises(UsageError, match=r"^operand \w+ of acm::\w+ does not fit|chooses more learners than"):
-                op(*args[:place], wrong, *args[place + 1 :], **kwargs)
+                op(*args._replace(**{name: wrong}), **kwargs)
     with pytest.raises(UsageError, match="k up to 4, expected at most 3"):
         op(*args, **kwargs | {"k_min": 1})
 

@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.acm import Gate, flops, ops
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.errors import UsageError
@@ -18,12 +19,11 @@ T = 11
 def arguments(kind: str, *, residual: bool = False, requires_grad: bool = False):
     """Positional and keyword arguments of the operator for one kind of ACM."""
     w = weights_of(kind)
-    tensors = [w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top]
-    tensors = [None if t is None else t.requires_grad_(requires_grad) for t in tensors]
+    tensors = [None if t is None else t.requires_grad_(requires_grad) for t in w.tensors]
     x = torch.randn(T, D, dtype=torch.float64, requires_grad=requires_grad)
     bypass = torch.randn(T, OUT, dtype=torch.float64, requires_grad=requires_grad) if residual else None
     k = torch.randint(0, N + 1, (T,), dtype=torch.int32)
-    return (x, k, *tensors, bypass), {"form": w.form, "act": w.act}, w
+    return LearnersArguments(x, k, *tensors, bypass), {"form": w.form, "act": w.act}, w
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -38,8 +38,8 @@ def test_the_residual_is_added_and_gets_its_gradient(kind):
     args, kwargs, weights = arguments(kind, residual=True, requires_grad=True)
     dy = torch.randn(T, OUT, dtype=torch.float64)
     y = ops.LEARNERS(*args, **kwargs)
-    torch.testing.assert_close(y, run_learners(args[0], args[1], weights) + args[-1])
-    torch.testing.assert_close(torch.autograd.grad(y, args[-1], dy)[0], dy)
+    torch.testing.assert_close(y, run_learners(args.x, args.k, weights) + args.residual)
+    torch.testing.assert_close(torch.autograd.grad(y, args.residual, dy)[0], dy)
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -56,7 +56,7 @@ def test_no_gradient_is_an_alias_of_what_the_backward_was_given(kind):
 @pytest.mark.parametrize("k", [-1, N + 1])
 def test_a_k_outside_its_range_is_refused(k):
     args, kwargs, _ = arguments("mlp")
-    args[1][3] = k
+    args.k[3] = k
     with pytest.raises(UsageError, match=rf"k in \[0, {N}\]"):
         ops.LEARNERS(*args, **kwargs)
 
@@ -64,18 +64,18 @@ def test_a_k_outside_its_range_is_refused(k):
 def test_vmap_over_inputs_is_one_call():
     args, kwargs, weights = arguments("gated")
     x, k = torch.randn(3, T, D, dtype=torch.float64), torch.randint(0, N + 1, (3, T), dtype=torch.int32)
-    mapped = torch.func.vmap(lambda x, k: ops.LEARNERS(x, k, *args[2:], **kwargs))(x, k)
+    mapped = torch.func.vmap(lambda x, k: ops.LEARNERS(*args._replace(x=x, k=k), **kwargs))(x, k)
     expected = run_learners(x.flatten(0, 1), k.flatten(), weights).unflatten(0, (3, T))
     torch.testing.assert_close(mapped, expected)
-    same_k = torch.func.vmap(lambda x: ops.LEARNERS(x, k[0], *args[2:], **kwargs))(x)
+    same_k = torch.func.vmap(lambda x: ops.LEARNERS(*args._replace(x=x, k=k[0]), **kwargs))(x)
     torch.testing.assert_close(same_k[2], run_learners(x[2], k[0], weights))
 
 
 def test_vmap_over_weights_is_refused():
     args, kwargs, _ = arguments("linear")
-    w_in = torch.stack([args[2], args[2]])
+    w_in = torch.stack([args.w_in, args.w_in])
     with pytest.raises(UsageError, match="map over the inputs"):
-        torch.func.vmap(lambda w: ops.LEARNERS(args[0], args[1], w, *args[3:], **kwargs))(w_in)
+        torch.func.vmap(lambda w: ops.LEARNERS(*args._replace(w_in=w), **kwargs))(w_in)
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -84,14 +84,13 @@ def test_counted_flops_are_those_of_the_learners_that_ran(kind):
     with FlopCounterMode(display=False) as by_formula:
         ops.LEARNERS(*args, **kwargs)
     with FlopCounterMode(display=False) as by_products:
-        run_learners(args[0], args[1], weights)
+        run_learners(args.x, args.k, weights)
     assert by_formula.get_total_flops() == by_products.get_total_flops() > 0
 
 
 def test_unknown_k_counts_as_all_learners():
     args, kwargs, _ = arguments("mlp")
-    everything = (args[0], torch.full_like(args[1], N), *args[2:])
-    meta = (args[0], args[1].to("meta"), *args[2:])
+    everything, meta = args._replace(k=torch.full_like(args.k, N)), args._replace(k=args.k.to("meta"))
     form = kwargs["form"]
     assert flops.learners_macs(*meta, form=form) == flops.learners_macs(*everything, form=form)
 
@@ -125,21 +124,22 @@ def gated_arguments(kind: str, dtype=torch.float64):
     gate.outer.weight.mul_(20)
     bounds = (torch.tensor(0, dtype=torch.int32), torch.tensor(N, dtype=torch.int32))
     knob, choices = torch.tensor(0.25), {"cost": 0.7, "k_min": 0, "rule": "logits"}
-    whole = (x, *gate.weights(), knob.view(torch.int32), *bounds, *tensors)
-    return whole, kwargs | choices, (x, *gate.weights(), knob, *bounds), choices
+    whole = GatedArguments(x, *gate.weights(), knob.view(torch.int32), *bounds, *tensors)
+    return whole, kwargs | choices, GateArguments(x, *gate.weights(), knob, *bounds), choices
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", FORMS)
 def test_gate_and_learners_in_one_operator_are_the_two(kind, dtype):
     args, kwargs, gate, choices = gated_arguments(kind, dtype)
-    k = ops.GATE(*gate, **choices)
-    apart = ops.LEARNERS(args[0], k, *args[8:], form=kwargs["form"], act=kwargs["act"])
+    form = {"form": kwargs["form"], "act": kwargs["act"]}
+    learners = lambda k: ops.LEARNERS(args.x, k, *part(LearnerWeights, args), args.residual, **form)  # noqa: E731
+    apart = learners(ops.GATE(*gate, **choices))
     assert torch.equal(GATED(*args, **kwargs), apart)
     with FlopCounterMode(display=False) as whole:
         GATED(*args, **kwargs)
     with FlopCounterMode(display=False) as both:
-        ops.LEARNERS(args[0], ops.GATE(*gate, **choices), *args[8:], form=kwargs["form"], act=kwargs["act"])
+        learners(ops.GATE(*gate, **choices))
     assert whole.get_total_flops() == both.get_total_flops() > 0
 
 
@@ -147,25 +147,26 @@ def test_gate_and_learners_in_one_operator_are_the_two(kind, dtype):
 def test_one_operator_of_both_keeps_torchs_rules(kind):
     args, kwargs, _, _ = gated_arguments(kind, torch.float32)
     torch.library.opcheck(torch.ops.acm.gated_learners, args, kwargs)
-    torch.library.opcheck(torch.ops.acm.gated_learners, args[:-1], kwargs)
+    torch.library.opcheck(torch.ops.acm.gated_learners, args[: -len(args._field_defaults)], kwargs)
 
 
 def test_one_operator_of_both_maps_over_inputs():
     args, kwargs, _, _ = gated_arguments("mlp", torch.float32)
     x, residual = torch.randn(3, T, D), torch.randn(T, 3, OUT)
-    call = lambda x, r: GATED(x, *args[1:-1], r, **kwargs)  # noqa: E731
+    call = lambda x, r: GATED(*args._replace(x=x, residual=r), **kwargs)  # noqa: E731
     mapped = torch.func.vmap(call, in_dims=(0, 1))(x, residual)
     torch.testing.assert_close(mapped, torch.stack([call(x[i], residual[:, i].contiguous()) for i in range(3)]))
     with pytest.raises(UsageError, match="map over the inputs"):
-        torch.func.vmap(lambda b: GATED(*args[:2], b, *args[3:], **kwargs))(torch.stack([args[2], args[2]]))
+        torch.func.vmap(lambda b: GATED(*args._replace(b_inner=b), **kwargs))(torch.stack([args.b_inner] * 2))
 
 
 def normed(args, kwargs):
     """The same call with a norm in front, and the arguments of one whose tokens are normalised already."""
-    x = args[0] * 3 + 2
+    x = args.x * 3 + 2
     weight, bias = torch.rand(D, dtype=x.dtype) + 0.5, torch.randn(D, dtype=x.dtype)
     z = torch.nn.functional.layer_norm(x, (D,), weight, bias, 1e-5)
-    return (x, *args[1:], weight, bias), kwargs | {"norm_eps": 1e-5}, (z, *args[1:])
+    folded = args._replace(x=x, norm_weight=weight, norm_bias=bias)
+    return folded, kwargs | {"norm_eps": 1e-5}, args._replace(x=z)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -184,10 +185,11 @@ def test_a_norm_in_the_operator_is_the_norm_in_front_of_it(kind, dtype):
 def test_an_operator_with_a_norm_keeps_torchs_rules_and_maps_over_inputs():
     args, kwargs, _, _ = gated_arguments("gated", torch.float32)
     folded, options, _ = normed(args, kwargs)
+    without = folded._replace(residual=None, norm_weight=None, norm_bias=None)
     torch.library.opcheck(torch.ops.acm.gated_learners, folded, options)
-    torch.library.opcheck(torch.ops.acm.gated_learners, (*folded[:-3], None, None, None), options)
+    torch.library.opcheck(torch.ops.acm.gated_learners, without, options)
     x = torch.randn(3, T, D)
-    call = lambda x: GATED(x, *folded[1:], **options)  # noqa: E731
+    call = lambda x: GATED(*folded._replace(x=x), **options)  # noqa: E731
     torch.testing.assert_close(torch.func.vmap(call)(x), torch.stack([call(part) for part in x]))
     with pytest.raises(UsageError, match="map over the inputs"):
-        torch.func.vmap(lambda b: GATED(*folded[:-1], b, **options))(torch.stack([folded[-1], folded[-1]]))
+        torch.func.vmap(lambda b: GATED(*folded._replace(norm_bias=b), **options))(torch.stack([folded.norm_bias] * 2))

@@ -58,8 +58,7 @@ def drawn(kind: str, dtype: torch.dtype, *, act: str = "gelu", sizes=(D, OUT, N,
 
 
 def native_output(x, k, w: Weights, residual=None):
-    tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
-    return torch.ops.acm.learners_cpu(x, k, *tensors, residual, form=w.form, act=w.act)
+    return torch.ops.acm.learners_cpu(x, k, *w.tensors, residual, form=w.form, act=w.act)
 
 
 def truth(x, k, w: Weights):

@@ -38,16 +38,12 @@ class Site:
         )
         self.norm = ((torch.rand(d_in) + 0.5).to(dtype), torch.randn(d_in).to(dtype)) if affine else (None, None)
 
-    def tensors(self):
-        w = self.learners
-        return w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top
-
     def run(self, x, *, low=0, high=N, residual=None, folded=True):
         w = self.learners
         norm = (*self.norm,) if folded else (None, None)
         options = CHOICES | {"form": w.form, "act": w.act, "norm_eps": EPS if folded else None}
         bounds = scalars(0.3, low, high)
-        return GATED(x, *self.gate.weights(), *bounds, *self.tensors(), residual, *norm, **options)
+        return GATED(x, *self.gate.weights(), *bounds, *w.tensors, residual, *norm, **options)
 
     def truth(self, x, k):
         """With the same k for every token, in float64."""

@@ -22,8 +22,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def learners(inputs):
     """The operator, as compiled graphs call it."""
     w = inputs.weights
-    tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
-    return ops.LEARNERS(inputs.x, inputs.k, *tensors, inputs.residual, form=w.form, act=w.act)
+    return ops.LEARNERS(inputs.x, inputs.k, *w.tensors, inputs.residual, form=w.form, act=w.act)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,9 +148,8 @@ def test_a_folded_norm_is_right(mean, tokens, dtype, monkeypatch):
 def gated(inputs, x, gate, weight, bias):
     """The operator that is norm, gate and learners."""
     w = inputs.weights
-    tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
     options = {"cost": 0.6, "k_min": 0, "rule": "logits", "form": w.form, "act": w.act, "norm_eps": 1e-5}
-    return GATED(x, *gate, *tensors, inputs.residual, weight, bias, **options)
+    return GATED(x, *gate, *w.tensors, inputs.residual, weight, bias, **options)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments
 from tests.acm.test_reference import FORMS, OUT, D, N, weights_of
 
 T = 7
@@ -19,11 +20,10 @@ T = 7
 def learners_call(kind: str, dtype: torch.dtype = torch.float32, tokens: int = T):
     """Positional and keyword arguments of `acm::learners` for one kind of ACM."""
     w = weights_of(kind)
-    weights = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
-    tensors = (None if t is None else t.detach().to(dtype) for t in weights)
+    tensors = (None if t is None else t.detach().to(dtype) for t in w.tensors)
     x, residual = torch.randn(tokens, D, dtype=dtype), torch.randn(tokens, OUT, dtype=dtype)
     k = torch.randint(0, N + 1, (tokens,), dtype=torch.int32)
-    return (x, k, *tensors, residual), {"form": w.form, "act": w.act}
+    return LearnersArguments(x, k, *tensors, residual), {"form": w.form, "act": w.act}
 
 
 def gate_call(dtype: torch.dtype = torch.float32, tokens: int = T):
@@ -31,7 +31,7 @@ def gate_call(dtype: torch.dtype = torch.float32, tokens: int = T):
     shapes = ((tokens, D), (6, D), (6,), (N + 1, 6), (N + 1,))
     bounds = (torch.tensor(k, dtype=torch.int32) for k in (0, N))
     tensors = (torch.randn(shape).to(dtype) for shape in shapes)
-    return (*tensors, torch.tensor(0.1), *bounds), {"cost": 0.7, "k_min": 0, "rule": "logits"}
+    return GateArguments(*tensors, torch.tensor(0.1), *bounds), {"cost": 0.7, "k_min": 0, "rule": "logits"}
 
 
 def gated_call(kind: str, dtype: torch.dtype = torch.float32, tokens: int = T):
@@ -39,7 +39,7 @@ def gated_call(kind: str, dtype: torch.dtype = torch.float32, tokens: int = T):
     (x, _, *weights), kwargs = learners_call(kind, dtype, tokens)
     (_, *gate), choices = gate_call(dtype)
     affine = torch.rand(D, dtype=dtype), torch.randn(D, dtype=dtype)
-    return (x, *gate, *weights, *affine), kwargs | choices | {"norm_eps": 1e-5}
+    return GatedArguments(x, *gate, *weights, *affine), kwargs | choices | {"norm_eps": 1e-5}
 
 
 def main(library: str) -> None:

@@ -10,6 +10,7 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from acm_compiler.acm.activations import NAMES, resolve
+from acm_compiler.acm.arguments import GateArguments
 from acm_compiler.acm.reference import Norm, choose_k, layer_norm, run_learners, utilities
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
@@ -200,7 +201,7 @@ def test_a_gate_chooses_what_the_reference_chooses(rule, tokens, columns, dtype,
     most = columns - 1 + k_min
     for low, high in ((0, 99), (2, 99), (0, most - 1), (most, most), (99, 1)):
         k_lo, k_hi = (torch.tensor(max(k_min, min(bound, most)), dtype=torch.int32) for bound in (low, high))
-        k = run_gate(x, weights, (knob, k_lo, k_hi), cost=cost, k_min=k_min, rule=rule, machine=HOPPER)
+        k = run_gate(GateArguments(x, *weights, knob, k_lo, k_hi), cost=cost, k_min=k_min, rule=rule, machine=HOPPER)
         w, b, w2, b2 = (tensor.double() for tensor in weights)
         score = F.linear(F.gelu(F.linear(x.double(), w, b)), w2, b2)
         u = utilities(score, knob, torch.arange(k_min, most + 1).double() * cost, rule)
@@ -213,7 +214,7 @@ def test_a_gate_chooses_what_the_reference_chooses(rule, tokens, columns, dtype,
 def test_a_gates_ties_go_to_the_smaller_k():
     weights = torch.zeros(8, 16), torch.zeros(8), torch.zeros(5, 8), torch.zeros(5)
     bounds = torch.tensor(0.0), torch.tensor(2, dtype=torch.int32), torch.tensor(5, dtype=torch.int32)
-    k = run_gate(torch.randn(9, 16), weights, bounds, cost=1.0, k_min=1, rule="logits", machine=HOPPER)
+    k = run_gate(GateArguments(torch.randn(9, 16), *weights, *bounds), cost=1.0, k_min=1, rule="logits", machine=HOPPER)
     assert k.tolist() == [2] * 9
 
 
@@ -223,7 +224,7 @@ def test_a_nan_token_runs_all_learners_that_it_may():
     x[4] = torch.nan
     for rule in ("logits", "damage"):
         bounds = torch.tensor(0.0), torch.tensor(2, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
-        k = run_gate(x, weights, bounds, cost=1.0, k_min=1, rule=rule, machine=HOPPER)
+        k = run_gate(GateArguments(x, *weights, *bounds), cost=1.0, k_min=1, rule=rule, machine=HOPPER)
         assert k[4] == 4 and k.min() >= 2 and k.max() <= 4
 
 
@@ -284,7 +285,9 @@ def test_rows_far_from_zero_keep_their_digits(mean, kind, k, tokens):
 def choices_of(x, weights, norm: Norm):
     """k by the kernel, and how much less its choices are worth than the best in float64."""
     knob, k_lo, k_hi = torch.tensor(0.1), torch.tensor(0, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
-    k = run_gate(x, weights, (knob, k_lo, k_hi), cost=0.6, k_min=0, rule="logits", machine=HOPPER, norm=norm)
+    k = run_gate(
+        GateArguments(x, *weights, knob, k_lo, k_hi), cost=0.6, k_min=0, rule="logits", machine=HOPPER, norm=norm
+    )
     z = layer_norm(x.double(), in_float64(norm)).to(x.dtype).double()
     w, b, w2, b2 = (tensor.double() for tensor in weights)
     u = utilities(F.linear(F.gelu(F.linear(z, w, b)), w2, b2), knob, torch.arange(5).double() * 0.6, "logits")
@@ -318,10 +321,9 @@ def test_gate_and_learners_behind_a_norm_are_one_call(tokens, monkeypatch):
     knob, bounds = torch.tensor(-0.7), [torch.tensor(k, dtype=torch.int32) for k in (0, 3)]
     choices = {"cost": 0.6, "k_min": 0, "rule": "damage"}
     w = inputs.weights
-    tensors = (w.w_in, w.b_in, w.w_up, w.b_up, w.w_out, w.b_out, w.w_top)
-    given = (inputs.x, *gate, knob.view(torch.int32), *bounds, *tensors, inputs.residual, norm.weight, norm.bias)
+    given = (inputs.x, *gate, knob.view(torch.int32), *bounds, *w.tensors, inputs.residual, norm.weight, norm.bias)
     y = cuda.gated_learners(*given, form="mlp", act="gelu", norm_eps=norm.eps, **choices)
-    k = run_gate(inputs.x, gate, (knob, *bounds), **choices, machine=HOPPER, norm=norm)
+    k = run_gate(GateArguments(inputs.x, *gate, knob, *bounds), **choices, machine=HOPPER, norm=norm)
     expected = run_learners(layer_norm(inputs.x.double(), in_float64(norm)), k, to(w, torch.float64))
     assert len(k.unique()) > 1
     require_answer(y, dataclasses.replace(inputs, expected=expected + inputs.residual.double()))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from acm_compiler import env
-from acm_compiler.acm.arguments import LearnersArguments, named
 from acm_compiler.acm.ops import LIBRARY, REFERENCE
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.cpu.build import library_file
@@ -65,9 +64,8 @@ def gate_not_covered(dtypes: Iterable[torch.dtype]) -> str | None:
     return f"the native CPU kernel knows float32 and bfloat16, not {unknown[0]}" if unknown else None
 
 
-def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
+def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     """The native kernel's answer after it was compared with the reference's (ACM_CHECK=1)."""
-    y = torch.ops.acm.learners_cpu(x, k, *tensors, form=form, act=act)
-    weights = named(LearnersArguments, (x, k, *tensors)).weights
-    require_equal(y, REFERENCE(x, k, *tensors, form=form, act=act), weights.w_in)
+    y = torch.ops.acm.learners_cpu(x, k, w_in, *tensors, form=form, act=act)
+    require_equal(y, REFERENCE(x, k, w_in, *tensors, form=form, act=act), w_in)
     return y

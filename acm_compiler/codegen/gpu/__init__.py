@@ -7,12 +7,13 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from acm_compiler import env
-from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, named
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part
 from acm_compiler.acm.gated_learners import gate_call, run_apart
 from acm_compiler.acm.operands import require_gate, require_gated, require_learners
 from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
@@ -58,17 +59,17 @@ def _lacking() -> str | None:
     return "Triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
-def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
+def learners(x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
     """The operator; where no kernel fits, the reference, said once."""
-    call = named(LearnersArguments, (x, k, *tensors))
-    require_learners(*call, form=form)
-    machine, shape = machine_of(x.device), call.weights.w_in.shape
+    call = LearnersArguments(x, k, *tensors)
+    require_learners(call, form=form)
+    machine, shape = machine_of(x.device), call.w_in.shape
     reason = not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
     if reason is None:
         from acm_compiler.codegen.gpu.launch import run  # imports triton
 
         with torch.cuda.device(x.device), _unless_unbuilt((form, act, x.dtype, shape)):  # kernels start on that device
-            weights = Weights(*call.weights, act=act, form=form)
+            weights = Weights(*part(LearnerWeights, call), act=act, form=form)
             return run(x, k, weights, residual=call.residual, machine=machine)
         reason = _UNBUILT[form, act, x.dtype, shape]
     _say_once(reason)
@@ -77,30 +78,30 @@ def learners(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str)
 
 def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     """The gate's operator: k of every token."""
-    call = named(GateArguments, (x, *tensors))
-    require_gate(*call, k_min=k_min, rule=rule)
-    machine, w_inner = machine_of(x.device), call.gate.w_inner
+    call = GateArguments(x, *tensors)
+    require_gate(call, k_min=k_min, rule=rule)
+    machine, w_inner = machine_of(x.device), call.w_inner
     dtypes, width = (x.dtype, w_inner.dtype), w_inner.shape[0]
     reason = gate_not_covered(dtypes, width=width, arch=machine.arch)
     if reason is None:
         from acm_compiler.codegen.gpu.gate_kernel import run_gate  # imports triton
 
         with torch.cuda.device(x.device), _unless_unbuilt((dtypes, width)):
-            return run_gate(*call, cost=cost, k_min=k_min, rule=rule, machine=machine)
+            return run_gate(call, cost=cost, k_min=k_min, rule=rule, machine=machine)
         reason = _UNBUILT[dtypes, width]
     _say_once(reason)
     return GATE_REFERENCE(x, *tensors, cost=cost, k_min=k_min, rule=rule)
 
 
-def gated_learners(*tensors: Tensor | None, norm_eps: float | None = None, form: str, act: str, **choices) -> Tensor:
+def gated_learners(*tensors: Any, norm_eps: float | None = None, form: str, act: str, **choices) -> Tensor:
     """The operator that is gate and learners, and perhaps the norm in front of them: then rows are normalised where
     kernels first read them.
     """
     if norm_eps is not None:
-        call = named(GatedArguments, tensors)
+        call = GatedArguments(*tensors)
         require_gated(call, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
-        x, w_inner = call.x, call.gate.w_inner
-        machine, shape = machine_of(x.device), call.weights.w_in.shape
+        x, w_inner = call.x, call.w_inner
+        machine, shape = machine_of(x.device), call.w_in.shape
         reason = gate_not_covered((x.dtype, w_inner.dtype), width=w_inner.shape[0], arch=machine.arch)
         reason = reason or not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
         normed = ("norm", form, act, x.dtype, shape, w_inner.shape)
@@ -110,17 +111,16 @@ def gated_learners(*tensors: Tensor | None, norm_eps: float | None = None, form:
 
             with torch.cuda.device(x.device), _unless_unbuilt(normed):  # each kernel normalises as it reads x
                 norm = Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps)
-                k = run_gate(*gate_call(call, x), **choices, machine=machine, norm=norm)
-                weights = Weights(*call.weights, act=act, form=form)
+                k = run_gate(gate_call(call, x), **choices, machine=machine, norm=norm)
+                weights = Weights(*part(LearnerWeights, call), act=act, form=form)
                 return run(x, k, weights, residual=call.residual, norm=norm, machine=machine)
     return run_apart(*tensors, norm_eps=norm_eps, form=form, act=act, **choices)
 
 
-def _checked(x: Tensor, k: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
+def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     """The kernels' answer after it was compared with the reference's (ACM_CHECK=1)."""
-    y = learners(x, k, *tensors, form=form, act=act)
-    weights = named(LearnersArguments, (x, k, *tensors)).weights
-    require_equal(y, REFERENCE(x, k, *tensors, form=form, act=act), weights.w_in)
+    y = learners(x, k, w_in, *tensors, form=form, act=act)
+    require_equal(y, REFERENCE(x, k, w_in, *tensors, form=form, act=act), w_in)
     return y
 
 

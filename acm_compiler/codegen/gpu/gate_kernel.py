@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acm_compiler.acm.arguments import GateChoices, GateWeights
+from acm_compiler.acm.arguments import GateArguments, GateWeights, part
 from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.activation import INTERPRETED, gelu
 from acm_compiler.codegen.gpu.blocks import kernel_options
@@ -141,20 +141,6 @@ def gate_kernel(
     tl.store(k_out + rows, _best(u, choice, tl.load(k_lo), tl.load(k_hi), K_MIN, C), mask=rows < T)
 
 
-def gate_spec_of(x_TD: Tensor, w_inner: Tensor, w_outer: Tensor, *, k_min: int, rule: str, norm: bool) -> GateSpec:
-    """The spec of a call; both dtypes must be among DTYPES."""
-    return GateSpec(
-        d_in=x_TD.shape[1],
-        width=w_inner.shape[0],
-        columns=w_outer.shape[0],
-        k_min=k_min,
-        rule=rule,
-        dtype=DTYPES[x_TD.dtype],
-        gate_dtype=DTYPES[w_inner.dtype],
-        norm=norm,
-    )
-
-
 def gate_spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> GateSpec:
     """The spec of a planned site's gate, in the type of its tokens, by the rule of a calibrated one."""
     kind = "fp32" if dtype == "tf32" else dtype
@@ -201,37 +187,37 @@ def gate_options(machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
 
 
 def run_gate(
-    x_TD: Tensor,
-    weights: GateWeights,
-    choices: GateChoices,
-    *,
-    cost: float,
-    k_min: int,
-    rule: str,
-    machine: Machine,
-    norm: Norm | None = None,
+    call: GateArguments, *, cost: float, k_min: int, rule: str, machine: Machine, norm: Norm | None = None
 ) -> Tensor:
     """k of every token, int32 [T], as `acm::gate` gives it; scores are kept in fp32 throughout.
 
-    choices: in memory; norm: applied to the tokens first.
+    Types of tokens and weights are among DTYPES. norm: applied to the tokens first.
     """
-    tokens = x_TD.shape[0]
-    k_T = torch.empty(tokens, dtype=torch.int32, device=x_TD.device)
+    tokens = call.x.shape[0]
+    k_T = torch.empty(tokens, dtype=torch.int32, device=call.x.device)
     if not tokens:
         return k_T
-    x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
-    w_inner, b_inner, w_outer, b_outer = (tensor.contiguous() for tensor in weights)
-    spec = gate_spec_of(x_TD, w_inner, w_outer, k_min=k_min, rule=rule, norm=norm is not None)
+    x_TD = call.x if call.x.stride(-1) == 1 else call.x.contiguous()
+    weights = GateWeights(*(tensor.contiguous() for tensor in part(GateWeights, call)))
+    spec = GateSpec(
+        d_in=x_TD.shape[1],
+        width=weights.w_inner.shape[0],
+        columns=weights.w_outer.shape[0],
+        k_min=k_min,
+        rule=rule,
+        dtype=DTYPES[x_TD.dtype],
+        gate_dtype=DTYPES[weights.w_inner.dtype],
+        norm=norm is not None,
+    )
     constants = gate_constants(spec, tokens, interpret=INTERPRETED)
     affine = [None, None] if norm is None else [norm.weight, norm.bias]
     gate_kernel[(triton.cdiv(tokens, constants["BM"]),)](
         k_T,
         x_TD,
-        w_inner,
-        b_inner,
-        w_outer,
-        b_outer,
-        *choices,
+        *weights,
+        call.knob,
+        call.k_lo,
+        call.k_hi,
         *(None if tensor is None else tensor.contiguous() for tensor in affine),
         tokens,
         x_TD.shape[1],

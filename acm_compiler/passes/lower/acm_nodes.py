@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from acm_compiler.acm import gated_learners, ops
-from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, named
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments
 from acm_compiler.passes.capture.writes import written_tensors
 from acm_compiler.user_code import traced_line
 
@@ -41,17 +41,16 @@ def _calls(graph: fx.Graph, targets: tuple[object, ...]) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
 
 
-def call_of(acm: fx.Node) -> LearnersArguments | GatedArguments:
-    """The arguments of an ACM's operator by name; `flat` makes them arguments of a node again."""
-    return named(GatedArguments, acm.args) if acm.target in GATED else named(LearnersArguments, acm.args)
+def call_of(acm: fx.Node) -> Any:
+    """The arguments of one of the operators by name: nodes, in its `GateArguments` or the like."""
+    kind: Any = GatedArguments if acm.target in GATED else GateArguments if acm.target in GATES else LearnersArguments
+    return kind(*acm.args)
 
 
-def gate_call_of(acm: fx.Node) -> GateArguments | GatedArguments | None:
-    """The same of the operator that chooses an ACM's k; None where it is chosen otherwise."""
-    if acm.target in GATED:
-        return named(GatedArguments, acm.args)
-    gate: Any = named(LearnersArguments, acm.args).k
-    return named(GateArguments, gate.args) if isinstance(gate, fx.Node) and gate.target in GATES else None
+def gate_of(acm: fx.Node) -> fx.Node | None:
+    """The operator that chooses an ACM's k, its own where it is both; None where k is chosen otherwise."""
+    gate = acm if acm.target in GATED else call_of(acm).k
+    return gate if isinstance(gate, fx.Node) and gate.target in (*GATED, *GATES) else None
 
 
 def value_of(node: object) -> Tensor | None:

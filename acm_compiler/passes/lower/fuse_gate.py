@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, flat, named
-from acm_compiler.acm.gated_learners import GATED
-from acm_compiler.passes.lower.acm_nodes import GATES, learners_nodes
+from acm_compiler.acm.arguments import GatedArguments
+from acm_compiler.passes.lower.acm_nodes import GATED, call_of, gate_of, learners_nodes
 
 
 def fuse_gate(graph: fx.Graph) -> int:
@@ -26,19 +25,15 @@ def fuse_gate(graph: fx.Graph) -> int:
 
 
 def _fuse(learners: fx.Node) -> bool:
-    call = named(LearnersArguments, learners.args)
-    gate: Any = call.k
-    if not isinstance(gate, fx.Node) or gate.target not in GATES or len(gate.users) > 1:
+    call, gate = call_of(learners), gate_of(learners)
+    if gate is None or len(gate.users) > 1 or call_of(gate).x is not call.x:
         return False
-    choosing = named(GateArguments, gate.args)
-    if choosing.x is not call.x:
-        return False
-    knob: Any = choosing.choices.knob
-    whole = GatedArguments(
-        call.x, choosing.gate, choosing.choices._replace(knob=_bits(knob)), call.weights, call.residual
-    )
+    knob: Any = call_of(gate).knob
+    tensors = call._asdict() | call_of(gate)._asdict() | {"knob": _bits(knob)}
+    del tensors["k"]
+    whole = tuple(GatedArguments(**tensors))
     with learners.graph.inserting_before(learners):
-        fused = learners.graph.call_function(GATED, flat(whole), {**gate.kwargs, **learners.kwargs})
+        fused = learners.graph.call_function(GATED[0], whole, {**gate.kwargs, **learners.kwargs})
     fused.meta = {**learners.meta}
     learners.replace_all_uses_with(fused)
     for node in (learners, gate, *([knob] if len(knob.users) == 1 and knob.op == "call_method" else [])):

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from acm_compiler.acm.arguments import GatedArguments, flat, named
 from acm_compiler.passes.lower.acm_nodes import (
     GATED,
     NORM_EPS,
     RESHAPES,
     acm_nodes,
+    call_of,
     keeps_apart,
     only_user,
     value_of,
@@ -53,9 +53,8 @@ def _fold(acm: fx.Node) -> bool:
     for node in chain[:-1]:
         node.target = "reshape" if node.target == "view" else node.target  # x may lie as no result of a norm does
         node.replace_input_with(norm, x)
-    call: Any = named(GatedArguments, acm.args)
-    tokens = x if len(chain) == 1 else call.x
-    acm.args = flat(call._replace(x=tokens, norm_weight=given.get("weight"), norm_bias=given.get("bias")))
+    tokens = x if len(chain) == 1 else chain[0]
+    acm.args = tuple(call_of(acm)._replace(x=tokens, norm_weight=weights[0], norm_bias=weights[1]))
     acm.kwargs = {**acm.kwargs, NORM_EPS: given.get("eps", _EPS)}
     acm.graph.erase_node(norm)
     return True
@@ -63,7 +62,7 @@ def _fold(acm: fx.Node) -> bool:
 
 def _chain(acm: fx.Node) -> list[fx.Node]:
     """From the ACM's tokens up through what only reshapes them, empty where something else reads."""
-    chain: list[Any] = [named(GatedArguments, acm.args).x]
+    chain = [call_of(acm).x]
     reader = acm
     while only_user(chain[-1]) is reader and chain[-1].op == "call_method" and chain[-1].target in RESHAPES:
         reader = chain[-1]
@@ -87,8 +86,8 @@ def _fits(other: Tensor | None, value: Tensor) -> bool:
 
 def _has_room(acm: fx.Node) -> bool:
     """Whether normalised rows are no longer than those of the dense hidden layer (the output, where there is none)."""
-    call = named(GatedArguments, acm.args)
-    x, w_in, b_out = (value_of(node) for node in (call.x, call.weights.w_in, call.weights.b_out))
+    call = call_of(acm)
+    x, w_in, b_out = (value_of(node) for node in (call.x, call.w_in, call.b_out))
     if x is None or w_in is None or b_out is None:
         return False
     hidden = w_in.shape[0] * w_in.shape[1] if acm.kwargs["form"] in ("mlp", "gated") else b_out.shape[1]

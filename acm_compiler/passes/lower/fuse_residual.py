@@ -9,17 +9,16 @@ The kernel then starts its sums from the residual, and the sum is never a pass o
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from acm_compiler.acm.arguments import LearnersArguments, flat, named
 from acm_compiler.passes.lower.acm_nodes import (
     LEARNERS,
     RESHAPES,
+    call_of,
     keeps_apart,
     learners_nodes,
     only_user,
@@ -35,7 +34,7 @@ def fuse_residual(graph: fx.Graph) -> int:
 
 
 def _fuse(learners: fx.Node) -> bool:
-    if named(LearnersArguments, learners.args).residual is not None:
+    if call_of(learners).residual is not None:
         return False
     chain = _chain(learners)
     last = chain[-1]
@@ -87,8 +86,8 @@ def _rebuild(learners: fx.Node, chain: list[fx.Node], add: fx.Node, other: fx.No
     assert value is not None
     with graph.inserting_before(add):
         rows = graph.call_method("reshape", (other, (-1, value.shape[1])))
-        call: Any = named(LearnersArguments, learners.args)
-        fused = graph.call_function(LEARNERS[0], flat(call._replace(residual=rows)), dict(learners.kwargs))
+        call = call_of(learners)._replace(residual=rows)
+        fused = graph.call_function(LEARNERS[0], tuple(call), dict(learners.kwargs))
         copies: dict[fx.Node, fx.Node] = {learners: fused}
         for node in chain[1:]:
             copies[node] = graph.node_copy(node, lambda old: copies.get(old, old))

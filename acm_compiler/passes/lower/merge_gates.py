@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from acm_compiler.acm.arguments import LearnersArguments, named
-from acm_compiler.passes.lower.acm_nodes import keeps_apart, learners_nodes, value_of
+from acm_compiler.passes.lower.acm_nodes import call_of, keeps_apart, learners_nodes, value_of
 
 _LINEAR = (F.linear, torch._C._nn.linear)
 _SAME_TOKENS = {"reshape", "view", "flatten", "to", "float", "contiguous"}
@@ -47,7 +46,7 @@ def _share(linear: fx.Node, later: fx.Node) -> bool:
 
 def _first_product(learners: fx.Node) -> fx.Node | None:
     """The linear of this ACM's gate that reads the ACM's own tokens."""
-    call = named(LearnersArguments, learners.args)
+    call = call_of(learners)
     tokens = _tokens(call.x)
     return next((node for node in _behind(call.k) if _is_linear(node) and _tokens(node.args[0]) is tokens), None)
 

@@ -13,7 +13,7 @@ from acm_compiler.passes.lower.acm_nodes import (
     NORM_EPS,
     acm_nodes,
     call_of,
-    gate_call_of,
+    gate_of,
     line_of,
     site_of,
     value_of,
@@ -77,7 +77,7 @@ def verify(graph: fx.Graph, choose: Choose, *, expected: int) -> tuple[Lowered, 
 
 def _lowered(node: fx.Node, choose: Choose) -> Lowered:
     operands = call_of(node)
-    x, w_in = value_of(operands.x), value_of(operands.weights.w_in)
+    x, w_in = value_of(operands.x), value_of(operands.w_in)
     if x is None:
         raise VerificationFailed("an ACM reads what is no tensor", where=site_of(node), found=operands.x)
     call = Call(
@@ -96,15 +96,15 @@ def _lowered(node: fx.Node, choose: Choose) -> Lowered:
 
 def _gate(node: fx.Node) -> GateCall | None:
     """The gate of an ACM, where it is an operator."""
-    call = gate_call_of(node)
-    w_inner = call and value_of(call.gate.w_inner)
+    gate = gate_of(node)
+    w_inner = None if gate is None else value_of(call_of(gate).w_inner)
     return None if w_inner is None else GateCall(dtype=w_inner.dtype, width=w_inner.shape[0])
 
 
 def _fused(node: fx.Node) -> tuple[str, ...]:
     parts = {
         "norm": node.kwargs.get(NORM_EPS),
-        "gate": gate_call_of(node),
+        "gate": gate_of(node),
         "residual": call_of(node).residual,
     }
     return tuple(name for name, part in parts.items() if part is not None)

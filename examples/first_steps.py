@@ -26,7 +26,7 @@ x = batches[0]
 
 plan = acm.plan(original, x)  # finds the sites; nothing is changed yet
 print(plan)  # the cost report
-model = acm.rewrite(original, plan)  # a copy with ACMs; it still answers as the original, to rounding
+model = acm.rewrite(original, plan)  # a copy with ACMs; its outputs are the original's, to rounding
 acm.calibrate(model, batches, tokens=5_000)  # fits learners and gates, measures the budget table
 
 acm.set_budget(model, 0.4)  # spend 40 % of the learners' MACs

@@ -80,11 +80,18 @@ def run_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
 
 def is_freezing() -> bool:
     """Whether a graph is being made whose parameters and buffers Inductor will make constants of (its freezing)."""
-    if not torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled() and _inductor_freezes()
+
+
+def _inductor_freezes() -> bool:
     from torch._inductor import config  # there already when this is traced
 
     return config.freezing
+
+
+# Read while a graph is made and not guarded: the setting is the thread's own, so that a guard on it, made where
+# somebody had set it, would fail in every other thread and make a graph a call.
+setattr(_inductor_freezes, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def transforms() -> tuple[bool, bool]:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.utils.checkpoint import checkpoint
 
 import acm_compiler as acm
@@ -42,6 +43,8 @@ def model():
 def ways(request):
     """A model, and the same as it is called."""
     torch._dynamo.reset()
+    with inductor.patch(freezing=True):
+        pass  # a setting of Inductor's that was once made on this thread is another object here than on all others
     model = make_model()
     return model, torch.compile(model, backend="acm", fullgraph=True) if request.param == "compiled" else model
 

@@ -1,5 +1,8 @@
 """Texts as data, sentence vectors as a task, and files of installed packages."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.data.texts import TokenizedTexts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.datasets import TextData
-from acm_compiler.recipe.load import installed_path
+from acm_compiler.recipe.load import installed_path, shipped_recipes
 from acm_compiler.tasks.embed import Embed
 
 WORDS = tuple(
@@ -128,6 +131,17 @@ def test_files_of_packages_are_found_without_running_them():
         installed_path("package:no_such_package/model")
     with pytest.raises(UsageError, match="holds no 'nothing'"):
         installed_path("package:torch/nothing")
+
+
+def test_files_of_the_packages_that_recipes_name_are_there():
+    named = {
+        text
+        for path in shipped_recipes().values()
+        for text in re.findall(r"package:(acm_compiler/[^\s\"']+)", path.read_text())
+    }
+    assert named == {"acm_compiler/shipped/weights/docs_tokenizer.json"}
+    for text in (*named, "acm_compiler/data/weights/docs_tokenizer.json"):  # as it was named before it moved
+        assert Path(installed_path(f"package:{text}")).is_file()
 
 
 def test_a_vector_is_the_mean_of_real_tokens_with_length_one():

@@ -26,8 +26,11 @@ demo-paper: $(STAMP)
 	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits_paper --resume --force
 	$(BIN)/acmc report runs/digits_paper
 
+# so many processes, each with whole files of one thread; every further one takes up to 3 GB
+WORKERS ?= 2
+
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' -n $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu and not zoo and not zoo_proofs'

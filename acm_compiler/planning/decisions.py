@@ -86,7 +86,7 @@ class ModelFacts:
     source: dict[str, Any] | None = None
     inputs: str = ""
     batch: Count = 1
-    dense_macs: Whole
+    dense_macs: Count
     dense_params: Whole
     not_counted: dict[str, Whole] = field(default_factory=dict)
 

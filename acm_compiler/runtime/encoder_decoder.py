@@ -92,8 +92,9 @@ class CallPadding:
 
     def watch(self, hook: Callable[[Hook], Hook] = lambda hook: hook) -> list[RemovableHandle]:
         """Follow the calls of the model from now on; `hook` changes what is registered for that."""
-        # generate() calls an encoder by itself
-        parts = [part for part in (self._model, half_of(self._model, "encoder")) if part is not None]
+        # generate() calls an encoder by itself, and a loop of the user's may call the model without its head
+        inner = (half_of(self._model, "encoder"), getattr(self._model, "base_model", None))
+        parts = dict.fromkeys((self._model, *(part for part in inner if isinstance(part, nn.Module))))
         handles = [part.register_forward_pre_hook(hook(self.begin), with_kwargs=True) for part in parts]
         handles.append(self._model.register_forward_hook(hook(self.end), always_call=True))
         if self.decoder._decoder is not None:
@@ -105,7 +106,7 @@ class CallPadding:
         return handles
 
     def begin(self, part: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take the padding mask from a call of the model, or from one of its encoder that has a mask."""
+        """Take the padding mask from a call of the model, or from one of its parts that has a mask."""
         if torch.compiler.is_compiling():  # graphs would break at the signature
             if part is not self._model:
                 return

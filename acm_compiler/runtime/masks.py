@@ -43,16 +43,26 @@ class CallMask:
 def call_mask(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallMask | None:
     """The padding mask [B, R] of a call, given by name or by its place; None where there is none.
 
-    That is its `attention_mask`, or else, in torch's sense, its `src_key_padding_mask` or `key_padding_mask`.
+    That is its `attention_mask`, of one row per query those tokens that any query attends to, or else, in torch's
+    sense, its `src_key_padding_mask` or `key_padding_mask`.
     """
     args, kwargs = by_name(model, args, kwargs)
     mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 3, 4):
         real_BR = _outside_key_padding(kwargs)
         return None if real_BR is None else CallMask(model=model, real_BR=real_BR, heard=real_BR)
     named = (value for name, value in kwargs.items() if not name.startswith("decoder_") and value is not mask)
     heard = next((value for value in (*args, *named) if isinstance(value, Tensor)), mask)
-    return CallMask(model=model, real_BR=mask.bool(), heard=heard)
+    return CallMask(model=model, real_BR=mask.bool() if mask.dim() == 2 else _attended(mask), heard=heard)
+
+
+def _attended(mask: Tensor) -> Tensor:
+    """bool [B, R]: the keys of a mask [B, queries, R] or [B, heads, queries, R] that any query attends to.
+
+    A mask of floating point is added to the scores: its padding is minus infinity, or its type's lowest number.
+    """
+    attended = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
+    return attended.flatten(1, -2).any(1)
 
 
 def _outside_key_padding(named: Mapping[str, Any]) -> Tensor | None:

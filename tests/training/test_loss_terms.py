@@ -272,6 +272,21 @@ def test_padding_that_the_call_marks_counts_in_no_loss(bert):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_padding_is_left_out_whether_the_mask_has_rows_of_queries_or_the_call_leaves_out_the_head(bert):
+    model, (x, _), (mask, _) = bert
+    expected = losses_after(model, given_both_ways(model, x, mask)[1])
+    per_query = mask[:, None, None].bool().expand(2, 1, 7, 7)
+    added = torch.zeros(2, 1, 1, 7).masked_fill(~per_query[:, :, :1], torch.finfo(torch.float32).min)
+    calls = [
+        *(functools.partial(model, x, attention_mask=rows) for rows in (per_query, added)),
+        lambda: model.bert(x, mask),
+        lambda: model.forward(x, mask),  # which calls its BERT
+    ]
+    for call in calls:
+        found = losses_after(model, call)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_padding_is_left_out_where_checkpoints_compute_again_and_in_copies(bert):
     model, (x, _), (mask, _) = bert
     expected = losses_after(model, given_both_ways(model, x, mask)[1])

@@ -26,7 +26,7 @@ demo-paper: $(STAMP)
 	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits_paper --resume --force
 	$(BIN)/acmc report runs/digits_paper
 
-# so many processes, each with whole files of one thread; every further one takes up to 3 GB
+# so many processes, each with whole files and one thread
 WORKERS ?= 2
 
 test: $(STAMP) lint

@@ -1,15 +1,22 @@
-"""Settings shared by all tests: no network, one thread, the same random numbers every time."""
+"""Settings shared by all tests: no network, one thread, the same random numbers every time, nothing left behind."""
 
 import os
+import random
 import signal
+import sys
 
 # before torch is loaded: on busy cores two threads wait for each other at every tiny operation
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor's second process would cost more than the few kernels of a test
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 import pytest
 import torch
+
+from tests.helpers.global_state import global_state, left_behind
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -21,8 +28,25 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Every test starts from the same generator state."""
+    """Every test starts from the same state of all generators."""
     torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind():
+    """No test changes a setting for those after it, whichever they are."""
+    before = global_state()
+    yield
+    assert not (left := left_behind(before, global_state())), "left behind: " + "; ".join(left)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_compiled():
+    """No graph of another file's counts against Dynamo's limit of them or answers for one of this file's."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -161,7 +161,7 @@ def named_budgets(recipe: Recipe) -> list[tuple[str | None, float | str]]:
     """The budgets that a recipe asks for, with their places, but for defaults that are only reported."""
     named, document = recipe.budgets.model_fields_set, recipe.origin.document
     found: list[tuple[KeyPath, float]] = []
-    if "train" in named or any(phase.phase == "finetune" for phase in recipe.schedule):
+    if "train" in named or any(phase.spends_budget for phase in recipe.schedule):
         found.append((("budgets", "train"), recipe.budgets.train))
     if "report" in named:
         found += [(("budgets", "report", i), budget) for i, budget in enumerate(recipe.budgets.report)]

@@ -72,7 +72,7 @@ def advise_lossless(found: Evaluation, plan: Plan, schedule: Sequence[Phase]) ->
     None where it is not worse, where nothing can be kept, and where other phases have trained the model since.
     """
     lossy = [site for site in plan.sites if not site.keeps_answers]
-    if not lossy or not found.fixed or any(phase.phase != "calibrate" for phase in schedule) or not schedule:
+    if not lossy or not found.fixed or not schedule or not all(phase.closed_form for phase in schedule):
         return None
     full = max(found.fixed, key=lambda result: result.k)
     metric, to_dense = found.metric, full.difference

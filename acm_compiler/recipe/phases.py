@@ -10,11 +10,38 @@ from pydantic_core import PydanticCustomError
 from acm_compiler.recipe.fields import Budget, Count, NotNegative, Positive, Section, Two
 
 
-class TrainedPhase(Section):
-    """What all phases share that take optimizer steps. Exactly one of `epochs` and `steps` says how long."""
+class PhaseSection(Section):
+    """The policy of a phase, for all who ask: each phase overrides what is different about it."""
 
+    closed_form: ClassVar[bool] = False
+    """It solves for learners, gates and budget table, without steps; it may come first."""
     imitates: ClassVar[bool] = False
-    """True of phases that fit learners to the unmodified network: they may come first, and measure no budgets."""
+    """It fits learners to the unmodified network; it may come first, and no gate chooses meanwhile."""
+    teaches_gates: ClassVar[bool] = False
+    """Gates learn logits from the unmodified network, which has no labels for slices; a later phase may free them."""
+    spends_budget: ClassVar[bool] = False
+    """It is led to `budgets.train`."""
+    remedy: ClassVar[str] = ""
+    """Advice for gates that run the same k for every token at its end."""
+
+    @property
+    def needs_budgets(self) -> bool:
+        """True if it reads the gates' budget table."""
+        return False
+
+    @property
+    def frees_gates(self) -> bool:
+        """True if it starts by forgetting the budgets of gates that learned logits, which then go where they will."""
+        return False
+
+    @property
+    def aims_at_one_budget(self) -> bool:
+        """True if all its steps aim at `budgets.train`."""
+        return False
+
+
+class TrainedPhase(PhaseSection):
+    """What all phases share that take optimizer steps. Exactly one of `epochs` and `steps` says how long."""
 
     epochs: Count | None = None
     """Passes over the training data."""
@@ -74,6 +101,9 @@ class LabelRule(Section):
 class GatePhase(TrainedPhase):
     """The gates learn labels made from the learners' errors; the learners stay as they are."""
 
+    teaches_gates: ClassVar[bool] = True
+    remedy: ClassVar[str] = "change labels.tau of the gate phase (larger: fewer learners), or distill for longer"
+
     phase: Literal["gate"]
     lr: Positive = 1e-2
     """Learning rate at the start of the phase."""
@@ -85,6 +115,9 @@ class GatePhase(TrainedPhase):
 
 class FinetunePhase(TrainedPhase):
     """The whole network learns its task under a budget: the task's loss plus three weighted terms."""
+
+    spends_budget: ClassVar[bool] = True
+    remedy: ClassVar[str] = "raise entropy and diversity of the finetune phase, lower its lr, or raise its temperature"
 
     phase: Literal["finetune"]
     lr: Positive = 1e-4
@@ -123,13 +156,30 @@ class FinetunePhase(TrainedPhase):
             raise PydanticCustomError("acm", "budget_range must rise: [low, high]", {"key": "budget_range"})
         return self
 
+    @property
+    def needs_budgets(self) -> bool:
+        """True where it draws budgets, or leaves gates as they are."""
+        return self.budget_range is not None or self.update == "learners"
+
+    @property
+    def frees_gates(self) -> bool:
+        """True where it needs no budgets."""
+        return not self.needs_budgets
+
+    @property
+    def aims_at_one_budget(self) -> bool:
+        """True unless each step draws its own."""
+        return self.budget_range is None
+
 
 # what leads gates to a budget while they are trained
 _LEADING = ("gate_lr", "temperature", "budget", "entropy", "diversity")
 
 
-class CalibratePhase(Section):
+class CalibratePhase(PhaseSection):
     """Learners, gates and budget table in closed form from a few thousand tokens; no labels."""
+
+    closed_form: ClassVar[bool] = True
 
     phase: Literal["calibrate"]
     tokens: Count = 20_000

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from acm_compiler.calibration.calibrate import check_closed_form
 from acm_compiler.errors import SitesNotFitted, UsageError
 from acm_compiler.planning.decisions import PlannedSite
-from acm_compiler.recipe.phases import CalibratePhase, FinetunePhase, GatePhase, Phase
+from acm_compiler.recipe.phases import Phase
 
 
 def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, measured: bool = False) -> None:
@@ -21,7 +21,7 @@ def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, m
     sliced = [site.name for site in sites if site.is_sliced and site.state == "learners"]
     for index, phase in enumerate(schedule):
         where = f"schedule[{index}], {phase.phase}"
-        if isinstance(phase, CalibratePhase):
+        if phase.closed_form:
             for site in sites:
                 check_closed_form(site)
             sliced = [site.name for site in sites if _may_be_sliced(site)]
@@ -29,21 +29,16 @@ def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, m
             _refuse_slices(sites, sliced, where)
         elif not fitted:
             raise _unfitted(sites, where)
-        elif isinstance(phase, GatePhase) and sliced:
+        elif phase.teaches_gates and sliced:
             raise _gates_of_slices(sliced, where)
-        elif isinstance(phase, FinetunePhase) and not measured and needs_budgets(phase):
+        elif phase.needs_budgets and not measured:
             raise _unmeasured(where)
         fitted = True
-        measured = measured or isinstance(phase, CalibratePhase) or not phase.imitates
+        measured = measured or not phase.imitates
 
 
 def _may_be_sliced(site: PlannedSite) -> bool:
     return site.form == "slices" or (site.form == "auto" and site.pair is not None)
-
-
-def needs_budgets(phase: FinetunePhase) -> bool:
-    """Whether the phase reads the gates' budget table; any other lets gates of the paper's kind go where they will."""
-    return phase.budget_range is not None or phase.update == "learners"
 
 
 def _unfitted(sites: Sequence[PlannedSite], where: str) -> SitesNotFitted:

@@ -25,11 +25,18 @@ from acm_compiler.runtime.control import refuse_unfitted, relax, set_budget
 from acm_compiler.runtime.usage import record
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import distance
+from acm_compiler.training.job import Job
 from acm_compiler.training.loss_terms import take_choices
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Backward, Figures, Group, free_gate, in_mode, unique
 
 _TERMS = ("loss", "task", "budget", "entropy", "diversity")
+
+
+def finetune_phase(model: nn.Module, config: FinetunePhase, job: Job, machine: Machine) -> Finetune:
+    """The finetune phase of one model. UsageError where it learns from a teacher that is not here."""
+    teacher = Teacher.of(job.teacher, job.task, machine, config.objective)
+    return Finetune(model, config, job.task, machine, budget=job.budget, teacher=teacher)
 
 
 class Finetune:

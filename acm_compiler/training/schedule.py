@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -16,18 +17,16 @@ from acm_compiler.errors import RunInterrupted, UsageError, did_you_mean
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
-from acm_compiler.runtime.control import refuse_unfitted
 from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.training.check_schedule import check_schedule, needs_budgets
-from acm_compiler.training.finetune import Finetune, Teacher
+from acm_compiler.training.check_schedule import check_schedule
+from acm_compiler.training.finetune import finetune_phase
 from acm_compiler.training.job import Batches, Job, Journal
 from acm_compiler.training.live_state import seed_generators
 from acm_compiler.training.loop import PhaseLoop, Run
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Phase
-from acm_compiler.training.site_phases import Distill, GateLabels
+from acm_compiler.training.site_phases import distill_phase, gate_phase
 from acm_compiler.training.state import Position, Snapshot, StateStore
-from acm_compiler.training.tapped import TappedPhase
 from acm_compiler.training.watch import Interrupts, warn_of_collapse, warn_of_missed_budget
 
 
@@ -68,7 +67,7 @@ def run_schedule(
 def _run_phases(run: Run, schedule: Sequence[PhaseConfig], snapshot: Snapshot | None, until: str | None) -> int:
     first = snapshot.position.phase if snapshot else 0
     if until is not None and until not in [config.phase for config in schedule[first:]]:
-        if isinstance(schedule[first - 1], GatePhase) and conversion(run.model).table is None:
+        if schedule[first - 1].teaches_gates and conversion(run.model).table is None:
             _measure(run, until)  # it was stopped on its way into a phase that needs no budgets
         return first
     for index in range(first, len(schedule)):
@@ -102,16 +101,16 @@ def _train(
     loop = PhaseLoop(run, phase, config, batches=parts, index=index)
     loop.train(snapshot)
     phase.complete()
+    if machine.is_main:
+        k_min = {name: acm.k_min for name, acm in sites(run.model).items()}
+        warn_of_collapse(loop.watch, phase.name, k_min, remedy=config.remedy)
+        if config.aims_at_one_budget:
+            warn_of_missed_budget(loop.watch, job.budget)
+    freed = config.teaches_gates and follows is not None and follows.frees_gates
     # learners that moved under measured gates reach other budgets than before
-    if config.imitates and conversion(run.model).table is not None:
+    stale = conversion(run.model).table is not None if config.imitates else not freed
+    if stale:
         _measure(run, phase.name)
-    if isinstance(config, (GatePhase, FinetunePhase)):
-        if machine.is_main:
-            warn_of_collapse(loop.watch, phase.name, {name: acm.k_min for name, acm in sites(run.model).items()})
-            if isinstance(config, FinetunePhase) and config.budget_range is None:
-                warn_of_missed_budget(loop.watch, job.budget)
-        if not _frees_gates(config, follows):
-            _measure(run, phase.name)
 
 
 def _measure(run: Run, phase: str) -> None:
@@ -129,11 +128,6 @@ def _ended_at_once(run: Run, stopped: str) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         raise RunInterrupted(stopped, fix=f"continue: {run.job.resume_command}") from None
-
-
-def _frees_gates(config: TrainedPhase, follows: PhaseConfig | None) -> bool:
-    """Whether the next phase starts by forgetting the budgets of the gates that this one has trained."""
-    return isinstance(config, GatePhase) and isinstance(follows, FinetunePhase) and not needs_budgets(follows)
 
 
 def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
@@ -157,23 +151,16 @@ def _open_data(run: Run, batch: int, index: int) -> Batches:
     return run.job.data(batch=batch, seed=seed, rank=run.machine.rank, world=run.machine.world)
 
 
+MAKERS: dict[type[TrainedPhase], Callable[[nn.Module, Any, Job, Machine], Phase]] = {
+    DistillPhase: distill_phase,
+    GatePhase: gate_phase,
+    FinetunePhase: finetune_phase,
+}
+
+
 def make_phase(model: nn.Module, config: TrainedPhase, job: Job, machine: Machine) -> Phase:
     """The phase that a section of the recipe's schedule describes."""
-    if isinstance(config, FinetunePhase):
-        teacher = Teacher.of(job.teacher, job.task, machine, config.objective)
-        return Finetune(model, config, job.task, machine, budget=job.budget, teacher=teacher)
-    if isinstance(config, DistillPhase):
-        return TappedPhase(model, Distill(detach=config.detach), job.task, machine, batch=config.batch)
-    assert isinstance(config, GatePhase)
-    refuse_unfitted(model, "a gate phase")
-    objective = GateLabels(
-        labels=config.labels,
-        temperature=config.temperature,
-        plan=conversion(model).plan,
-        rank=machine.rank,
-        world=machine.world,
-    )
-    return TappedPhase(model, objective, job.task, machine, batch=config.batch)
+    return MAKERS[type(config)](model, config, job, machine)
 
 
 def _check(model: nn.Module, schedule: Sequence[PhaseConfig], job: Job, until: str | None) -> None:

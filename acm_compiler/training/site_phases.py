@@ -16,11 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.plan import Plan
-from acm_compiler.recipe.phases import LabelRule
+from acm_compiler.recipe.phases import DistillPhase, GatePhase, LabelRule, TrainedPhase
+from acm_compiler.runtime.control import refuse_unfitted
+from acm_compiler.training.job import Job
+from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Figures, free_gate
-from acm_compiler.training.tapped import Sums, prefix_errors
+from acm_compiler.training.tapped import Sums, TappedPhase, prefix_errors
+
+
+def distill_phase(model: nn.Module, config: DistillPhase, job: Job, machine: Machine) -> TappedPhase:
+    """The distill phase of one model."""
+    return TappedPhase(model, Distill(detach=config.detach), job.task, machine, batch=config.batch)
+
+
+def gate_phase(model: nn.Module, config: GatePhase, job: Job, machine: Machine) -> TappedPhase:
+    """The gate phase of one model. SitesNotFitted."""
+    refuse_unfitted(model, "a gate phase")
+    plan, noise = conversion(model).plan, {"rank": machine.rank, "world": machine.world}
+    objective = GateLabels(labels=config.labels, temperature=config.temperature, plan=plan, **noise)
+    return TappedPhase(model, objective, job.task, machine, batch=config.batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +48,7 @@ class Distill:
     """
 
     name: ClassVar[str] = "distill"
+    section: ClassVar[type[TrainedPhase]] = DistillPhase
     detach: bool = False
 
     def prepare(self, acm: ACM) -> None:
@@ -73,6 +91,7 @@ class GateLabels:
     """
 
     name: ClassVar[str] = "gate"
+    section: ClassVar[type[TrainedPhase]] = GatePhase
     labels: LabelRule
     temperature: float
     plan: Plan

@@ -27,6 +27,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.recipe.phases import TrainedPhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
@@ -43,6 +44,10 @@ class SiteObjective(Protocol):
     @property
     def name(self) -> str:
         """The phase's name in the recipe."""
+
+    @property
+    def section(self) -> type[TrainedPhase]:
+        """The policy of the phase."""
 
     def prepare(self, acm: ACM) -> None:
         """Get a site ready when the phase starts."""
@@ -160,7 +165,7 @@ def _with_targets(acms: Mapping[str, ACM], objective: SiteObjective) -> dict[str
     Slices live in bases of their own, and what they read is turned too: the unmodified network has no target for them.
     """
     own = [name for name, acm in acms.items() if acm.learners.w_out is None]
-    if own and (objective.name == "gate" or len(own) == len(acms)):
+    if own and (objective.section.teaches_gates or len(own) == len(acms)):
         raise UsageError(
             f"{len(own)} sites are slices in a basis of their own, which the unmodified network cannot teach",
             where=own[0],

@@ -54,13 +54,7 @@ class Watch:
         return total
 
 
-REMEDIES: Mapping[str, str] = {
-    "gate": "change labels.tau of the gate phase (larger: fewer learners), or distill for longer",
-    "finetune": "raise entropy and diversity of the finetune phase, lower its lr, or raise its temperature",
-}
-
-
-def warn_of_collapse(watch: Watch, phase: str, k_min: Mapping[str, int]) -> None:
+def warn_of_collapse(watch: Watch, phase: str, k_min: Mapping[str, int], *, remedy: str) -> None:
     """Warn where a gate gives every token the same k: such a site adapts to nothing. `k_min` is that of every site."""
     collapsed = watch.collapsed()
     if collapsed:
@@ -72,7 +66,7 @@ def warn_of_collapse(watch: Watch, phase: str, k_min: Mapping[str, int]) -> None
             len(collapsed),
             len(k_min),
             shown,
-            REMEDIES[phase],
+            remedy,
         )
 
 

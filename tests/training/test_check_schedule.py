@@ -1,13 +1,15 @@
 """Which phases may follow each other: refused before the first of them has taken its minutes."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
 from acm_compiler.errors import AcmError
-from acm_compiler.recipe.phases import CalibratePhase
+from acm_compiler.recipe.phases import CalibratePhase, Phase, TrainedPhase
 from acm_compiler.site import Pair
 from acm_compiler.training.check_schedule import check_schedule
+from acm_compiler.training.schedule import MAKERS
 from tests.helpers.training_runs import distill, finetune, gate
 from tests.helpers.training_tiny import tiny_site
 
@@ -61,3 +63,9 @@ def test_what_would_fail_later_is_refused_at_once(schedule, sites, message):
 
 def test_a_model_that_was_measured_before_needs_no_phase_for_it():
     check_schedule([finetune(**LEARNERS)], [site(state="learners")], measured=True)
+
+
+def test_every_phase_that_takes_steps_has_a_maker_and_advice_if_gates_choose_in_it():
+    trained = {kind for kind in get_args(get_args(Phase)[0]) if issubclass(kind, TrainedPhase)}
+    assert set(MAKERS) == trained
+    assert all(kind.imitates != bool(kind.remedy) for kind in trained)

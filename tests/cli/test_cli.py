@@ -70,8 +70,8 @@ def test_a_model_saved_without_a_recipe_is_told_what_needs_one(tmp_path):
     _, _, model = rewritten(ALL["hf_bert"], init="random")
     acm.save(model, tmp_path / "out")
     for verb, missing in (("explain", "acm.explain"), ("eval", "acm.evaluate"), ("bench", "--data")):
-        done = acmc(verb, str(tmp_path / "out"))
-        assert done.returncode == 2 and missing in done.stderr and "recipe" in done.stderr, done.stderr
+        done = run(verb, str(tmp_path / "out"))
+        assert done.exit_code == 2 and missing in done.stderr and "recipe" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("verb", ["explain", "eval", "bench", "kernels", "report"])

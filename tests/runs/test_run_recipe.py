@@ -62,12 +62,12 @@ def make_pictures(root, *, count: int = 4, side: int = 20, classes=CLASSES) -> N
 
 
 def test_the_papers_recipe_lowers_its_losses_and_trains_its_groups_on_stand_in_pictures(tmp_path, monkeypatch):
-    make_pictures(tmp_path, count=8, side=72)
+    make_pictures(tmp_path, count=8, side=36)
     monkeypatch.setenv("IMAGENET", str(tmp_path))
     monkeypatch.setattr(
         StateStore, "save", lambda *_, **__: None
     )  # a gigabyte each time; tests/training/test_resume.py has it
-    small = ["model.weights=null", "model.args.num_classes=3", "model.args.image_size=64", "input.image=[3, 64, 64]"]
+    small = ["model.weights=null", "model.args.num_classes=3", "model.args.image_size=32", "input.image=[3, 32, 32]"]
     quick = [f"schedule[{i}].{key}" for i in range(3) for key in ("epochs=null", "steps=4", "batch=8")]
     recipe = expand_paths(load_recipe("vit_b16_imagenet", [*small, *quick, "run.precision=fp32", "run.workers=0"]))
     said: list[str] = []
@@ -97,7 +97,7 @@ def test_the_papers_recipe_lowers_its_losses_and_trains_its_groups_on_stand_in_p
 
 def task_loss(model, workshop) -> float:
     """The task's loss on all held-out stand-in pictures."""
-    held_out = open_dataset(workshop.data.eval, image_size=(64, 64))
+    held_out = open_dataset(workshop.data.eval, image_size=(32, 32))
     (batch,) = BatchStream(dataset=held_out, batch=len(held_out)).epoch()
     with torch.no_grad():
         return float(workshop.task.loss(model.eval()(batch["image"]), batch))

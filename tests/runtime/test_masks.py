@@ -102,7 +102,7 @@ def test_a_padding_mask_whose_tokens_are_in_doubt_is_passed_over():
 def encoder() -> nn.Module:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation="gelu")
-    return nn.TransformerEncoder(layer, 2).eval()
+    return nn.TransformerEncoder(layer, 1).eval()
 
 
 def paddings(batches: int = 12) -> list[dict[str, torch.Tensor]]:

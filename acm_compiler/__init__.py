@@ -15,9 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from acm_compiler import env as _env
-from acm_compiler import errors as errors
 
 if TYPE_CHECKING:
+    from acm_compiler import errors as errors
     from acm_compiler.backend.explanation import explain
     from acm_compiler.calibration.calibrate import calibrate
     from acm_compiler.calibration.recalibrate import recalibrate, sensitivity
@@ -98,6 +98,8 @@ __all__ = [
 if not TYPE_CHECKING:  # else a type checker would know every name, misspelt ones too, as Any
 
     def __getattr__(name: str) -> Any:
+        if name == "errors":
+            return importlib.import_module(f"{__name__}.errors")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-from acm_compiler.errors import UsageError, did_you_mean
-
 DUMP = "ACM_DUMP"
 """A directory: every stage of the compiler writes its result there as text."""
 LOG = "ACM_LOG"
@@ -31,6 +29,8 @@ def kernel() -> str | None:
     """The implementation asked for, None when nobody did. UsageError for one that is not known."""
     name = os.environ.get(KERNEL)
     if name and name not in KERNELS:
+        from acm_compiler.errors import UsageError, did_you_mean  # the package reads this file at its import
+
         hint = did_you_mean(name, KERNELS)
         raise UsageError(f"unknown kernel{hint}", where=KERNEL, found=name, expected=f"one of {', '.join(KERNELS)}")
     return name or None

@@ -6,7 +6,6 @@ what was expected, and what to do about it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 
@@ -179,6 +178,8 @@ class CompiledModelError(AcmError):
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3, least: float = 0.5) -> list[str]:
     """The `count` known names most like `name`, best first; none that is less alike than `least`."""
+    import difflib  # not before something is misspelt
+
     return difflib.get_close_matches(name, list(known), n=count, cutoff=least)
 
 

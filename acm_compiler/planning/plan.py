@@ -74,9 +74,11 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; StorageError, naming the key, for values that do not fit."""
-        from acm_compiler.planning.read_plan import read_plan  # pydantic reads plans alone
+        from acm_compiler.planning.read_plan import check_derived, read_plan  # pydantic reads plans alone
 
-        return Plan(**read_plan(text))
+        plan = Plan(**read_plan(text))
+        check_derived(text, plan.as_json())
+        return plan
 
 
 def _facts_json(facts: ModelFacts) -> dict[str, Any]:

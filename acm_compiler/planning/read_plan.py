@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,12 @@ from acm_compiler.files import parse_json
 from acm_compiler.planning.cost import SiteCost, size_limits
 from acm_compiler.planning.decisions import SCHEMA, ModelFacts, PlannedSite
 from acm_compiler.recipe.checked_json import checked_json, wrong_entry
+from acm_compiler.recipe.document import KeyPath, show_path, show_value
 from acm_compiler.site import Skip
 
 _WHAT = "the plan cannot be used"
 _FIX = "plan again, or use the version of acm_compiler that wrote it"
-# derived from the rest, and written for readers
+# derived from the rest, and written for readers: `check_derived`
 _DERIVED = ("schema", "totals", "budget_range")
 _DERIVED_OF_SITES = tuple(SiteCost.__dataclass_fields__)
 _LINEARS = {"mlp": 1, "gated_mlp": 2, "linear": 1}
@@ -52,6 +54,35 @@ def read_plan(text: str) -> dict[str, Any]:
     return {name: getattr(read, name) for name in _Document.model_fields}
 
 
+def check_derived(text: str, derived: dict[str, Any]) -> None:
+    """Raise StorageError where the plan in `text` says of itself what is not `derived` from the rest of it."""
+    for path, found, expected in _contradictions(parse_json(text), derived):
+        expected = f"{show_value(expected)}, which follows from the rest"
+        raise wrong_entry(path, found, expected, what=_WHAT, fix=f"leave out {path}, which is for readers; or {_FIX}")
+
+
+def _contradictions(document: dict[str, Any], derived: dict[str, Any]) -> Iterator[Fault]:
+    said: list[tuple[KeyPath, object, Any]]
+    said = [((name,), document[name], derived[name]) for name in _DERIVED if name in document]
+    for i, (site, cost) in enumerate(zip(document["sites"], derived["sites"], strict=True)):
+        said += [(("sites", i, name), site[name], cost[name]) for name in _DERIVED_OF_SITES if name in site]
+    while said:
+        path, found, expected = said.pop(0)
+        if isinstance(found, dict) and isinstance(expected, dict):
+            said += [((*path, name), value, expected.get(name)) for name, value in found.items()]
+        elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+            said += [((*path, i), *pair) for i, pair in enumerate(zip(found, expected, strict=True))]
+        elif not _is_same_number(found, expected):
+            yield show_path(path), found, expected
+
+
+def _is_same_number(found: Any, expected: Any) -> bool:
+    """Whether two numbers are the same, to the rounding of sums in another order."""
+    if isinstance(found, float) and isinstance(expected, float):
+        return math.isclose(found, expected)
+    return type(found) in (int, float) and found == expected
+
+
 def _without_derived(document: dict[str, Any]) -> dict[str, Any]:
     """What of the document is to be read; `class` is `cls` in Python."""
     read = {name: value for name, value in document.items() if name not in _DERIVED}
@@ -71,7 +102,7 @@ def _faults(planned: tuple[PlannedSite, ...]) -> Iterator[Fault]:
     """Values that fit by themselves and not together."""
     sites: dict[str, PlannedSite] = {}
     for i, site in enumerate(planned):
-        for key, found, expected in (*_faults_of_place(site), *_faults_of_size(site)):
+        for key, found, expected in (*_faults_of_place(site), *_faults_of_weights(site), *_faults_of_size(site)):
             yield f"sites[{i}].{key}", found, expected
         if site.name in sites:
             yield f"sites[{i}].name", site.name, "a name that no other site has"
@@ -81,19 +112,35 @@ def _faults(planned: tuple[PlannedSite, ...]) -> Iterator[Fault]:
             yield f"sites[{i}].pair.partner", site.pair.partner, "the name of a site"
 
 
+def _is_path(name: str) -> bool:
+    """Whether `name` is one of a module or parameter: names joined by dots, and no path of a file."""
+    return all(name.split(".")) and not name.startswith(("/", "\\"))
+
+
 def _faults_of_place(site: PlannedSite) -> Iterator[Fault]:
-    if not all(site.name.split(".")) or site.name.startswith(("/", "\\")):
+    if not _is_path(site.name):
         yield "name", site.name, "names of modules joined by dots"
     if site.graft.kind != "R":
         modules = site.graft.modules
-        home = modules[0 if site.graft.kind == "W" else -1] if modules else None
-        if home != site.name:
+        if not modules:
+            yield "graft.modules", list(modules), f"the modules that become {site.name}"
+        elif (home := modules[0 if site.graft.kind == "W" else -1]) != site.name:
             yield "name", site.name, f"the module that is grafted, {home}"
     for key in ("act", "learner_act"):
         try:
             resolve(getattr(site, key))
         except AcmError:
             yield key, getattr(site, key), "an activation, or an expression of them"
+
+
+def _faults_of_weights(site: PlannedSite) -> Iterator[Fault]:
+    refs = [(f"first[{i}]", ref) for i, ref in enumerate(site.first)]
+    for place, ref in (*refs, *([] if site.last is None else [("last", site.last)])):
+        for key, path in (("weight", ref.weight), ("bias", ref.bias)):
+            if path is not None and not _is_path(path):
+                yield f"{place}.{key}", path, "the name of a parameter"
+        if ref.rows is not None and ref.rows[0] >= ref.rows[1]:
+            yield f"{place}.rows", list(ref.rows), "the first row and the one after the last"
 
 
 def _faults_of_size(site: PlannedSite) -> Iterator[Fault]:
@@ -103,9 +150,6 @@ def _faults_of_size(site: PlannedSite) -> Iterator[Fault]:
     for key, value in (("last", site.last and site.last.weight), ("dense_width", site.dense_width)):
         if (value is None) != linear:
             yield key, value, "null for the kind linear, and only there"
-    for ref in (*site.first, *([] if site.last is None else [site.last])):
-        if ref.rows is not None and ref.rows[0] >= ref.rows[1]:
-            yield "rows", list(ref.rows), "the first row and the one after the last"
     for key, most in size_limits(site).items():
         if getattr(site, key) > most:
             yield key, getattr(site, key), f"at most {most}, by the size of the site"

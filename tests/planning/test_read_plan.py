@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import acm_compiler as acm
 from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.planning.plan import Plan
+from acm_compiler.recipe.document import show_path
 from tests.helpers.rewrite_cases import ALL, planned
 
 NOTHING = object()
@@ -22,8 +23,15 @@ def document():
     found[0]["sites"] += found[1]["sites"]
     for i, site in enumerate(found[0]["sites"]):
         _rename(site, f"part{i}")
-    assert Plan.from_json(json.dumps(found[0]))
-    return found[0]
+    return json.loads(Plan.from_json(json.dumps(without_derived(found[0]))).to_json())
+
+
+def without_derived(document):
+    """The document without what follows from the rest of it."""
+    made = {key: value for key, value in document.items() if key not in ("totals", "budget_range")}
+    costs = ("dense_macs", "learner_macs", "gate_macs", "dense_params", "acm_params")
+    made["sites"] = [{key: value for key, value in site.items() if key not in costs} for site in made["sites"]]
+    return made
 
 
 def _rename(site, name):
@@ -76,6 +84,8 @@ def changed(document, path, value):
         ("last", None, "null for the kind linear, and only there"),
         ("pair", {"partner": "gone", "heads": 2}, "the name of a site"),
         ("layout", {"batch_axis": 0, "folds": 0}, "at least 1"),
+        ("graft", {"kind": "W", "modules": [], "dropout": 0.0, "stash_width": 0}, "the modules that become part"),
+        ("last", {"weight": "../x", "bias": None, "transposed": False, "rows": None}, "the name of a parameter"),
         ("graft", {"kind": "W", "modules": ["x"], "dropout": 2.0, "stash_width": 0}, "at most 1"),
     ],
 )
@@ -84,6 +94,29 @@ def test_a_value_that_does_not_fit_is_refused_by_its_key(document, key, value, e
     with pytest.raises(StorageError) as caught:
         Plan.from_json(changed(document, ("sites", i, key), value))
     assert f"sites[{i}].{key}" in str(caught.value) and expected in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("totals",), None),
+        (("totals", "learner_macs"), 10**400),
+        (("totals", "gflops"), 1),
+        (("budget_range",), "0 to 1"),
+        (("budget_range", 0), 0.9),
+        (("sites", 0, "gate_macs"), -5),
+        (("sites", 0, "acm_params"), True),
+    ],
+    ids=str,
+)
+def test_what_follows_from_the_rest_cannot_say_otherwise(document, path, value):
+    with pytest.raises(StorageError, match=r"which follows from the rest") as caught:
+        Plan.from_json(changed(document, path, value))
+    assert show_path(path) in str(caught.value)
+
+
+def test_what_follows_from_the_rest_may_be_left_out(document):
+    assert json.loads(Plan.from_json(json.dumps(without_derived(document))).to_json()) == document
 
 
 @pytest.mark.parametrize("options", [{}, {"learners": 12}, {"lossless": True}, {"init": "random"}], ids=repr)

@@ -37,7 +37,6 @@ from acm_compiler.runtime.control import FixedK
 from acm_compiler.shipped import docs as docs_model
 from acm_compiler.shipped.docs import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.shipped.open_weights import load_shipped
-from acm_compiler.tasks import judged_by
 from acm_compiler.tasks.language import CausalLM
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
 from scripts.train_shipped.text import Lesson, LikeLengths, texts, train
@@ -189,7 +188,7 @@ def converted_copy(model: nn.Module, tokenizer: Path, kinds: list[str], options:
     plan = acm.plan(model, example, sites=kinds, learners=options.learners, lossless=options.lossless)
     converted = acm.rewrite(model, plan)
     shown = ((TASK.inputs(batch), TASK.mask(batch)) for batch in calibration_batches(tokenizer, options.batch))
-    calibrate_on(converted, shown, options=Options(tokens=options.tokens, budgets=BUDGETS, answer=judged_by(TASK)))
+    calibrate_on(converted, shown, options=Options(tokens=options.tokens, budgets=BUDGETS, answer=TASK.judged_by))
     return converted
 
 

@@ -78,7 +78,7 @@ def advise_lossless(found: Evaluation, plan: Plan, schedule: Sequence[Phase]) ->
     metric, to_dense = found.metric, full.difference
     if to_dense is None or not (to_dense.low > 0 if metric.lower_is_better else to_dense.high < 0):
         return None
-    size = wording.difference(to_dense, metric.name) + (" points" if wording.is_share(metric.name) else "")
+    size = wording.difference(to_dense, metric) + (" points" if metric.is_share else "")
     return (
         f"with all learners (k = {full.k}) the {metric.name} is {size} to the dense model: {len(lossy)} of "
         f"{len(plan.sites)} sites were refitted. `lossless: true` at their entry of the recipe's sites keeps the dense "

@@ -31,7 +31,7 @@ from acm_compiler.runtime.budgets import list_of_budgets, parse_budget, share_wi
 from acm_compiler.runtime.control import FixedK, set_budget, set_k
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import record
-from acm_compiler.tasks import Likeness, Metric, Score, Task, task_for
+from acm_compiler.tasks import Score, Task, task_for
 
 Setting = float | str | FixedK
 _LOG = logging.getLogger(__name__)
@@ -168,10 +168,9 @@ class _Runs:
             self.dense_from = "regions"
         self._dense_scores: list[Tensor] = []
         self._dense_kept: list[Tensor] = []
-        self.likeness: Likeness | None = getattr(task, "likeness", None) if self.dense_from is not None else None
+        self.likeness = task.likeness if self.dense_from is not None else None
         self._groups: list[Tensor] = []
         self._units: list[Tensor] = []
-        self.metric = Metric.of(task)
         self.masked = False
 
     def take(self, batch: Batch) -> Batch:
@@ -179,12 +178,11 @@ class _Runs:
         batch = {name: value.to(self.device) for name, value in batch.items()}
         first = sum(len(group) for group in self._groups)
         self._groups.append(batch["source"].cpu() if "source" in batch else torch.arange(first, first + _size(batch)))
-        self._units.append(self.metric.units(batch).cpu())
+        self._units.append(self.task.units(batch).cpu())
         if self.dense_from is not None:
             with _dense_regions(self.model) if self.dense is None else ExitStack():
                 output = call_model(self.dense or self.model, self.task.inputs(batch))
-            remember = getattr(self.task, "remember", None)
-            batch = batch if remember is None else remember(output, batch)
+            batch = self.task.remember(output, batch)
             self._dense_scores.append(self.task.score(output, batch).cpu())
             if self.likeness is not None:
                 self._dense_kept.append(self.likeness.keep(output, batch).cpu())
@@ -204,7 +202,7 @@ class _Runs:
         """What every example counts for, and its source; DataError without examples."""
         if not self._groups:
             raise DataError("no examples to evaluate on")
-        return Sample(metric=self.metric, units_E=torch.cat(self._units), groups_E=torch.cat(self._groups))
+        return Sample(task=self.task, units_E=torch.cat(self._units), groups_E=torch.cat(self._groups))
 
     @property
     def dense_scores(self) -> Tensor | None:
@@ -243,8 +241,9 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float, Tally]]) ->
             )
     return Evaluation(
         metric=MetricResult(
-            name=runs.metric.name,
-            lower_is_better=runs.metric.lower_is_better,
+            name=runs.task.metric,
+            lower_is_better=runs.task.lower_is_better,
+            is_share=runs.task.is_share,
             dense=None if dense_E is None else sample.value(dense_E),
             dense_error=None if dense_E is None else sample.error(dense_E),
             dense_from=runs.dense_from,

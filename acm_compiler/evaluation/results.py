@@ -19,6 +19,7 @@ from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.files import parse_json, storing, write_file
 from acm_compiler.recipe.messages import wrong_values
+from acm_compiler.tasks.base import names_share
 
 SCHEMA = 1
 FILE = "eval.json"
@@ -41,6 +42,7 @@ class MetricResult:
 
     `dense_from`: "original" the model before conversion, "regions" the dense regions inside today's trunk,
     "recorded" a number measured earlier, on the same examples or not. `likeness` names what `Result.likeness` is.
+    `is_share`: it reads best in percent.
     """
 
     name: str
@@ -49,6 +51,12 @@ class MetricResult:
     dense_from: DenseFrom | None = None
     lower_is_better: bool = False
     likeness: str | None = None
+    is_share: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Evaluations written before metrics said whether they are shares have it from the name."""
+        if self.is_share is None:
+            object.__setattr__(self, "is_share", names_share(self.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

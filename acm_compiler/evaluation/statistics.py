@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.evaluation.results import Interval
-from acm_compiler.tasks.base import Metric
+from acm_compiler.tasks.base import Task
 
 DRAWS = 2000
 _SEED = 1
@@ -57,13 +57,13 @@ def interval(mean: float, resampled_R: Tensor) -> Interval:
 class Sample:
     """The examples that a metric was measured on: what each counts for, and which source it is from, both [E]."""
 
-    metric: Metric
+    task: Task
     units_E: Tensor
     groups_E: Tensor
 
     def value(self, score_E: Tensor) -> float:
         """The metric of these scores."""
-        return self.metric.value(score_E, self.units_E)
+        return self.task.value(score_E, self.units_E)
 
     def error(self, score_E: Tensor, *, draws: int = DRAWS) -> float:
         """The metric's standard error; 0 for a single source."""
@@ -77,7 +77,7 @@ class Sample:
     def _drawn(self, score_EM: Tensor, draws: int) -> Tensor:
         means_RM = resampled_means(score_EM, self.groups_E, units_E=self.units_E, draws=draws)
         # a draw of sources without a single unit says nothing
-        return self.metric.scale(means_RM[means_RM.isfinite().all(1)])
+        return self.task.scale(means_RM[means_RM.isfinite().all(1)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from acm_compiler.data.audio import told
 from acm_compiler.evaluation import wording
 
 if TYPE_CHECKING:
-    from acm_compiler.evaluation.results import BudgetResult, Evaluation, Result
+    from acm_compiler.evaluation.results import BudgetResult, Evaluation, MetricResult, Result
 
 _NEAR = 0.01
 
@@ -19,9 +19,9 @@ _NEAR = 0.01
 def evaluation_table(found: Evaluation) -> str:
     """Budgets, then fixed k, then the dense model, with what was measured and on how many examples."""
     name = found.metric.name
-    rows = [[_asked(b, found.names), f"{b.reached:.3f}", *_row(b, name)] for b in found.budgets]
-    rows += [[f"k = {f.k}", f"{f.reached:.3f}", *_row(f, name)] for f in found.fixed]
-    dense = [wording.percent(1.0), wording.macs(found.dense_macs), wording.score(found.metric.dense, name)]
+    rows = [[_asked(b, found.names), f"{b.reached:.3f}", *_row(b, found.metric)] for b in found.budgets]
+    rows += [[f"k = {f.k}", f"{f.reached:.3f}", *_row(f, found.metric)] for f in found.fixed]
+    dense = [wording.percent(1.0), wording.macs(found.dense_macs), wording.score(found.metric.dense, found.metric)]
     rows.append(["dense", "", *dense, ""])
     headers = [
         "budget",
@@ -29,11 +29,11 @@ def evaluation_table(found: Evaluation) -> str:
         "model share",
         "MACs per example [p5, p95]",
         name,
-        f"to dense, {wording.unit_of_difference(name)}",
+        f"to dense, {wording.unit_of_difference(found.metric)}",
     ]
     if found.fixed:
         headers.append("to fixed k")
-        shown = [wording.difference(budget.over_fixed, name) for budget in found.budgets]
+        shown = [wording.difference(budget.over_fixed, found.metric) for budget in found.budgets]
         rows = [[*row, cell] for row, cell in zip(rows, [*shown, *[""] * (len(found.fixed) + 1)], strict=True)]
     if found.metric.likeness is not None:
         headers.append(found.metric.likeness)
@@ -50,7 +50,7 @@ def _asked(budget: BudgetResult, names: Mapping[float, str]) -> str:
     return share if budget.asked_as is None else f"{budget.asked_as} = {share}"
 
 
-def _row(result: Result, metric: str) -> list[str]:
+def _row(result: Result, metric: MetricResult) -> list[str]:
     return [
         wording.percent(result.model_share),
         wording.macs_spread(result.macs_mean, result.macs_p5, result.macs_p95),

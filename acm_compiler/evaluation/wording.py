@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from acm_compiler.planning.cost_table import unit_of
 
 if TYPE_CHECKING:
-    from acm_compiler.evaluation.results import Interval
+    from acm_compiler.evaluation.results import Interval, MetricResult
 
 CONTROL = "against every token running the same k at the same share; between two k, each on a part of the examples"
 
@@ -18,29 +18,24 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def is_share(metric: str) -> bool:
-    """Whether a metric counts right or wrong answers, so that it reads best in percent."""
-    return metric.endswith(("accuracy", "error rate"))
-
-
-def score(value: float | None, metric: str) -> str:
+def score(value: float | None, metric: MetricResult) -> str:
     """A metric: 91.2 %, or four digits for what is no share; a dash where it is unknown."""
     if value is None:
         return "-"
-    return percent(value) if is_share(metric) else f"{value:.4g}"
+    return percent(value) if metric.is_share else f"{value:.4g}"
 
 
-def difference(found: Interval | None, metric: str) -> str:
+def difference(found: Interval | None, metric: MetricResult) -> str:
     """A difference of metrics and half of its 95 % interval, in points for shares: −0.8 ± 0.5."""
     if found is None:
         return "-"
     half = (found.high - found.low) / 2
-    return f"{signed(found.mean, metric)} ± {100 * half:.1f}" if is_share(metric) else f"{found.mean:+.3g} ± {half:.2g}"
+    return f"{signed(found.mean, metric)} ± {100 * half:.1f}" if metric.is_share else f"{found.mean:+.3g} ± {half:.2g}"
 
 
-def signed(value: float, metric: str) -> str:
+def signed(value: float, metric: MetricResult) -> str:
     """A difference with its sign, in points for shares: −0.8."""
-    text = f"{100 * value:+.1f}" if is_share(metric) else f"{value:+.3g}"
+    text = f"{100 * value:+.1f}" if metric.is_share else f"{value:+.3g}"
     return text.replace("-", "−")
 
 
@@ -49,9 +44,9 @@ def likeness(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def unit_of_difference(metric: str) -> str:
+def unit_of_difference(metric: MetricResult) -> str:
     """What a difference is counted in."""
-    return "points" if is_share(metric) else metric
+    return "points" if metric.is_share else metric.name
 
 
 def macs(value: float) -> str:

@@ -41,7 +41,7 @@ def cost_chart(found: Evaluation, theme: Theme, *, narrow: bool = False) -> Figu
     axes.set_xlabel("MACs, share of the dense model (modelled)")
     axes.set_ylabel(f"{found.metric.name} (measured)")
     axes.xaxis.set_major_formatter(lambda x, _: wording.percent(x, 0))
-    if wording.is_share(found.metric.name):
+    if found.metric.is_share:
         axes.yaxis.set_major_formatter(lambda y, _: wording.percent(y, 0 if high - low > 0.04 else 1))
     _mark_budgets(axes, found, theme, narrow=narrow)
     _name_hidden(axes, found, theme, narrow=narrow)
@@ -141,8 +141,7 @@ def _name_hidden(axes: Axes, found: Evaluation, theme: Theme, *, narrow: bool) -
         hidden = [f for f in found.fixed if (f.metric < low if outside == "below" else f.metric > high)]
         if not hidden:
             continue
-        name = found.metric.name
-        shown = [f"k = {f.k}" + ("" if narrow else f" ({wording.score(f.metric, name)})") for f in hidden]
+        shown = [f"k = {f.k}" + ("" if narrow else f" ({wording.score(f.metric, found.metric)})") for f in hidden]
         axes.annotate(
             f"{outside} this part of the axis: {', '.join(shown)}",
             (0.99, y),

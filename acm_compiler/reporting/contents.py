@@ -6,7 +6,6 @@ import base64
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.results import BudgetResult, Evaluation
 from acm_compiler.evaluation.times import Times
@@ -79,7 +78,7 @@ def is_close(budget: BudgetResult, found: Evaluation) -> bool:
     if dense is None:
         return False
     worse = budget.metric - dense if found.metric.lower_is_better else dense - budget.metric
-    return worse <= CLOSE * (1 if wording.is_share(found.metric.name) else abs(dense))
+    return worse <= CLOSE * (1 if found.metric.is_share else abs(dense))
 
 
 def data_uri(content: bytes, kind: str) -> str:

@@ -46,7 +46,7 @@ from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undis
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources import build
 from acm_compiler.sources.hf_inputs import processor_files
-from acm_compiler.tasks import Metric, Task, judged_by, open_task
+from acm_compiler.tasks import Task, open_task
 from acm_compiler.tasks.dense_metric import base_metric, refuse_unexpected
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
@@ -205,22 +205,21 @@ class Workshop:
 
     def calibrate(self, model: nn.Module, phase: CalibratePhase, examples: Iterator[Example]) -> None:
         """Fit learners, gates and budget table in closed form, and set the recipe's own budget."""
-        options = Options(tokens=phase.tokens, budgets=self.recipe.budgets.report, answer=judged_by(self.task))
+        options = Options(tokens=phase.tokens, budgets=self.recipe.budgets.report, answer=self.task.judged_by)
         with Progress("calibrate", say=self.say, shown=self.machine.is_main) as work:
             calibrate_on(model, examples, options=options, progress=work)
 
     def watch(self, model: nn.Module) -> Mapping[str, Any]:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""
-        metric = Metric.of(self.task)
         scores, units, shares = [], [], []
         with undisturbed(model):
             for batch in self._first(self.data.eval, _WATCHED_EXAMPLES):
                 with batch_context(model, mask=self.task.mask(batch)), record(model, macs=False) as usage:
                     scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))
-                units.append(metric.units(batch).to(self.machine.device))
+                units.append(self.task.units(batch).to(self.machine.device))
                 shares.append(usage.real_shares)
         return {
-            metric.name: metric.value(torch.cat(scores), torch.cat(units)),
+            self.task.metric: self.task.value(torch.cat(scores), torch.cat(units)),
             "budget": float(torch.cat(shares).mean()),
         }
 

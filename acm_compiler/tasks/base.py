@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,79 +18,90 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.inputs import Inputs
 
 
-@runtime_checkable
-class Task(Protocol):
-    """What turns a batch of B examples into a model's inputs, and the model's output into a loss and a metric.
+class Task:
+    """Turns a batch of B examples into a model's inputs, and the model's output into a loss and a metric.
 
-    A task that judges by the dense model's answers also has `remember(output, batch) -> Batch`: the batch with what
-    `loss` and `score` need to know of the dense model's output. Three more attributes are optional, read by
-    `Metric.of`: `lower_is_better: bool`; `units(batch) -> Tensor [B]`, what each example's score counts for (words,
-    tokens), so that the metric is total score over total units; `scale(mean: Tensor) -> Tensor`, which turns that
-    ratio into the metric (exp, for a perplexity). `likeness: Likeness`, if there is one, compares the answers of two
-    models over a whole data set, beside the metric. `answers_logits: bool`: the last axis of `answer` holds logits, 0
-    where there is no token; how far they are from another model's is then told by their distributions.
-    `judged_by(output, mask)`, if there is one, is what calibration compares two models by in place of `answer`. Nothing
-    here keeps state: every method is a function of its arguments.
+    The first six are every task's own; the rest has these defaults, which `as_task` also gives to objects of other
+    classes. Nothing here keeps state: every method is a function of its arguments.
     """
 
     @property
     def metric(self) -> str:
         """Name of the metric, such as `accuracy`."""
+        raise NotImplementedError
 
     def inputs(self, batch: Batch) -> Inputs:
-        """What the model is called with."""
+        """The arguments of the model's call."""
+        raise NotImplementedError
 
     def mask(self, batch: Batch) -> Tensor | None:
         """bool [B, S], True at real tokens, False at padding; None: all tokens count."""
+        raise NotImplementedError
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """The loss of the model's output, a scalar: the mean over the batch."""
+        raise NotImplementedError
 
     def score(self, output: Any, batch: Batch) -> Tensor:
-        """fp32 [B]: one value per example; their mean over a data set is the metric."""
+        """fp32 [B]: one value per example; scale(total score / total units) is the metric."""
+        raise NotImplementedError
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """[B, …]: what matters of the model's output, to compare two models by: its squared difference is the damage.
 
         `mask` is the batch's, where it is known.
         """
+        raise NotImplementedError
 
+    @property
+    def lower_is_better(self) -> bool:
+        """True of errors and perplexities."""
+        return False
 
-def judged_by(task: Task) -> Callable[[Any, Tensor | None], Tensor]:
-    """(model output, padding mask or None) -> what calibration compares two models by: squared, a change is damage."""
-    return getattr(task, "judged_by", task.answer)
+    @property
+    def is_share(self) -> bool:
+        """True of metrics that count right or wrong answers, and read best in percent."""
+        return False
 
+    @property
+    def answers_logits(self) -> bool:
+        """True where the last axis of `answer` holds logits, 0 where there is no token: distances are KL then."""
+        return False
 
-def _one_each(batch: Batch) -> Tensor:
-    return torch.ones(len(next(iter(batch.values()))))
+    @property
+    def needs_dense(self) -> bool:
+        """True where `remember` puts something into the batch."""
+        return type(self).remember is not Task.remember
 
+    def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
+        """[B, …]: what calibration compares two models by: squared, a change is damage."""
+        return self.answer(output, mask)
 
-def _as_it_is(mean: Tensor) -> Tensor:
-    return mean
+    def units(self, batch: Batch) -> Tensor:
+        """[B]: what each example's score counts for, such as words or tokens."""
+        return torch.ones(len(next(iter(batch.values()))))
 
+    def scale(self, mean: Tensor) -> Tensor:
+        """The metric, from the score per unit: exp, for a perplexity."""
+        return mean
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """A task's metric: scale(total score / total units); a plain mean unless the task says more."""
+    def remember(self, output: Any, batch: Batch) -> Batch:
+        """The batch with what `loss` and `score` need to know of the dense model's output."""
+        return batch
 
-    name: str
-    lower_is_better: bool
-    units: Callable[[Batch], Tensor]
-    scale: Callable[[Tensor], Tensor]
-
-    @staticmethod
-    def of(task: Task) -> Metric:
-        """The metric of a task, with what it leaves out filled in."""
-        return Metric(
-            name=task.metric,
-            lower_is_better=getattr(task, "lower_is_better", False),
-            units=getattr(task, "units", _one_each),
-            scale=getattr(task, "scale", _as_it_is),
-        )
+    @property
+    def likeness(self) -> Likeness | None:
+        """A comparison of the outputs of two models over a whole data set, beside the metric."""
+        return None
 
     def value(self, score_E: Tensor, unit_E: Tensor) -> float:
         """The metric over E examples."""
         return float(self.scale(to_float64(score_E).sum() / to_float64(unit_E).sum()))
+
+
+def names_share(metric: str) -> bool:
+    """Whether a metric of which only the name is known is a share: an accuracy, an error rate."""
+    return metric.endswith(("accuracy", "error rate"))
 
 
 # the number of pairs grows with the square of the examples
@@ -142,7 +153,7 @@ def distance(task: Task, answer: Tensor, wanted: Tensor) -> Tensor:
     Else |answer - wanted|^2 / |wanted|^2: for vectors of length 1 twice 1 - cosine.
     """
     answer, wanted = answer.float(), wanted.detach().float()
-    if not getattr(task, "answers_logits", False):
+    if not task.answers_logits:
         return (answer - wanted).square().sum() / wanted.square().sum().clamp_min(torch.finfo(wanted.dtype).tiny)
     # where an answer is 0 throughout there is no token, and nothing adds up
     tokens = (wanted != 0).any(-1).sum().clamp_min(1)

@@ -14,13 +14,13 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.compatibility import fitting_classes
-from acm_compiler.tasks.base import Likeness, agreement, named_inputs, padding_mask
+from acm_compiler.tasks.base import Likeness, Task, agreement, named_inputs, padding_mask
 
 _IGNORED = -100  # torch's own label of an example that counts nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Classify:
+class Classify(Task):
     """A `Task`: logits [B, C] against labels int [B], or float [B, C] where mixup has made shares of them.
 
     `classes` is what the data set has, if known; a model with another number of them is refused. `auto_class`: the
@@ -32,6 +32,7 @@ class Classify:
     auto_class: str = " or ".join(fitting_classes("classify"))
     data: str = field(default="the data set", compare=False)
     metric: ClassVar[str] = "accuracy"
+    is_share: ClassVar[bool] = True
     answers_logits: ClassVar[bool] = True
 
     def inputs(self, batch: Batch) -> Inputs:

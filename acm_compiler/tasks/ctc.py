@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, PackageMissing, UsageError
 from acm_compiler.inputs import Inputs
+from acm_compiler.tasks.base import Task
 from acm_compiler.tasks.language import centred, roots
 
 Unit = Literal["word", "character"]
@@ -24,7 +25,7 @@ PADDING = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ctc:
+class Ctc(Task):
     """A `Task`: logits [B, S, V] against `labels` int [B, L], filled up with -100, for audio `input_values` [B, R].
 
     `vocabulary` is the text of every label, "|" between words; `blank` the label of no character. `frames` turns
@@ -39,6 +40,7 @@ class Ctc:
     unit: Unit = "word"
     answers_logits: ClassVar[bool] = True
     lower_is_better: ClassVar[bool] = True
+    is_share: ClassVar[bool] = True
 
     @property
     def metric(self) -> str:

@@ -11,12 +11,11 @@ from acm_compiler.data import Batch
 from acm_compiler.errors import UnexpectedMetric
 from acm_compiler.inputs import call_model
 from acm_compiler.recipe.tasks import ExpectConfig
-from acm_compiler.tasks import Metric, Task
+from acm_compiler.tasks import Task
 
 
 def base_metric(model: nn.Module, batches: Iterable[Batch], task: Task) -> float:
     """The task's metric of a model without ACMs, over examples on its device; in eval mode, without gradients."""
-    metric, remember = Metric.of(task), getattr(task, "remember", None)
     training = {module: module.training for module in model.modules()}
     scores, units = [], []
     try:
@@ -24,13 +23,12 @@ def base_metric(model: nn.Module, batches: Iterable[Batch], task: Task) -> float
             model.eval()
             for batch in batches:
                 output = call_model(model, task.inputs(batch))
-                known = batch if remember is None else remember(output, batch)
-                scores.append(task.score(output, known).cpu())
-                units.append(metric.units(batch).cpu())
+                scores.append(task.score(output, task.remember(output, batch)).cpu())
+                units.append(task.units(batch).cpu())
     finally:
         for module, was_training in training.items():
             module.training = was_training
-    return metric.value(torch.cat(scores), torch.cat(units))
+    return task.value(torch.cat(scores), torch.cat(units))
 
 
 def refuse_unexpected(found: float, expect: ExpectConfig, *, metric: str, where: str) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
-from acm_compiler.tasks.base import Likeness, named_inputs, padding_mask, pairwise_spearman
+from acm_compiler.tasks.base import Likeness, Task, named_inputs, padding_mask, pairwise_spearman
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Embed:
+class Embed(Task):
     """A `Task`: a text's vector is the mean of its tokens' last hidden states, of length 1.
 
     It is judged by its cosine to the dense model's vector, which `remember` puts into the batch.

@@ -20,11 +20,11 @@ from acm_compiler.data.draws import uniform
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.tasks import MaskedLMTask
-from acm_compiler.tasks.base import named_inputs, padding_mask
+from acm_compiler.tasks.base import Task, named_inputs, padding_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModel(ABC):
+class LanguageModel(Task, ABC):
     """A `Task` but for `inputs`: logits [B, S, V] at token s against token s + `ahead` of `input_ids` [B, S]."""
 
     kind: ClassVar[str]

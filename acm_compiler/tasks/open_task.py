@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -27,9 +25,7 @@ from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
 from acm_compiler.tasks.language import CausalLM, open_masked_lm
-from acm_compiler.user_code import is_users, users_code
-
-_PARTS = ("metric", "inputs", "mask", "loss", "score", "answer")
+from acm_compiler.tasks.users_task import NEEDED, as_task, missing_parts
 
 
 def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn.Module | None = None) -> Task:
@@ -67,7 +63,7 @@ def _auto_class(config: TaskConfig, dataset: Any) -> str:
 
 def _users(reference: str, arguments: dict[str, Any]) -> Task:
     task = call_function(reference, arguments)
-    missing = [part for part in _PARTS if not hasattr(task, part)]
+    missing = missing_parts(task, (*NEEDED, "loss"))
     if missing:
         raise UsageError(
             "the function did not return a task",
@@ -75,27 +71,7 @@ def _users(reference: str, arguments: dict[str, Any]) -> Task:
             found=f"{type(task).__name__} without {', '.join(missing)}",
             fix="see acm_compiler/tasks/base.py for what a task has",
         )
-    return UsersTask(task, reference) if is_users(task) else task
-
-
-class UsersTask:
-    """A user's task, all as it is but that what its methods raise is a FunctionFailed with the user's own frames."""
-
-    def __init__(self, task: Any, reference: str) -> None:
-        self._task, self._reference = task, reference
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_task", "_reference"):  # asked for by copies that are not filled yet
-            raise AttributeError(name)
-        found = getattr(self._task, name)
-        if not callable(found):
-            return found
-        return functools.partial(_call, f"{self._reference}: {name}", found)
-
-
-def _call(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with users_code(name, "the task raised"):
-        return method(*args, **kwargs)
+    return as_task(task, reference)
 
 
 # XLM's and Flaubert's …WithLMHeadModel may be either

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,21 +12,26 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.sections import task_section
-from acm_compiler.tasks.base import Task, named_inputs, padding_mask
+from acm_compiler.tasks.base import Task, named_inputs, names_share, padding_mask
 from acm_compiler.tasks.open_task import open_task
+from acm_compiler.tasks.users_task import NEEDED, as_task, missing_parts
 
 Score = Callable[[Any, Batch], Tensor]
-_PARTS = ("metric", "inputs", "mask", "score")
 _KINDS = "classify, causal_lm, masked_lm, embed, ctc, python:package.module:function"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnMetric:
+class OwnMetric(Task):
     """What measuring asks of a `Task`: `function(output, batch)` gives one score per example, [B]."""
 
     function: Score
-    metric: str
+    metric: str = field()
     lower_is_better: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        """As its name says: for an accuracy or an error rate."""
+        return names_share(self.metric)
 
     def inputs(self, batch: Batch) -> Inputs:
         """The picture or single tensor of the batch, or else all its tensors by name but for the labels."""
@@ -75,12 +80,12 @@ def task_for(
         )
     if metric is not None:
         name = getattr(metric, "__name__", type(metric).__name__).strip("<>").replace("_", " ")
-        return OwnMetric(  # type: ignore[return-value]
+        return OwnMetric(
             function=metric, metric="metric" if name == "lambda" else name, lower_is_better=lower_is_better
         )
     if isinstance(given, (str, Mapping)):
         return open_task(task_section(given, where="task"), dataset, model)
-    missing = [part for part in _PARTS if not hasattr(given, part)]
+    missing = missing_parts(given, NEEDED[:-1])
     if missing or isinstance(given, type):
         found = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise UsageError(
@@ -89,4 +94,4 @@ def task_for(
             expected=_KINDS,
             fix="a function that scores outputs goes to metric=",
         )
-    return given  # type: ignore[return-value]
+    return as_task(given)

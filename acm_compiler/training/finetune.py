@@ -239,7 +239,7 @@ class Teacher:
     ) -> Teacher | None:
         """The teacher that a task or an objective needs, None where neither does. UsageError where it is not here."""
         wanted = objective == "distillation"
-        if not wanted and not hasattr(task, "remember"):
+        if not wanted and not task.needs_dense:
             return None
         if model is None:
             raise UsageError(
@@ -254,6 +254,6 @@ class Teacher:
         """The batch with what the task remembers of the original's output, and its answer where that is wanted."""
         with in_mode(self.model, training=False), self.machine.autocast():
             output = call_model(self.model, self.task.inputs(batch))
-        remember = getattr(self.task, "remember", None)
-        taught = batch if remember is None else remember(output, batch)
-        return taught, self.task.answer(output, self.task.mask(batch)) if self.wanted else None
+        return self.task.remember(output, batch), self.task.answer(
+            output, self.task.mask(batch)
+        ) if self.wanted else None

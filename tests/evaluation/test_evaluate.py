@@ -17,14 +17,14 @@ from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import FixedK, run_mode, set_budget, set_k
 from acm_compiler.runtime.usage import record
-from acm_compiler.tasks import Metric
+from acm_compiler.tasks import Task
 from tests.helpers.build import plan_of, planned_site, stack_of
 from tests.helpers.pictures import DENSE_MACS, OPEN, PATCH, TASK, TOKENS, picture_batch, picture_model
 
 EVERY_KEY = {"asked", "reached", "metric", "model_share", "macs_mean", "macs_p5", "macs_p95"}
 
 
-class TokenTask:
+class TokenTask(Task):
     """Whether the mean of the real tokens' outputs is positive."""
 
     metric = "sign"
@@ -249,10 +249,10 @@ def test_pictures_that_are_all_foreground_count_in_no_ratio(model):
 
 
 def sample_of(groups: torch.Tensor, units: torch.Tensor | None = None, task=TASK) -> Sample:
-    return Sample(metric=Metric.of(task), units_E=torch.ones(len(groups)) if units is None else units, groups_E=groups)
+    return Sample(task=task, units_E=torch.ones(len(groups)) if units is None else units, groups_E=groups)
 
 
-class Perplexity:
+class Perplexity(Task):
     """Total loss over total tokens, and e to the power of that."""
 
     metric, lower_is_better = "perplexity", True

@@ -27,6 +27,7 @@ from acm_compiler.reporting.charts import clip_chart, envelope, stretches
 from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.figures import LIGHT, as_svg, drawing
 from acm_compiler.reporting.write import write_report
+from acm_compiler.tasks import Task
 
 OPEN = 0.5
 FRAME = 4
@@ -59,7 +60,7 @@ class Reader(nn.Module):
         return self.listener(self.embed(input_ids).flatten(1))
 
 
-class FrameTask:
+class FrameTask(Task):
     """Scores nothing much; knows how frames are masked."""
 
     metric = "perplexity"

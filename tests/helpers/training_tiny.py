@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from acm_compiler import tasks
 from acm_compiler.passes.rewrite.conversion import Conversion
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
@@ -96,7 +97,7 @@ def make_teacher(*, depth: int = 2, seed: int = 0) -> Tiny:
     return Tiny(depth).requires_grad_(False)
 
 
-class Task:
+class Task(tasks.Task):
     """Classifies `Points`."""
 
     answers_logits = True

@@ -20,7 +20,7 @@ from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.load_maps import find_load_maps, spread
-from acm_compiler.evaluation.results import Evaluation, Interval, joined, load_evaluation
+from acm_compiler.evaluation.results import Evaluation, Interval, MetricResult, joined, load_evaluation
 from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import Plan
@@ -442,10 +442,11 @@ def test_an_evaluation_from_before_examples_counted_by_their_length_is_read(foun
 
 def test_numbers_are_written_for_people():
     assert wording.percent(0.7136) == "71.4 %"
-    assert wording.score(0.9117, "accuracy") == "91.2 %" and wording.score(-1.23456, "log_likelihood") == "-1.235"
-    assert wording.score(None, "accuracy") == "-"
+    accuracy, likelihood = (MetricResult(name=name, dense=None) for name in ("accuracy", "log_likelihood"))
+    assert wording.score(0.9117, accuracy) == "91.2 %" and wording.score(-1.23456, likelihood) == "-1.235"
+    assert wording.score(None, accuracy) == "-"
     assert wording.macs_of(0.797e6, 1.4e6) == "0.797 MMACs, dense 1.4 MMACs"
-    assert wording.difference(Interval(mean=-0.008, low=-0.013, high=-0.003), "accuracy") == "−0.8 ± 0.5"
+    assert wording.difference(Interval(mean=-0.008, low=-0.013, high=-0.003), accuracy) == "−0.8 ± 0.5"
     assert wording.macs_spread(11.02e9, 9.8e9, 12.1e9) == "11.02 GMACs [9.80, 12.10]"
     assert wording.ratio(0.99948, 0.00032) == "0.9995 ± 0.0003"
     assert wording.count(1, "site") == "1 site" and wording.count(10800, "example") == "10,800 examples"

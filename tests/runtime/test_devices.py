@@ -20,7 +20,7 @@ from acm_compiler.runtime import measure_budgets as measure
 from acm_compiler.runtime.encoder_decoder import CallPadding
 from acm_compiler.runtime.measure_budgets import _mean_over_ranks, _Search
 from acm_compiler.runtime.usage import Usage
-from acm_compiler.tasks.base import Metric
+from acm_compiler.tasks import Task
 from acm_compiler.training.finetune import _Seen
 from acm_compiler.training.live_state import generator_states, restore_generators
 from tests.helpers.build import planned_site, stack_of
@@ -142,9 +142,8 @@ def test_every_site_takes_what_a_batch_says_to_its_own_device():
 
 
 def test_metrics_and_figures_of_training_need_no_float64_where_the_model_is(monkeypatch):
-    metric = Metric(name="accuracy", lower_is_better=False, units=len, scale=torch.as_tensor)
     with Float64Apart(monkeypatch) as mode:
-        assert metric.value(torch.tensor([1.0, 0.0]), torch.ones(2)) == 0.5
+        assert Task().value(torch.tensor([1.0, 0.0]), torch.ones(2)) == 0.5
     assert mode.seen == 2
     shares_B = torch.tensor([0.25, 0.5], dtype=torch.float64)
     seen = _Seen.of([torch.empty((), device="meta")] * 5, shares_B, (shares_B, shares_B), {})

@@ -12,7 +12,7 @@ import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.tasks import CausalLMTask
-from acm_compiler.tasks import Metric, open_task
+from acm_compiler.tasks import open_task
 
 transformers = pytest.importorskip("transformers")
 TASK = open_task(CausalLMTask(kind="causal_lm"))
@@ -42,7 +42,7 @@ def test_loss_and_perplexity_are_those_of_the_real_tokens():
     torch.testing.assert_close(TASK.score(logits, batch), torch.stack([first, second]))
     assert TASK.units(batch).tolist() == [2.0, 3.0]
     torch.testing.assert_close(TASK.loss(logits, batch), (first + second) / 5)
-    perplexity = Metric.of(TASK).value(TASK.score(logits, batch), TASK.units(batch))
+    perplexity = TASK.value(TASK.score(logits, batch), TASK.units(batch))
     assert perplexity == pytest.approx(math.exp(float(first + second) / 5))
 
 

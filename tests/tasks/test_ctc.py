@@ -20,7 +20,7 @@ from acm_compiler.recipe.datasets import CommonVoiceData
 from acm_compiler.recipe.tasks import CtcTask
 from acm_compiler.runs.run_recipe import convert
 from acm_compiler.runtime.masks import frame_mask
-from acm_compiler.tasks import Metric, open_task
+from acm_compiler.tasks import open_task
 from acm_compiler.tasks.ctc import Ctc
 
 soundfile = pytest.importorskip("soundfile")
@@ -280,7 +280,7 @@ def test_word_errors_are_counted_and_divided_by_words_spoken():
     assert task.decode(logits, batch) == ["ab a", ""]
     # "ab b a" heard as "ab a": one missing; "aa b" heard as nothing: two missing
     assert task.score(logits, batch).tolist() == [1.0, 2.0] and task.units(batch).tolist() == [3.0, 2.0]
-    assert Metric.of(task).value(task.score(logits, batch), task.units(batch)) == pytest.approx(3 / 5)
+    assert task.value(task.score(logits, batch), task.units(batch)) == pytest.approx(3 / 5)
     assert task.units(as_batch(batch)).tolist() == [3.0, 2.0]  # as acm.evaluate gives it
     letters = replace(task, unit="character")
     assert (task.metric, letters.metric) == ("word error rate", "character error rate")

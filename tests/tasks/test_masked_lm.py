@@ -13,7 +13,7 @@ from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.datasets import TextRowsData
 from acm_compiler.recipe.tasks import MaskedLMTask
-from acm_compiler.tasks import Metric, open_task
+from acm_compiler.tasks import open_task
 
 transformers = pytest.importorskip("transformers")
 MASK, CLS, SEP, PAD = 1, 2, 3, 0
@@ -75,7 +75,7 @@ def test_perplexity_is_that_of_the_hidden_tokens():
     hidden = TASK.guessed(batch)
     logp = log_softmax(logits, -1).gather(-1, batch["input_ids"][..., None])[..., 0]
     torch.testing.assert_close(TASK.loss(logits, batch), -logp[hidden].mean())
-    found = Metric.of(TASK).value(TASK.score(logits, batch), TASK.units(batch))
+    found = TASK.value(TASK.score(logits, batch), TASK.units(batch))
     assert found == pytest.approx(math.exp(float(-logp[hidden].mean())), rel=1e-5)
     assert TASK.units(batch).tolist() == hidden.sum(1).tolist()
     with pytest.raises(UsageError, match="AutoModelForMaskedLM"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ import torch.nn.functional as F
 
 from acm_compiler.errors import DataError, FunctionFailed, UsageError
 from acm_compiler.recipe.tasks import CausalLMTask, ClassifyTask, CtcTask, EmbedTask, MaskedLMTask, PythonTask
-from acm_compiler.tasks import Task, judged_by, open_task
-from acm_compiler.tasks.base import Metric
+from acm_compiler.tasks import Task, open_task
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import Ctc
 from acm_compiler.tasks.language import CausalLM, MaskedLM
+from acm_compiler.tasks.users_task import as_task
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
 
@@ -118,12 +119,12 @@ def test_logits_are_found_in_every_usual_output(output: object) -> None:
 
 
 def test_calibration_judges_by_the_answer_unless_a_task_knows_better() -> None:
-    assert torch.equal(judged_by(Classify())(LOGITS, None), Classify().answer(LOGITS))
+    assert torch.equal(Classify().judged_by(LOGITS, None), Classify().answer(LOGITS))
     logits = LOGITS[None]
     ctc = Ctc(vocabulary=["", "|", "a"], blank=0, frames=lambda samples: samples, masked=True)
     for task in (CausalLM(), ctc):
-        torch.testing.assert_close(judged_by(task)(logits, None).square(), 4 * logits.softmax(-1))
-        assert not judged_by(task)(logits, torch.zeros(1, 2)).any()
+        torch.testing.assert_close(task.judged_by(logits, None).square(), 4 * logits.softmax(-1))
+        assert not task.judged_by(logits, torch.zeros(1, 2)).any()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_labels_of_no_class_are_refused(label: list[int]) -> None:
 def test_an_example_without_a_label_counts_nowhere() -> None:
     batch = {"label": torch.tensor([0, -100])}
     score, units = Classify().score(LOGITS, batch), Classify().units(batch)
-    assert Metric.of(Classify()).value(score, units) == 1.0
+    assert Classify().value(score, units) == 1.0
 
 
 def test_the_recipes_task_knows_the_data_sets_classes() -> None:
@@ -244,7 +245,7 @@ class BrokenTask:
 def test_a_users_task_that_raises_shows_its_own_lines() -> None:
     reference = f"python:{__name__}:BrokenTask"
     task = open_task(PythonTask(kind=reference))
-    assert isinstance(task, Task) and Metric.of(task).lower_is_better and not hasattr(task, "likeness")
+    assert isinstance(task, Task) and task.lower_is_better and task.likeness is None
     assert task.answer(LOGITS, mask=None) is LOGITS and copy.deepcopy(task).mask({}) is None
     with pytest.raises(FunctionFailed) as caught:
         task.inputs({})
@@ -255,3 +256,13 @@ def test_a_users_task_that_raises_shows_its_own_lines() -> None:
     for method in (task.loss, task.score):
         with pytest.raises(FunctionFailed, match="the task raised ZeroDivisionError"):
             method(LOGITS, {})
+
+
+@pytest.mark.parametrize(
+    ("facts", "share"),
+    [({"metric": "word error rate"}, True), ({"metric": "F1"}, False), ({"metric": "F1", "is_share": True}, True)],
+)
+def test_a_users_metric_is_a_share_if_it_says_so_or_by_its_name(facts: dict[str, Any], share: bool) -> None:
+    task = as_task(SimpleNamespace(**facts))
+    assert task.is_share is share and not task.lower_is_better and task.likeness is None
+    assert task.value(torch.tensor([1.0, 0.0]), task.units({"x": torch.ones(2, 3)})) == 0.5

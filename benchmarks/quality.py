@@ -26,7 +26,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.data import Batch, BatchStream, open_dataset
+from acm_compiler.data import Batch, BatchStream
 from acm_compiler.evaluation.evaluate import evaluate, every_k
 from acm_compiler.files import write_file
 from acm_compiler.passes.rewrite.conversion import conversion, sites
@@ -115,7 +115,7 @@ def judge_texts(
     model: nn.Module, dense: nn.Module, workshop: Workshop, *, budgets: Sequence[float], static: bool
 ) -> list[dict[str, Any]]:
     """Cosine and Spearman at every budget and, with `static`, every k."""
-    dataset = open_dataset(workshop.data.eval)
+    dataset = workshop.dataset(workshop.data.eval)
     settings: list[float | FixedK] = [*budgets, *(every_k(model) if static else ())]
     # texts of one length share a batch: nothing is spent on padding
     by_length = sorted((dataset[i] for i in range(len(dataset))), key=lambda example: len(example["input_ids"]))
@@ -213,7 +213,7 @@ def measure_digits(options: argparse.Namespace) -> list[dict[str, Any]]:
     recipe = digits_recipe(options)
     dense, model, workshop, seconds = calibrated(recipe, options)
     row = facts(model, options) | {"seconds": round(seconds), "method": label(options)}
-    stream = BatchStream(dataset=workshop._dataset(workshop.data.eval), batch=300)
+    stream = BatchStream(dataset=workshop.dataset(workshop.data.eval), batch=300)
     lowest = conversion(model).table_min
     budgets = [budget for budget in recipe.budgets.report if budget >= lowest]
     found = evaluate(model, stream.epoch(), workshop.task, budgets=[*budgets, *every_k(model)], dense=dense)

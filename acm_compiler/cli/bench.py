@@ -12,7 +12,7 @@ import typer
 
 from acm_compiler.cli.eval import CodeOption
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption
+from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption, read_budgets
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.bench import Contest
@@ -50,7 +50,7 @@ def bench(
     from acm_compiler.evaluation.bench import break_even, check_answers, measure_model
     from acm_compiler.evaluation.evaluate import reachable
     from acm_compiler.evaluation.times import Times
-    from acm_compiler.runs.recipe_run import open_saved_run, read_budgets
+    from acm_compiler.runs.recipe_run import open_saved_run
 
     output = Output(json=json)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)
@@ -98,7 +98,7 @@ def _contest(run: SavedRun, output: Output, *, allow_code: bool) -> Contest:
     from acm_compiler.errors import ModelSourceError, StorageError, UsageError
     from acm_compiler.evaluation.bench import Contest
 
-    answer, dense = run.task(run.data()).answer, run.dense
+    answer, dense = run.task.answer, run.dense
     if dense is None:
         try:
             dense = build_dense(run.directory, allow_code=allow_code).to(next(run.model.parameters()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption
+from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption, checked_budgets
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.evaluate import Setting
@@ -52,7 +52,7 @@ def evaluate(
     """Print the metric and the cost at each budget, and keep them in the folder."""
     from acm_compiler.calibration.recalibrate import known_damages
     from acm_compiler.evaluation.table import evaluation_table
-    from acm_compiler.runs.recipe_run import checked_budgets, open_saved_run
+    from acm_compiler.runs.recipe_run import open_saved_run
 
     output = Output(json=json)
     given = Given.read(task, data, base_model)
@@ -102,25 +102,17 @@ def measure(
 
     `batch`: examples per forward; None: the recipe's.
     """
-    from acm_compiler.data import BatchStream, count_examples, left_out
-    from acm_compiler.evaluation.evaluate import evaluate, every_k, first_examples, reachable, with_progress
-    from acm_compiler.recipe.schema import BudgetsConfig, RunConfig
-
-    data = run.data()
-    task = run.task(data)
-    if budgets is None:
-        report = (run.recipe.budgets if run.recipe else BudgetsConfig()).report
-        budgets = reachable(run.model, report, say=output.note)
-    settings = [*budgets, *every_k(run.model)]
-    have = count_examples(data)
-    count = have if examples is None else min(examples, have)
-    size = batch or (run.recipe.run if run.recipe else RunConfig()).eval_batch
-    stream = BatchStream(dataset=data, batch=size, shuffle=examples is not None)
-    batches = with_progress(
-        first_examples(stream.epoch(), count), "evaluate", total=-(-count // size), say=output.progress
+    found = run.opened.measure(
+        run.model,
+        run.dense,
+        run.task,
+        say=output.progress,
+        note=output.note,
+        budgets=budgets,
+        examples=examples,
+        batch=batch,
     )
-    found = evaluate(run.model, batches, task, budgets=settings, dense=run.dense)
-    found = dataclasses.replace(found, subject=run.subject, left_out=left_out(data))
+    found = dataclasses.replace(found, subject=run.subject)
     return found if run.dense is not None else _with_recorded(found, run, output)
 
 

@@ -61,7 +61,7 @@ def plan(
     from acm_compiler.passes.survey import torch_macs
     from acm_compiler.pipeline import example_of
     from acm_compiler.planning.cost_table import BUDGETS, cost_table
-    from acm_compiler.runs.recipe_run import parse_budgets
+    from acm_compiler.runs.given import parse_budgets
     from acm_compiler.runtime.budgets import parse_budget
 
     output = Output(json=json)

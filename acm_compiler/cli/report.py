@@ -79,9 +79,8 @@ def _loads(run: SavedRun, found: Evaluation) -> Loads:
     from acm_compiler.evaluation.find_loads import Loads, find_loads
 
     try:
-        data = run.data()
-        stream = BatchStream(dataset=data, batch=_LOOKED_AT, shuffle=True)
-        return find_loads(run.model, found, lambda: next(stream.epoch()), run.task(data), dataset=data)
+        stream = BatchStream(dataset=run.data, batch=_LOOKED_AT, shuffle=True)
+        return find_loads(run.model, found, lambda: next(stream.epoch()), run.task, dataset=run.data)
     except AcmError as error:  # the numbers are there already: a page without pictures is better than none
         return Loads(missing=error.what)
 

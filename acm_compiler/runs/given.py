@@ -1,11 +1,14 @@
-"""What the command line names in place of a folder's recipe: the task, the data, the model before conversion."""
+"""Options of the command line in place of what a folder's recipe says: task, data, base model, budgets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from acm_compiler.errors import UsageError
 
 if TYPE_CHECKING:
     from acm_compiler.recipe.datasets import DataConfig
@@ -51,3 +54,50 @@ class Given:
             data=None if data is None else data_section(read_section(data, where="--data"), where="--data"),
             base=None if base_model is None else parse_reference(base_model),
         )
+
+
+def read_budgets(directory: Path, text: str) -> list[float]:
+    """The `checked_budgets` as shares of learner MACs."""
+    from acm_compiler.checkpoint import saved_conversion
+    from acm_compiler.runtime.budgets import parse_budget
+
+    asked = checked_budgets(directory, text)
+    plan = saved_conversion(directory).plan
+    return [parse_budget(budget, plan) for budget in asked]
+
+
+def checked_budgets(directory: Path, text: str) -> list[float | str]:
+    """The budgets in `text`, by commas and as `acm.set_budget` takes them.
+
+    UsageError and BudgetUnreachable for those that the model saved in `directory` cannot be set to; it is not loaded.
+    """
+    from acm_compiler.checkpoint import saved_conversion
+    from acm_compiler.runtime.budgets import setting_of
+
+    asked = parse_budgets(text)
+    check_folder(directory)
+    owner = saved_conversion(directory)
+    for budget in asked:
+        setting_of(owner, budget)
+    return asked
+
+
+def parse_budgets(text: str) -> list[float | str]:
+    """Budgets by commas: shares, or texts as `acm.set_budget` takes them."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise UsageError("no budgets given", where="--budgets", found=repr(text), expected="such as .25,60%,11GMACs")
+    return [_number(part) for part in parts]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def check_folder(directory: Path) -> None:
+    """UsageError where there is no such folder."""
+    if not directory.is_dir():
+        raise UsageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")

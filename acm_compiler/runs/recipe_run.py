@@ -1,27 +1,133 @@
-"""A saved model's folder opened again, with the task and the data that its recipe or the command line names."""
+"""A recipe opened once: its task, its data and the measurement, for a run and for a folder that is opened again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from acm_compiler.checkpoint import load
+from acm_compiler.data import Batch, BatchStream, count_examples, left_out, open_dataset
 from acm_compiler.errors import AcmError, UsageError
-from acm_compiler.runs.given import Given
+from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
+from acm_compiler.evaluation.results import Evaluation
+from acm_compiler.inputs import Inputs
+from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.progress import Say
+from acm_compiler.recipe import Recipe, expand_paths, load_recipe
+from acm_compiler.recipe.datasets import DataConfig
+from acm_compiler.recipe.schema import BudgetsConfig, RunConfig
+from acm_compiler.recipe.tasks import TaskConfig
+from acm_compiler.runs.folder import subject_of
+from acm_compiler.runs.given import Given, check_folder
+from acm_compiler.sources import build
+from acm_compiler.sources.examples import fit_to
+from acm_compiler.tasks import Task, open_task
+from acm_compiler.training.machine import find_device
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.utils.data import Dataset
 
-    from acm_compiler.evaluation.results import Evaluation
-    from acm_compiler.inputs import Inputs
-    from acm_compiler.recipe import Recipe
-    from acm_compiler.recipe.datasets import DataConfig
-    from acm_compiler.recipe.tasks import TaskConfig
-    from acm_compiler.tasks import Task
+class OpenedRecipe:
+    """A recipe's task and data sets, each opened once, when they are first asked for; None where there is no recipe.
+
+    `given` goes before what the recipe says; `where` and `fix` are for those who named neither task nor data.
+    `image_size` is for data without a recipe.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None,
+        given: Given | None = None,
+        *,
+        where: str = "",
+        image_size: tuple[int, int] | None = None,
+    ) -> None:
+        self.recipe, self.given, self.where, self.image_size = recipe, given or Given(), where, image_size
+        self._sets: dict[str, Any] = {}
+
+    @property
+    def run(self) -> RunConfig:
+        """How the recipe is run; the defaults without one."""
+        return self.recipe.run if self.recipe else RunConfig()
+
+    @property
+    def task_config(self) -> TaskConfig:
+        """The task's section. UsageError where nothing names one."""
+        config = self.given.task or (self.recipe.task if self.recipe else None)
+        if config is None:
+            raise self._misses("task")
+        return config
+
+    @property
+    def held_out(self) -> DataConfig:
+        """The section of the data to evaluate on. UsageError where nothing names any."""
+        config = self.given.data or (self.recipe.data.eval if self.recipe and self.recipe.data else None)
+        if config is None:
+            raise self._misses("data")
+        return config
+
+    def dataset(self, config: DataConfig) -> Dataset[Any]:
+        """The examples of a section. DataError when they are not here."""
+        key = config.model_dump_json()
+        if key not in self._sets:
+            size = self.recipe.image_size(config) if self.recipe else self.image_size
+            self._sets[key] = open_dataset(config) if size is None else open_dataset(config, image_size=size)
+        return self._sets[key]
+
+    def open_task(self, config: DataConfig, model: nn.Module | None) -> Task:
+        """The task on the data of a section, for a model."""
+        return open_task(self.task_config, self.dataset(config), model)
+
+    def measure(
+        self,
+        model: nn.Module,
+        dense: nn.Module | None,
+        task: Task,
+        *,
+        say: Say,
+        note: Callable[[str], None],
+        budgets: Sequence[Setting] | None = None,
+        examples: int | None = None,
+        batch: int | None = None,
+        workers: int = 0,
+    ) -> Evaluation:
+        """The model at each budget and every fixed k, beside the dense one, on the data to evaluate on.
+
+        budgets: None: those of the recipe that the model reaches; `note` is told which it does not. examples: so many,
+        drawn at random; None: all. batch: examples per forward; None: the recipe's.
+        """
+        data = self.dataset(self.held_out)
+        if budgets is None:
+            budgets = reachable(model, (self.recipe.budgets if self.recipe else BudgetsConfig()).report, say=note)
+        have, size = count_examples(data), batch or self.run.eval_batch
+        count = have if examples is None else min(examples, have)
+        stream = BatchStream(dataset=data, batch=size, shuffle=examples is not None, workers=workers)
+        batches = with_progress(first_examples(stream.epoch(), count), "evaluate", total=-(-count // size), say=say)
+        found = evaluate(model, batches, task, budgets=[*budgets, *every_k(model)], dense=dense)
+        return replace(found, left_out=left_out(data))
+
+    def first(self, config: DataConfig, count: int, device: torch.device) -> Iterator[Batch]:
+        """The first examples of a section, in an order drawn at random, on a device."""
+        stream = BatchStream(dataset=self.dataset(config), batch=self.run.eval_batch, seed=self.run.seed, shuffle=True)
+        for batch in first_examples(stream.epoch(), count):
+            yield {name: value.to(device) for name, value in batch.items()}
+
+    def _misses(self, section: str) -> UsageError:
+        return UsageError(
+            f"nothing says which {section} to take",
+            where=self.where or (self.recipe.name if self.recipe else None),
+            found=f"a recipe without {section}" if self.recipe else "a model saved without a recipe",
+            fix="give both: --data python:my_module:my_data --task classify; or from Python, with batches of your own, "
+            "acm.evaluate(model, batches, task=…), acm.report and acm.explain",
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """A saved model, on the device its recipe names, and the model before conversion, None with `no_dense` saying why.
 
@@ -43,62 +149,40 @@ class SavedRun:
     @property
     def subject(self) -> str | None:
         """What an evaluation of this run is of; see `Evaluation.subject`."""
-        from acm_compiler.runs.folder import subject_of
-
-        task, data = _sections(self.recipe, self.given)
-        return subject_of(self.directory, data, task)
+        data = self.recipe.data.eval if self.recipe is not None and self.recipe.data is not None else None
+        task = self.recipe.task if self.recipe else None
+        return subject_of(self.directory, self.given.data or data, self.given.task or task)
 
     def has_measured(self, found: Evaluation) -> bool:
-        """Whether an evaluation may be of this saved model, on this run's data where they are known."""
+        """True where an evaluation may be of this saved model, on this run's data where they are known."""
         ours, theirs = self.subject, found.subject
         return ours is None or theirs is None or theirs == ours or theirs.startswith(f"{ours}:")
 
-    def task(self, data: Dataset[Any]) -> Task:
-        """The task on its data. UsageError when neither recipe nor command line names one."""
-        from acm_compiler.tasks import open_task
+    @cached_property
+    def opened(self) -> OpenedRecipe:
+        """Its task and data."""
+        recipe, size = self.recipe and expand_paths(self.recipe), conversion(self.model).plan.model.image_size
+        return OpenedRecipe(recipe, self.given, where=str(self.directory), image_size=size)
 
-        config, _ = _sections(self.recipe, self.given)
-        if config is None:
-            raise self._misses("task")
-        return open_task(config, data, self.model)
-
+    @cached_property
     def data(self) -> Dataset[Any]:
         """The examples to evaluate on. UsageError when nothing names them, DataError when they are not here."""
-        from acm_compiler.data import open_dataset
-        from acm_compiler.passes.rewrite.conversion import conversion
-        from acm_compiler.recipe import expand_paths
+        return self.opened.dataset(self.opened.held_out)
 
-        recipe = self.recipe and expand_paths(self.recipe)
-        _, config = _sections(recipe, self.given)
-        if config is None:
-            raise self._misses("data")
-        if recipe is not None:
-            return open_dataset(config, image_size=recipe.image_size(config))
-        size = conversion(self.model).plan.model.image_size
-        return open_dataset(config) if size is None else open_dataset(config, image_size=size)
+    @cached_property
+    def task(self) -> Task:
+        """The task on its data. UsageError when neither recipe nor command line names one."""
+        return self.opened.open_task(self.opened.held_out, self.model)
 
     def inputs(self, count: int) -> Inputs:
         """The model's inputs for the first `count` evaluation examples, in the model's precision and on its device.
 
         UsageError when the recipe names no task or data, or the data has fewer examples.
         """
-        from acm_compiler.data import BatchStream, count_examples
-        from acm_compiler.sources.examples import fit_to
-
-        data = self.data()
-        if (have := count_examples(data)) < count:
+        if (have := count_examples(self.data)) < count:
             raise UsageError("more examples than the data has", found=count, expected=f"at most {have}")
-        batch = next(BatchStream(dataset=data, batch=count, drop_last=True).epoch())
-        return fit_to(self.model, self.task(data).inputs(batch))
-
-    def _misses(self, section: str) -> UsageError:
-        return UsageError(
-            f"nothing says which {section} to take",
-            where=str(self.directory),
-            found=f"a recipe without {section}" if self.recipe else "a model saved without a recipe",
-            fix="give both: --data python:my_module:my_data --task classify; or from Python, with batches of your own, "
-            "acm.evaluate(model, batches, task=…), acm.report and acm.explain",
-        )
+        batch = next(BatchStream(dataset=self.data, batch=count, drop_last=True).epoch())
+        return fit_to(self.model, self.task.inputs(batch))
 
 
 def open_saved_run(
@@ -108,8 +192,6 @@ def open_saved_run(
 
     UsageError for a device that is not here; see `acm.load` for other errors.
     """
-    from acm_compiler.checkpoint import load
-    from acm_compiler.training.machine import find_device
 
     asked = None if device is None else find_device(device, where="--device")
     recipe, given = _recipe(directory), given or Given()
@@ -130,64 +212,11 @@ def open_saved_run(
     )
 
 
-def read_budgets(directory: Path, text: str) -> list[float]:
-    """The `checked_budgets` as shares of learner MACs."""
-    from acm_compiler.checkpoint import saved_conversion
-    from acm_compiler.runtime.budgets import parse_budget
-
-    asked = checked_budgets(directory, text)
-    plan = saved_conversion(directory).plan
-    return [parse_budget(budget, plan) for budget in asked]
-
-
-def checked_budgets(directory: Path, text: str) -> list[float | str]:
-    """The budgets in `text`, by commas and as `acm.set_budget` takes them.
-
-    UsageError and BudgetUnreachable for those that the model saved in `directory` cannot be set to; it is not loaded.
-    """
-    from acm_compiler.checkpoint import saved_conversion
-    from acm_compiler.runtime.budgets import setting_of
-
-    asked = parse_budgets(text)
-    _check_folder(directory)
-    owner = saved_conversion(directory)
-    for budget in asked:
-        setting_of(owner, budget)
-    return asked
-
-
-def parse_budgets(text: str) -> list[float | str]:
-    """Budgets by commas: shares, or texts as `acm.set_budget` takes them."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
-        raise UsageError("no budgets given", where="--budgets", found=repr(text), expected="such as .25,60%,11GMACs")
-    return [_number(part) for part in parts]
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _check_folder(directory: Path) -> None:
-    if not directory.is_dir():
-        raise UsageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")
-
-
 def _recipe(directory: Path) -> Recipe | None:
-    from acm_compiler.recipe import load_recipe
 
-    _check_folder(directory)
+    check_folder(directory)
     file = directory / "recipe.yaml"
     return load_recipe(file) if file.is_file() else None
-
-
-def _sections(recipe: Recipe | None, given: Given) -> tuple[TaskConfig | None, DataConfig | None]:
-    """The task, and the data to evaluate on: given, else the recipe's."""
-    data = recipe.data.eval if recipe is not None and recipe.data is not None else None
-    return given.task or (recipe.task if recipe else None), given.data or data
 
 
 def _refuse_code(directory: Path, recipe: Recipe, given: Given) -> None:
@@ -207,8 +236,6 @@ def _refuse_code(directory: Path, recipe: Recipe, given: Given) -> None:
 
 def _dense(recipe: Recipe | None, given: Given, allow_code: bool) -> tuple[nn.Module | None, str]:
     """The model before conversion, with its weights; None and the reason where it is not to be had."""
-    from acm_compiler.recipe import expand_paths
-    from acm_compiler.sources import build
 
     if given.base is not None:
         return build(given.base).model, ""
@@ -224,6 +251,5 @@ def _dense(recipe: Recipe | None, given: Given, allow_code: bool) -> tuple[nn.Mo
 
 def _kept_dense(model: nn.Module) -> bool:
     """Whether loading found the dense model to be the one that was converted."""
-    from acm_compiler.passes.rewrite.conversion import sites
 
     return all(acm.dense is not None for acm in sites(model).values())

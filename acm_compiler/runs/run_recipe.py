@@ -14,9 +14,9 @@ from torch import nn
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options
 from acm_compiler.checkpoint import save
-from acm_compiler.data import Batch, BatchStream, left_out, open_dataset
+from acm_compiler.data import BatchStream
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
+from acm_compiler.evaluation.evaluate import with_progress
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.files import dump
 from acm_compiler.inputs import call_model
@@ -39,6 +39,7 @@ from acm_compiler.runs.folder import (
     still_to_come,
     subject_of,
 )
+from acm_compiler.runs.recipe_run import OpenedRecipe
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
@@ -46,7 +47,7 @@ from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undis
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources import build
 from acm_compiler.sources.hf_inputs import processor_files
-from acm_compiler.tasks import Task, open_task
+from acm_compiler.tasks import Task
 from acm_compiler.tasks.dense_metric import base_metric, refuse_unexpected
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
@@ -124,13 +125,15 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     return built.model, model
 
 
-class Workshop:
-    """What a recipe's phases and its evaluation need: task, data, and the calls between them."""
+class Workshop(OpenedRecipe):
+    """What a recipe's phases and its evaluation need beside task and data: the calls between them."""
+
+    recipe: Recipe
 
     def __init__(self, recipe: Recipe, machine: Machine, say: Say) -> None:
-        self.recipe, self.machine, self.say = recipe, machine, say
+        super().__init__(recipe)
+        self.machine, self.say = machine, say
         self.model: nn.Module | None = None
-        self._opened: dict[str, Any] = {}
 
     @property
     def data(self) -> DataSection:
@@ -142,13 +145,11 @@ class Workshop:
     @functools.cached_property
     def task(self) -> Task:
         """The recipe's task, for the dense model once there is one. UsageError when it has none."""
-        if self.recipe.task is None:
-            raise UsageError("phases and evaluation need a task", where=self.recipe.name, fix="write a `task:` section")
-        return open_task(self.recipe.task, self._dataset(self.data.train), self.model)
+        return self.open_task(self.data.train, self.model)
 
     def open(self) -> None:
         """Open the data, so that what is wrong with it is said before the training and not after it."""
-        train, held_out = self._dataset(self.data.train), self._dataset(self.data.eval)
+        train, held_out = self.dataset(self.data.train), self.dataset(self.data.eval)
         ours, theirs = getattr(train, "classes", None), getattr(held_out, "classes", None)
         if ours is not None and theirs is not None and list(ours) != list(theirs):
             raise DataError(
@@ -163,7 +164,7 @@ class Workshop:
         wanted = self.recipe.expect
         if wanted is None:
             return
-        batches = with_progress(self._first(self.data.eval, wanted.examples), "dense model")
+        batches = with_progress(self.first(self.data.eval, wanted.examples, self.machine.device), "dense model")
         found = base_metric(dense.to(self.machine.device), batches, self.task)
         where = str(self.recipe.origin.document.place_of_value(("expect",)))
         refuse_unexpected(found, wanted, metric=self.task.metric, where=where)
@@ -173,7 +174,7 @@ class Workshop:
         """What the schedule is run with."""
         stream = functools.partial(
             BatchStream,
-            dataset=self._dataset(self.data.train),
+            dataset=self.dataset(self.data.train),
             shuffle=True,
             drop_last=True,
             workers=self.recipe.run.workers,
@@ -187,16 +188,16 @@ class Workshop:
             teacher=self.model,
             decisions=decisions(self.recipe),
             resume_command=options.resume_command,
-            measure=self.measure,
+            measure=self.measure_budgets,
             calibrate=self.calibrate,
             evaluate=self.watch,
             say=self.say,
             on_phase_end=lambda _, phase, seconds: self.say(f"phase {phase.phase} done in {duration(seconds)}"),
         )
 
-    def measure(self, model: nn.Module) -> None:
+    def measure_budgets(self, model: nn.Module) -> None:
         """Find the knob of every budget on plain training examples, and set the recipe's own budget."""
-        batches = list(self._first(_plain(self.data.train), _MEASURED_EXAMPLES))
+        batches = list(self.first(_plain(self.data.train), _MEASURED_EXAMPLES, self.machine.device))
         examples = [(self.task.inputs(batch), self.task.mask(batch)) for batch in batches]
         with Progress("budgets", say=self.say, shown=self.machine.is_main) as work:
             table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, progress=work)
@@ -213,7 +214,7 @@ class Workshop:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""
         scores, units, shares = [], [], []
         with undisturbed(model):
-            for batch in self._first(self.data.eval, _WATCHED_EXAMPLES):
+            for batch in self.first(self.data.eval, _WATCHED_EXAMPLES, self.machine.device):
                 with batch_context(model, mask=self.task.mask(batch)), record(model, macs=False) as usage:
                     scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))
                 units.append(self.task.units(batch).to(self.machine.device))
@@ -225,29 +226,11 @@ class Workshop:
 
     def judge(self, model: nn.Module, dense: nn.Module) -> Evaluation:
         """The finished model at every budget of the recipe, beside the dense one and beside every fixed k."""
-        run = self.recipe.run
-        stream = BatchStream(dataset=self._dataset(self.data.eval), batch=run.eval_batch, workers=run.workers)
-        budgets = reachable(model, self.recipe.budgets.report, say=self.say)
-        settings: list[Setting] = [*budgets, *every_k(model)]
-        batches = with_progress(stream.epoch(), "evaluate", total=len(stream), say=self.say)
-        began = monotonic()
-        found = evaluate(model, batches, self.task, budgets=settings, dense=dense.to(self.machine.device))
-        settings_run = f"{len(budgets)} budgets, at {len(found.fixed)} fixed k, and dense"
-        self.say(f"evaluate: {found.n:,} examples at {settings_run}, {duration(monotonic() - began)}")
-        return replace(found, left_out=left_out(stream.dataset))
-
-    def _first(self, config: DataConfig, count: int) -> Iterator[Batch]:
-        """The first examples of a data set, on the run's device."""
-        run = self.recipe.run
-        stream = BatchStream(dataset=self._dataset(config), batch=run.eval_batch, seed=run.seed, shuffle=True)
-        for batch in first_examples(stream.epoch(), count):
-            yield {name: value.to(self.machine.device) for name, value in batch.items()}
-
-    def _dataset(self, config: DataConfig) -> Any:
-        key = config.model_dump_json()
-        if key not in self._opened:
-            self._opened[key] = open_dataset(config, image_size=self.recipe.image_size(config))
-        return self._opened[key]
+        began, on = monotonic(), dense.to(self.machine.device)
+        found = self.measure(model, on, self.task, say=self.say, note=self.say, workers=self.run.workers)
+        settings = f"{len(found.budgets)} budgets, at {len(found.fixed)} fixed k, and dense"
+        self.say(f"evaluate: {found.n:,} examples at {settings}, {duration(monotonic() - began)}")
+        return found
 
 
 def _difference(found: Sequence[str], expected: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ from acm_compiler.reporting.figures import LIGHT, key_of_k, load_scale
 from acm_compiler.reporting.load_pictures import load_colours, picture_png
 from acm_compiler.reporting.site_table import shared_start
 from acm_compiler.reporting.write import write_report
-from acm_compiler.runs.recipe_run import read_budgets
+from acm_compiler.runs.given import read_budgets
 from acm_compiler.runs.run_recipe import convert
 from acm_compiler.runtime.budgets import parse_budget
 from acm_compiler.runtime.control import FixedK

@@ -22,7 +22,7 @@ from acm_compiler.evaluation import evaluate
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
-from acm_compiler.runs import run_recipe
+from acm_compiler.runs import recipe_run, run_recipe
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import Workshop, convert
 from acm_compiler.tasks.dense_metric import base_metric
@@ -289,7 +289,7 @@ def test_evaluations_run_as_many_examples_at_once_as_the_recipe_says(folder, mon
             sizes.append(len(next(iter(batch.values()))))
             yield batch
 
-    for place in (evaluate, run_recipe):
+    for place in (evaluate, recipe_run, run_recipe):
         monkeypatch.setattr(place, "with_progress", watch)
     assert rewrite(folder, "--set", "run.eval_batch=3").exit_code == 0
     first = sizes.copy()

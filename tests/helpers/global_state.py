@@ -13,8 +13,8 @@ import torch
 
 # get_hash() of an unchanged one costs nothing
 _CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
-# what libraries set in passing, and pytest itself
-_OTHERS_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KINETO_")
+_VARIABLE = "the variable "
+# of libraries, which add to sys.path in passing
 _OTHERS_FOLDERS = ("site-packages", "huggingface")
 
 
@@ -41,16 +41,18 @@ def global_state() -> dict[str, object]:
         "sys.path": tuple(p for p in sys.path if not any(part in p for part in _OTHERS_FOLDERS)),
     }
     state |= {f"signal {number}": signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    variables = (name for name in os.environ if not name.startswith(_OTHERS_VARIABLES))
-    state |= {f"the variable {name}": os.environ[name] for name in variables}
+    state |= {f"{_VARIABLE}{name}": said for name, said in os.environ.items() if not name.startswith("PYTEST_")}
     return state | {name: sys.modules[name].get_hash() for name in _CONFIGS if name in sys.modules}
 
 
 def left_behind(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    """What differs, as lines; a config that was not yet loaded before counts as unchanged."""
-    names = sorted(name for name in before | after if before.get(name) != after.get(name))
+    """What differs, as lines; configs and variables of libraries that were first loaded in between do not count."""
     return [
         f"{name}: {before.get(name)!r}, then {after.get(name)!r}"
-        for name in names
-        if name not in _CONFIGS or name in before
+        for name in sorted(before | after)
+        if before.get(name) != after.get(name) and (name in before or not _of_library(name))
     ]
+
+
+def _of_library(name: str) -> bool:
+    return name in _CONFIGS or (name.startswith(_VARIABLE) and not name.startswith(f"{_VARIABLE}ACM_"))

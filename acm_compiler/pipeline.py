@@ -1,4 +1,4 @@
-"""The compiler on one page: analyze a model, decide, and report the costs."""
+"""The compiler on one page: load, survey, plan, check, rewrite."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
@@ -14,9 +15,12 @@ from acm_compiler.evaluation.advice import Advice, advise
 from acm_compiler.files import dump
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.find.skips import kept_dense
+from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.passes.survey import Findings, analyze
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import notes_on, plan_sites
+from acm_compiler.progress import Say
 from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.compatibility import fitting_classes
 from acm_compiler.recipe.document import KeyPath
@@ -102,8 +106,30 @@ def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[Bu
 
 
 def _decide_and_advise(built: BuiltModel, rules: Sequence[SiteRule], gate: GateConfig) -> tuple[Plan, list[Advice]]:
-    found = analyze(built.model, example_of(built), source=built.record)
+    found = _survey(built)
     return decide(found, rules, gate), advise(found, rules, gate)
+
+
+def _survey(built: BuiltModel) -> Findings:
+    return analyze(built.model, example_of(built), source=built.record)
+
+
+def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
+    """load -> survey -> plan -> check -> rewrite: the dense model and its rewritten copy.
+
+    `say` is given the cost report. Raises as `check_recipe`.
+    """
+    torch.manual_seed(recipe.run.seed)
+    built = build(recipe.model, device="cpu", example=recipe.input)
+    found = _survey(built)
+    made = decide(found, recipe.sites, recipe.gate)
+    say(str(made))
+    for name in check_recipe(recipe, built.model, made):
+        built.model.get_parameter(name).requires_grad_(False)
+    model = rewrite(built.model, made)
+    conversion(model).default_budget = recipe.budgets.train
+    dump("30_rewritten.txt", lambda: str(model))
+    return built.model, model
 
 
 def refuse(made: Plan, budgets: Iterable[tuple[str | None, float | str]]) -> None:
@@ -123,15 +149,16 @@ def refuse(made: Plan, budgets: Iterable[tuple[str | None, float | str]]) -> Non
             raise unreachable(budget, made, low=low, where=where)
 
 
-def check_recipe(recipe: Recipe, model: nn.Module, made: Plan) -> None:
+def check_recipe(recipe: Recipe, model: nn.Module, made: Plan) -> list[str]:
     """Refuse what a run of the recipe could not carry out on its model, weights or not, and its plan, before it begins.
 
-    What needs the data is not looked at. Raises as `refuse`, `check_schedule`, `frozen_parameters` and `check_call`,
-    and UsageError for a task that does not fit the model.
+    What needs the data is not looked at. Returns the parameters that the recipe keeps out of every training.
+    Raises as `refuse`, `check_schedule` and `check_call`, SelectionError for patterns of no parameter, and UsageError
+    for a task that does not fit the model.
     """
     refuse(made, named_budgets(recipe))
     check_schedule(recipe.schedule, made.sites)
-    frozen_parameters(recipe, model)
+    frozen = _frozen_parameters(recipe, model)
     for section in (recipe.task, *((recipe.data.train, recipe.data.eval) if recipe.data else ())):
         for name in (getattr(section, "kind", ""), getattr(section, "rows", "")):
             if name.startswith(PREFIX):
@@ -139,10 +166,10 @@ def check_recipe(recipe: Recipe, model: nn.Module, made: Plan) -> None:
     if recipe.task is not None and recipe.data is not None and not isinstance(recipe.task, PythonTask):
         fit = " or ".join(fitting_classes(recipe.task.kind, recipe.data.train))
         refuse_other_head(recipe.task.kind, model, auto_class=fit)
+    return frozen
 
 
-def frozen_parameters(recipe: Recipe, model: nn.Module) -> list[str]:
-    """The parameters of `model` that the recipe keeps out of every training. SelectionError for patterns of none."""
+def _frozen_parameters(recipe: Recipe, model: nn.Module) -> list[str]:
     names = [name for name, _ in model.named_parameters()]
     frozen = []
     for i, pattern in enumerate(recipe.model.freeze):

@@ -18,12 +18,9 @@ from acm_compiler.data import BatchStream
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.evaluate import with_progress
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
-from acm_compiler.files import dump
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
-from acm_compiler.passes.rewrite.rewrite import rewrite
-from acm_compiler.passes.survey import analyze
-from acm_compiler.pipeline import check_recipe, decide, example_of, frozen_parameters
+from acm_compiler.pipeline import convert
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
@@ -45,7 +42,6 @@ from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
 from acm_compiler.runtime.usage import record
-from acm_compiler.sources import build
 from acm_compiler.sources.hf_inputs import processor_files
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.dense_metric import base_metric, refuse_unexpected
@@ -108,21 +104,6 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
     else:
         discard_state(options.directory)
     return judged(evaluation, options)
-
-
-def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
-    """load -> plan -> rewrite: the dense model and its rewritten copy; `say` is given the cost report."""
-    torch.manual_seed(recipe.run.seed)
-    built = build(recipe.model, device="cpu", example=recipe.input)
-    plan = decide(analyze(built.model, example_of(built), source=built.record), recipe.sites, recipe.gate)
-    say(str(plan))
-    check_recipe(recipe, built.model, plan)
-    for name in frozen_parameters(recipe, built.model):
-        built.model.get_parameter(name).requires_grad_(False)
-    model = rewrite(built.model, plan)
-    conversion(model).default_budget = recipe.budgets.train
-    dump("30_rewritten.txt", lambda: str(model))
-    return built.model, model
 
 
 class Workshop(OpenedRecipe):

@@ -21,18 +21,18 @@ def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, m
     sliced = [site.name for site in sites if site.is_sliced and site.state == "learners"]
     for index, phase in enumerate(schedule):
         where = f"schedule[{index}], {phase.phase}"
-        if phase.closed_form:
-            for site in sites:
-                check_closed_form(site)
-            sliced = [site.name for site in sites if _may_be_sliced(site)]
-        elif phase.imitates:
+        if phase.imitates:
             _refuse_slices(sites, sliced, where)
-        elif not fitted:
+        elif not phase.closed_form and not fitted:
             raise _unfitted(sites, where)
         elif phase.teaches_gates and sliced:
             raise _gates_of_slices(sliced, where)
         elif phase.needs_budgets and not measured:
             raise _unmeasured(where)
+        elif phase.closed_form:
+            for site in sites:
+                check_closed_form(site)
+            sliced = [site.name for site in sites if _may_be_sliced(site)]
         fitted = True
         measured = measured or not phase.imitates
 

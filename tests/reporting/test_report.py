@@ -23,6 +23,7 @@ from acm_compiler.evaluation.load_maps import find_load_maps, spread
 from acm_compiler.evaluation.results import Evaluation, Interval, MetricResult, joined, load_evaluation
 from acm_compiler.evaluation.table import evaluation_table
 from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.pipeline import convert
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
 from acm_compiler.reporting.charts import cost_chart, k_chart
@@ -32,7 +33,6 @@ from acm_compiler.reporting.load_pictures import load_colours, picture_png
 from acm_compiler.reporting.site_table import shared_start
 from acm_compiler.reporting.write import write_report
 from acm_compiler.runs.given import read_budgets
-from acm_compiler.runs.run_recipe import convert
 from acm_compiler.runtime.budgets import parse_budget
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.runtime.measure_budgets import measure_budgets

@@ -20,11 +20,12 @@ from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import RunInterrupted
 from acm_compiler.evaluation import evaluate
 from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.pipeline import convert
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.runs import recipe_run, run_recipe
 from acm_compiler.runs.folder import RunOptions
-from acm_compiler.runs.run_recipe import Workshop, convert
+from acm_compiler.runs.run_recipe import Workshop
 from acm_compiler.tasks.dense_metric import base_metric
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule

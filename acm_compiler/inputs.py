@@ -1,9 +1,10 @@
-"""How a model's inputs are written down: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
+"""How a model is called: its inputs (a tensor, a tuple of arguments, a mapping of keyword arguments) and its mode."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -75,3 +76,15 @@ def by_name(
         else:
             named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return rest, named
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Inside, the model is in train or eval mode; every module's own mode comes back."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -9,7 +9,7 @@ import datetime
 import logging
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,7 +21,7 @@ from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.evaluation.statistics import Sample, against_fixed
 from acm_compiler.evaluation.tally import Tally
-from acm_compiler.inputs import call_model
+from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say
@@ -78,7 +78,7 @@ def evaluate(
     )
     if fixed_k or (fixed_k is None and budgets is None):
         settings += every_k(model)
-    with undisturbed(model), _evaluating(dense):
+    with undisturbed(model), nullcontext() if dense is None else in_mode(dense, training=False):
         # a budget that cannot be set is refused before any data is read
         plan = conversion(model).plan
         distinct = _distinct(settings, plan)
@@ -279,20 +279,6 @@ def _dense_regions(model: nn.Module) -> Iterator[None]:
 
 def _ignore(acm: nn.Module, x: Tensor, output: Tensor) -> None:
     pass
-
-
-@contextmanager
-def _evaluating(dense: nn.Module | None) -> Iterator[None]:
-    """The dense model in eval mode, if there is one; its modes come back at the end."""
-    modules: list[Any] = [] if dense is None else list(dense.modules())
-    training = [module.training for module in modules]
-    try:
-        if dense is not None:
-            dense.eval()
-        yield
-    finally:
-        for module, was_training in zip(modules, training, strict=True):
-            module.training = was_training
 
 
 def _size(batch: Batch) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.errors import DataError, TrainingFailed
-from acm_compiler.inputs import Inputs, call_model
+from acm_compiler.inputs import Inputs, call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Conversion, conversion, sites
 from acm_compiler.progress import Progress
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -204,16 +204,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients; the mode, the choices, the budget and the cap set come back at the end."""
     owner = conversion(model)
     budget, cap = owner.budget, owner.cap
-    training = {module: module.training for module in model.modules()}
     choices = {acm: acm.run_time() for acm in sites(model).values()}
     try:
-        with torch.no_grad():
-            model.eval()
+        with torch.no_grad(), in_mode(model, training=False):
             yield
     finally:
         owner.budget, owner.cap = budget, cap
-        for module, was_training in training.items():
-            module.training = was_training
         for acm, values in choices.items():
             acm.set_run_time(values)
 

@@ -21,8 +21,8 @@ from acm_compiler.inputs import Inputs
 class Task:
     """Turns a batch of B examples into a model's inputs, and the model's output into a loss and a metric.
 
-    The first six are every task's own; the rest has these defaults, which `as_task` also gives to objects of other
-    classes. Nothing here keeps state: every method is a function of its arguments.
+    Metric, loss, score and answer are every task's own; the rest has these defaults, which `as_task` also gives to
+    objects of other classes. Nothing here keeps state: every method is a function of its arguments.
     """
 
     @property
@@ -31,12 +31,13 @@ class Task:
         raise NotImplementedError
 
     def inputs(self, batch: Batch) -> Inputs:
-        """The arguments of the model's call."""
-        raise NotImplementedError
+        """The arguments of the model's call: the picture, or else all tensors of the batch that are for the model."""
+        return batch["image"] if "image" in batch else named_inputs(batch)
 
     def mask(self, batch: Batch) -> Tensor | None:
-        """bool [B, S], True at real tokens, False at padding; None: all tokens count."""
-        raise NotImplementedError
+        """bool [B, S], False at padding: the batch's `attention_mask`; None where all tokens count."""
+        mask = batch.get("attention_mask")
+        return None if mask is None else mask.bool()
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """The loss of the model's output, a scalar: the mean over the batch."""
@@ -161,12 +162,6 @@ def distance(task: Task, answer: Tensor, wanted: Tensor) -> Tensor:
 
 
 _NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "foreground", "teacher"})
-
-
-def padding_mask(batch: Batch) -> Tensor | None:
-    """The batch's `attention_mask` as bool [B, S], False at padding; None where it has none."""
-    mask = batch.get("attention_mask")
-    return None if mask is None else mask.bool()
 
 
 def named_inputs(batch: Batch) -> Batch:

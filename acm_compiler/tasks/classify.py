@@ -12,9 +12,8 @@ from torch import Tensor
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.compatibility import fitting_classes
-from acm_compiler.tasks.base import Likeness, Task, agreement, named_inputs, padding_mask
+from acm_compiler.tasks.base import Likeness, Task, agreement
 
 _IGNORED = -100  # torch's own label of an example that counts nowhere
 
@@ -34,16 +33,6 @@ class Classify(Task):
     metric: ClassVar[str] = "accuracy"
     is_share: ClassVar[bool] = True
     answers_logits: ClassVar[bool] = True
-
-    def inputs(self, batch: Batch) -> Inputs:
-        """The picture, or else all tensors of the batch, by name, that are not about the answer."""
-        if "image" in batch:
-            return batch["image"]
-        return named_inputs(batch)
-
-    def mask(self, batch: Batch) -> Tensor | None:
-        """The batch's `attention_mask` as bool [B, S]; None for pictures."""
-        return padding_mask(batch)
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """Mean cross entropy of the examples whose label is not -100, in fp32 at least; 0 without any.

@@ -9,25 +9,19 @@ from torch import nn
 
 from acm_compiler.data import Batch
 from acm_compiler.errors import UnexpectedMetric
-from acm_compiler.inputs import call_model
+from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.tasks import Task
 
 
 def base_metric(model: nn.Module, batches: Iterable[Batch], task: Task) -> float:
     """The task's metric of a model without ACMs, over examples on its device; in eval mode, without gradients."""
-    training = {module: module.training for module in model.modules()}
     scores, units = [], []
-    try:
-        with torch.no_grad():
-            model.eval()
-            for batch in batches:
-                output = call_model(model, task.inputs(batch))
-                scores.append(task.score(output, task.remember(output, batch)).cpu())
-                units.append(task.units(batch).cpu())
-    finally:
-        for module, was_training in training.items():
-            module.training = was_training
+    with torch.no_grad(), in_mode(model, training=False):
+        for batch in batches:
+            output = call_model(model, task.inputs(batch))
+            scores.append(task.score(output, task.remember(output, batch)).cpu())
+            units.append(task.units(batch).cpu())
     return task.value(torch.cat(scores), torch.cat(units))
 
 

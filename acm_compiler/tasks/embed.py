@@ -12,7 +12,7 @@ from torch import Tensor
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
-from acm_compiler.tasks.base import Likeness, Task, named_inputs, padding_mask, pairwise_spearman
+from acm_compiler.tasks.base import Likeness, Task, named_inputs, pairwise_spearman
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,6 @@ class Embed(Task):
     def inputs(self, batch: Batch) -> Inputs:
         """All tensors of the batch, by name, that the model takes."""
         return named_inputs(batch)
-
-    def mask(self, batch: Batch) -> Tensor | None:
-        """The batch's `attention_mask` as bool [B, S]."""
-        return padding_mask(batch)
 
     def remember(self, output: Any, batch: Batch) -> Batch:
         """The batch with the dense model's vectors, from its `output`."""

@@ -20,7 +20,7 @@ from acm_compiler.data.draws import uniform
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.tasks import MaskedLMTask
-from acm_compiler.tasks.base import Task, named_inputs, padding_mask
+from acm_compiler.tasks.base import Task, named_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,6 @@ class LanguageModel(Task, ABC):
     @abstractmethod
     def guessed(self, batch: Batch) -> Tensor:
         """bool [B, S - ahead]: at which tokens a guess counts."""
-
-    def mask(self, batch: Batch) -> Tensor | None:
-        """The batch's `attention_mask` as bool [B, S]."""
-        return padding_mask(batch)
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """Mean cross entropy over all guessed tokens, in nats and fp32."""

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
-from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.sections import task_section
-from acm_compiler.tasks.base import Task, named_inputs, names_share, padding_mask
+from acm_compiler.tasks.base import Task, names_share
 from acm_compiler.tasks.open_task import open_task
 from acm_compiler.tasks.users_task import NEEDED, as_task, missing_parts
 
@@ -32,14 +31,6 @@ class OwnMetric(Task):
     def is_share(self) -> bool:
         """As its name says: for an accuracy or an error rate."""
         return names_share(self.metric)
-
-    def inputs(self, batch: Batch) -> Inputs:
-        """The picture or single tensor of the batch, or else all its tensors by name but for the labels."""
-        return batch["image"] if "image" in batch else named_inputs(batch)
-
-    def mask(self, batch: Batch) -> Tensor | None:
-        """The batch's `attention_mask` as bool [B, S], None where it has none."""
-        return padding_mask(batch)
 
     def score(self, output: Any, batch: Batch) -> Tensor:
         """The function's scores as fp32 [B]. UsageError where there is not one per example."""

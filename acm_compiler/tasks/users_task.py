@@ -11,6 +11,7 @@ from acm_compiler.tasks.base import Task, names_share
 from acm_compiler.user_code import is_users, users_code
 
 NEEDED = ("metric", "inputs", "mask", "score", "answer")
+_OWN = ("metric", "loss", "score", "answer")
 
 
 def as_task(given: Any, name: str | None = None) -> Task:
@@ -22,10 +23,10 @@ def as_task(given: Any, name: str | None = None) -> Task:
 
 
 def missing_parts(given: Any, needed: Iterable[str]) -> list[str]:
-    """The parts of a task that an object lacks; a class of `Task` lacks what it has not written itself."""
-    left_out = [part for part in needed if not hasattr(type(given), part) and not hasattr(given, part)]
-    inherited = [part for part in needed if getattr(type(given), part, None) is getattr(Task, part)]
-    return [part for part in needed if part in left_out or part in inherited]
+    """The parts of a task that an object lacks; a subclass of `Task` has its inputs and its mask."""
+    if isinstance(given, Task):
+        return [part for part in needed if part in _OWN and getattr(type(given), part) is getattr(Task, part)]
+    return [part for part in needed if not hasattr(given, part)]
 
 
 class UsersTask(Task):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
-from acm_compiler.inputs import call_model
+from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -28,7 +28,7 @@ from acm_compiler.tasks.base import distance
 from acm_compiler.training.job import Job
 from acm_compiler.training.loss_terms import take_choices
 from acm_compiler.training.machine import Machine
-from acm_compiler.training.phase import Backward, Figures, Group, free_gate, in_mode, unique
+from acm_compiler.training.phase import Backward, Figures, Group, free_gate, unique
 
 _TERMS = ("loss", "task", "budget", "entropy", "diversity")
 

@@ -97,18 +97,6 @@ def only_training(model: nn.Module, group: Sequence[nn.Parameter]) -> Iterator[N
             parameter.grad = None
 
 
-@contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Inside, the model is in train or eval mode; every module's own mode comes back."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        model.train(training)
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
 def free_gate(acm: ACM) -> None:
     """Let the gate decide over all its k with the knob at 0, as the paper trains it; an older budget table is void."""
     owner = conversion_of(acm)

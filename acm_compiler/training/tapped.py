@@ -25,13 +25,13 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.reference import Weights, hidden, prefix_output
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
-from acm_compiler.inputs import call_model
+from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe.phases import TrainedPhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
-from acm_compiler.training.phase import Backward, Figures, Group, in_mode, unique
+from acm_compiler.training.phase import Backward, Figures, Group, unique
 
 _LOG = logging.getLogger(__name__)
 # site -> its figures as `SiteObjective.loss` gives them, summed over a step

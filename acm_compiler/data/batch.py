@@ -5,7 +5,8 @@ A batch is a dict of tensors with the examples along axis 0: `image` [B, C, H, W
 data set knows about its examples (`foreground`, `source`).
 
 A data set is any map-style `torch.utils.data.Dataset` whose items are such dicts without the batch axis, or pairs
-(image, label). An item may be None: an example that turned out to be of no use. Optional attributes, by name:
+(image, label). An item may be None: an example that turned out to be of no use. Optional attributes, by name (the
+first are read by `data/facts`):
 
 - `classes`: the names of the classes, in the order of the labels;
 - `rate`: samples per second of its `input_values`; `pieces(ids)`: the text of each token of its `input_ids`;

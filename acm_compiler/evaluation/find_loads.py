@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.data import Batch
+from acm_compiler.data.facts import Facts
 from acm_compiler.evaluation.load_maps import LoadMaps, find_load_maps, spread
 from acm_compiler.evaluation.loads import ClipLoads, TextLoads, find_clip_loads, find_text_loads
 from acm_compiler.evaluation.results import Evaluation
@@ -40,8 +41,8 @@ def find_loads(
         return Loads(missing="no budget below 1 was measured")
     batch = draw()
     if "input_values" in batch:
-        return Loads(clips=find_clip_loads(model, batch, task, budgets, rate=getattr(dataset, "rate", None)))
+        return Loads(clips=find_clip_loads(model, batch, task, budgets, rate=Facts.of(dataset).rate))
     if "input_ids" in batch:
-        return Loads(texts=find_text_loads(model, batch, task, budgets, pieces=getattr(dataset, "pieces", None)))
+        return Loads(texts=find_text_loads(model, batch, task, budgets, pieces=Facts.of(dataset).pieces))
     maps = find_load_maps(model, batch, task, budgets)
     return Loads(maps=maps, missing="" if maps is not None else _NO_PLACES)

@@ -15,6 +15,7 @@ from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options
 from acm_compiler.checkpoint import save
 from acm_compiler.data import BatchStream
+from acm_compiler.data.facts import Facts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.evaluate import with_progress
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
@@ -131,7 +132,7 @@ class Workshop(OpenedRecipe):
     def open(self) -> None:
         """Open the data, so that what is wrong with it is said before the training and not after it."""
         train, held_out = self.dataset(self.data.train), self.dataset(self.data.eval)
-        ours, theirs = getattr(train, "classes", None), getattr(held_out, "classes", None)
+        ours, theirs = Facts.of(train).classes, Facts.of(held_out).classes
         if ours is not None and theirs is not None and list(ours) != list(theirs):
             raise DataError(
                 "the classes of data.eval are not those of data.train",

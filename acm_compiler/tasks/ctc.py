@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.data.batch import Batch
+from acm_compiler.data.facts import Facts
 from acm_compiler.errors import DataError, PackageMissing, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.tasks.base import Task
@@ -143,7 +144,7 @@ def _transcripts(batch: Batch) -> Tensor:
 
 def open_ctc(dataset: Any, model: nn.Module | None, *, unit: Unit = "word") -> Ctc:
     """The task for this data set's vocabulary and this model's way of making frames. DataError, UsageError."""
-    vocabulary = getattr(dataset, "vocabulary", None)
+    vocabulary = Facts.of(dataset).vocabulary
     if not vocabulary:
         raise DataError("the data set has no vocabulary", where="task ctc", expected="`vocabulary`, the text of labels")
     frames = getattr(model, "_get_feat_extract_output_lengths", None)

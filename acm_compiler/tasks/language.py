@@ -17,6 +17,7 @@ from torch import Tensor
 from acm_compiler.calibration.damage import root_probabilities
 from acm_compiler.data.batch import Batch
 from acm_compiler.data.draws import uniform
+from acm_compiler.data.facts import Facts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.tasks import MaskedLMTask
@@ -130,14 +131,14 @@ class MaskedLM(LanguageModel):
 
 def open_masked_lm(config: MaskedLMTask, dataset: Any) -> MaskedLM:
     """The task for a data set that knows the token which hides others. DataError for one that does not."""
-    mask_id = getattr(dataset, "mask_id", None)
-    if mask_id is None:
+    facts = Facts.of(dataset)
+    if facts.mask_id is None:
         raise DataError(
             "the data set's tokenizer has no token that hides others",
             where="task masked_lm",
             expected="`mask_id` of the data set, from a tokenizer with [MASK] or <mask>",
         )
-    return MaskedLM(share=config.share, seed=config.seed, mask_id=mask_id, marks=frozenset(dataset.marks))
+    return MaskedLM(share=config.share, seed=config.seed, mask_id=facts.mask_id, marks=frozenset(facts.marks))
 
 
 def token_logits(output: Any, *, task: str, auto_class: str) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
+from acm_compiler.data.facts import Facts
 from acm_compiler.errors import UsageError
 from acm_compiler.recipe.compatibility import TEXTS, fitting_classes
 from acm_compiler.recipe.tasks import (
@@ -38,7 +39,7 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn
     if model is not None and not isinstance(config, PythonTask):
         refuse_other_head(config.kind, model, auto_class=auto_class)
     if isinstance(config, ClassifyTask):
-        classes = getattr(dataset, "classes", None)
+        classes = Facts.of(dataset).classes
         count = len(classes) if classes else None
         name = "the data set" if dataset is None else type(dataset).__name__
         return Classify(label_smoothing=config.label_smoothing, classes=count, auto_class=auto_class, data=name)
@@ -56,7 +57,7 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn
 
 def _auto_class(config: TaskConfig, dataset: Any) -> str:
     """The transformers class that builds a model for this task on this data."""
-    if isinstance(config, ClassifyTask) and hasattr(dataset, "pieces"):
+    if isinstance(config, ClassifyTask) and Facts.of(dataset).pieces is not None:
         return TEXTS
     return " or ".join(fitting_classes(config.kind))
 

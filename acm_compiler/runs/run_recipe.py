@@ -82,7 +82,8 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
     if recipe.data and recipe.task:
         workshop.open()
     dense, model = convert(recipe, say)
-    workshop.model = dense
+    if recipe.data and recipe.task:
+        workshop.take(dense)
     if not (options.resume and has_state(options.directory)):
         workshop.expect(dense)
     done = 0
@@ -130,7 +131,7 @@ class Workshop(OpenedRecipe):
         return self.open_task(self.data.train, self.model)
 
     def open(self) -> None:
-        """Open the data, so that what is wrong with it is said before the training and not after it."""
+        """Open the data and read an example, so that what is wrong is said before the training and not after it."""
         train, held_out = self.dataset(self.data.train), self.dataset(self.data.eval)
         ours, theirs = Facts.of(train).classes, Facts.of(held_out).classes
         if ours is not None and theirs is not None and list(ours) != list(theirs):
@@ -140,6 +141,18 @@ class Workshop(OpenedRecipe):
                 found=_difference(theirs, ours) or "another order",
                 fix="give both the same class folders",
             )
+        for phase in self.recipe.schedule:
+            self._stream(batch=phase.batch, world=self.machine.world)
+        for config in (self.data.train, self.data.eval):
+            next(self.first(config, 1, self.machine.device))
+
+    def take(self, dense: nn.Module) -> None:
+        """Open the task for the dense model, and make inputs and a mask of one example for it."""
+        self.model = dense
+        for config in (self.data.train, self.data.eval):
+            batch = next(self.first(config, 1, self.machine.device))
+            self.task.inputs(batch)
+            self.task.mask(batch)
 
     def expect(self, dense: nn.Module) -> None:
         """Refuse a dense model that is not what the recipe expects, if it does. UnexpectedMetric."""
@@ -154,16 +167,9 @@ class Workshop(OpenedRecipe):
 
     def job(self, options: RunOptions) -> Job:
         """What the schedule is run with."""
-        stream = functools.partial(
-            BatchStream,
-            dataset=self.dataset(self.data.train),
-            shuffle=True,
-            drop_last=True,
-            workers=self.recipe.run.workers,
-        )
         return Job(
             task=self.task,
-            data=stream,
+            data=self._stream,
             run=self.recipe.run,
             directory=options.directory,
             budget=self.recipe.budgets.train,
@@ -213,6 +219,11 @@ class Workshop(OpenedRecipe):
         settings = f"{len(found.budgets)} budgets, at {len(found.fixed)} fixed k, and dense"
         self.say(f"evaluate: {found.n:,} examples at {settings}, {duration(monotonic() - began)}")
         return found
+
+    def _stream(self, **sizes: int) -> BatchStream:
+        """Training batches. DataError or UsageError where the data set or the processes cannot fill them."""
+        workers, train = self.run.workers, self.dataset(self.data.train)
+        return BatchStream(dataset=train, shuffle=True, drop_last=True, workers=workers, **sizes)
 
 
 def _difference(found: Sequence[str], expected: Sequence[str]) -> str:

@@ -79,3 +79,15 @@ def pictures(broken: bool = False) -> nn.Module:
 def failing() -> nn.Module:
     """A builder that does not work."""
     raise RuntimeError("nothing here")
+
+
+class BrokenTokens(Tokens):
+    """Examples that cannot be read."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        raise OSError("the disk is gone")
+
+
+def broken_data() -> Dataset:
+    """A data set whose examples cannot be read."""
+    return BrokenTokens(8)

@@ -220,6 +220,12 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would(name, words, folder):
             ("--set", "task={kind: 'python:tests.helpers.tour_model:data', args: {foo: 1}}"),
             "does not take the recipe's args (found got an unexpected keyword argument 'foo'",
         ),
+        (("--set", "data.train.root=/nowhere"), "/nowhere"),
+        (("--set", "schedule[0].batch=64"), "does not fill one batch (found 12 examples, expected at least 64)"),
+        (
+            ("--set", "data.eval={kind: 'python:tests.helpers.tour_model:broken_data'}"),
+            "the data set raised OSError: the disk is gone",
+        ),
         (("--set", "model.args={foo: 1}"), "cannot be called with the recipe's args"),
         (("--set", "model.name=tests.helpers.tour_model:failing"), "the function raised RuntimeError: nothing here"),
     ],

@@ -76,6 +76,11 @@ class TrainedPhase(PhaseSection):
             raise PydanticCustomError("acm", "lr_min is above lr", {"key": "lr_min"})
         return self
 
+    @property
+    def loaded_batch(self) -> int:
+        """Examples loaded at once: one of the parts that a batch is cut into."""
+        return self.batch // self.accumulate
+
 
 class DistillPhase(TrainedPhase):
     """Every ACM imitates the part of the network it replaces, alone and in parallel, at every k."""
@@ -186,6 +191,11 @@ class CalibratePhase(PhaseSection):
     """Real tokens that every site is fitted on."""
     batch: Count = 64
     """Examples per forward."""
+
+    @property
+    def loaded_batch(self) -> int:
+        """Examples loaded at once."""
+        return self.batch
 
 
 Phase = Annotated[

@@ -142,7 +142,7 @@ class Workshop(OpenedRecipe):
                 fix="give both the same class folders",
             )
         for phase in self.recipe.schedule:
-            self._stream(batch=phase.batch, world=self.machine.world)
+            self._stream(batch=phase.loaded_batch, world=self.machine.world)
         for config in (self.data.train, self.data.eval):
             next(self.first(config, 1, self.machine.device))
 

@@ -97,7 +97,7 @@ def _train(
     """One phase with everything that belongs to its end; `follows` is the next one of this run."""
     job, machine = run.job, run.machine
     phase = make_phase(run.model, config, job, machine)
-    parts = _open_data(run, config.batch // config.accumulate, index)
+    parts = _open_data(run, config.loaded_batch, index)
     loop = PhaseLoop(run, phase, config, batches=parts, index=index)
     loop.train(snapshot)
     phase.complete()
@@ -136,7 +136,7 @@ def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
     seed_generators(job.run.seed, index)
 
     def examples() -> Iterator[Example]:
-        for cpu_batch in _open_data(run, config.batch, index).epoch():
+        for cpu_batch in _open_data(run, config.loaded_batch, index).epoch():
             batch = {name: value.to(device) for name, value in cpu_batch.items()}
             yield job.task.inputs(batch), job.task.mask(batch)
 

@@ -24,6 +24,8 @@ def as_task(given: Any, name: str | None = None) -> Task:
 
 def missing_parts(given: Any, needed: Iterable[str]) -> list[str]:
     """The parts of a task that an object lacks; a subclass of `Task` has its inputs and its mask."""
+    if isinstance(given, UsersTask):
+        return missing_parts(given._given, needed)
     if isinstance(given, Task):
         return [part for part in needed if part in _OWN and getattr(type(given), part) is getattr(Task, part)]
     return [part for part in needed if not hasattr(given, part)]

@@ -35,7 +35,7 @@ from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import Recipe, SiteRule
 from acm_compiler.runs.folder import RunOptions
-from acm_compiler.runs.run_recipe import Workshop
+from acm_compiler.runs.run_recipe import RecipeRun
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.tasks.embed import Embed
 from acm_compiler.training.machine import open_machine
@@ -94,18 +94,18 @@ def recipe_for(name: str, options: argparse.Namespace, **rule: Any) -> Recipe:
 def measure_texts(options: argparse.Namespace) -> list[dict[str, Any]]:
     """MiniLM calibrated, at every budget."""
     recipe = recipe_for("minilm_embed", options)
-    dense, model, workshop, seconds = calibrated(recipe, options)
+    dense, model, run, seconds = calibrated(recipe, options)
     row = facts(model, options) | {"seconds": round(seconds), "method": label(options)}
-    return [row | {"results": judge_texts(model, dense, workshop, budgets=TEXT_BUDGETS, static=True)}]
+    return [row | {"results": judge_texts(model, dense, run, budgets=TEXT_BUDGETS, static=True)}]
 
 
-def calibrated(recipe: Recipe, options: argparse.Namespace) -> tuple[nn.Module, nn.Module, Workshop, float]:
+def calibrated(recipe: Recipe, options: argparse.Namespace) -> tuple[nn.Module, nn.Module, RecipeRun, float]:
     """The dense model, the converted one, what judges them, and the calibration's CPU seconds, all threads together."""
     dense, model = convert(recipe, quiet)
-    workshop = Workshop(recipe, open_machine("fp32", "cpu"), quiet)
+    run = RecipeRun(recipe, open_machine("fp32", "cpu"), quiet)
     start = time.process_time()
-    run_schedule(model, recipe.schedule, workshop.job(RunOptions(directory=options.out / "run")))
-    return dense, model, workshop, time.process_time() - start
+    run_schedule(model, recipe.schedule, run.job(RunOptions(directory=options.out / "run")))
+    return dense, model, run, time.process_time() - start
 
 
 def quiet(text: str) -> None:
@@ -113,10 +113,10 @@ def quiet(text: str) -> None:
 
 
 def judge_texts(
-    model: nn.Module, dense: nn.Module, workshop: Workshop, *, budgets: Sequence[float], static: bool
+    model: nn.Module, dense: nn.Module, run: RecipeRun, *, budgets: Sequence[float], static: bool
 ) -> list[dict[str, Any]]:
     """Cosine and Spearman at every budget and, with `static`, every k."""
-    dataset = workshop.dataset(workshop.data.eval)
+    dataset = run.dataset(run.data.eval)
     settings: list[float | FixedK] = [*budgets, *(every_k(model) if static else ())]
     # texts of one length share a batch: nothing is spent on padding
     by_length = sorted((dataset[i] for i in range(len(dataset))), key=lambda example: len(example["input_ids"]))
@@ -153,15 +153,15 @@ def pairwise_spearman(found_ED: Tensor, wanted_ED: Tensor) -> float:
 
 def measure_controls(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """MiniLM at static k: learners that no closed form made, the quickest first."""
-    controls: dict[str, Callable[[nn.Module, Workshop], None]] = {"in the given order": given_order}
+    controls: dict[str, Callable[[nn.Module, RecipeRun], None]] = {"in the given order": given_order}
     if options.sites == "mlp":
         controls["by magnitude"] = by_magnitude
     for method, prepare in controls.items():
         recipe = recipe_for("minilm_embed", options)
         dense, model = convert(recipe, quiet)
-        workshop = Workshop(recipe, open_machine("fp32", "cpu"), quiet)
-        prepare(model, workshop)
-        results = judge_texts(model, dense, workshop, budgets=(), static=True)
+        run = RecipeRun(recipe, open_machine("fp32", "cpu"), quiet)
+        prepare(model, run)
+        results = judge_texts(model, dense, run, budgets=(), static=True)
         yield facts(model, options) | {"method": f"{options.sites}, {method}", "results": results, "seconds": 0}
     yield distilled(options)
 
@@ -170,14 +170,14 @@ def distilled(options: argparse.Namespace) -> dict[str, Any]:
     """Random learners after some steps of distillation at every site."""
     recipe = recipe_for("minilm_embed", options, init="random")
     phase = DistillPhase(phase="distill", steps=STEPS, batch=BATCH)
-    dense, model, workshop, seconds = calibrated(recipe.model_copy(update={"schedule": (phase,)}), options)
-    results = judge_texts(model, dense, workshop, budgets=(), static=True)
+    dense, model, run, seconds = calibrated(recipe.model_copy(update={"schedule": (phase,)}), options)
+    results = judge_texts(model, dense, run, budgets=(), static=True)
     method = f"{options.sites}, random start, {STEPS} distillation steps"
     return facts(model, options) | {"method": method, "results": results, "seconds": round(seconds)}
 
 
 @torch.no_grad()
-def given_order(model: nn.Module, workshop: Workshop) -> None:
+def given_order(model: nn.Module, run: RecipeRun) -> None:
     """MLPs cut as they are; projections by the plain SVD of their weight."""
     for acm in sites(model).values():
         if acm.learners.form == "linear":
@@ -197,7 +197,7 @@ def plain_svd(acm: ACM) -> None:
 
 
 @torch.no_grad()
-def by_magnitude(model: nn.Module, workshop: Workshop) -> None:
+def by_magnitude(model: nn.Module, run: RecipeRun) -> None:
     """MLPs cut in the order of |w_in| |w_out| of their neurons."""
     for acm in sites(model).values():
         learners = acm.learners
@@ -212,12 +212,12 @@ def by_magnitude(model: nn.Module, workshop: Workshop) -> None:
 def measure_digits(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The demo's ViT on all of its held-out canvases: every budget, and every token the same k as its control."""
     recipe = digits_recipe(options)
-    dense, model, workshop, seconds = calibrated(recipe, options)
+    dense, model, run, seconds = calibrated(recipe, options)
     row = facts(model, options) | {"seconds": round(seconds), "method": label(options)}
-    stream = BatchStream(dataset=workshop.dataset(workshop.data.eval), batch=300)
+    stream = BatchStream(dataset=run.dataset(run.data.eval), batch=300)
     lowest = conversion(model).table_min
     budgets = [budget for budget in recipe.budgets.report if budget >= lowest]
-    found = evaluate(model, stream.epoch(), workshop.task, budgets=[*budgets, *every_k(model)], dense=dense)
+    found = evaluate(model, stream.epoch(), run.task, budgets=[*budgets, *every_k(model)], dense=dense)
     results = [dataclasses.asdict(result) for result in (*found.budgets, *found.fixed)]
     examples = {"dense": found.metric.dense, "examples": found.n, "sources": found.groups}
     return [row | examples | {"results": results}]

@@ -79,7 +79,7 @@ def run_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
 
 
 def is_freezing() -> bool:
-    """Whether a graph is being made whose parameters and buffers Inductor will make constants of (its freezing)."""
+    """True while a graph is made whose parameters and buffers Inductor will make constants of (its freezing)."""
     return torch.compiler.is_compiling() and not torch.is_grad_enabled() and _inductor_freezes()
 
 

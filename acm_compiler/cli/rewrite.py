@@ -30,7 +30,7 @@ def rewrite(
     recipe: Annotated[str, typer.Option("--recipe", metavar="R", help="A YAML file, or the name of a shipped recipe.")],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the result goes; unset: runs/NAME.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Stop after the plan and a look at the data; needs no weights.")
+        bool, typer.Option("--dry-run", help="Stop before the first phase, with all checks made.")
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an unfinished run in the folder; leave a finished one.")
@@ -74,25 +74,26 @@ def rewrite(
 
 
 def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
-    """The plan, and whether it can become what the recipe asks for, in the folder that is meant."""
+    """The run up to its first phase; with variables unset, only what the plan and the folder can tell."""
+    from acm_compiler.passes.rewrite.conversion import conversion
     from acm_compiler.pipeline import check_recipe, plan_recipe
     from acm_compiler.recipe import expand_paths, how_to_set, unset_variables
     from acm_compiler.runs.folder import is_finished
-    from acm_compiler.runs.run_recipe import Workshop
+    from acm_compiler.runs.run_recipe import RecipeRun
     from acm_compiler.training.machine import open_machine
     from acm_compiler.training.schedule import check_phase
 
     check_phase(options.until, recipe.schedule)
     machine = open_machine(recipe.run.precision, recipe.run.device)
-    unset = unset_variables(recipe)
-    built, made, _ = plan_recipe(recipe)
-    output.say(str(made))
-    check_recipe(recipe, built.model, made)
-    is_finished(recipe if unset else expand_paths(recipe), options)
-    if recipe.data and recipe.task and not unset:
-        workshop = Workshop(expand_paths(recipe), machine, output.progress)
-        workshop.open()
-        workshop.take(built.model)
+    if unset := unset_variables(recipe):
+        built, made, _ = plan_recipe(recipe)
+        output.say(str(made))
+        check_recipe(recipe, built.model, made)
+    else:
+        recipe = expand_paths(recipe)
+        _, model = RecipeRun(recipe, machine, output.progress).prepare(options, report=output.say)
+        made = conversion(model).plan
+    is_finished(recipe, options)
     for note in [*map(str, unset), *([how_to_set(recipe)] if unset else [])]:
         output.note(note)
     output.document({"plan": made.as_json()})

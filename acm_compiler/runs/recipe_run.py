@@ -192,7 +192,6 @@ def open_saved_run(
 
     UsageError for a device that is not here; see `acm.load` for other errors.
     """
-
     asked = None if device is None else find_device(device, where="--device")
     recipe, given = _recipe(directory), given or Given()
     place = asked or find_device(recipe.run.device if recipe else "auto")
@@ -213,7 +212,6 @@ def open_saved_run(
 
 
 def _recipe(directory: Path) -> Recipe | None:
-
     check_folder(directory)
     file = directory / "recipe.yaml"
     return load_recipe(file) if file.is_file() else None
@@ -236,7 +234,6 @@ def _refuse_code(directory: Path, recipe: Recipe, given: Given) -> None:
 
 def _dense(recipe: Recipe | None, given: Given, allow_code: bool) -> tuple[nn.Module | None, str]:
     """The model before conversion, with its weights; None and the reason where it is not to be had."""
-
     if given.base is not None:
         return build(given.base).model, ""
     if recipe is None:
@@ -251,5 +248,4 @@ def _dense(recipe: Recipe | None, given: Given, allow_code: bool) -> tuple[nn.Mo
 
 def _kept_dense(model: nn.Module) -> bool:
     """Whether loading found the dense model to be the one that was converted."""
-
     return all(acm.dense is not None for acm in sites(model).values())

@@ -78,21 +78,15 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
         say(before)
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
-    workshop = Workshop(recipe, machine, say)
-    if recipe.data and recipe.task:
-        workshop.open()
-    dense, model = convert(recipe, say)
-    if recipe.data and recipe.task:
-        workshop.take(dense)
-    if not (options.resume and has_state(options.directory)):
-        workshop.expect(dense)
+    run = RecipeRun(recipe, machine, say)
+    dense, model = run.prepare(options, report=say)
     done = 0
     if recipe.schedule:
-        done = run_schedule(model, recipe.schedule, workshop.job(options), resume=options.resume, until=options.until)
+        done = run_schedule(model, recipe.schedule, run.job(options), resume=options.resume, until=options.until)
     if not machine.is_main:
         return None
     with in_words(options):
-        evaluation = workshop.judge(model, dense) if recipe.data and recipe.task else None
+        evaluation = run.judge(model, dense) if recipe.data and recipe.task else None
     if evaluation is not None:
         _note_budgets(model, evaluation)
     save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe), **processor_files(recipe.model)})
@@ -108,7 +102,7 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
     return judged(evaluation, options)
 
 
-class Workshop(OpenedRecipe):
+class RecipeRun(OpenedRecipe):
     """What a recipe's phases and its evaluation need beside task and data: the calls between them."""
 
     recipe: Recipe
@@ -130,8 +124,23 @@ class Workshop(OpenedRecipe):
         """The recipe's task, for the dense model once there is one. UsageError when it has none."""
         return self.open_task(self.data.train, self.model)
 
-    def open(self) -> None:
-        """Open the data and read an example, so that what is wrong is said before the training and not after it."""
+    def prepare(self, options: RunOptions, *, report: Say) -> tuple[nn.Module, nn.Module]:
+        """All that comes before the first phase: the dense model and its rewritten copy; `report` is given the plan.
+
+        What is wrong with data, task, model or weights is refused here, before any training. A dry run ends here.
+        """
+        complete = self.recipe.data is not None and self.recipe.task is not None
+        if complete:
+            self._check_data()
+        self.model, model = convert(self.recipe, report)
+        if complete:
+            self._check_inputs()
+        if not (options.resume and has_state(options.directory)):
+            self._expect(self.model)
+        return self.model, model
+
+    def _check_data(self) -> None:
+        """Open the data sets, see that they fill the phases' batches, and read an example of each."""
         train, held_out = self.dataset(self.data.train), self.dataset(self.data.eval)
         ours, theirs = Facts.of(train).classes, Facts.of(held_out).classes
         if ours is not None and theirs is not None and list(ours) != list(theirs):
@@ -146,15 +155,14 @@ class Workshop(OpenedRecipe):
         for config in (self.data.train, self.data.eval):
             next(self.first(config, 1, self.machine.device))
 
-    def take(self, dense: nn.Module) -> None:
-        """Open the task for the dense model, and make inputs and a mask of one example for it."""
-        self.model = dense
+    def _check_inputs(self) -> None:
+        """Open the task, and make the model's inputs and mask of one example of each data set."""
         for config in (self.data.train, self.data.eval):
             batch = next(self.first(config, 1, self.machine.device))
             self.task.inputs(batch)
             self.task.mask(batch)
 
-    def expect(self, dense: nn.Module) -> None:
+    def _expect(self, dense: nn.Module) -> None:
         """Refuse a dense model that is not what the recipe expects, if it does. UnexpectedMetric."""
         wanted = self.recipe.expect
         if wanted is None:

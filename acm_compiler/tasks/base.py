@@ -101,7 +101,7 @@ class Task:
 
 
 def names_share(metric: str) -> bool:
-    """Whether a metric of which only the name is known is a share: an accuracy, an error rate."""
+    """True for the name of a metric that is a share: an accuracy, an error rate."""
     return metric.endswith(("accuracy", "error rate"))
 
 

@@ -24,7 +24,7 @@ class OwnMetric(Task):
     """What measuring asks of a `Task`: `function(output, batch)` gives one score per example, [B]."""
 
     function: Score
-    metric: str = field()
+    metric: str = field()  # without it the property of `Task` would be the default
     lower_is_better: bool = False
 
     @property

@@ -254,6 +254,5 @@ class Teacher:
         """The batch with what the task remembers of the original's output, and its answer where that is wanted."""
         with in_mode(self.model, training=False), self.machine.autocast():
             output = call_model(self.model, self.task.inputs(batch))
-        return self.task.remember(output, batch), self.task.answer(
-            output, self.task.mask(batch)
-        ) if self.wanted else None
+        answer = self.task.answer(output, self.task.mask(batch)) if self.wanted else None
+        return self.task.remember(output, batch), answer

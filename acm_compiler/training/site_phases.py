@@ -35,8 +35,13 @@ def distill_phase(model: nn.Module, config: DistillPhase, job: Job, machine: Mac
 def gate_phase(model: nn.Module, config: GatePhase, job: Job, machine: Machine) -> TappedPhase:
     """The gate phase of one model. SitesNotFitted."""
     refuse_unfitted(model, "a gate phase")
-    plan, noise = conversion(model).plan, {"rank": machine.rank, "world": machine.world}
-    objective = GateLabels(labels=config.labels, temperature=config.temperature, plan=plan, **noise)
+    objective = GateLabels(
+        labels=config.labels,
+        temperature=config.temperature,
+        plan=conversion(model).plan,
+        rank=machine.rank,
+        world=machine.world,
+    )
     return TappedPhase(model, objective, job.task, machine, batch=config.batch)
 
 

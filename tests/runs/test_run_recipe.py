@@ -20,12 +20,11 @@ from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import RunInterrupted
 from acm_compiler.evaluation import evaluate
 from acm_compiler.passes.rewrite.conversion import sites
-from acm_compiler.pipeline import convert
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.runs import recipe_run, run_recipe
 from acm_compiler.runs.folder import RunOptions
-from acm_compiler.runs.run_recipe import Workshop
+from acm_compiler.runs.run_recipe import RecipeRun
 from acm_compiler.tasks.dense_metric import base_metric
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
@@ -70,21 +69,22 @@ def test_the_papers_recipe_lowers_its_losses_and_trains_its_groups_on_stand_in_p
     )  # a gigabyte each time; tests/training/test_resume.py has it
     small = ["model.weights=null", "model.args.num_classes=3", "model.args.image_size=32", "input.image=[3, 32, 32]"]
     quick = [f"schedule[{i}].{key}" for i in range(3) for key in ("epochs=null", "steps=4", "batch=8")]
-    recipe = expand_paths(load_recipe("vit_b16_imagenet", [*small, *quick, "run.precision=fp32", "run.workers=0"]))
+    recipe = expand_paths(
+        load_recipe("vit_b16_imagenet", [*small, *quick, "expect=null", "run.precision=fp32", "run.workers=0"])
+    )
     said: list[str] = []
-    workshop = Workshop(recipe, open_machine(recipe.run.precision, "cpu"), said.append)
-    workshop.open()
-    _, model = convert(recipe, said.append)
+    run = RecipeRun(recipe, open_machine(recipe.run.precision, "cpu"), said.append)
+    options = RunOptions(directory=tmp_path / "out")
+    _, model = run.prepare(options, report=said.append)
     assert len(sites(model)) == 60 and "4 x 768" in said[0]
     parts, groups, losses = [parts_of(model)], [], []
 
     def note(model, phase, seconds) -> None:
         groups.append(changed(parts.pop(), model))
         parts.append(parts_of(model))
-        losses.append(task_loss(model, workshop))
+        losses.append(task_loss(model, run))
 
-    job = workshop.job(RunOptions(directory=tmp_path / "out"))
-    job = dataclasses.replace(job, on_phase_end=note, evaluate=None, measure=None)
+    job = dataclasses.replace(run.job(options), on_phase_end=note, evaluate=None, measure=None)
     run_schedule(model, recipe.schedule, job)
     assert groups == [{"learners"}, {"gate"}, {"learners", "gate", "rest"}]
     assert all(acm.state == "learners" for acm in sites(model).values())
@@ -96,12 +96,12 @@ def test_the_papers_recipe_lowers_its_losses_and_trains_its_groups_on_stand_in_p
     assert losses[2] < losses[1]
 
 
-def task_loss(model, workshop) -> float:
+def task_loss(model, run) -> float:
     """The task's loss on all held-out stand-in pictures."""
-    held_out = open_dataset(workshop.data.eval, image_size=(32, 32))
+    held_out = open_dataset(run.data.eval, image_size=(32, 32))
     (batch,) = BatchStream(dataset=held_out, batch=len(held_out)).epoch()
     with torch.no_grad():
-        return float(workshop.task.loss(model.eval()(batch["image"]), batch))
+        return float(run.task.loss(model.eval()(batch["image"]), batch))
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_an_unfinished_run_is_not_thrown_away(folder):
 
 def test_a_run_that_is_stopped_while_it_is_evaluated_goes_on_from_there(folder, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(Workshop, "judge", lambda *_: signal.default_int_handler(signal.SIGINT, None))
+        patched.setattr(RecipeRun, "judge", lambda *_: signal.default_int_handler(signal.SIGINT, None))
         stopped = rewrite(folder)
     assert stopped.exit_code == 130 and "stopped while evaluating, with all phases done and saved" in stopped.stderr
     command = stopped.stderr.partition("continue: acmc ")[2].strip()
@@ -226,6 +226,8 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would(name, words, folder):
             ("--set", "data.eval={kind: 'python:tests.helpers.tour_model:broken_data'}"),
             "the data set raised OSError: the disk is gone",
         ),
+        (("--set", "model.weights=nowhere.safetensors"), "nowhere.safetensors: no such weights file"),
+        (("--set", "expect={at_least: 0.99, examples: 5}"), "does not reach the accuracy that the recipe expects"),
         (("--set", "model.args={foo: 1}"), "cannot be called with the recipe's args"),
         (("--set", "model.name=tests.helpers.tour_model:failing"), "the function raised RuntimeError: nothing here"),
     ],
@@ -233,7 +235,7 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would(name, words, folder):
 def test_a_dry_run_refuses_what_the_run_refuses(change, words, folder):
     for options in ([], ["--dry-run"]):
         refused = rewrite(folder, *change, *options)
-        assert refused.exit_code in (1, 2) and words in said_by(refused)
+        assert refused.exit_code in (1, 2, 5) and words in said_by(refused)
         assert "Traceback" not in said_by(refused) and not (folder / "out/metrics.jsonl").exists()
 
 
@@ -478,12 +480,11 @@ def test_a_base_model_that_is_as_expected_is_converted(folder):
 
 def test_the_expected_metric_is_the_dense_models_own(folder):
     recipe = expand_paths(load_recipe(folder / "folder.yaml"))
-    workshop = Workshop(recipe, open_machine("fp32", "cpu"), lambda text: None)
-    dense, model = convert(recipe, lambda text: None)
-    workshop.model = dense
+    run = RecipeRun(recipe, open_machine("fp32", "cpu"), lambda text: None)
+    dense, model = run.prepare(RunOptions(directory=folder / "out"), report=lambda text: None)
     batches = list(BatchStream(dataset=open_dataset(recipe.data.eval, image_size=(16, 16)), batch=5).epoch())
-    evaluation = workshop.judge(model, dense)
-    assert base_metric(dense.train(), batches, workshop.task) == pytest.approx(evaluation.metric.dense)
+    evaluation = run.judge(model, dense)
+    assert base_metric(dense.train(), batches, run.task) == pytest.approx(evaluation.metric.dense)
     assert dense.training and dense.conv_proj.training
     text = recipe_hash(recipe), recipe_hash(recipe.model_copy(update={"expect": ExpectConfig(at_least=0.5)}))
     assert text[0] == text[1]  # it changes nothing in what is made

@@ -18,25 +18,30 @@ from acm_compiler import env as _env
 
 if TYPE_CHECKING:
     from acm_compiler import errors as errors
-    from acm_compiler.backend.explanation import explain
-    from acm_compiler.calibration.calibrate import calibrate
-    from acm_compiler.calibration.recalibrate import recalibrate, sensitivity
-    from acm_compiler.checkpoint.load import load
-    from acm_compiler.checkpoint.save import save
-    from acm_compiler.errors import AcmError
-    from acm_compiler.evaluation.evaluate import evaluate
-    from acm_compiler.passes.rewrite.conversion import sites
-    from acm_compiler.passes.rewrite.revert import finalize, revert
-    from acm_compiler.passes.rewrite.rewrite import rewrite
-    from acm_compiler.pipeline import plan
-    from acm_compiler.planning.plan import Plan
-    from acm_compiler.recipe.schema import GateConfig, SiteRule
-    from acm_compiler.reporting.draw import report
-    from acm_compiler.runtime.batch_context import batch
-    from acm_compiler.runtime.control import relax, set_budget, set_k
-    from acm_compiler.runtime.site_status import status
-    from acm_compiler.runtime.usage import record
-    from acm_compiler.training.loss_terms import losses
+    from acm_compiler.backend.explanation import explain as explain
+    from acm_compiler.calibration.calibrate import calibrate as calibrate
+    from acm_compiler.calibration.recalibrate import recalibrate as recalibrate
+    from acm_compiler.calibration.recalibrate import sensitivity as sensitivity
+    from acm_compiler.checkpoint.load import load as load
+    from acm_compiler.checkpoint.save import save as save
+    from acm_compiler.errors import AcmError as AcmError
+    from acm_compiler.evaluation.evaluate import evaluate as evaluate
+    from acm_compiler.passes.rewrite.conversion import sites as sites
+    from acm_compiler.passes.rewrite.revert import finalize as finalize
+    from acm_compiler.passes.rewrite.revert import revert as revert
+    from acm_compiler.passes.rewrite.rewrite import rewrite as rewrite
+    from acm_compiler.pipeline import plan as plan
+    from acm_compiler.planning.plan import Plan as Plan
+    from acm_compiler.recipe.schema import GateConfig as GateConfig
+    from acm_compiler.recipe.schema import SiteRule as SiteRule
+    from acm_compiler.reporting.write import report as report
+    from acm_compiler.runtime.batch_context import batch as batch
+    from acm_compiler.runtime.control import relax as relax
+    from acm_compiler.runtime.control import set_budget as set_budget
+    from acm_compiler.runtime.control import set_k as set_k
+    from acm_compiler.runtime.site_status import status as status
+    from acm_compiler.runtime.usage import record as record
+    from acm_compiler.training.loss_terms import losses as losses
 
 __version__ = "0.1.0"
 
@@ -56,7 +61,7 @@ _HOMES = {
     "recalibrate": "calibration.recalibrate",
     "record": "runtime.usage",
     "relax": "runtime.control",
-    "report": "reporting.draw",
+    "report": "reporting.write",
     "revert": "passes.rewrite.revert",
     "rewrite": "passes.rewrite.rewrite",
     "save": "checkpoint.save",
@@ -67,32 +72,7 @@ _HOMES = {
     "status": "runtime.site_status",
 }
 
-__all__ = [
-    "AcmError",
-    "GateConfig",
-    "Plan",
-    "SiteRule",
-    "batch",
-    "calibrate",
-    "evaluate",
-    "explain",
-    "finalize",
-    "load",
-    "losses",
-    "plan",
-    "recalibrate",
-    "record",
-    "relax",
-    "report",
-    "revert",
-    "rewrite",
-    "save",
-    "sensitivity",
-    "set_budget",
-    "set_k",
-    "sites",
-    "status",
-]
+__all__ = list(_HOMES)
 
 
 if not TYPE_CHECKING:  # else a type checker would know every name, misspelt ones too, as Any

@@ -183,6 +183,12 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3, least: float = 0
     return difflib.get_close_matches(name, list(known), n=count, cutoff=least)
 
 
+def a_few_of(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def did_you_mean(name: str, known: Iterable[str], *, count: int = 1) -> str:
     """` (did you mean 'epochs'?)`, or an empty string when nothing is alike."""
     names = nearest(name, known, count=count)

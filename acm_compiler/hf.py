@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 from acm_compiler.checkpoint import load
-from acm_compiler.checkpoint.hf_files import MODEL_TYPE
+from acm_compiler.checkpoint.hf_files import MODEL_TYPE, auto_classes
 from acm_compiler.errors import ModelSourceError, UsageError
 from acm_compiler.recipe.models import AUTO_CLASSES
 
@@ -67,23 +67,13 @@ class AcmLoader:
     def _of_class(cls, model: Any, folder: str | os.PathLike[str]) -> Any:
         """The model, or its body where that is what this auto class builds."""
         for part in (model, model.base_model):
-            if cls.auto_class in _auto_classes(part):
+            if cls.auto_class in auto_classes(part):
                 return part
         raise ModelSourceError(
             f"{cls.auto_class} builds no {type(model).__name__}, which was saved",
             where=str(folder),
-            expected=", ".join(_auto_classes(model)),
+            expected=", ".join(auto_classes(model)),
         )
-
-
-def _auto_classes(model: Any) -> list[str]:
-    """The auto classes that build models of this very class."""
-    names = []
-    for name in AUTO_CLASSES:
-        known = getattr(transformers, name)._model_mapping.get(type(model.config), ())
-        if type(model) in (known if isinstance(known, (tuple, list)) else (known,)):
-            names.append(name)
-    return names
 
 
 def _changed(config: Any, folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -19,21 +19,20 @@ from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.passes.survey import Findings, analyze
 from acm_compiler.planning.plan import Plan
-from acm_compiler.planning.planner import notes_on, plan_sites
+from acm_compiler.planning.planner import choose_rules, notes_on, plan_sites
 from acm_compiler.progress import Say
 from acm_compiler.recipe import expand_paths
-from acm_compiler.recipe.compatibility import fitting_classes
 from acm_compiler.recipe.document import KeyPath
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
-from acm_compiler.recipe.tasks import PythonTask
+from acm_compiler.recipe.tasks import PythonTask, fitting_classes
 from acm_compiler.runtime.budgets import share_within, unreachable
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
 from acm_compiler.sources.python_function import PREFIX, check_call
 from acm_compiler.tasks.open_task import refuse_other_head
-from acm_compiler.training.check_schedule import check_schedule
+from acm_compiler.training.schedule import check_schedule
 
 Rule = SiteRule | Mapping[str, Any]
 
@@ -74,17 +73,17 @@ def plan(
 
 def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> Plan:
     """findings -> plan, by the rules."""
-    chosen = plan_sites(found.sites, rules, gate)
-    names = {site.name for site in chosen}
+    chosen = choose_rules(found.sites, rules)
+    planned = plan_sites(found.sites, chosen, gate)
     left = [
-        Skip(name=s.name, reason="not selected", macs=0, source=s.source) for s in found.sites if s.name not in names
+        Skip(name=s.name, reason="not selected", macs=0, source=s.source) for s in found.sites if s.name not in chosen
     ]
     made = Plan(
         model=found.model,
-        sites=chosen,
+        sites=planned,
         skipped=(*found.skipped, *left),
-        kept=tuple(kept_dense(found.flow, chosen, found.skipped)),
-        notes=notes_on(found.sites, rules, chosen),
+        kept=tuple(kept_dense(found.flow, planned, found.skipped)),
+        notes=notes_on(planned, chosen),
     )
     dump("20_plan.json", made.to_json)
     return made
@@ -107,7 +106,8 @@ def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[Bu
 
 def _decide_and_advise(built: BuiltModel, rules: Sequence[SiteRule], gate: GateConfig) -> tuple[Plan, list[Advice]]:
     found = _survey(built)
-    return decide(found, rules, gate), advise(found, rules, gate)
+    made = decide(found, rules, gate)
+    return made, advise(found, made, rules, gate)
 
 
 def _survey(built: BuiltModel) -> Findings:

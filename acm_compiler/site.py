@@ -127,6 +127,11 @@ class Site:
     unpaired: str = ""
     source: str | None = None
 
+    @property
+    def refs(self) -> tuple[LinearRef, ...]:
+        """All its linears: those that read its input, then an MLP's second layer."""
+        return self.first if self.last is None else (*self.first, self.last)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:

@@ -34,8 +34,7 @@ from acm_compiler.evaluation.results import BudgetResult, Interval
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.runtime.control import FixedK
-from acm_compiler.shipped import docs as docs_model
-from acm_compiler.shipped.docs import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
+from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.shipped.open_weights import load_shipped
 from acm_compiler.tasks.language import CausalLM
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
@@ -127,7 +126,7 @@ def decoder(options: argparse.Namespace) -> tuple[nn.Module, Path]:
     if options.model in BUILDERS:
         return trained(options), TOKENIZER
     if options.model == "llama_docs":
-        return docs_model.load_weights(docs_model.build_model()).eval(), TOKENIZER
+        return LLAMA_DOCS.trained(), TOKENIZER
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)

@@ -19,14 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from scipy.stats import spearmanr
-from torch import Tensor, nn
+from torch import nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.data import Batch, BatchStream
+from acm_compiler.data import BatchStream
 from acm_compiler.evaluation.evaluate import evaluate, every_k
 from acm_compiler.files import write_file
 from acm_compiler.passes.rewrite.conversion import conversion, sites
@@ -37,7 +36,6 @@ from acm_compiler.recipe.schema import Recipe, SiteRule
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import RecipeRun
 from acm_compiler.runtime.control import FixedK
-from acm_compiler.tasks.embed import Embed
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 
@@ -121,34 +119,11 @@ def judge_texts(
     # texts of one length share a batch: nothing is spent on padding
     by_length = sorted((dataset[i] for i in range(len(dataset))), key=lambda example: len(example["input_ids"]))
     batches = [dataset.collate(by_length[i : i + 32]) for i in range(0, len(by_length), 32)]
-    task = Remembering()
-    found = evaluate(model, batches, task, budgets=settings, dense=dense)
+    found = evaluate(model, batches, run.task, budgets=settings, dense=dense)
     results = [dataclasses.asdict(result) for result in (*found.budgets, *found.fixed)]
-    wanted, *others = (torch.cat(task.vectors[i :: len(settings) + 1]) for i in range(len(settings) + 1))
-    for result, vectors_ED in zip(results, others, strict=True):
-        result["spearman"] = pairwise_spearman(vectors_ED, wanted)
+    for result in results:
         result.pop("per_site")
     return results
-
-
-class Remembering(Embed):
-    """Keeps the vectors it scores: per batch those of the dense model first, then those of every setting."""
-
-    vectors: ClassVar[list[Tensor]] = []
-
-    def __init__(self) -> None:
-        self.vectors.clear()
-
-    def score(self, output: Any, batch: Batch) -> Tensor:
-        self.vectors.append(self.answer(output, self.mask(batch)))
-        return super().score(output, batch)
-
-
-def pairwise_spearman(found_ED: Tensor, wanted_ED: Tensor) -> float:
-    """Rank correlation of the similarities of all pairs of texts."""
-    rows, columns = torch.triu_indices(len(found_ED), len(found_ED), 1)
-    a, b = ((v @ v.T)[rows, columns].numpy() for v in (found_ED, wanted_ED))
-    return float(spearmanr(a, b).statistic)
 
 
 def measure_controls(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -261,10 +236,9 @@ def table_row(row: dict[str, Any]) -> str:
     for result in row["results"]:
         at = f"k = {result['k']}" if "k" in result else f"{result['asked']:g}"
         text = f"{at}: {result['metric']:.4f} ({result['reached']:.3f})"
-        if "spearman" in result:
-            text += f" ρ {result['spearman']:.3f}"
-        if result.get("likeness") is not None and row.get("dense") is not None:
-            text += f" agreement {result['likeness']:.4f}"
+        if result.get("likeness") is not None:
+            of_texts = row.get("dense") is None
+            text += f" ρ {result['likeness']:.3f}" if of_texts else f" agreement {result['likeness']:.4f}"
         if result.get("foreground"):
             use = result["foreground"]
             text += f" digit/background {use['ratio']:.2f}, in MACs {use['macs']:.2f} (shuffled {use['shuffled']:.3f})"

@@ -5,6 +5,7 @@ One page: options, passes over the ACMs of the graph, which implementation runs 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any, get_origin
@@ -15,6 +16,7 @@ from torch import fx
 from acm_compiler import env
 from acm_compiler.acm import ops
 from acm_compiler.acm.context import keep_graph_order
+from acm_compiler.codegen import cpu
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.files import dump
 from acm_compiler.passes.lower.acm_nodes import learners_nodes
@@ -86,8 +88,6 @@ def _compile(graph_module: fx.GraphModule, example_inputs: list[Any], mode: str 
 
 def _past_dynamo(error: AcmError) -> AcmError:
     """The same error as one that Dynamo passes on as it is, instead of wrapping it; the traceback begins here."""
-    import inspect
-
     from torch._dynamo.exc import ShortenTraceback
 
     kind: Any = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
@@ -116,8 +116,6 @@ def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, .
 
 def choose_implementation(call: Call) -> tuple[str, str | None]:
     """What runs such an ACM, and, when that is the reference, why."""
-    from acm_compiler.codegen import cpu
-
     chosen = env.kernel()
     if chosen == "reference":
         return "reference", f"{env.KERNEL}=reference"
@@ -125,7 +123,7 @@ def choose_implementation(call: Call) -> tuple[str, str | None]:
     if not ops.has_kernels(call.device):
         return "reference", f"no kernels for device {call.device} are loaded"
     if call.device == "cpu":
-        kernel, reason = "cpu", cpu.not_covered(form=call.form, act=call.act, dtype=call.dtype)
+        kernel, reason = "cpu", cpu.not_covered(act=call.act, dtype=call.dtype)
         gate_reason = call.gate and cpu.gate_not_covered((call.dtype, call.gate.dtype))
     else:
         from acm_compiler.codegen import gpu

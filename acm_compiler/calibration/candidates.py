@@ -25,7 +25,7 @@ from acm_compiler.calibration.gates import fit_gates
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.calibration.slices import Fit, fit_slices, proven
 from acm_compiler.passes.rewrite.conversion import sites
-from acm_compiler.planning.cost import macs_per_learner
+from acm_compiler.planning.cost import learner_macs, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime.measure_budgets import Example
 
@@ -172,10 +172,8 @@ def _price(units: Sequence[Unit], budget: float) -> float:
 def _share(units: Sequence[Unit], price: float) -> float:
     """The share of their MACs that all units together spend at this price; at an infinite one, all k_min."""
     parts = [part for unit in units for part in unit]
-    full = sum(part.tokens * macs_per_learner(part.site) * part.site.learners for part in parts)
-    if math.isinf(price):
-        return sum(part.tokens * macs_per_learner(part.site) * part.site.k_min for part in parts) / full
-    return sum(_run(unit, price)[1] for unit in units) / full
+    least, full = learner_macs((part.site, part.tokens * part.site.k_min, part.tokens) for part in parts)
+    return (least if math.isinf(price) else sum(_run(unit, price)[1] for unit in units)) / full
 
 
 def _run(unit: Unit, price: float) -> tuple[float, float]:

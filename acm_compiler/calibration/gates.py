@@ -20,7 +20,7 @@ from acm_compiler.calibration.examples import mask_in
 from acm_compiler.calibration.observe import tapped
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import conversion, sites
-from acm_compiler.planning.cost import macs_per_learner
+from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.measure_budgets import Example, undisturbed
 from acm_compiler.runtime.usage import record
@@ -209,14 +209,13 @@ def _guess_knob(model: nn.Module, scores: Mapping[str, Tensor], share: float, k_
 
 def _share_of(model: nn.Module, scores: Mapping[str, Tensor], knob: float, k_lo: int) -> float:
     plan, acms = conversion(model).plan, sites(model)
-    run = full = 0.0
+    runs = []
     for name, score_TC in scores.items():
         acm, site = acms[name], plan.site(name)
         there = score_TC.device
         utility_TC = utilities(score_TC, torch.tensor(knob, device=there), acm.choice_costs(there), acm.gate.rule)
         lowest = torch.tensor(max(acm.k_min, min(k_lo, acm.count)), device=there)
         k_T = choose_k(utility_TC, lowest, torch.tensor(acm.count, device=there), acm.k_min)
-        weight = macs_per_learner(site) * site.tokens * site.calls
-        run += float(to_float64(k_T).mean()) * weight
-        full += acm.count * weight
+        runs.append((site, float(to_float64(k_T).mean()) * site.runs, site.runs))
+    run, full = learner_macs(runs)
     return run / full

@@ -1,15 +1,26 @@
-"""model.json and budgets.json as `acm.save` writes them; what else they say is refused by its key."""
+"""model.json and budgets.json as `acm.save` writes them, and the choices among them: budget, cap, every site's k.
+
+What else the files say is refused by its key.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
 
+from acm_compiler.acm import ACM
+from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.acm.reference import GateRule
-from acm_compiler.passes.rewrite.conversion import BudgetPoint, EvaluatedBudget
+from acm_compiler.errors import StorageError
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, EvaluatedBudget, conversion, sites
 from acm_compiler.planning.plan import Plan
-from acm_compiler.recipe.checked_json import checked_json, wrong_entry
+from acm_compiler.recipe.messages import checked_json, wrong_entry
+from acm_compiler.runtime.control import PHASES, set_budget
+from acm_compiler.runtime.site_status import status
 from acm_compiler.site import Share, Whole
 
 _FIX = "copy the folder again from where it is whole, or save the model again"
@@ -85,3 +96,45 @@ def check_budgets(text: str, plan: Plan, where: str) -> None:
         if len(phases) != 2:
             expected = "both phases, prefill and decode"
             raise wrong_entry(f"choices.sites.{name}", list(phases), expected, what=what, where=where, fix=_FIX)
+
+
+def collect_choices(model: nn.Module) -> dict[str, Any] | None:
+    """`{"budget", "cap", "sites": {name: {phase: [knob, k_lo, k_hi]}}}`; None where nothing was set: every k is N."""
+    owner, acms = conversion(model), sites(model)
+    if owner.budget is None and all(_runs_all(acm) for acm in acms.values()):
+        return None
+    return {"budget": owner.budget, "cap": owner.cap, "sites": {name: _by_phase(acm) for name, acm in acms.items()}}
+
+
+def restore_choices(model: nn.Module, choices: dict[str, Any] | None, *, where: Path) -> None:
+    """Set again what `collect_choices` gave, else the recipe's own budget, if the model has one."""
+    owner, acms = conversion(model), sites(model)
+    if choices is None:
+        if owner.table is not None and owner.default_budget is not None:
+            set_budget(model, None)
+        return
+    if choices["sites"].keys() != acms.keys():
+        odd = min(choices["sites"].keys() ^ acms.keys())
+        raise StorageError("the choices are of a model with other sites", where=str(where), found=odd)
+    for name, acm in acms.items():
+        for phase in PHASES:
+            knob, k_lo, k_hi = choices["sites"][name][phase]
+            acm.set_choices(knob=knob, k_lo=k_lo, k_hi=k_hi, phase=phase)
+    owner.budget, owner.cap = choices["budget"], choices["cap"]
+
+
+def choices_in_words(model: nn.Module) -> str:
+    """What a loaded model runs until something else is set."""
+    if conversion(model).budget is None and all(_runs_all(acm) for acm in sites(model).values()):
+        return "no budget was set, every token runs all learners"
+    return status(model).choice
+
+
+def _runs_all(acm: ACM) -> bool:
+    return all(acm.written[name] == acm.count for name in RUN_TIME if name.endswith("k_lo"))
+
+
+def _by_phase(acm: ACM) -> dict[str, list[float]]:
+    values = [acm.written[name] for name in RUN_TIME]
+    knobs = torch.tensor([values[0], values[3]], dtype=torch.int32).view(torch.float32).tolist()
+    return dict(zip(PHASES, ([knobs[0], *values[1:3]], [knobs[1], *values[4:]]), strict=True))

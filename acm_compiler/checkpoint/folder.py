@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from acm_compiler.checkpoint.lock import LOCK, refuse_taken
-from acm_compiler.errors import StorageError, UsageError
+from acm_compiler.errors import StorageError, UsageError, a_few_of
 from acm_compiler.files import folder_at, is_part, parse_json, size_text, storing
 from acm_compiler.sources.hf_inputs import PROCESSOR_FILES
 
@@ -34,11 +34,10 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
     found = [path.name for path in folder.iterdir()] if folder.exists() else []
     foreign = sorted(name for name in found if name not in known and not is_part(name))
     if foreign:
-        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise StorageError(
             "the folder holds files that are not ours",
             where=str(folder),
-            found=shown,
+            found=a_few_of(foreign),
             fix="choose an empty or new folder",
         )
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from acm_compiler.recipe.models import AUTO_CLASSES
+
 MODEL_TYPE = "acm_compiler"
 CONFIG, GENERATION, README = "config.json", "generation_config.json", "README.md"
 _NEEDS = "this folder holds ACMs: pip install acm_compiler, then import acm_compiler.hf and load it by an auto class"
@@ -48,6 +50,18 @@ def is_pretrained(model: nn.Module) -> bool:
     """Whether `model` is one of transformers' own."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def auto_classes(model: Any) -> list[str]:
+    """transformers' auto classes that build models of this very class."""
+    import transformers
+
+    names = []
+    for name in AUTO_CLASSES:
+        known = getattr(transformers, name)._model_mapping.get(type(model.config), ())
+        if type(model) in (known if isinstance(known, (tuple, list)) else (known,)):
+            names.append(name)
+    return names
 
 
 def hf_files(model: nn.Module, source: dict[str, Any] | None) -> dict[str, str]:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from acm_compiler.checkpoint.choices import choices_in_words, restore_choices
-from acm_compiler.checkpoint.documents import check_budgets, check_description
+from acm_compiler.checkpoint.documents import check_budgets, check_description, choices_in_words, restore_choices
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
 from acm_compiler.checkpoint.hf_files import restore_generation
 from acm_compiler.checkpoint.save import FORMAT, digest, file_digest, graph_digest
@@ -76,9 +75,7 @@ def build_dense(directory: str | os.PathLike[str], *, allow_code: bool = False) 
 
 def _read(folder: Path) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
     """model.json, the plan and budgets.json, of one save and of a format that is known here."""
-    text = _text(folder, MODEL)
-    description = _document(text, folder / MODEL)
-    check_description(text, str(folder / MODEL))
+    description = _description(folder)
     texts = {name: _text(folder, name) for name in (PLAN, BUDGETS)}
     for name, text in texts.items():
         if digest(text) != description["digests"].get(name):
@@ -106,19 +103,17 @@ def _text(folder: Path, name: str) -> str:
         ) from error
 
 
-def _document(text: str, path: Path) -> dict[str, Any]:
+def _description(folder: Path) -> dict[str, Any]:
+    """What model.json says. StorageError for another format, and for what is none."""
+    text, path = _text(folder, MODEL), folder / MODEL
     try:
         document = parse_json(text)
-        number, written_by = document["format"], document["versions"].get("acm_compiler", "unknown")
-        known = {"class", "source", "graph", "save", "digests"} <= set(document)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(
-            "this is no description of a saved model",
-            where=str(path),
-            found=repr(error),
-            fix="copy the folder again from where it is whole, or save the model again",
-        ) from None
-    if number != FORMAT or not known:
+    except ValueError:
+        document = None
+    number = document.get("format") if isinstance(document, dict) else None
+    if isinstance(number, int) and number != FORMAT:
+        versions = document.get("versions")
+        written_by = versions.get("acm_compiler", "unknown") if isinstance(versions, dict) else "unknown"
         raise StorageError(
             "the model was saved in a format that this version does not read",
             where=str(path),
@@ -126,6 +121,7 @@ def _document(text: str, path: Path) -> dict[str, Any]:
             expected=f"format {FORMAT}",
             fix=f"pip install 'acm_compiler>={written_by}'",
         )
+    check_description(text, str(path))
     return document
 
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from acm_compiler.errors import UsageError
 from acm_compiler.files import parse_json, storing
 
@@ -61,8 +63,6 @@ def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
     UsageError, naming the other, while another process holds the lock. `tell` is given a sentence on a lock that a
     process left behind: the system frees it when the process ends.
     """
-    from filelock import FileLock, Timeout
-
     path, made = folder / LOCK, not folder.exists()
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,8 +87,6 @@ def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
 
 def refuse_taken(folder: Path) -> None:
     """UsageError, naming it, while another process holds the lock of `folder`."""
-    from filelock import FileLock, Timeout
-
     holder = _holder(folder / LOCK)
     if holder is None or (holder.pid == os.getpid() and holder.is_here):
         return

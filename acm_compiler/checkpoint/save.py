@@ -9,13 +9,12 @@ import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from acm_compiler.checkpoint.choices import collect_choices
+from acm_compiler.checkpoint.documents import collect_choices
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, checked_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.source import source_of
@@ -25,10 +24,10 @@ from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites
 from acm_compiler.passes.rewrite.revert import rewritten_root
 from acm_compiler.passes.rewrite.saving_hooks import refuse_part
 from acm_compiler.planning.plan import Plan
+from acm_compiler.recipe.resolved import installed_versions
 
 FORMAT = 1
 _LOG = logging.getLogger(__name__)
-_VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
 
 
 def save(
@@ -127,7 +126,7 @@ def _description(
         "class": owner.plan.model.cls,
         "source": source,
         "graph": graph_digest(owner.undo.graph),
-        "versions": {name: found for name in _VERSIONED if (found := _installed(name))},
+        "versions": installed_versions(),
         "save": save_id,
         "digests": {name: digest(text) for name, text in texts.items()},
         "files": files,
@@ -156,13 +155,6 @@ def graph_digest(graph: fx.Graph | None) -> str | None:
 
 def _target(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _json(document: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.checkpoint.hf_files import auto_classes
 from acm_compiler.checkpoint.tensors import Stored, slots
 from acm_compiler.errors import AcmError, PlanMismatch
 from acm_compiler.files import parse_json
@@ -38,7 +39,7 @@ def source_of(model: nn.Module, plan: Plan) -> Record | None:
     library = type(model).__module__.partition(".")[0]
     for record in candidates[library](model) if library in candidates else ():
         built = _rewritten(record, plan)
-        if built is not None and _shapes(built) == _shapes(model) and _alike(model, built):
+        if built is not None and _shapes(built) == _shapes(model) and _modules(model) == _modules(built):
             return record
     return None
 
@@ -67,21 +68,15 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _transformers(model: nn.Module) -> Iterator[Record]:
-    import transformers
-
-    from acm_compiler.recipe.models import AUTO_CLASSES
-
     config: Any = getattr(model, "config", None)
-    for name in AUTO_CLASSES:
-        known = getattr(transformers, name)._model_mapping.get(type(config), ())
-        if type(model) in (known if isinstance(known, (tuple, list)) else (known,)):
-            yield {
-                "source": "hf",
-                "name": config.name_or_path or config.model_type,
-                "auto_class": name,
-                "config": parse_json(config.to_json_string(use_diff=False)),
-                "weights": None,
-            }
+    for name in auto_classes(model) if config is not None else ():
+        yield {
+            "source": "hf",
+            "name": config.name_or_path or config.model_type,
+            "auto_class": name,
+            "config": parse_json(config.to_json_string(use_diff=False)),
+            "weights": None,
+        }
 
 
 def _torchvision(model: nn.Module) -> Iterator[Record]:
@@ -112,10 +107,9 @@ def _arguments(model: nn.Module, builder: Any) -> Iterator[Record]:
         yield args
 
 
-def _alike(model: nn.Module, built: nn.Module) -> bool:
-    """Whether two rewritten models have the same modules with the same plain attributes, outside their ACMs."""
-    mine, theirs = dict(_plain(model)), dict(_plain(built))
-    return mine == theirs
+def _modules(model: nn.Module) -> dict[str, Any]:
+    """The modules of a rewritten model with their plain attributes, outside its ACMs."""
+    return dict(_plain(model))
 
 
 def _plain(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:

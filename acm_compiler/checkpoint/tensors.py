@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import RUN_TIME
-from acm_compiler.errors import StorageError
+from acm_compiler.errors import StorageError, a_few_of
 from acm_compiler.files import parse_json, whole_file
 
 
@@ -74,8 +76,6 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], *, save_id: str, stop: str | None = None
 ) -> None:
     """Write model.safetensors; an empty tensor called `stop` keeps others from taking it for weights of theirs."""
-    from safetensors.torch import save_file
-
     # views of one storage become tensors of their own: the format holds no overlaps
     own = {name: tensor.contiguous().clone() if _is_part(tensor) else tensor for name, tensor in tensors.items()}
     metadata = {"aliases": json.dumps(dict(aliases)), "save": save_id}
@@ -99,8 +99,6 @@ class Stored(NamedTuple):
 
 def read_tensors(path: Path) -> Stored:
     """Read model.safetensors onto the CPU; StorageError when it is missing or damaged."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -154,13 +152,9 @@ def _check_names(expected: set[str], found: set[str], where: str) -> None:
     raise StorageError(
         "the weights belong to another model",
         where=where,
-        found=f"missing: {_few(missing)}; unknown: {_few(unknown)}",
+        found=f"missing: {a_few_of(missing) or 'none'}; unknown: {a_few_of(unknown) or 'none'}",
         fix="check that the libraries are the versions named in model.json",
     )
-
-
-def _few(names: list[str]) -> str:
-    return (", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")) or "none"
 
 
 def left_on_meta(model: nn.Module) -> list[str]:

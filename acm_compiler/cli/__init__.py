@@ -1,4 +1,4 @@
-"""The command line, `acmc`: one file per verb, gathered in `app`."""
+"""The command line, `acmc`: a file per verb, gathered in `app`."""
 
 from acm_compiler.cli.app import app, main
 

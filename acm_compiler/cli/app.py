@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from acm_compiler.cli.output import Output, ending_unwritable, say_warnings, wants_json
-from acm_compiler.errors import AcmError, RecipeError, UsageError
+from acm_compiler.cli.bench import bench
+from acm_compiler.cli.doctor import doctor
+from acm_compiler.cli.eval import evaluate
+from acm_compiler.cli.explain import explain
+from acm_compiler.cli.kernels import kernels
+from acm_compiler.cli.output import Output, ending_unwritable, error_facts, say_warnings, sentence, wants_json
+from acm_compiler.cli.plan import plan
+from acm_compiler.cli.recipes import recipes_app, schema, validate
+from acm_compiler.cli.report import report
+from acm_compiler.cli.rewrite import rewrite
+from acm_compiler.errors import AcmError, UsageError
 
 _INTERRUPTED = 130
 # typer's own error for a command line that cannot be meant; only this subclass of it has a public name
@@ -41,13 +50,6 @@ class ErrorBoundary(TyperGroup):
             raise typer.Exit(_INTERRUPTED) from error
 
 
-def sentence(error: AcmError) -> str:
-    """The error as text, the number of a recipe's problems first when there are several."""
-    if isinstance(error, RecipeError) and len(error.problems) > 1:
-        return f"{len(error.problems)} problems\n{error}"
-    return str(error)
-
-
 def _report(error: AcmError, ctx: typer.Context) -> None:
     Output().error(sentence(error))
     if wants_json(ctx):
@@ -67,13 +69,20 @@ def _reword(misuse: Any) -> None:
     misuse.message = "; ".join(wrong_values(cause))
 
 
-def error_facts(error: AcmError) -> dict[str, Any]:
-    """What a JSON document says of an error, under `error`."""
-    return {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
-
-
-# in the order of --help; each module's `register(app)` adds its verb, and imports what is heavy inside it
-VERBS = ("plan", "rewrite", "eval", "bench", "report", "explain", "kernels", "recipes", "validate", "schema", "doctor")
+# in the order of --help; what is heavy is imported inside each function
+VERBS: dict[str, tuple[Callable[..., None] | typer.Typer, str]] = {
+    "plan": (plan, "Find a model's sites and print what converting them costs."),
+    "rewrite": (rewrite, "Convert a model by a recipe: plan, rewrite, train, evaluate, save."),
+    "eval": (evaluate, "Measure a saved model at several budgets."),
+    "bench": (bench, "Measure a saved model's time against the dense model's."),
+    "report": (report, "Write charts and an HTML page about a saved model."),
+    "explain": (explain, "Show what runs each ACM of a saved model when it is compiled, and why."),
+    "kernels": (kernels, "List GPU kernels: tiles, where they come from, registers, spills."),
+    "recipes": (recipes_app, "Shipped recipes: ls, show, copy."),
+    "validate": (validate, "Check a recipe, offline and in a second."),
+    "schema": (schema, "Print the JSON Schema of recipes, for editors."),
+    "doctor": (doctor, "Show versions, devices, backend, compiler, recipes."),
+}
 
 app = typer.Typer(
     name="acmc",
@@ -104,8 +113,11 @@ def _root(
     """Turn a trained transformer into one that serves every compute budget."""
 
 
-for _verb in VERBS:
-    importlib.import_module(f"acm_compiler.cli.{_verb}").register(app)
+for _name, (_verb, _help) in VERBS.items():
+    if isinstance(_verb, typer.Typer):
+        app.add_typer(_verb, name=_name, help=_help)
+    else:
+        app.command(_name, help=_help)(_verb)
 
 
 def main() -> None:

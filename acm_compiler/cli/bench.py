@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.eval import CodeOption
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption, read_budgets
+from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption, read_budgets
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.bench import Contest
@@ -23,13 +22,8 @@ if TYPE_CHECKING:
 _BUDGETS = (0.25, 0.5, 0.75, 1.0)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("bench", help="Measure a saved model's time against the dense model's.")(bench)
-
-
 def bench(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")],
+    directory: DirArgument,
     budgets: Annotated[
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of learner MACs, or 60%, or 11GMACs; unset: .25,.5,.75,1."),

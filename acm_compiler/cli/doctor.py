@@ -17,11 +17,6 @@ _DISTRIBUTIONS = ("acm_compiler", "torch", "torchvision", "triton", "transformer
 _BACKEND = "acm"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("doctor", help="Show versions, devices, backend, compiler, recipes.")(doctor)
-
-
 def doctor(json: JsonOption = False) -> None:
     """Print the facts; exit code 1 when something is broken that every run needs."""
     out = Output(json=json)

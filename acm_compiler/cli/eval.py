@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption, checked_budgets
+from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption, checked_budgets
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.evaluate import Setting
@@ -18,18 +18,9 @@ if TYPE_CHECKING:
     from acm_compiler.recipe import Recipe
     from acm_compiler.runs.recipe_run import SavedRun
 
-CodeOption = Annotated[
-    bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
-]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("eval", help="Measure a saved model at several budgets.")(evaluate)
-
 
 def evaluate(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")],
+    directory: DirArgument,
     budgets: Annotated[
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of learner MACs, or 60%, or 11GMACs; unset: the recipe's."),
@@ -51,7 +42,7 @@ def evaluate(
 ) -> None:
     """Print the metric and the cost at each budget, and keep them in the folder."""
     from acm_compiler.calibration.recalibrate import known_damages
-    from acm_compiler.evaluation.table import evaluation_table
+    from acm_compiler.evaluation.wording import evaluation_table
     from acm_compiler.runs.recipe_run import open_saved_run
 
     output = Output(json=json)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from acm_compiler.cli.eval import CodeOption
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption
+from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
 
 BatchOption = Annotated[int, typer.Option("--batch", min=1, metavar="B", help="Examples in the traced call.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("explain", help="Show what runs each ACM of a saved model when it is compiled, and why.")(explain)
-
-
 def explain(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")],
+    directory: DirArgument,
     batch: BatchOption = 2,
     task: TaskOption = None,
     data: DataOption = None,

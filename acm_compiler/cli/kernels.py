@@ -23,11 +23,6 @@ _DTYPES = ("bf16", "fp16", "fp32", "tf32")
 _NOT_BUILT = "not built"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("kernels", help="List GPU kernels: tiles, where they come from, registers, spills.")(kernels)
-
-
 def kernels(
     what: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="A saved model or a plan; without it, the tile table.")

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
+from acm_compiler.errors import AcmError, RecipeError
+
 JSON_SCHEMA = 1
 # what writing to a stream that was opened before may raise; unbuffered, it leaves no trace in the stream
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF)
@@ -35,6 +37,18 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a recipe, such as schedule[0].lr=1e-4; repeatable."),
 ]
+
+
+def sentence(error: AcmError) -> str:
+    """The error as text, the number of a recipe's problems first when there are several."""
+    if isinstance(error, RecipeError) and len(error.problems) > 1:
+        return f"{len(error.problems)} problems\n{error}"
+    return str(error)
+
+
+def error_facts(error: AcmError) -> dict[str, Any]:
+    """What a JSON document says of an error, under `error`."""
+    return {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
 
 
 def wants_json(ctx: typer.Context) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output, SetOption
+from acm_compiler.cli.output import JsonOption, Output, SetOption, error_facts
 from acm_compiler.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -28,11 +28,6 @@ AutoClassOption = Annotated[
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="For hf: run the Python files that come with the model.")
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("plan", help="Find a model's sites and print what converting them costs.")(plan)
 
 
 def plan(
@@ -84,7 +79,6 @@ def plan(
 
 def _conclude(made: Plan, budgets: list[tuple[str | None, float | str]], facts: dict[str, Any], output: Output) -> None:
     """One document in any case: what was found and, where the plan cannot do what is asked, why that is refused."""
-    from acm_compiler.cli.app import error_facts
     from acm_compiler.errors import AcmError
     from acm_compiler.pipeline import refuse
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from acm_compiler.cli.eval import CodeOption, keep, measure
+from acm_compiler.cli.eval import keep, measure
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, DataOption, Given, TaskOption
+from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.find_loads import Loads
@@ -20,13 +18,8 @@ if TYPE_CHECKING:
 _LOOKED_AT = 64  # examples among which those for load maps are chosen
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("report", help="Write charts and an HTML page about a saved model.")(report)
-
-
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")],
+    directory: DirArgument,
     task: TaskOption = None,
     data: DataOption = None,
     base_model: BaseOption = None,

@@ -21,11 +21,6 @@ ForceOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("rewrite", help="Convert a model by a recipe: plan, rewrite, train, evaluate, save.")(rewrite)
-
-
 def rewrite(
     recipe: Annotated[str, typer.Option("--recipe", metavar="R", help="A YAML file, or the name of a shipped recipe.")],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the result goes; unset: runs/NAME.")] = None,
@@ -61,7 +56,7 @@ def rewrite(
         _dry_run(loaded, options, output)
         return
     from acm_compiler.cli.eval import say_advice
-    from acm_compiler.evaluation.table import evaluation_table
+    from acm_compiler.evaluation.wording import evaluation_table
     from acm_compiler.runs.run_recipe import run_recipe
 
     output.progress(f"{loaded.name}: the result goes to {directory}")

@@ -6,7 +6,7 @@ data set knows about its examples (`foreground`, `source`).
 
 A data set is any map-style `torch.utils.data.Dataset` whose items are such dicts without the batch axis, or pairs
 (image, label). An item may be None: an example that turned out to be of no use. Optional attributes, by name (the
-first are read by `data/facts`):
+first are read by `Facts`):
 
 - `classes`: the names of the classes, in the order of the labels;
 - `rate`: samples per second of its `input_values`; `pieces(ids)`: the text of each token of its `input_ids`;
@@ -22,7 +22,8 @@ first are read by `data/facts`):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -94,3 +95,27 @@ def as_batch(given: Any) -> Batch:
             fix="leave it out of the batches, or make a tensor of it in the loader's collate_fn",
         )
     return dict(batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a data set's attributes of these names say; the defaults hold for those that it lacks.
+
+    classes: their names, in the order of the labels. vocabulary: the text of every label of audio. mask_id: the token
+    that hides others. marks: the tokens that stand for no text. rate: samples per second of `input_values`.
+    pieces: the text of each token of `input_ids`.
+    """
+
+    classes: Sequence[str] | None = None
+    vocabulary: Sequence[str] | None = None
+    mask_id: int | None = None
+    marks: Collection[int] = ()
+    rate: int | None = None
+    pieces: Callable[[Sequence[int]], Sequence[str]] | None = None
+
+    @staticmethod
+    def of(dataset: object) -> Facts:
+        """The facts of a data set; all defaults for None."""
+        return Facts(
+            **{fact.name: getattr(dataset, fact.name) for fact in fields(Facts) if hasattr(dataset, fact.name)}
+        )

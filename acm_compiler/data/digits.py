@@ -190,12 +190,6 @@ def as_input(image: Tensor) -> Tensor:
     return ((image.float() / 255 - MEAN) / STD)[:, None].expand(-1, 3, -1, -1)
 
 
-def patch_foreground(mask: Tensor, patch: int) -> Tensor:
-    """bool [B, S]: the patches (row by row) that hold any foreground pixel of `mask` [B, H, W]."""
-    hit = F.max_pool2d(mask[:, None].float(), patch, stride=patch)
-    return hit.flatten(1) > 0
-
-
 _AT_ONCE = 1000
 
 
@@ -244,13 +238,5 @@ def _drawn(split: Split, count: int, seed: int) -> Canvases:
     parts = [
         canvases(split, range(first, min(first + _AT_ONCE, count)), seed=seed) for first in range(0, count, _AT_ONCE)
     ]
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    return Canvases(
-        image=joined("image"),
-        foreground=joined("foreground"),
-        label=joined("label"),
-        source=joined("source"),
-    )
+    names = [field.name for field in fields(Canvases)]
+    return Canvases(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})

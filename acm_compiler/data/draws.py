@@ -6,6 +6,7 @@ same whoever loads it, after whatever came before: the base of exact resumption 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -55,8 +56,6 @@ def normal(seed: int, indices: Sequence[int] | np.ndarray, count: int) -> torch.
 @contextmanager
 def seeded(*names: int) -> Iterator[None]:
     """Inside, torch's CPU generator, `random` and NumPy's old global one start from `names`; restored after."""
-    import random
-
     seed = derive(*names)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     torch.default_generator.manual_seed(seed)

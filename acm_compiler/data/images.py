@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import InterpolationMode, v2
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError
@@ -29,8 +32,6 @@ class PictureFolder(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, config: ImageFolderData, size: Size) -> None:
-        from torchvision.datasets import ImageFolder
-
         root = Path(config.root)
         if not root.is_dir():
             raise DataError("the folder of pictures is missing", where=str(root), fix="check the recipe's root")
@@ -45,7 +46,8 @@ class PictureFolder(Dataset[dict[str, Any]]):
                 expected="one folder per class, each with at least one picture (png, jpg, webp, …)",
             ) from error
         self.classes: list[str] = self._folder.classes
-        self.mix = Mix(mixup=config.mixup, cutmix=config.cutmix, classes=len(self.classes)) if _mixes(config) else None
+        mixes = config.mixup > 0 or config.cutmix > 0
+        self.mix = Mix(mixup=config.mixup, cutmix=config.cutmix, classes=len(self.classes)) if mixes else None
         self._transform = picture_transform(config, size)
 
     def __len__(self) -> int:
@@ -56,14 +58,8 @@ class PictureFolder(Dataset[dict[str, Any]]):
         return {"image": self._transform(picture), "label": label}
 
 
-def _mixes(config: ImageFolderData) -> bool:
-    return config.mixup > 0 or config.cutmix > 0
-
-
 def load_picture(path: str) -> Any:
     """The picture as a PIL image in RGB. DataError names a file that cannot be read."""
-    from PIL import Image
-
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")
@@ -75,8 +71,6 @@ def load_picture(path: str) -> Any:
 
 def picture_transform(config: ImageFolderData, size: Size) -> Callable[[Any], Tensor]:
     """From a PIL image to a standardised float tensor [3, *size], as `config` says; random where it augments."""
-    from torchvision.transforms import v2
-
     augment = {"none": _centre, "resize_crop": _resize_crop, "three_augment": _three_augment}[config.augment]
     return v2.Compose(
         [
@@ -90,22 +84,16 @@ def picture_transform(config: ImageFolderData, size: Size) -> Callable[[Any], Te
 
 
 def _centre(config: ImageFolderData, size: Size) -> list[Any]:
-    from torchvision.transforms import v2
-
     return [_resize(config, round(max(size) / config.crop_ratio)), v2.CenterCrop(size)]
 
 
 def _resize_crop(config: ImageFolderData, size: Size) -> list[Any]:
-    from torchvision.transforms import v2
-
-    crop = v2.RandomResizedCrop(size, interpolation=_interpolation(config), antialias=True)
+    crop = v2.RandomResizedCrop(size, interpolation=InterpolationMode(config.interpolation), antialias=True)
     return [crop, v2.RandomHorizontalFlip()]
 
 
 def _three_augment(config: ImageFolderData, size: Size) -> list[Any]:
     """DeiT III (Touvron et al., 2022): simple random crop, mirroring, one of three changes, colour jitter."""
-    from torchvision.transforms import v2
-
     blur_side = 2 * round(3 * _BLUR_SIGMA[1]) + 1  # three sigma on either side
     return [
         _resize(config, max(size)),
@@ -123,15 +111,7 @@ def _three_augment(config: ImageFolderData, size: Size) -> list[Any]:
 
 
 def _resize(config: ImageFolderData, shorter_side: int) -> Any:
-    from torchvision.transforms import v2
-
-    return v2.Resize(shorter_side, interpolation=_interpolation(config), antialias=True)
-
-
-def _interpolation(config: ImageFolderData) -> Any:
-    from torchvision.transforms import InterpolationMode
-
-    return InterpolationMode(config.interpolation)
+    return v2.Resize(shorter_side, interpolation=InterpolationMode(config.interpolation), antialias=True)
 
 
 class Mix:
@@ -141,8 +121,6 @@ class Mix:
     """
 
     def __init__(self, *, mixup: float, cutmix: float, classes: int) -> None:
-        from torchvision.transforms import v2
-
         kinds = [
             kind(alpha=alpha, num_classes=classes)
             for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix))

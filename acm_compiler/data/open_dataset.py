@@ -6,6 +6,10 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from acm_compiler.data.common_voice import CommonVoice
+from acm_compiler.data.digits import SIDE, CanvasSet, digit_bank
+from acm_compiler.data.spoken_digits import UtteranceSet, voices
+from acm_compiler.data.texts import TextRows, TextSet
 from acm_compiler.errors import DataError
 from acm_compiler.recipe.datasets import (
     ClutteredDigitsData,
@@ -16,6 +20,7 @@ from acm_compiler.recipe.datasets import (
     TextData,
     TextRowsData,
 )
+from acm_compiler.sources.python_function import call_function
 
 Size = tuple[int, int]
 
@@ -28,20 +33,14 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
     if isinstance(config, ClutteredDigitsData):
         return _canvases(config, image_size)
     if isinstance(config, ImageFolderData):
-        from acm_compiler.data.images import PictureFolder
+        from acm_compiler.data.images import PictureFolder  # torchvision takes seconds to import
 
         return PictureFolder(config, image_size)
     if isinstance(config, TextData):
-        from acm_compiler.data.texts import TextSet
-
         return TextSet(config)
     if isinstance(config, TextRowsData):
-        from acm_compiler.data.texts import TextRows
-
         return TextRows(config)
     if isinstance(config, CommonVoiceData):
-        from acm_compiler.data.common_voice import CommonVoice
-
         return CommonVoice(config)
     if isinstance(config, SpokenDigitsData):
         return _utterances(config)
@@ -49,15 +48,11 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
 
 
 def _utterances(config: SpokenDigitsData) -> Dataset[Any]:
-    from acm_compiler.data.spoken_digits import UtteranceSet, voices
-
     voices(config.split)  # a missing synthesiser is told now, not at the first batch
     return UtteranceSet(config.split, count=config.count, most_words=config.most_words, seed=config.seed)
 
 
 def _canvases(config: ClutteredDigitsData, image_size: Size) -> Dataset[Any]:
-    from acm_compiler.data.digits import SIDE, CanvasSet, digit_bank
-
     if image_size != (SIDE, SIDE):
         raise DataError(
             "cluttered digits come in one size",
@@ -71,8 +66,6 @@ def _canvases(config: ClutteredDigitsData, image_size: Size) -> Dataset[Any]:
 
 
 def _users(reference: str, arguments: dict[str, Any]) -> Dataset[Any]:
-    from acm_compiler.sources.python_function import call_function
-
     dataset = call_function(reference, arguments)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(

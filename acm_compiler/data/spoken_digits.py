@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import io
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,11 +133,6 @@ PROGRAM = "espeak-ng"
 _PAUSE_MS = 500
 _QUIET = 0.005  # of full scale; what a synthesiser leaves between words is silence
 _GAP = 0.25  # seconds of quiet that no word holds
-
-
-def synthesiser_present() -> bool:
-    """Whether espeak-ng can be run here."""
-    return shutil.which(PROGRAM) is not None
 
 
 def speak_words(words: Sequence[str], *, voice: str, speed: int, pitch: int, rate: int) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.passes.survey import Findings
 from acm_compiler.planning.plan import Plan
-from acm_compiler.planning.planner import plan_sites, select
+from acm_compiler.planning.planner import choose_rules, plan_sites, select
 from acm_compiler.recipe.phases import Phase
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 
@@ -43,20 +43,17 @@ class Advice:
         )
 
 
-def advise(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> list[Advice]:
-    """One advice for each class of which `rules` leave sites dense, where converting them too makes less possible."""
-    chosen = plan_sites(found.sites, rules, gate)
-    now = _least(Plan(model=found.model, sites=chosen))
-    planned, learners = {site.name for site in chosen}, rules[-1].learners if rules else 4
+def advise(found: Findings, plan: Plan, rules: Sequence[SiteRule], gate: GateConfig) -> list[Advice]:
+    """One advice for each class of which `plan`, made by `rules`, leaves sites dense and so can do less."""
+    now = _least(plan)
+    planned, learners = {site.name for site in plan.sites}, rules[-1].learners if rules else 4
     advice = []
     for match in _CLASSES:
         left = [name for name in select(found.sites, match) if name not in planned]
         if not left:
             continue
-        more = Plan(
-            model=found.model,
-            sites=plan_sites(found.sites, [SiteRule(match=tuple(left), learners=learners), *rules], gate),
-        )
+        chosen = choose_rules(found.sites, [SiteRule(match=tuple(left), learners=learners), *rules])
+        more = Plan(model=found.model, sites=plan_sites(found.sites, chosen, gate))
         added = sum(c.dense_macs for s, c in zip(more.sites, more.cost.sites, strict=True) if s.name in left)
         share = added / found.model.dense_macs
         if _least(more) < now:

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def _measure(
         if contest.quantized is not None:
             contenders["dense int8"] = contest.quantized
     contenders |= {"acm eager": contest.converted, OURS: contest.compiled}
-    calls = {name: _call(model, inputs) for name, model in contenders.items()}
+    calls = {name: partial(call_model, model, inputs) for name, model in contenders.items()}
     share, error = _mac_ratio(contest.converted, inputs), _error(contest, inputs)
     device = next(contest.converted.parameters()).device
     timings = interleave(calls, base=BASE, rounds=rounds, device=str(device))
@@ -147,10 +148,6 @@ def _row(name: str, timing: Timing, batch: int, budget: float, facts: tuple[floa
         error=error if name == OURS else None,
         **asdict(timing),
     )
-
-
-def _call(model: Any, inputs: Inputs) -> Callable[[], object]:
-    return lambda: call_model(model, inputs)
 
 
 def _mac_ratio(model: nn.Module, inputs: Inputs) -> float:

@@ -10,7 +10,6 @@ import logging
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say
+from acm_compiler.recipe.resolved import installed_versions
 from acm_compiler.recipe.schema import BudgetsConfig
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import list_of_budgets, parse_budget, share_within
@@ -36,7 +36,6 @@ from acm_compiler.tasks import Score, Task, task_for
 Setting = float | str | FixedK
 _LOG = logging.getLogger(__name__)
 _SAME_BUDGET = 6  # decimals
-_VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
 
 
 def evaluate(
@@ -133,17 +132,6 @@ def first_examples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
         left -= size
         if left <= 0:
             return
-
-
-def versions() -> dict[str, str]:
-    """Versions of what took part in a measurement."""
-    found = {"python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _distinct(settings: Sequence[Setting], plan: Plan) -> list[Setting]:
@@ -257,7 +245,7 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float, Tally]]) ->
         model=plan.model.cls,
         dense_macs=tallies[0][2].dense_macs if tallies else plan.model.dense_macs / plan.model.batch,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        versions=versions(),
+        versions={"python": platform.python_version(), **installed_versions()},
     )
 
 

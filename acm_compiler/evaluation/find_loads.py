@@ -2,19 +2,103 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from acm_compiler.data import Batch
-from acm_compiler.data.facts import Facts
-from acm_compiler.evaluation.load_maps import LoadMaps, find_load_maps, spread
-from acm_compiler.evaluation.loads import ClipLoads, TextLoads, find_clip_loads, find_text_loads
+from acm_compiler.data.batch import Facts
+from acm_compiler.evaluation.loads import ClipLoads, Text, find_clip_loads, find_text_loads, patch_k, usage_at
 from acm_compiler.evaluation.results import Evaluation
-from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.tasks import Task
+
+EXAMPLES, BUDGETS = 6, 4
+_STEPS = 20  # the ends of the scale are whole twentieths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadMaps:
+    """Pictures [E, H, W, C] in [0, 1] and, for each budget, mean k / N over the sites at every patch [E, S, S].
+
+    `sites` of the model's `of_sites` sites have tokens with a place in the picture.
+    """
+
+    pictures: Tensor
+    loads: dict[float, Tensor]
+    sites: int
+    of_sites: int
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The ends of the one colour scale that all maps share."""
+        low = min(float(load.min()) for load in self.loads.values())
+        high = max(float(load.max()) for load in self.loads.values())
+        # a hair of tolerance, or 0.25 / 0.05 would round down to 4 steps
+        first, last = math.floor(low * _STEPS + 1e-6), math.ceil(high * _STEPS - 1e-6)
+        if first == last:  # one load everywhere: a scale needs two ends
+            first, last = max(first - 1, 0), min(last + 1, _STEPS)
+        return first / _STEPS, last / _STEPS
+
+
+def find_load_maps(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float]) -> LoadMaps | None:
+    """Load maps of a few examples of `batch` at the given budgets; None where tokens have no place in a picture.
+
+    Examples of different labels are preferred. The model stays as it was.
+    """
+    image = batch.get("image")
+    if image is None or image.dim() != 4 or not budgets:
+        return None
+    rows, plan = _different(batch), conversion(model).plan
+    used = usage_at(model, {name: value[rows] for name, value in batch.items()}, task, budgets)
+    placed = {budget: patch_k(usage.k, plan, *image.shape[-2:]) for budget, usage in used.items()}
+    found = len(placed[budgets[0]])
+    if not found:
+        return None
+    loads = {budget: _mean_load(model, at_budget) for budget, at_budget in placed.items()}
+    return LoadMaps(pictures=_for_eyes(image[rows]), loads=loads, sites=found, of_sites=len(sites(model)))
+
+
+def spread(budgets: Sequence[float], own: float | None = None) -> list[float]:
+    """A few of the budgets below 1, evenly chosen: both ends, and `own`, the one that the model is set to."""
+    below = sorted({budget for budget in budgets if budget < 1})
+    if len(below) <= BUDGETS:
+        return below
+    chosen = [below[round(i * (len(below) - 1) / (BUDGETS - 1))] for i in range(BUDGETS)]
+    if own in below and own not in chosen:
+        chosen[min(range(1, BUDGETS - 1), key=lambda i: abs(chosen[i] - own))] = own
+    return chosen
+
+
+def _different(batch: Batch) -> list[int]:
+    """Rows of up to `EXAMPLES` examples, first those whose label was not seen before."""
+    size = len(batch["image"])
+    labels = batch["label"].tolist() if "label" in batch and batch["label"].dim() == 1 else list(range(size))
+    new = [row for row in range(size) if labels[row] not in labels[:row]]
+    others = [row for row in range(size) if row not in set(new)]
+    return sorted((new + others)[:EXAMPLES])
+
+
+def _mean_load(model: nn.Module, placed: dict[str, Tensor]) -> Tensor:
+    """Mean over sites of k / N, on the finest of their grids."""
+    side = max(k.shape[-1] for k in placed.values())
+    acms = sites(model)
+    loads = [F.interpolate((k / acms[name].count)[:, None], size=(side, side))[:, 0] for name, k in placed.items()]
+    return torch.stack([load.cpu() for load in loads]).mean(0)
+
+
+def _for_eyes(image: Tensor) -> Tensor:
+    """Standardised pictures [E, C, H, W] as [E, H, W, C] in [0, 1]: each from its darkest to its brightest value."""
+    image = image.detach().float().cpu()
+    low, high = image.amin((1, 2, 3), keepdim=True), image.amax((1, 2, 3), keepdim=True)
+    scaled = ((image - low) / (high - low).clamp_min(1e-6)).movedim(1, -1)
+    return scaled if scaled.shape[-1] == 3 else scaled.mean(-1, keepdim=True).expand(-1, -1, -1, 3)
+
 
 _NO_PLACES = "the data holds no pictures, or the model's tokens have no known place in them"
 
@@ -25,7 +109,7 @@ class Loads:
 
     maps: LoadMaps | None = None
     clips: ClipLoads | None = None
-    texts: TextLoads | None = None
+    texts: tuple[Text, ...] | None = None
     missing: str = ""
 
 

@@ -22,7 +22,7 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import undisturbed
-from acm_compiler.runtime.usage import PADDING, record
+from acm_compiler.runtime.usage import PADDING, Usage, record
 from acm_compiler.tasks import Task
 
 CLIPS, TEXTS = 4, 6
@@ -54,13 +54,6 @@ class Text:
     loads: dict[float, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextLoads:
-    """Texts and their loads."""
-
-    texts: tuple[Text, ...]
-
-
 def find_clip_loads(
     model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float], *, rate: int | None = None
 ) -> ClipLoads | None:
@@ -71,7 +64,7 @@ def find_clip_loads(
     audio = shown["input_values"].cpu()
     lengths = shown["attention_mask"].sum(1).tolist() if "attention_mask" in shown else [audio.shape[1]] * len(audio)
     speech = shown.get("foreground")
-    loads = _loads(model, shown, task, budgets)
+    loads = {budget: usage.load() for budget, usage in usage_at(model, shown, task, budgets).items()}
     clips = tuple(
         Clip(
             samples=audio[i, :length],
@@ -85,7 +78,7 @@ def find_clip_loads(
 
 def find_text_loads(
     model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float], *, pieces: Pieces | None
-) -> TextLoads | None:
+) -> tuple[Text, ...] | None:
     """Loads by token of the first texts of `batch`; None where it holds no tokens. The model stays as it was.
 
     pieces: the text of each token, for a text's token numbers; None: the numbers themselves are shown.
@@ -93,7 +86,7 @@ def find_text_loads(
     if batch.get("input_ids") is None or not budgets:
         return None
     shown = {name: value[:TEXTS] for name, value in batch.items()}
-    loads = _loads(model, shown, task, budgets)
+    loads = {budget: usage.load() for budget, usage in usage_at(model, shown, task, budgets).items()}
     if next(iter(loads.values())).shape[1] != shown["input_ids"].shape[1]:
         return None
     texts = []
@@ -102,11 +95,11 @@ def find_text_loads(
         kept = [token for token, is_real in zip(ids, real.tolist(), strict=True) if is_real]
         written = [str(token) for token in kept] if pieces is None else pieces(kept)
         texts.append(Text(pieces=tuple(written), loads={budget: _real(load[i]) for budget, load in loads.items()}))
-    return TextLoads(texts=tuple(texts))
+    return tuple(texts)
 
 
-def _loads(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float]) -> dict[float, Tensor]:
-    """k / N [E, S] at each budget, nan at padding."""
+def usage_at(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float]) -> dict[float, Usage]:
+    """What ran on a batch at each budget. Mode, choices and budget of the model come back at the end."""
     device = next(iter(sites(model).values())).k_lo.device
     there = {name: value.to(device) for name, value in batch.items()}
     found = {}
@@ -115,7 +108,7 @@ def _loads(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float])
             set_budget(model, budget)
             with batch_context(model, mask=task.mask(there)), record(model, macs=False) as usage:
                 call_model(model, task.inputs(there))
-            found[budget] = usage.load()
+            found[budget] = usage
     return found
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from acm_compiler.errors import StorageError
-from acm_compiler.evaluation.table import evaluation_table
-from acm_compiler.evaluation.wording import budget_names
+from acm_compiler.evaluation.wording import budget_names, evaluation_table
 from acm_compiler.files import parse_json, storing, write_file
-from acm_compiler.recipe.messages import wrong_values
+from acm_compiler.recipe.messages import checked_json
 from acm_compiler.tasks.base import names_share
 
 SCHEMA = 1
@@ -181,8 +180,6 @@ class Evaluation:
     @staticmethod
     def from_json(text: str) -> Evaluation:
         """The evaluation that `to_json` wrote; StorageError when it is something else or of a newer schema."""
-        from pydantic import TypeAdapter, ValidationError
-
         found = _schema_of(text)
         if found != SCHEMA:
             raise StorageError(
@@ -191,14 +188,8 @@ class Evaluation:
                 expected=f"schema {SCHEMA}",
                 fix="measure again: acmc eval DIR",
             )
-        try:
-            return TypeAdapter(Evaluation).validate_json(text)
-        except ValidationError as error:
-            raise StorageError(
-                "an evaluation that misses or misnames an entry",
-                found=wrong_values(error)[0],
-                fix="measure again: acmc eval DIR",
-            ) from None
+        what = "an evaluation that misses or misnames an entry"
+        return checked_json(Evaluation, text, what=what, fix="measure again: acmc eval DIR")
 
 
 def _schema_of(text: str) -> object:

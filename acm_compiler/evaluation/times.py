@@ -11,7 +11,7 @@ from typing import Any
 from acm_compiler.errors import StorageError
 from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.files import write_file
-from acm_compiler.recipe.messages import wrong_values
+from acm_compiler.recipe.messages import checked_json
 
 SCHEMA = 1
 FILE = "bench.json"
@@ -75,14 +75,11 @@ def save_times(directory: Path, times: Times) -> Path:
 
 def load_times(directory: Path) -> Times | None:
     """The directory's `bench.json`, None when there is none; StorageError when it cannot be read."""
-    from pydantic import TypeAdapter, ValidationError
-
-    path = directory / FILE
+    path, what, fix = directory / FILE, "times that cannot be read", "measure again: acmc bench DIR"
     try:
-        return TypeAdapter(Times).validate_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        found = wrong_values(error)[0] if isinstance(error, ValidationError) else error
-        fix = "measure again: acmc bench DIR"
-        raise StorageError("times that cannot be read", where=str(path), found=found, fix=fix) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(what, where=str(path), found=error, fix=fix) from None
+    return checked_json(Times, text, what=what, where=str(path), fix=fix)

@@ -1,14 +1,17 @@
-"""How numbers are written for people: the same on the command line, in charts and on the page."""
+"""How an evaluation is written for people: its numbers, alike in the terminal, in charts and on the page; its table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
+from tabulate import tabulate
+
+from acm_compiler.data.audio import told
 from acm_compiler.planning.cost_table import unit_of
 
 if TYPE_CHECKING:
-    from acm_compiler.evaluation.results import Interval, MetricResult
+    from acm_compiler.evaluation.results import BudgetResult, Evaluation, Interval, MetricResult, Result
 
 CONTROL = "against every token running the same k at the same share; between two k, each on a part of the examples"
 
@@ -86,3 +89,90 @@ def budget_names(budgets: Iterable[float]) -> dict[float, str]:
 def count(number: int, noun: str) -> str:
     """Thousands apart, and the noun in its number: 10,800 examples."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+_NEAR = 0.01
+
+
+SHARE, SPREAD = "model share", "MACs per example [p5, p95]"
+
+
+class Column(NamedTuple):
+    """What a table says of every result, and of the dense model."""
+
+    of: Callable[[Result], str]
+    of_dense: str = ""
+
+
+def columns(found: Evaluation) -> dict[str, Column]:
+    """The columns of a table of results, by their headings."""
+    metric = found.metric
+    cells = {
+        "reached": Column(lambda r: f"{r.reached:.3f}"),
+        SHARE: Column(lambda r: percent(r.model_share), percent(1.0)),
+        SPREAD: Column(lambda r: macs_spread(r.macs_mean, r.macs_p5, r.macs_p95), macs(found.dense_macs)),
+        metric.name: Column(lambda r: score(r.metric, metric), score(metric.dense, metric)),
+        f"to dense, {unit_of_difference(metric)}": Column(lambda r: difference(r.difference, metric)),
+    }
+    if found.fixed:
+        cells["to fixed k"] = Column(lambda r: difference(r.over_fixed, metric) if hasattr(r, "over_fixed") else "")
+    if metric.likeness is not None:
+        cells[metric.likeness] = Column(lambda r: likeness(r.likeness))
+    return cells
+
+
+def evaluation_table(found: Evaluation) -> str:
+    """Budgets, then fixed k, then the dense model, with what was measured and on how many examples."""
+    shown = columns(found)
+    named: list[tuple[str, Result]] = [(_asked(budget, found.names), budget) for budget in found.budgets]
+    named += [(f"k = {fixed.k}", fixed) for fixed in found.fixed]
+    rows = [[name, *(column.of(result) for column in shown.values())] for name, result in named]
+    rows.append(["dense", *(column.of_dense for column in shown.values())])
+    table = tabulate(rows, headers=["budget", *shown], disable_numparse=True, colalign=("right",) * (1 + len(shown)))
+    excluded = [f"counted nowhere: {told(found.left_out)}"] if found.left_out else []
+    control = [f"to fixed k: {CONTROL}"] if found.fixed else []
+    return "\n".join([table, _basis(found), *excluded, *control, *_foreground(found), *_missed(found)])
+
+
+def _asked(budget: BudgetResult, names: Mapping[float, str]) -> str:
+    """The share asked for, after what was asked where that was no share."""
+    share = names[budget.asked]
+    return share if budget.asked_as is None else f"{budget.asked_as} = {share}"
+
+
+def _basis(found: Evaluation) -> str:
+    sources = "" if found.groups == found.n else f" from {count(found.groups, 'source')}"
+    return (
+        f"{found.metric.name} measured on {count(found.n, 'example')}{sources}, ± half of a 95 % interval "
+        "over sources; MACs modelled: what these examples ran, gates included"
+    )
+
+
+def _foreground(found: Evaluation) -> list[str]:
+    lines = []
+    for budget in found.budgets:
+        use = budget.foreground
+        if use is not None and budget.reached < 1:
+            found_ratio = ratio(use.ratio, use.ratio_error)
+            control = ratio(use.shuffled, use.shuffled_error)
+            what = "mean k on the foreground over mean k on the background"
+            in_macs = "" if use.macs is None else f", in MACs {use.macs:.3f}"
+            lines.append(
+                f"budget {found.names[budget.asked]}: {what} {found_ratio}{in_macs}; k shuffled over {use.of} {control}"
+            )
+    return lines
+
+
+def _missed(found: Evaluation) -> list[str]:
+    lines = []
+    for b in found.budgets:
+        expected = b.asked if b.expected is None else b.expected
+        if b.asked - expected > _NEAR:
+            lines.append(
+                f"budget {found.names[b.asked]}: no knob of these gates leads there; "
+                f"the next below it spends {expected:.3f}"
+            )
+        if abs(b.reached - expected) > _NEAR:
+            missed = f"{expected:.2f} was missed by {b.reached - expected:+.3f}"
+            lines.append(f"budget {missed}: the table of knobs was measured on other data")
+    return lines

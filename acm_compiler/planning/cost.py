@@ -6,6 +6,7 @@ share of the whole dense model's MACs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +41,10 @@ class SiteCost:
 
 def site_cost(site: PlannedSite) -> SiteCost:
     """The cost of one site."""
-    runs = site.tokens * site.calls
-    learner = site.learners * macs_per_learner(site)
     return SiteCost(
-        dense_macs=runs * dense_macs_per_token(site),
-        learner_macs=runs * learner,
-        gate_macs=runs * gate_macs_per_token(site),
+        dense_macs=site.runs * dense_macs_per_token(site),
+        learner_macs=site.runs * site.learners * macs_per_learner(site),
+        gate_macs=site.runs * gate_macs_per_token(site),
         dense_params=_dense_params(site),
         acm_params=_learner_params(site) + _gate_params(site),
     )
@@ -74,6 +73,19 @@ def macs_per_learner(site: PlannedSite) -> int:
         return site.d_in * site.d_out // site.learners
     branches = 2 if site.kind == "gated_mlp" else 1
     return site.width * (site.d_in * branches + site.d_out)
+
+
+def learner_macs(runs: Iterable[tuple[PlannedSite, Any, Any]]) -> tuple[Any, Any]:
+    """MACs of the learners run, and of all N; the first over the second is the share that budgets are in.
+
+    runs: of each site the k of all tokens added up, and the number of tokens: plain numbers, or tensors [B] of the
+    same for every example, and so are the two MACs.
+    """
+    run = full = 0
+    for site, learners, tokens in runs:
+        each = macs_per_learner(site)
+        run, full = run + learners * each, full + tokens * (site.learners * each)
+    return run, full
 
 
 def gate_macs_per_token(site: PlannedSite) -> int:
@@ -151,11 +163,8 @@ class CostReport:
 
     def least_share(self, k: int) -> float:
         """The share of learner MACs when every token runs `k` learners, or its site's k_min where that is above."""
-        if not self.learner_macs:
-            return 1.0
-        pairs = zip(self.plan.sites, self.sites, strict=True)
-        least = sum(cost.learner_macs * max(s.k_min, min(k, s.learners)) / s.learners for s, cost in pairs)
-        return least / self.learner_macs
+        least, full = learner_macs((s, s.runs * max(s.k_min, min(k, s.learners)), s.runs) for s in self.plan.sites)
+        return least / full if full else 1.0
 
     def macs(self, budget: float) -> float:
         """MACs of the whole model over the example inputs at `budget`, gates included."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from acm_compiler.site import Count, Learners, Site, Whole
 
@@ -37,6 +39,11 @@ class PlannedSite(Site):
     lossless: bool = False
     init: Init = "auto"
     state: Literal["dense", "learners"] = "learners"
+
+    @property
+    def runs(self) -> int:
+        """Tokens of all calls in one forward of the example inputs."""
+        return self.tokens * self.calls
 
     @property
     def columns(self) -> int:
@@ -86,7 +93,7 @@ class ModelFacts:
     source: dict[str, Any] | None = None
     inputs: str = ""
     batch: Count = 1
-    dense_macs: Count
+    dense_macs: Annotated[Whole, Ge(1)]
     dense_params: Whole
     not_counted: dict[str, Whole] = field(default_factory=dict)
 

@@ -17,37 +17,35 @@ _GATE_STEP = 8
 _CLASSES = ("mlp", "attn")
 
 
-def plan_sites(found: Sequence[Site], rules: Sequence[SiteRule], gate: GateConfig) -> tuple[PlannedSite, ...]:
-    """The sites that the rules select, each with its sizes, in the model's order; the last matching rule decides.
+def choose_rules(found: Sequence[Site], rules: Sequence[SiteRule]) -> dict[str, SiteRule]:
+    """By a site's name the rule that decides on it: the last that matches. Sites without a rule stay dense.
 
     SelectionError, with the nearest names, when a pattern matches no site; UsageError for a rule's key that is for
     none of its sites.
     """
-    chosen = _chosen(found, rules)
-    planned = [_plan_site(site, chosen[site.name], gate) for site in found if site.name in chosen]
-    known = {site.name: site for site in planned}
-    return tuple(_settle_form(site, known, asked=chosen[site.name].form) for site in planned)
-
-
-def notes_on(found: Sequence[Site], rules: Sequence[SiteRule], planned: Sequence[PlannedSite]) -> tuple[str, ...]:
-    """What the rules asked for that `planned`, made by them, has otherwise; a sentence for each kind of it."""
-    chosen = _chosen(found, rules)
-    raised = [site.name for site in planned if site.k_min > 0 and chosen[site.name].k_min == 0]
-    if not raised:
-        return ()
-    where = f"{raised[0]} and {len(raised) - 1} more" if len(raised) > 1 else raised[0]
-    why = "its output is not added straight to what goes around it"
-    return (f"k_min is 1, not 0 as asked, at {where}: {why}; zero: mean allows 0 there",)
-
-
-def _chosen(found: Sequence[Site], rules: Sequence[SiteRule]) -> dict[str, SiteRule]:
-    """By a site's name the rule that decides on it: the last that matches."""
     chosen: dict[str, SiteRule] = {}
     for rule in rules:
         selected = _selected(found, rule)
         _refuse_idle(rule, [site for site in found if site.name in selected])
         chosen.update(dict.fromkeys(selected, rule))
     return chosen
+
+
+def plan_sites(found: Sequence[Site], chosen: Mapping[str, SiteRule], gate: GateConfig) -> tuple[PlannedSite, ...]:
+    """The sites that have a rule, each with its sizes, in the model's order; UsageError where sizes do not fit."""
+    planned = [_plan_site(site, chosen[site.name], gate) for site in found if site.name in chosen]
+    known = {site.name: site for site in planned}
+    return tuple(_settle_form(site, known, asked=chosen[site.name].form) for site in planned)
+
+
+def notes_on(planned: Sequence[PlannedSite], chosen: Mapping[str, SiteRule]) -> tuple[str, ...]:
+    """Sentences on what the rules asked for and `planned`, made by them, has otherwise; one for each kind of it."""
+    raised = [site.name for site in planned if site.k_min > 0 and chosen[site.name].k_min == 0]
+    if not raised:
+        return ()
+    where = f"{raised[0]} and {len(raised) - 1} more" if len(raised) > 1 else raised[0]
+    why = "its output is not added straight to what goes around it"
+    return (f"k_min is 1, not 0 as asked, at {where}: {why}; zero: mean allows 0 there",)
 
 
 def _selected(found: Sequence[Site], rule: SiteRule) -> list[str]:

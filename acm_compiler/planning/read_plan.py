@@ -14,8 +14,8 @@ from acm_compiler.errors import AcmError, StorageError
 from acm_compiler.files import parse_json
 from acm_compiler.planning.cost import SiteCost, size_limits
 from acm_compiler.planning.decisions import SCHEMA, ModelFacts, PlannedSite
-from acm_compiler.recipe.checked_json import checked_json, wrong_entry
 from acm_compiler.recipe.document import KeyPath, show_path, show_value
+from acm_compiler.recipe.messages import checked_json, wrong_entry
 from acm_compiler.site import Skip
 
 _WHAT = "the plan cannot be used"

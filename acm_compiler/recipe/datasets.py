@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from acm_compiler.recipe.fields import (
     Count,
@@ -18,6 +17,7 @@ from acm_compiler.recipe.fields import (
     Texts,
     Three,
     Whole,
+    refusal,
 )
 
 
@@ -174,7 +174,5 @@ class DataSection(Section):
     def _measured_as_it_is(self) -> DataSection:
         data = self.eval
         if isinstance(data, ImageFolderData) and (data.augment != "none" or data.mixup or data.cutmix):
-            raise PydanticCustomError(
-                "acm", "data.eval is measured as it is: augment, mixup and cutmix belong to data.train", {"key": "eval"}
-            )
+            raise refusal("data.eval is measured as it is: augment, mixup and cutmix belong to data.train", "eval")
         return self

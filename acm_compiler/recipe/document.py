@@ -124,19 +124,21 @@ class _Composer(Composer):
         return node
 
 
-def read_file(path: Path, *, source: str | None = None) -> Document:
+_UNREADABLE: dict[type[OSError], str] = {
+    FileNotFoundError: "no such file",
+    IsADirectoryError: "this is a folder, expected a YAML file",
+}
+
+
+def read_file(path: Path, *, source: str) -> Document:
     """The document in `path`; messages call it `source`. RecipeError when it cannot be read as one mapping."""
-    source = source or str(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise RecipeError([f"{source}: no such file"]) from error
-    except IsADirectoryError as error:
-        raise RecipeError([f"{source}: this is a folder, expected a YAML file"]) from error
     except UnicodeDecodeError as error:
         raise RecipeError([f"{source}: not UTF-8 text (byte {error.start})"]) from error
     except OSError as error:
-        raise RecipeError([f"{source}: cannot be read ({error.strerror})"]) from error
+        what = _UNREADABLE.get(type(error), f"cannot be read ({error.strerror})")
+        raise RecipeError([f"{source}: {what}"]) from error
     return read_text(text, source=source)
 
 
@@ -234,24 +236,29 @@ class _Walk:
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         data: dict[str, Any] = {}
-        merged: list[Node] = []
-        for key_node, value_node in node.value:
+        self._fill(data, node, path)
+        return data
+
+    def _fill(self, data: dict[str, Any], mapping: MappingNode, path: KeyPath, *, is_merged: bool = False) -> None:
+        """Add the keys of a mapping; of one that `<<` names, those that `data` does not have itself."""
+        merges = []
+        for key_node, value_node in mapping.value:
             if key_node.tag == _MERGE:
-                merged.append(value_node)
+                merges.append(value_node)
                 continue
             key = self._key(key_node)
             if key is None:
                 continue
             if key in data:
-                self._fault(key_node, f"key {key!r} stands twice in one mapping")
+                if not is_merged:
+                    self._fault(key_node, f"key {key!r} stands twice in one mapping")
                 continue
             self.keys[(*path, key)] = _place(self.source, key_node)
             data[key] = self.construct(value_node, (*path, key))
             if value_node.start_mark.index == value_node.end_mark.index:  # `key:` alone: the parser is lines further
                 self.values[(*path, key)] = self.keys[(*path, key)]
-        for source_node in merged:
-            self._merge(data, source_node, path)
-        return data
+        for node in merges:
+            self._merge(data, node, path)
 
     def _key(self, node: Node) -> str | None:
         key = self._scalar(node) if isinstance(node, ScalarNode) else None
@@ -268,18 +275,8 @@ class _Walk:
                 self._fault(mapping, "<< takes other mappings, one or a list of them")
                 continue
             self._open.append(mapping)
-            self._fill(data, mapping, path)
+            self._fill(data, mapping, path, is_merged=True)
             self._open.pop()
-
-    def _fill(self, data: dict[str, Any], mapping: MappingNode, path: KeyPath) -> None:
-        for key_node, value_node in mapping.value:
-            if key_node.tag == _MERGE:
-                self._merge(data, value_node, path)
-                continue
-            key = self._key(key_node)
-            if key is not None and key not in data:
-                self.keys[(*path, key)] = _place(self.source, key_node)
-                data[key] = self.construct(value_node, (*path, key))
 
     def _unknown_tag(self, node: Node) -> None:
         tag = str(node.tag).replace(_TAG, "!!")

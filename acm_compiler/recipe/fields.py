@@ -28,6 +28,11 @@ class PathLike:
     """Marks a field whose text (or whose texts, for a mapping) is a path: `${VAR}` and `~/` may be used in it."""
 
 
+def refusal(what: str, key: str | None = None) -> PydanticCustomError:
+    """The error for values that types and bounds let pass, told at `key` of the section, or at the section itself."""
+    return PydanticCustomError("acm", "{what}", {"what": what} | ({} if key is None else {"key": key}))
+
+
 def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,31 +41,27 @@ def load_recipe(path_or_name: str | os.PathLike[str], overrides: Sequence[str] =
     return recipe
 
 
-def expand_paths(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Recipe:
+def expand_paths(recipe: Recipe) -> Recipe:
     """`recipe` with every `${VAR}` and `~/` in its paths replaced; RecipeError for those that are not set."""
-    problems = unset_variables(recipe, environment)
+    problems = unset_variables(recipe)
     if problems:
-        raise RecipeError(_in_order(problems), fix=how_to_set(recipe, environment))
-    return expand(recipe, os.environ if environment is None else environment)
+        raise RecipeError(_in_order(problems), fix=how_to_set(recipe))
+    return expand(recipe)
 
 
-def unset_variables(recipe: Recipe, environment: Mapping[str, str] | None = None) -> list[Problem]:
+def unset_variables(recipe: Recipe) -> list[Problem]:
     """One entry per variable that a path needs and the environment lacks, with the place of that path."""
-    known = os.environ if environment is None else environment
     document = recipe.origin.document
     return [
         Problem(document.place_of_value(path), f"${{{name}}} is not set ({show_path(path)} = {text!r})")
-        for path, text, is_path in texts(recipe)
-        if is_path
-        for name in unset_names(text, known)
+        for path, text, name in unset_in(recipe)
     ]
 
 
-def how_to_set(recipe: Recipe, environment: Mapping[str, str] | None = None) -> str:
+def how_to_set(recipe: Recipe) -> str:
     """The remedy for variables that a recipe's paths need and the environment lacks."""
-    known = os.environ if environment is None else environment
-    names = [name for _, text, is_path in texts(recipe) if is_path for name in unset_names(text, known)]
-    setting = " ".join(f"{name}=…" for name in dict.fromkeys(names))
+    names = dict.fromkeys(name for _, _, name in unset_in(recipe))
+    setting = " ".join(f"{name}=…" for name in names)
     return f"set it in the environment, as the recipe's comments say (acmc recipes show): export {setting}"
 
 
@@ -90,7 +86,7 @@ def _check(document: Document) -> tuple[Recipe | None, list[Problem]]:
 
 
 def _variable_faults(recipe: Recipe, document: Document) -> Iterator[Problem]:
-    for path, text, is_path in texts(recipe):
+    for path, text, is_path in _texts(recipe):
         what = fault(text, is_path=is_path)
         if what is not None and path[0] not in _FREE_TEXT:
             yield Problem(document.place_of_value(path), f"{show_path(path)}: {what}")
@@ -157,20 +153,35 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _OPENED = re.compile(r"\$\{")
 
 
-def texts(value: Any, path: KeyPath = (), *, is_path: bool = False) -> Iterator[tuple[KeyPath, str, bool]]:
-    """Every text in a section: where it stands, what it says, whether variables may be used in it."""
+def map_texts(
+    value: Any, change: Callable[[KeyPath, str, bool], str], path: KeyPath = (), *, is_path: bool = False
+) -> Any:
+    """A section with every text in it changed; `change` is given where it stands, the text, and if it is a path."""
     if isinstance(value, str):
-        yield path, value, is_path
-    elif isinstance(value, BaseModel):
-        for name, field in type(value).model_fields.items():
-            marked = any(isinstance(item, PathLike) for item in field.metadata)
-            yield from texts(getattr(value, name), (*path, name), is_path=marked)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from texts(item, (*path, key), is_path=is_path)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from texts(item, (*path, index), is_path=is_path)
+        return change(path, value, is_path)
+    if isinstance(value, dict):
+        return {key: map_texts(item, change, (*path, key), is_path=is_path) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_texts(item, change, (*path, i), is_path=is_path) for i, item in enumerate(value))
+    if not isinstance(value, BaseModel):
+        return value
+    changed = {}
+    for name, field in type(value).model_fields.items():
+        marked = any(isinstance(item, PathLike) for item in field.metadata)
+        changed[name] = map_texts(getattr(value, name), change, (*path, name), is_path=marked)
+    return value.model_copy(update=changed)
+
+
+def _texts(section: BaseModel) -> list[tuple[KeyPath, str, bool]]:
+    """Every text in a section: where it stands, what it says, whether variables may be used in it."""
+    found: list[tuple[KeyPath, str, bool]] = []
+
+    def note(path: KeyPath, text: str, is_path: bool) -> str:
+        found.append((path, text, is_path))
+        return text
+
+    map_texts(section, note)
+    return found
 
 
 def fault(text: str, *, is_path: bool) -> str | None:
@@ -182,32 +193,22 @@ def fault(text: str, *, is_path: bool) -> str | None:
     return None
 
 
-def unset_names(text: str, environment: Mapping[str, str]) -> list[str]:
-    """The variables in `text` that have no value."""
-    return [name for name in _VARIABLE.findall(text) if not environment.get(name)]
+def unset_in(section: BaseModel) -> list[tuple[KeyPath, str, str]]:
+    """The variables in a section's paths that have no value: where, the whole text, the variable."""
+    return [
+        (path, text, name)
+        for path, text, is_path in _texts(section)
+        if is_path
+        for name in _VARIABLE.findall(text)
+        if not os.environ.get(name)
+    ]
 
 
-def expand(value: Any, environment: Mapping[str, str], *, is_path: bool = False) -> Any:
-    """`value` with every variable and leading `~/` of its path-like texts replaced; all variables must be set."""
-    if isinstance(value, str):
-        return _expand_text(value, environment) if is_path else value
-    if isinstance(value, BaseModel):
-        return _expand_section(value, environment)
-    if isinstance(value, dict):
-        return {key: expand(item, environment, is_path=is_path) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(expand(item, environment, is_path=is_path) for item in value)
-    return value
+def expand(section: Model) -> Model:
+    """`section` with every variable and leading `~/` of its paths replaced; all variables must be set."""
+    return map_texts(section, lambda _, text, is_path: _expand_text(text) if is_path else text)
 
 
-def _expand_text(text: str, environment: Mapping[str, str]) -> str:
-    text = _VARIABLE.sub(lambda match: environment[match[1]], text)
+def _expand_text(text: str) -> str:
+    text = _VARIABLE.sub(lambda match: os.environ[match[1]], text)
     return os.path.expanduser(text) if text.startswith("~/") else text
-
-
-def _expand_section(section: Model, environment: Mapping[str, str]) -> Model:
-    changed = {}
-    for name, field in type(section).model_fields.items():
-        marked = any(isinstance(item, PathLike) for item in field.metadata)
-        changed[name] = expand(getattr(section, name), environment, is_path=marked)
-    return section.model_copy(update=changed)

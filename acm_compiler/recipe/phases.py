@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from acm_compiler.recipe.fields import Budget, Count, NotNegative, Positive, Section, Two
+from acm_compiler.recipe.fields import Budget, Count, NotNegative, Positive, Section, Two, refusal
 
 
 class PhaseSection(Section):
@@ -67,13 +66,13 @@ class TrainedPhase(PhaseSection):
     @model_validator(mode="after")
     def _one_length(self) -> TrainedPhase:
         if self.epochs is None and self.steps is None:
-            raise PydanticCustomError("acm", "neither epochs nor steps says how long the phase is")
+            raise refusal("neither epochs nor steps says how long the phase is")
         if self.epochs is not None and self.steps is not None:
-            raise PydanticCustomError("acm", "epochs and steps are both given (keep one)", {"key": "steps"})
+            raise refusal("epochs and steps are both given (keep one)", "steps")
         if self.batch % self.accumulate:
-            raise PydanticCustomError("acm", "accumulate does not divide batch", {"key": "accumulate"})
+            raise refusal("accumulate does not divide batch", "accumulate")
         if self.schedule == "cosine" and self.lr_min > self.lr:
-            raise PydanticCustomError("acm", "lr_min is above lr", {"key": "lr_min"})
+            raise refusal("lr_min is above lr", "lr_min")
         return self
 
     @property
@@ -147,18 +146,14 @@ class FinetunePhase(TrainedPhase):
     """Weight of the term that lets examples differ in what they cost."""
 
     @model_validator(mode="after")
-    def _gates_are_led(self) -> FinetunePhase:
+    def _consistent(self) -> FinetunePhase:
         # a run's own recipe has every default written out
         led = [key for key in _LEADING if getattr(self, key) != type(self).model_fields[key].default]
         if led and self.update == "learners":
-            context = {"key": led[0], "led": ", ".join(led)}
-            raise PydanticCustomError("acm", "{led} leads gates, which update: learners leaves as they are", context)
-        return self
-
-    @model_validator(mode="after")
-    def _rising(self) -> FinetunePhase:
+            what = f"{', '.join(led)} leads gates, which update: learners leaves as they are"
+            raise refusal(what, led[0])
         if self.budget_range is not None and self.budget_range[0] >= self.budget_range[1]:
-            raise PydanticCustomError("acm", "budget_range must rise: [low, high]", {"key": "budget_range"})
+            raise refusal("budget_range must rise: [low, high]", "budget_range")
         return self
 
     @property

@@ -9,13 +9,8 @@ from pathlib import Path
 
 from acm_compiler.recipe.models import ModelConfig
 
-# name -> the module with build_model(), load_weights(model) and example_input()
-SHIPPED = {
-    "digits_vit": "acm_compiler.shipped.digits",
-    "llama_docs": "acm_compiler.shipped.docs",
-    "modernbert_packages": "acm_compiler.shipped.packages",
-    "wav2vec2_digits": "acm_compiler.shipped.spoken",
-}
+# each is a `ShippedModel` of acm_compiler/shipped/models.py, under its name in capitals
+SHIPPED = ("digits_vit", "llama_docs", "modernbert_packages", "wav2vec2_digits")
 REGISTRIES = ("torchvision", "timm")
 
 

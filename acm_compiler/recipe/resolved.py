@@ -7,7 +7,7 @@ import importlib.metadata
 import io
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
@@ -29,7 +29,7 @@ _NO_DECISION: dict[str, Any] = {
     "run": _HOW,
     "data": {"train": _ACCEPTED, "eval": _ACCEPTED},
 }
-_VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm", "accelerate")
+VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
 
 
 def decisions(recipe: Recipe) -> dict[str, Any]:
@@ -44,11 +44,10 @@ def recipe_hash(recipe: Recipe) -> str:
 
 def resolve(recipe: Recipe) -> Recipe:
     """`recipe` with its section `resolved` filled in."""
-    versions = {name: version for name in _VERSIONED if (version := installed_version(name))}
     resolved = Resolved(
         recipe=recipe.origin.document.source,
         overrides=recipe.origin.overrides,
-        versions={"python": platform.python_version(), **versions},
+        versions={"python": platform.python_version(), **installed_versions((*VERSIONED, "accelerate"))},
         hash=recipe_hash(recipe),
     )
     return recipe.model_copy(update={"resolved": resolved})
@@ -65,6 +64,11 @@ def resolved_yaml(recipe: Recipe) -> str:
     data = resolve(recipe).model_dump(mode="json")
     yaml.dump(_styled(data), stream)
     return stream.getvalue()
+
+
+def installed_versions(distributions: Sequence[str] = VERSIONED) -> dict[str, str]:
+    """Versions of the distributions that are installed; by default of what takes part in a measurement."""
+    return {name: version for name in distributions if (version := installed_version(name)) is not None}
 
 
 def installed_version(distribution: str) -> str | None:
@@ -96,11 +100,19 @@ def _styled(value: Any) -> Any:
 
 
 _ABSENT = object()
+_TOLD = 8
 
 
 def differences(before: Any, after: Any) -> list[str]:
     """`schedule[0].lr: 0.001 -> 0.01` for every value that differs between two recipes as plain data."""
     return [f"{show_path(path)}: {_shown(old)} -> {_shown(new)}" for path, old, new in _pairs(before, after, ())]
+
+
+def told_differences(before: Any, after: Any) -> str:
+    """The first eight differences, one a line, for a message; empty where there are none."""
+    changed = differences(before, after)
+    more = [f"and {len(changed) - _TOLD} more"] if len(changed) > _TOLD else []
+    return "\n  ".join([*changed[:_TOLD], *more])
 
 
 def _pairs(before: Any, after: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:

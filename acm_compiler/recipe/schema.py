@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from acm_compiler.errors import did_you_mean
-from acm_compiler.recipe.compatibility import refuse_unfit
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.document import Document
 from acm_compiler.recipe.fields import (
@@ -27,10 +25,11 @@ from acm_compiler.recipe.fields import (
     StepInterval,
     Texts,
     Whole,
+    refusal,
 )
 from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.recipe.phases import Phase
-from acm_compiler.recipe.tasks import ExpectConfig, TaskConfig
+from acm_compiler.recipe.tasks import ExpectConfig, TaskConfig, refuse_unfit
 from acm_compiler.site import ACTIVATIONS, Learners
 
 VERSION = 1
@@ -70,27 +69,21 @@ class SiteRule(Section):
     @classmethod
     def _known(cls, value: str) -> str:
         if value != "auto" and value not in ACTIVATIONS and "(" not in value:
-            raise PydanticCustomError(
-                "acm",
-                "unknown activation '{value}'{hint}; known: auto, {known}, or an expression such as mul(x, sigmoid(x))",
-                {"value": value, "hint": did_you_mean(value, ACTIVATIONS), "known": ", ".join(ACTIVATIONS)},
-            )
+            known = f"auto, {', '.join(ACTIVATIONS)}, or an expression such as mul(x, sigmoid(x))"
+            raise refusal(f"unknown activation '{value}'{did_you_mean(value, ACTIVATIONS)}; known: {known}")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> SiteRule:
         if isinstance(self.k_min, int) and self.k_min > self.learners:
-            raise PydanticCustomError("acm", "k_min is above the number of learners", {"key": "k_min"})
+            raise refusal("k_min is above the number of learners", "k_min")
         if self.lossless and self.second_layer == "shared":
-            raise PydanticCustomError(
-                "acm", "second_layer shared is not exact, but lossless asks for it (keep one)", {"key": "second_layer"}
-            )
+            raise refusal("second_layer shared is not exact, but lossless asks for it (keep one)", "second_layer")
         if self.lossless and self.init == "random":
-            raise PydanticCustomError("acm", "a random start is not lossless (keep one)", {"key": "lossless"})
+            raise refusal("a random start is not lossless (keep one)", "lossless")
         for key, idle, what in (("form", r"mlp", "projections"), ("second_layer", r"attn(\..*)?", "MLPs")):
             if getattr(self, key) != "auto" and all(re.fullmatch(idle, match) for match in self.match):
-                context = {"key": key, "what": what, "match": ", ".join(self.match)}
-                raise PydanticCustomError("acm", "{key} is for {what}, and match {match} means none", context)
+                raise refusal(f"{key} is for {what}, and match {', '.join(self.match)} means none", key)
         return self
 
 
@@ -136,11 +129,8 @@ class RunConfig(Section):
     @classmethod
     def _known(cls, value: str) -> str:
         if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", value):
-            raise PydanticCustomError(
-                "acm",
-                "unknown device '{value}'{hint}; known: auto, cpu, cuda, cuda:1, mps",
-                {"value": value, "hint": did_you_mean(value, ("auto", "cpu", "cuda", "mps"))},
-            )
+            hint = did_you_mean(value, ("auto", "cpu", "cuda", "mps"))
+            raise refusal(f"unknown device '{value}'{hint}; known: auto, cpu, cuda, cuda:1, mps")
         return value
 
 
@@ -202,8 +192,7 @@ class Recipe(Section):
     def _named(self) -> Recipe:
         # what an earlier run has saved was carried out
         if self.resolved is None and (self.name in (".", "..") or re.search(r"[/\\\0]", self.name)):
-            what = "name must be the name of a folder, got {name}; leave out / and \\"
-            raise PydanticCustomError("acm", what, {"key": "name", "name": repr(self.name)})
+            raise refusal(f"name must be the name of a folder, got {self.name!r}; leave out / and \\", "name")
         return self
 
     @model_validator(mode="after")
@@ -211,8 +200,7 @@ class Recipe(Section):
         missing = [key for key in ("task", "data") if getattr(self, key) is None]
         for key, what, section in (("schedule", "a schedule", self.schedule), ("expect", "expect", self.expect)):
             if section and missing:
-                context = {"what": what, "missing": " and ".join(missing), "key": key}
-                raise PydanticCustomError("acm", "{what} needs {missing}", context)
+                raise refusal(f"{what} needs {' and '.join(missing)}", key)
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from acm_compiler.errors import RecipeError, UsageError, did_you_mean
 from acm_compiler.recipe.datasets import DataConfig
 from acm_compiler.recipe.document import read_value
-from acm_compiler.recipe.load import expand, texts, unset_names
+from acm_compiler.recipe.load import expand, unset_in
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.tasks import TaskConfig
 
@@ -55,10 +54,9 @@ def _section(section: str, kinds: TypeAdapter[Any], given: str | Mapping[str, An
             expected=None if known is None else f"one of {', '.join(known)}, python:package.module:function",
             fix=f"such as {_EXAMPLES[section]}; the keys are those of a recipe's {section}",
         ) from None
-    unset = [name for _, text, is_path in texts(found) if is_path for name in unset_names(text, os.environ)]
-    if unset:
-        raise UsageError(f"the variable {unset[0]} is not set", where=where)
-    return expand(found, os.environ)
+    for _, _, name in unset_in(found):
+        raise UsageError(f"the variable {name} is not set", where=where)
+    return expand(found)
 
 
 def _known_kinds(error: ValidationError) -> list[str] | None:

@@ -1,14 +1,26 @@
-"""Task and expectation of a recipe: training loss, metric, and the dense metric that the model must reach first."""
+"""Task and expectation of a recipe: training loss, metric, and the dense metric that the model must reach first.
+
+Which tasks fit which data and which models: what cannot work is refused before anything is loaded.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
-from acm_compiler.recipe.datasets import kind_tag
-from acm_compiler.recipe.fields import Count, NotNegative, PathLike, PythonKind, Section, Whole
+from acm_compiler.recipe.datasets import (
+    ClutteredDigitsData,
+    CommonVoiceData,
+    DataConfig,
+    DataSection,
+    ImageFolderData,
+    SpokenDigitsData,
+    TextData,
+    TextRowsData,
+    kind_tag,
+)
+from acm_compiler.recipe.fields import Count, NotNegative, PathLike, PythonKind, Section, Whole, refusal
 
 
 class ClassifyTask(Section):
@@ -87,11 +99,11 @@ class ExpectConfig(Section):
         about, bounds = (self.metric, self.within), (self.at_least, self.at_most)
         if None in about and about != (None, None):
             missing, given = ("within", "metric") if self.within is None else ("metric", "within")
-            raise PydanticCustomError("acm", "{given} needs {missing}", {"given": given, "missing": missing})
+            raise refusal(f"{given} needs {missing}")
         if (about == (None, None)) == (bounds == (None, None)):
-            raise PydanticCustomError("acm", "either metric and within, or at_least, at_most or both must be given")
+            raise refusal("either metric and within, or at_least, at_most or both must be given")
         if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
-            raise PydanticCustomError("acm", "at_least is above at_most", {"key": "at_least"})
+            raise refusal("at_least is above at_most", "at_least")
         return self
 
     @property
@@ -108,3 +120,79 @@ class ExpectConfig(Section):
             return f"{self.metric:g} within {self.within:g}"
         parts = (("at least", self.at_least), ("at most", self.at_most))
         return ", ".join(f"{word} {bound:g}" for word, bound in parts if bound is not None)
+
+
+_LANGUAGE = ("causal_lm", "masked_lm", "embed")
+# the transformers class that a task's model is built by; classify has one for each kind of example
+_AUTO_CLASSES = {
+    "ctc": ("AutoModelForCTC",),
+    "causal_lm": ("AutoModelForCausalLM",),
+    "masked_lm": ("AutoModelForMaskedLM",),
+    "embed": ("AutoModel",),
+}
+AUDIO_RATES = {"common_voice": 16_000, "spoken_digits": 8_000}  # samples per second, whatever a file has
+PICTURES, TEXTS = "AutoModelForImageClassification", "AutoModelForSequenceClassification"
+_OTHER_CLASSIFIERS = (
+    "AutoModelForAudioClassification",
+    "AutoModelForVideoClassification",
+    "AutoModelForMultipleChoice",
+)
+
+
+def refuse_unfit(task: TaskConfig, data: DataSection, *, auto_class: str | None, input_rate: int | None) -> None:
+    """Refuse a task that its data or its model cannot serve; functions of the user's are not judged.
+
+    input_rate: samples per second of the model's audio, None where its input is none. Raises pydantic's error, with
+    the key of the section in question.
+    """
+    if isinstance(task, PythonTask):
+        return
+    for name, config in (("train", data.train), ("eval", data.eval)):
+        content, fitting = _tasks_of(config)
+        if content and task.kind not in fitting:
+            hint = _classes_hint(config) if task.kind == "classify" else ""
+            gives = f"{config.kind} gives {content}, for task {' or '.join(fitting)}{hint}"
+            raise refusal(f"task {task.kind} does not fit data.{name}: {gives}", "task")
+    _refuse_other_rate(data, input_rate)
+    fit = fitting_classes(task.kind, data.train)
+    if auto_class is not None and auto_class not in fit:
+        what = f"a model of {auto_class} does not fit task {task.kind}, which needs {' or '.join(fit)}"
+        raise refusal(what, "model")
+
+
+def fitting_classes(task: str, data: DataConfig | None = None) -> tuple[str, ...]:
+    """The transformers classes whose models can serve a task on this data."""
+    if task in _AUTO_CLASSES:
+        return _AUTO_CLASSES[task]
+    if isinstance(data, (ImageFolderData, ClutteredDigitsData)):
+        return (PICTURES,)
+    return (TEXTS,) if isinstance(data, (TextData, TextRowsData)) else (PICTURES, TEXTS, *_OTHER_CLASSIFIERS)
+
+
+def _refuse_other_rate(data: DataSection, input_rate: int | None) -> None:
+    """A model hears audio of another rate than its own faster or slower than it was said."""
+    for name, config in (("train", data.train), ("eval", data.eval)):
+        rate = AUDIO_RATES.get(config.kind)
+        if rate is not None and input_rate is not None and rate != input_rate:
+            what = f"input.sample_rate is {input_rate}, but data.{name}, {config.kind}, gives {rate} samples per second"
+            fix = "correct it, or give the audio of such a model by a python: data set"
+            raise refusal(f"{what}; {fix}", "input")
+
+
+def _tasks_of(data: DataConfig) -> tuple[str, tuple[str, ...]]:
+    """What a kind of data holds, and the tasks for that; nothing where a function of the user's decides."""
+    if isinstance(data, (CommonVoiceData, SpokenDigitsData)):
+        return "audio with transcripts", ("ctc",)
+    if isinstance(data, (ImageFolderData, ClutteredDigitsData)):
+        return "pictures with classes", ("classify",)
+    if isinstance(data, (TextData, TextRowsData)):
+        labelled = data.classes if isinstance(data, TextData) else data.label
+        return ("texts with classes", (*_LANGUAGE, "classify")) if labelled else ("texts", _LANGUAGE)
+    return "", ()
+
+
+def _classes_hint(data: DataConfig) -> str:
+    """How texts get classes."""
+    if isinstance(data, TextData):
+        return "; `classes:` names the folders or packages to tell apart"
+    return "; `label:` names the rows' key of the class" if isinstance(data, TextRowsData) else ""

@@ -65,10 +65,6 @@ def _mark_budgets(axes: Axes, found: Evaluation, theme: Theme, *, narrow: bool) 
         axes.axvline(budget.model_share, color=theme.line, linewidth=0.8, zorder=0)
 
 
-def _results(found: Evaluation) -> tuple[Result, ...]:
-    return (*found.budgets, *found.fixed)
-
-
 def _bounds(found: Evaluation) -> tuple[float, float]:
     """The part of the metric worth looking at: what the gates reach, and as much again on the worse side."""
     sign = -1 if found.metric.lower_is_better else 1
@@ -85,7 +81,7 @@ def _bounds(found: Evaluation) -> tuple[float, float]:
 
 def _reach(found: Evaluation, bounds: tuple[float, float]) -> tuple[float, float]:
     """The part of the cost axis that holds what is shown, to the nearest tenth outwards."""
-    shares = [r.model_share for r in _results(found) if bounds[0] <= r.metric <= bounds[1]]
+    shares = [r.model_share for r in (*found.budgets, *found.fixed) if bounds[0] <= r.metric <= bounds[1]]
     return max(0.0, math.floor(10 * min(shares) - 0.3) / 10), max(1.05, 1.05 * max(shares))
 
 
@@ -156,6 +152,8 @@ def _name_hidden(axes: Axes, found: Evaluation, theme: Theme, *, narrow: bool) -
 
 def k_chart(found: Evaluation, theme: Theme) -> Figure:
     """Stacked bars: the share of a site's tokens that ran k = 0, 1, ..., N, at every budget."""
+    from matplotlib.patches import Patch
+
     names = [site.name for site in found.budgets[0].per_site]
     key = key_of_k([len(site.tokens_by_k) - 1 for site in found.budgets[0].per_site])
     figure = new_figure(_NAMES_WIDTH + _BUDGET_WIDTH * len(found.budgets), 1.1 + _SITE_HEIGHT * len(names))
@@ -171,7 +169,7 @@ def k_chart(found: Evaluation, theme: Theme) -> Figure:
         axes.tick_params(length=0)
     grid[0].set_yticks(range(len(names)), names, fontsize=8)
     grid[0].set_ylim(len(names) - 0.4, -0.6)
-    handles = [_swatch(colour, label) for label, colour in key]
+    handles = [Patch(facecolor=colour, label=label) for label, colour in key]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(key), frameon=False, fontsize=8, labelcolor=theme.ink
     )
@@ -184,12 +182,6 @@ def _bar(axes, row: int, site: SiteUse) -> None:
     for tokens, colour in zip(site.tokens_by_k, colours_of_k(len(site.tokens_by_k) - 1), strict=True):
         axes.barh(row, tokens / total, left=left, height=0.78, color=colour, linewidth=0)
         left += tokens / total
-
-
-def _swatch(colour: str, label: str):
-    from matplotlib.patches import Patch
-
-    return Patch(facecolor=colour, label=label)
 
 
 def clip_chart(loads: ClipLoads, theme: Theme, names: Mapping[float, str]) -> Figure:

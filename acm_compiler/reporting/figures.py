@@ -112,7 +112,6 @@ def as_png(figure: Figure, ground: str) -> bytes:
 class Theme:
     """One set of colours; `gates`, `fixed` and `dense` are those of the series."""
 
-    name: str
     ground: str
     surface: str
     ink: str
@@ -124,7 +123,6 @@ class Theme:
 
 
 LIGHT = Theme(
-    name="light",
     ground="#faf9f6",
     surface="#ffffff",
     ink="#1c1e22",
@@ -135,7 +133,6 @@ LIGHT = Theme(
     dense="#1c1e22",
 )
 DARK = Theme(
-    name="dark",
     ground="#131519",
     surface="#1b1e24",
     ink="#eceae5",

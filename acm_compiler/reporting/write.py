@@ -1,24 +1,92 @@
-"""A report's files: the page, and its charts by themselves."""
+"""`acm.report`: an evaluation as one HTML page, laid out by page.html.j2, and its charts by themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from torch import Tensor, nn
+
+from acm_compiler.calibration.recalibrate import known_damages
+from acm_compiler.data import Batch, as_batch
+from acm_compiler.errors import UsageError
 from acm_compiler.evaluation import wording
-from acm_compiler.files import storing, write_file
+from acm_compiler.evaluation.find_loads import Loads, find_loads
+from acm_compiler.evaluation.results import Evaluation
+from acm_compiler.files import folder_at, storing, write_file
+from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.reporting.charts import clip_chart, cost_chart, k_chart
 from acm_compiler.reporting.contents import Image, Report, data_uri
-from acm_compiler.reporting.figures import DARK, LIGHT, Theme, as_png, as_svg, drawing, require_matplotlib, settle
-from acm_compiler.reporting.load_pictures import load_chart
-from acm_compiler.reporting.page import page
-from acm_compiler.reporting.summary import cost_alt
-from acm_compiler.reporting.time_chart import time_alt, time_chart
+from acm_compiler.reporting.figures import (
+    DARK,
+    FONT,
+    LIGHT,
+    Theme,
+    as_png,
+    as_svg,
+    drawing,
+    require_matplotlib,
+    settle,
+    variables,
+)
+from acm_compiler.reporting.load_facts import foreground_facts, load_chart, map_facts, text_facts
+from acm_compiler.reporting.page_facts import budget_table, cost_alt, cost_caption, headline, method_facts, site_facts
+from acm_compiler.reporting.time_chart import time_alt, time_chart, time_facts
+from acm_compiler.tasks import Task, task_for
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def page(report: Report, pictures: Mapping[str, Image]) -> str:
+    """The whole page around the charts by name; what users wrote is escaped."""
+    found, loads = report.evaluation, report.loads
+    return (
+        environment()
+        .get_template("page.html.j2")
+        .render(
+            report=report,
+            found=found,
+            metric=found.metric.name,
+            font=Markup(FONT),
+            light=variables(LIGHT),
+            dark=variables(DARK),
+            pictures=pictures,
+            headline=headline(found),
+            cost_caption=cost_caption(found),
+            budgets=budget_table(found),
+            times=time_facts(report.times) if report.times else None,
+            texts=text_facts(loads.texts, found.names) if loads.texts is not None else None,
+            images=map_facts(loads.maps, found) if loads.maps else None,
+            speech_or_object=foreground_facts(found),
+            sites=site_facts(report),
+            method=method_facts(report),
+        )
+    )
+
+
+def environment() -> Environment:
+    """The page's templates, which escape whatever is not `Markup`."""
+    return Environment(
+        loader=PackageLoader("acm_compiler.reporting", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_keep_units,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _keep_units(value: Any) -> Any:
+    """A number keeps its unit on its line; `Markup` stays as it is."""
+    return value.replace(" %", "\u00a0%") if isinstance(value, str) and not isinstance(value, Markup) else value
+
 
 Draw = Callable[[Theme], "Figure"]
 _PHONE, _DARK = "(max-width:600px)", "(prefers-color-scheme:dark)"
@@ -79,3 +147,53 @@ def _pictures(report: Report, files: dict[str, bytes]) -> dict[str, Image]:
 
 def _svg(figure: Figure) -> str:
     return data_uri(as_svg(figure), "svg+xml")
+
+
+_NO_EXAMPLES = "acm.report was given no examples"
+
+
+def report(
+    model: nn.Module,
+    evaluation: Evaluation,
+    directory: str | os.PathLike[str],
+    *,
+    examples: Any = None,
+    task: Task | str | Mapping[str, Any] | None = None,
+    title: str | None = None,
+    description: str = "",
+) -> Path:
+    """Write `index.html`, one page that holds all it needs, and its charts (PNG and SVG) into `directory`.
+
+    evaluation: what `acm.evaluate` found for this model.
+    examples: a batch as `acm.evaluate` takes them, to show where the learners run: maps for pictures, and loads along
+    clips or texts. task: what says how the model is called with them, as for `acm.evaluate`; None: by names.
+    title: None for the name of the model's class.
+    Returns the page's path. Raises PackageMissing without matplotlib, StorageError where nothing can be written.
+    """
+    owner = conversion(model)
+    if not isinstance(evaluation, Evaluation):
+        raise UsageError(
+            "evaluation must be what acm.evaluate returned",
+            found=f"the class {evaluation.__name__}" if isinstance(evaluation, type) else type(evaluation).__name__,
+            expected="an Evaluation",
+            fix="evaluation = acm.evaluate(model, batches, task=…)",
+        )
+    loads = Loads(missing=_NO_EXAMPLES)
+    if examples is not None:
+        judge = task_for(task, None if task is not None else _unscored, model=model)
+        loads = find_loads(model, evaluation, lambda: as_batch(examples), judge)
+    return write_report(
+        folder_at(directory),
+        Report(
+            title=title or owner.plan.model.cls.rpartition(".")[2],
+            description=description,
+            evaluation=evaluation,
+            plan=owner.plan,
+            damages=known_damages(model),
+            loads=loads,
+        ),
+    )
+
+
+def _unscored(output: Any, batch: Batch) -> Tensor:
+    return torch.zeros(len(next(iter(batch.values()))))

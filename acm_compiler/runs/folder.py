@@ -13,7 +13,7 @@ from acm_compiler.checkpoint import check_own_folder, holds_model, locked, save_
 from acm_compiler.errors import AcmError, BudgetMissed, RunInterrupted, UsageError
 from acm_compiler.evaluation.results import FILE, Evaluation
 from acm_compiler.progress import Say
-from acm_compiler.recipe import Recipe, decisions, differences, expand_paths, load_recipe
+from acm_compiler.recipe import Recipe, decisions, expand_paths, load_recipe, told_differences
 from acm_compiler.recipe.datasets import DataConfig
 from acm_compiler.recipe.tasks import TaskConfig
 from acm_compiler.training.machine import Machine
@@ -21,7 +21,6 @@ from acm_compiler.training.schedule import refuse_past
 from acm_compiler.training.state import has_state, saved_position
 from acm_compiler.training.watch import MISSED
 
-_SHOWN = 8
 _REMEDY = "choose another folder by --out; or replace that model and what was measured on it: --force"
 
 
@@ -107,12 +106,9 @@ def still_to_come(phases: Sequence[str], options: RunOptions) -> str:
 
 
 def _check_same(made_by: Recipe, recipe: Recipe, directory: Path) -> None:
-    changed = differences(decisions(expand_paths(made_by)), decisions(recipe))
-    if changed:
-        more = [f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
-        shown = "\n  ".join([*changed[:_SHOWN], *more])
+    if changed := told_differences(decisions(expand_paths(made_by)), decisions(recipe)):
         raise UsageError(
-            f"the folder holds the finished result of another recipe (there -> now):\n  {shown}",
+            f"the folder holds the finished result of another recipe (there -> now):\n  {changed}",
             where=str(directory),
             fix=_REMEDY,
         )

@@ -33,6 +33,10 @@ BaseOption = Annotated[
     str | None,
     typer.Option("--base-model", metavar="MODEL", help="The model before conversion, such as python:module:function."),
 ]
+CodeOption = Annotated[
+    bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
+]
+DirArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

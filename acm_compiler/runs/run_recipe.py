@@ -15,7 +15,7 @@ from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options
 from acm_compiler.checkpoint import save
 from acm_compiler.data import BatchStream
-from acm_compiler.data.facts import Facts
+from acm_compiler.data.batch import Facts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.evaluate import with_progress
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation

@@ -17,6 +17,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Phase
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError
 from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites, whole_conversion
+from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
 from acm_compiler.runtime.encoder_decoder import unwatch_padding, watch_padding
 
@@ -170,8 +171,8 @@ def is_held(acm: ACM, owner: Conversion) -> bool:
 def _largest_share(model: nn.Module) -> float:
     """The share of learner MACs when every token runs as many learners as it may."""
     plan, acms = conversion(model).plan, sites(model)
-    macs = {site.name: cost.learner_macs for site, cost in zip(plan.sites, plan.cost.sites, strict=True)}
-    return sum(macs[name] * int(acm.k_hi) / acm.count for name, acm in acms.items()) / sum(macs.values())
+    most, full = learner_macs((site, site.runs * int(acms[site.name].k_hi), site.runs) for site in plan.sites)
+    return most / full
 
 
 def _check_phases(model: nn.Module, wanted: Mapping[str, float | str]) -> tuple[Phase, ...]:

@@ -17,7 +17,7 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
 from acm_compiler.passes.find.count_macs import Work
 from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, sites
-from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
+from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, learner_macs
 from acm_compiler.planning.cost_table import unit_of
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
@@ -190,13 +190,11 @@ class Usage:
     def learner_macs(self) -> tuple[Tensor, Tensor]:
         """Learner MACs run and those at k = N, each float64 [batch]; UsageError where sites saw several batch sizes."""
         self._refuse_sizes()
-        run = full = torch.zeros((), dtype=torch.float64)
+        runs = []
         for name, k_BS in self.k.items():
-            site = self._plan.site(name)
             real = k_BS != PADDING
-            run = run + to_float64((k_BS * real).sum(1)).cpu() * macs_per_learner(site)
-            full = full + to_float64(real.sum(1)).cpu() * macs_per_learner(site) * site.learners
-        return run, full
+            runs.append((self._plan.site(name), to_float64((k_BS * real).sum(1)).cpu(), to_float64(real.sum(1)).cpu()))
+        return learner_macs(runs)
 
     def _refuse_sizes(self) -> None:
         layouts = {site.name: site.layout for site in self._plan.sites}

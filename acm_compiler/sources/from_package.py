@@ -24,10 +24,10 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     """The shipped model `config.name`."""
     check(config)
     refuse_names(config)
-    module: Any = importlib.import_module(SHIPPED[config.name])
-    model = build_on(device, lambda: call_builder(module.build_model, config))
+    shipped: Any = getattr(importlib.import_module("acm_compiler.shipped.models"), config.name.upper())
+    model = build_on(device, lambda: call_builder(shipped.build_model, config))
     if weights and config.weights == "default":
-        module.load_weights(model)
+        shipped.load_weights(model)
     elif weights:
         load_own_file(model, config)
-    return Found(model=model, example=lambda _: module.example_input())
+    return Found(model=model, example=lambda _: shipped.example_input())

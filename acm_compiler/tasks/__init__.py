@@ -1,7 +1,6 @@
 """What a model is for: its inputs from a batch, its loss, its metric."""
 
 from acm_compiler.tasks.base import Likeness, Task
-from acm_compiler.tasks.open_task import open_task
-from acm_compiler.tasks.own_metric import Score, task_for
+from acm_compiler.tasks.open_task import Score, open_task, task_for
 
 __all__ = ["Likeness", "Score", "Task", "open_task", "task_for"]

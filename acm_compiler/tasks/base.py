@@ -1,11 +1,15 @@
 """The protocol between data, models and training: tasks, metrics, agreement and distance of two models' outputs.
 
+A user's own object is a task, too: what it leaves out is filled in, what it raises is told with the user's lines.
+
 Shapes: B examples, E examples of a data set, P pairs of them, D features, C classes, ... tokens or frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +19,9 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.data.batch import Batch
+from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs
+from acm_compiler.user_code import is_users, users_code
 
 
 class Task:
@@ -164,6 +170,84 @@ def distance(task: Task, answer: Tensor, wanted: Tensor) -> Tensor:
 _NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "foreground", "teacher"})
 
 
+def part_of(output: Any, name: str, what: str, *, axes: str, task: str, fix: str) -> Tensor:
+    """A model's output itself, or its part `name`, a tensor of these axes (by commas). UsageError where it is none."""
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, output)
+    if isinstance(found, Tensor) and found.ndim == len(axes.split(", ")):
+        return found
+    shown = type(output).__name__
+    if isinstance(output, Tensor):
+        shown = f"a tensor of shape {tuple(output.shape)}"
+    elif isinstance(output, Mapping):
+        shown += f" with {', '.join(map(str, output))}"
+    raise UsageError(
+        f"the model's output holds no {what}",
+        where=f"task {task}",
+        found=shown,
+        expected=f"a tensor [{axes}], or an output with such `{name}`",
+        fix=fix,
+    )
+
+
+def entry_of(batch: Batch, name: str, what: str, *, task: str) -> Tensor:
+    """The batch's tensor of that name. DataError where it has none."""
+    if name not in batch:
+        expected = f"a tensor named {name!r} in every example"
+        raise DataError(
+            f"the data set gives no {what}", where=f"task {task}", found=", ".join(batch), expected=expected
+        )
+    return batch[name]
+
+
 def named_inputs(batch: Batch) -> Batch:
     """All tensors of the batch, by name, but for what is known about the examples."""
     return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
+
+
+NEEDED = ("metric", "inputs", "mask", "score", "answer")
+_OWN = ("metric", "loss", "score", "answer")
+
+
+def as_task(given: Any, name: str | None = None) -> Task:
+    """`given`, if it is a task of this package; else a task that is all as it is, with the defaults of `Task`.
+
+    name: what built it, named in FunctionFailed where one of its methods raises; None leaves errors as they are.
+    """
+    return UsersTask(given, name) if is_users(given) else given
+
+
+def missing_parts(given: Any, needed: Iterable[str]) -> list[str]:
+    """The parts of a task that an object lacks; a subclass of `Task` has its inputs and its mask."""
+    if isinstance(given, UsersTask):
+        return missing_parts(given._given, needed)
+    if isinstance(given, Task):
+        return [part for part in needed if part in _OWN and getattr(type(given), part) is getattr(Task, part)]
+    return [part for part in needed if not hasattr(given, part)]
+
+
+class UsersTask(Task):
+    """A user's object first, the defaults of `Task` where it has nothing of a name."""
+
+    def __init__(self, given: Any, name: str | None) -> None:
+        self._given, self._name = given, name
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(self._given, name):
+            return object.__getattribute__(self, name)
+        found = getattr(self._given, name)
+        return functools.partial(_call, self._name and f"{self._name}: {name}", found) if callable(found) else found
+
+    @property
+    def is_share(self) -> bool:
+        """As the name of the metric says."""
+        return names_share(self.metric)
+
+    @property
+    def needs_dense(self) -> bool:
+        """True if it remembers something of the dense model."""
+        return hasattr(self._given, "remember")
+
+
+def _call(name: str | None, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with nullcontext() if name is None else users_code(name, "the task raised"):
+        return method(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.recipe.compatibility import fitting_classes
-from acm_compiler.tasks.base import Likeness, Task, agreement
+from acm_compiler.recipe.tasks import fitting_classes
+from acm_compiler.tasks.base import Likeness, Task, agreement, entry_of, part_of
 
 _IGNORED = -100  # torch's own label of an example that counts nowhere
 
@@ -87,32 +86,14 @@ class Classify(Task):
 
     def logits(self, output: Any) -> Tensor:
         """The logits [B, C]: the output itself, or its `logits`. UsageError when there are none."""
-        logits = output
-        if isinstance(output, Mapping):
-            logits = output.get("logits")
-        elif not isinstance(output, Tensor):
-            logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or logits.ndim != 2:
-            raise UsageError(
-                "the model's output holds no logits",
-                where="task classify",
-                found=_describe(output),
-                expected="a tensor [batch, classes], or an output with such `logits`",
-                fix=f"use a model with a classification head (for hf: auto_class {self.auto_class})",
-            )
+        fix = f"use a model with a classification head (for hf: auto_class {self.auto_class})"
+        logits = part_of(output, "logits", "logits", axes="batch, classes", task="classify", fix=fix)
         if self.classes is not None and logits.shape[1] != self.classes:
             raise _classes_differ(self.classes, logits.shape[1])
         return logits
 
     def _label(self, batch: Batch) -> Tensor:
-        if "label" not in batch:
-            raise DataError(
-                "the data set gives no labels",
-                where="task classify",
-                found=", ".join(batch),
-                expected="a tensor named 'label' in every example",
-            )
-        label = batch["label"]
+        label = entry_of(batch, "label", "labels", task="classify")
         if label.ndim == 1 and not label.is_floating_point() and not label.is_complex():
             return label.long()
         if label.ndim == 2 and not label.is_complex():
@@ -133,11 +114,3 @@ def _classes_differ(data: int | str, model: int) -> UsageError:
         found=f"{data} in the data, {model} in the model",
         fix="use the data set the model was trained on, or a model with a head for these classes",
     )
-
-
-def _describe(output: Any) -> str:
-    if isinstance(output, Tensor):
-        return f"a tensor of shape {tuple(output.shape)}"
-    if isinstance(output, Mapping):
-        return f"{type(output).__name__} with {', '.join(map(str, output))}"
-    return type(output).__name__

@@ -14,19 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.data.batch import Batch
-from acm_compiler.data.facts import Facts
+from acm_compiler.data.batch import Batch, Facts
 from acm_compiler.errors import DataError, PackageMissing, UsageError
 from acm_compiler.inputs import Inputs
-from acm_compiler.tasks.base import Task
-from acm_compiler.tasks.language import centred, roots
+from acm_compiler.tasks.base import part_of
+from acm_compiler.tasks.language import TokenLogits
 
 Unit = Literal["word", "character"]
 PADDING = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ctc(Task):
+class Ctc(TokenLogits):
     """A `Task`: logits [B, S, V] against `labels` int [B, L], filled up with -100, for audio `input_values` [B, R].
 
     `vocabulary` is the text of every label, "|" between words; `blank` the label of no character. `frames` turns
@@ -39,7 +38,6 @@ class Ctc(Task):
     frames: Callable[[Tensor], Tensor]
     masked: bool
     unit: Unit = "word"
-    answers_logits: ClassVar[bool] = True
     lower_is_better: ClassVar[bool] = True
     is_share: ClassVar[bool] = True
 
@@ -83,25 +81,11 @@ class Ctc(Task):
         """Words (characters, spaces too) that were spoken, fp32 [B]."""
         return torch.tensor([_length(text, self.unit) for text in self._references(batch)], dtype=torch.float32)
 
-    def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
-        """The logits [B, S, V] without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
-        return centred(self._logits(output), mask)
-
-    def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
-        """The roots of the probabilities [B, S, V], times two; 0 where `mask` [B, S] is."""
-        return roots(self._logits(output), mask)
-
     def _logits(self, output: Any) -> Tensor:
         """The logits [B, S, V]. UsageError when there are none, or for another vocabulary."""
-        logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
-        if not isinstance(logits, Tensor) or logits.ndim != 3:
-            raise UsageError(
-                "the model's output holds no logits of frames",
-                where="task ctc",
-                found=type(output).__name__,
-                expected="logits [batch, frames, vocabulary]",
-                fix="use a model with a CTC head (for hf: auto_class AutoModelForCTC)",
-            )
+        fix = "use a model with a CTC head (for hf: auto_class AutoModelForCTC)"
+        axes = "batch, frames, vocabulary"
+        logits = part_of(output, "logits", "logits of frames", axes=axes, task="ctc", fix=fix)
         if logits.shape[2] < len(self.vocabulary):
             raise UsageError(
                 "the vocabulary and the model have different sizes",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.data.batch import Batch
-from acm_compiler.errors import DataError, UsageError
+from acm_compiler.errors import DataError
 from acm_compiler.inputs import Inputs
-from acm_compiler.tasks.base import Likeness, Task, named_inputs, pairwise_spearman
+from acm_compiler.tasks.base import Likeness, Task, named_inputs, pairwise_spearman, part_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,9 @@ class Embed(Task):
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The vectors [B, D]; padding is left out by `mask` [B, S]."""
-        hidden_BSD = _hidden(output)
+        fix = "use a model without a head (for hf: auto_class AutoModel)"
+        axes = "batch, tokens, features"
+        hidden_BSD = part_of(output, "last_hidden_state", "hidden states", axes=axes, task="embed", fix=fix)
         if mask is None:
             return F.normalize(hidden_BSD.float().mean(1), dim=-1)
         weight_BS1 = mask.to(hidden_BSD.device).float()[..., None]
@@ -65,20 +66,3 @@ class Embed(Task):
                 fix="evaluate and train beside the dense model, whose output `remember` puts into the batch",
             )
         return (self.answer(output, self.mask(batch)) * batch["teacher"]).sum(-1)
-
-
-def _hidden(output: Any) -> Tensor:
-    hidden = output
-    if isinstance(output, Mapping):
-        hidden = output.get("last_hidden_state")
-    elif not isinstance(output, Tensor):
-        hidden = getattr(output, "last_hidden_state", None)
-    if not isinstance(hidden, Tensor) or hidden.ndim != 3:
-        raise UsageError(
-            "the model's output holds no hidden states",
-            where="task embed",
-            found=type(output).__name__,
-            expected="a tensor [batch, tokens, features], or an output with such `last_hidden_state`",
-            fix="use a model without a head (for hf: auto_class AutoModel)",
-        )
-    return hidden

@@ -6,7 +6,7 @@ Shapes: B texts, S tokens, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,24 +15,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.calibration.damage import root_probabilities
-from acm_compiler.data.batch import Batch
+from acm_compiler.data.batch import Batch, Facts
 from acm_compiler.data.draws import uniform
-from acm_compiler.data.facts import Facts
-from acm_compiler.errors import DataError, UsageError
+from acm_compiler.errors import DataError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.tasks import MaskedLMTask
-from acm_compiler.tasks.base import Task, named_inputs
+from acm_compiler.tasks.base import Task, entry_of, named_inputs, part_of
+
+
+class TokenLogits(Task, ABC):
+    """A `Task` of models that give logits [B, S, V]: what two of them are compared by."""
+
+    answers_logits: ClassVar[bool] = True
+
+    @abstractmethod
+    def _logits(self, output: Any) -> Tensor:
+        """The logits [B, S, V]. UsageError where there are none."""
+
+    def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
+        """The logits without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
+        logits_BSV = self._logits(output)
+        return _masked(logits_BSV - logits_BSV.mean(-1, keepdim=True), mask)
+
+    def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
+        """The roots of the probabilities [B, S, V], times two; 0 where `mask` [B, S] is."""
+        return _masked(root_probabilities(self._logits(output)), mask)
+
+
+def _masked(values_BSV: Tensor, mask: Tensor | None) -> Tensor:
+    return values_BSV if mask is None else values_BSV * mask[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModel(Task, ABC):
+class LanguageModel(TokenLogits):
     """A `Task` but for `inputs`: logits [B, S, V] at token s against token s + `ahead` of `input_ids` [B, S]."""
 
     kind: ClassVar[str]
     auto_class: ClassVar[str]
     ahead: ClassVar[int]
     lower_is_better: ClassVar[bool] = True
-    answers_logits: ClassVar[bool] = True
 
     @abstractmethod
     def guessed(self, batch: Batch) -> Tensor:
@@ -54,23 +75,17 @@ class LanguageModel(Task, ABC):
         """Perplexity, from the mean cross entropy."""
         return mean.exp()
 
-    def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
-        """The logits [B, S, V] without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
-        return centred(self._logits(output), mask)
-
-    def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
-        """The roots of the probabilities [B, S, V], times two; 0 where `mask` [B, S] is."""
-        return roots(self._logits(output), mask)
-
     def _surprise(self, output: Any, batch: Batch) -> Tensor:
         """-log p of what stands at every guessed token, [B, S - ahead]; 0 elsewhere."""
-        ids_BS = tokens_of(batch, task=self.kind)
+        ids_BS = entry_of(batch, "input_ids", "tokens", task=self.kind)
         logits_BSV = self._logits(output)[:, : ids_BS.shape[1] - self.ahead].float()
         found_BS = F.cross_entropy(logits_BSV.transpose(1, 2), ids_BS[:, self.ahead :], reduction="none")
         return found_BS * self.guessed(batch)
 
     def _logits(self, output: Any) -> Tensor:
-        return token_logits(output, task=self.kind, auto_class=self.auto_class)
+        fix = f"use a model with a language head (for hf: auto_class {self.auto_class})"
+        axes = "batch, tokens, vocabulary"
+        return part_of(output, "logits", "logits of tokens", axes=axes, task=self.kind, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +106,7 @@ class CausalLM(LanguageModel):
 
     def guessed(self, batch: Batch) -> Tensor:
         """bool [B, S - 1]: tokens after the first that are real and follow a real one."""
-        ids_BS, mask_BS = tokens_of(batch, task=self.kind), self.mask(batch)
+        ids_BS, mask_BS = entry_of(batch, "input_ids", "tokens", task=self.kind), self.mask(batch)
         if mask_BS is None:
             mask_BS = torch.ones_like(ids_BS, dtype=torch.bool)
         return mask_BS[:, 1:] & mask_BS[:, :-1]
@@ -121,7 +136,7 @@ class MaskedLM(LanguageModel):
 
     def guessed(self, batch: Batch) -> Tensor:
         """bool [B, S]: the hidden tokens."""
-        ids_BS = tokens_of(batch, task=self.kind)
+        ids_BS = entry_of(batch, "input_ids", "tokens", task=self.kind)
         index_B = batch["index"].cpu().numpy()
         drawn_BS = uniform(self.seed, index_B, ids_BS.shape[1]).to(ids_BS.device)
         allowed_BS = torch.isin(ids_BS, torch.tensor(sorted(self.marks), device=ids_BS.device), invert=True)
@@ -139,41 +154,3 @@ def open_masked_lm(config: MaskedLMTask, dataset: Any) -> MaskedLM:
             expected="`mask_id` of the data set, from a tokenizer with [MASK] or <mask>",
         )
     return MaskedLM(share=config.share, seed=config.seed, mask_id=facts.mask_id, marks=frozenset(facts.marks))
-
-
-def token_logits(output: Any, *, task: str, auto_class: str) -> Tensor:
-    """The logits [B, S, V]: the output itself, or its `logits`. UsageError when there are none."""
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise UsageError(
-            "the model's output holds no logits of tokens",
-            where=f"task {task}",
-            found=type(output).__name__,
-            expected="logits [batch, tokens, vocabulary]",
-            fix=f"use a model with a language head (for hf: auto_class {auto_class})",
-        )
-    return logits
-
-
-def centred(logits_BSV: Tensor, mask: Tensor | None) -> Tensor:
-    """The logits without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
-    centred_BSV = logits_BSV - logits_BSV.mean(-1, keepdim=True)
-    return centred_BSV if mask is None else centred_BSV * mask[..., None]
-
-
-def roots(logits_BSV: Tensor, mask: Tensor | None) -> Tensor:
-    """`root_probabilities` of the logits; 0 where `mask` [B, S] is."""
-    roots_BSV = root_probabilities(logits_BSV)
-    return roots_BSV if mask is None else roots_BSV * mask[..., None]
-
-
-def tokens_of(batch: Batch, *, task: str) -> Tensor:
-    """The batch's `input_ids` [B, S]. DataError where it has none."""
-    if "input_ids" not in batch:
-        raise DataError(
-            "the data set gives no tokens",
-            where=f"task {task}",
-            found=", ".join(batch),
-            expected="a tensor named 'input_ids' in every example",
-        )
-    return batch["input_ids"]

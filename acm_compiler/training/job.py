@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from acm_compiler.data.batch import Batch
+from acm_compiler.data import BatchStream
 from acm_compiler.errors import StorageError
 from acm_compiler.files import remedy
 from acm_compiler.recipe.phases import CalibratePhase, Phase
@@ -23,22 +23,9 @@ from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.tasks import Task
 from acm_compiler.training.state import what_remains
 
-
-class Batches(Protocol):
-    """Batches by place. `BatchStream` is one."""
-
-    def __len__(self) -> int:
-        """Batches per epoch."""
-
-    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """This process's share of the epoch's batches from number `start` on; draws from no global generator."""
-
-
-class OpenData(Protocol):
-    """Opens the training data: `functools.partial(BatchStream, dataset=…, shuffle=True, drop_last=True)` is one."""
-
-    def __call__(self, *, batch: int, seed: int, rank: int, world: int) -> Batches:
-        """Batches of `batch` examples over all `world` processes together, seen from process `rank`."""
+# opens the training data: the batches of so many examples over all `world` processes, as process `rank` sees them,
+# by keywords `batch`, `seed`, `rank` and `world`
+OpenData = Callable[..., BatchStream]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from acm_compiler.data.draws import derive
@@ -45,8 +46,6 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def restore_tensors(model: nn.Module, path: Path) -> None:
     """Write the tensors of `path` into the model. ValueError when they are not this model's."""
-    from safetensors import safe_open
-
     targets = dict(_named(model))
     with safe_open(path, framework="pt") as file:
         _match("tensors", set(file.keys()), set(targets))

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.data.batch import Batch
+from acm_compiler.data import Batch, BatchStream
 from acm_compiler.errors import RunInterrupted, TrainingFailed
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.progress import Progress
 from acm_compiler.recipe.fields import Every
 from acm_compiler.recipe.phases import TrainedPhase
-from acm_compiler.training.job import Batches, Job, Journal
+from acm_compiler.training.job import Job, Journal
 from acm_compiler.training.live_state import restore_generators, seed_generators
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Figures, Group, Phase, only_training, parameters_of
@@ -53,7 +53,7 @@ class Run:
 class PhaseLoop:
     """Trains one phase, phase number `index` of its schedule."""
 
-    def __init__(self, run: Run, phase: Phase, config: TrainedPhase, *, batches: Batches, index: int) -> None:
+    def __init__(self, run: Run, phase: Phase, config: TrainedPhase, *, batches: BatchStream, index: int) -> None:
         self.run, self.phase, self.config, self.batches, self.index = run, phase, config, batches, index
         self.steps = steps_of(config, len(batches))
         self.optimization = Optimization(config, phase.groups, run.machine, steps=self.steps)
@@ -143,7 +143,7 @@ def steps_of(config: TrainedPhase, batches: int) -> int:
     return max(1, config.epochs * batches // config.accumulate)
 
 
-def _feed(batches: Batches, first: int) -> Generator[Batch, None, None]:
+def _feed(batches: BatchStream, first: int) -> Generator[Batch, None, None]:
     """All batches from number `first` of the phase on, epoch after epoch."""
     epoch, start = divmod(first, len(batches))
     while True:

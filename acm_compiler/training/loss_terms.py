@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from acm_compiler.acm.module import ACM, Choices
+from acm_compiler.acm.module import Choices
 from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
-from acm_compiler.planning.cost import macs_per_learner
+from acm_compiler.planning.cost import learner_macs
+from acm_compiler.planning.decisions import PlannedSite
 
 
 def budget_loss(share_B: Tensor, budget: float) -> Tensor:
@@ -56,12 +57,10 @@ def _negative_entropy(a_BC: Tensor, tokens_B: Tensor) -> Tensor:
 class SiteChoices:
     """The relaxed choices of one site in one forward, all its calls; real is 1 at real tokens, 0 at padding.
 
-    nu [B, S, C], real [B, S]. `learner_macs` is p_l, the MACs of one learner for one token.
+    nu [B, S, C], real [B, S].
     """
 
-    site: str
-    k_min: int
-    learner_macs: float
+    site: PlannedSite
     nu: Tensor
     real: Tensor
 
@@ -78,19 +77,18 @@ class SiteChoices:
         return taken_BC / self.tokens.clamp_min(1)[:, None]
 
     @property
-    def macs(self) -> tuple[Tensor, Tensor]:
-        """Learner MACs run, and at k = N, of each example, each [B]."""
-        k_C = torch.arange(self.k_min, self.k_min + self.nu.shape[2], device=self.nu.device, dtype=self.nu.dtype)
-        k_BS = (self.nu * k_C).sum(-1)
-        return (k_BS * self.real).sum(1) * self.learner_macs, self.tokens * float(k_C[-1]) * self.learner_macs
+    def learners(self) -> Tensor:
+        """k of each example's real tokens added up, [B]."""
+        k_C = torch.arange(self.site.k_min, self.site.learners + 1, device=self.nu.device, dtype=self.nu.dtype)
+        return ((self.nu * k_C).sum(-1) * self.real).sum(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxedChoices:
     """All relaxed choices since they were last taken: one tuple of sites per forward.
 
-    `macs` are the learner MACs run, and at k = N, of each example of all forwards, each [B], in units of the largest
-    site's learner; examples without real tokens are left out.
+    `macs` are the learner MACs run, and at k = N, of each example of all forwards, each [B]; examples without real
+    tokens are left out.
     """
 
     forwards: tuple[tuple[SiteChoices, ...], ...]
@@ -108,7 +106,7 @@ class RelaxedChoices:
         counts: dict[str, Tensor] = {}
         for site in (site for forward in self.forwards for site in forward):
             taken_C = (site.nu.detach() * site.real[..., None]).sum((0, 1))
-            counts[site.site] = counts[site.site] + taken_C if site.site in counts else taken_C
+            counts[site.site.name] = counts.get(site.site.name, 0) + taken_C
         return counts
 
     def losses(self, budget: float) -> dict[str, Tensor]:
@@ -153,25 +151,24 @@ def take_choices(model: nn.Module) -> RelaxedChoices:
         )
     plan = conversion(model).plan
     forwards = _count_forwards({name: len(calls) / plan.site(name).calls for name, calls in taken.items()})
-    unit = max(macs_per_learner(site) for site in plan.sites)
     grouped = []
     for i in range(forwards):
         present = {name: _part(calls, i, forwards) for name, calls in taken.items() if calls}
-        sizes = {name: macs_per_learner(plan.site(name)) / unit for name in present}
-        grouped.append(tuple(_site_choices(acms[name], calls, sizes[name]) for name, calls in present.items()))
+        grouped.append(tuple(_site_choices(plan.site(name), calls) for name, calls in present.items()))
         _check_batch(grouped[-1])
     return RelaxedChoices(forwards=tuple(grouped), macs=_macs(grouped))
 
 
 def _macs(forwards: Sequence[tuple[SiteChoices, ...]]) -> tuple[Tensor, Tensor]:
-    run, full = [], []
-    for forward in forwards:
-        pairs = [site.macs for site in forward]
-        run.append(torch.stack([pair[0] for pair in pairs]).sum(0))
-        full.append(torch.stack([pair[1] for pair in pairs]).sum(0))
-    run_B, full_B = torch.cat(run), torch.cat(full)
+    pairs = [learner_macs((c.site, _wide(c.learners), _wide(c.tokens)) for c in forward) for forward in forwards]
+    run_B, full_B = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     real_B = full_B > 0
     return run_B[real_B], full_B[real_B]
+
+
+def _wide(values: Tensor) -> Tensor:
+    """As float32, or what is wider: MACs are too large for half precision."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _count_forwards(calls: dict[str, float]) -> int:
@@ -194,20 +191,18 @@ def _part(calls: tuple[Choices, ...], index: int, parts: int) -> tuple[Choices, 
     return calls[index * size : (index + 1) * size]
 
 
-def _site_choices(acm: ACM, calls: tuple[Choices, ...], learner_macs: float) -> SiteChoices:
+def _site_choices(site: PlannedSite, calls: tuple[Choices, ...]) -> SiteChoices:
     """The calls of one forward as one: repeated calls follow each other along the token axis."""
     real = [torch.ones_like(c.nu[..., 0]) if c.mask is None else c.mask.to(c.nu) for c in calls]
     return SiteChoices(
-        site=acm.name,
-        k_min=acm.k_min,
-        learner_macs=learner_macs,
+        site=site,
         nu=torch.cat([c.nu for c in calls], dim=1),
         real=torch.cat([r.detach() for r in real], dim=1),
     )
 
 
 def _check_batch(forward: tuple[SiteChoices, ...]) -> None:
-    sizes = {site.nu.shape[0]: site.site for site in forward}
+    sizes = {choices.nu.shape[0]: choices.site.name for choices in forward}
     if len(sizes) > 1:
         raise UsageError("sites saw batches of different sizes", found=sizes, fix="call acm.losses after every forward")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.planning.cost import macs_per_learner
+from acm_compiler.planning.cost import learner_macs
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.phases import DistillPhase, GatePhase, LabelRule, TrainedPhase
 from acm_compiler.runtime.control import refuse_unfitted
@@ -149,11 +149,11 @@ class GateLabels:
 
     def _share(self, choices: dict[str, list[float]]) -> float:
         """The share of learner MACs that these choices run, over all tokens together."""
-        run = full = 0.0
+        runs = []
         for name, counts in choices.items():
             site = self.plan.site(name)
-            run += macs_per_learner(site) * sum((site.k_min + c) * count for c, count in enumerate(counts))
-            full += macs_per_learner(site) * site.learners * sum(counts)
+            runs.append((site, sum((site.k_min + c) * count for c, count in enumerate(counts)), sum(counts)))
+        run, full = learner_macs(runs)
         return run / max(full, 1.0)
 
     def complete(self, acm: ACM) -> None:

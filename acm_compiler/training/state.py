@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
 from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.files import parse_json, remedy, whole_file
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.recipe import differences
+from acm_compiler.recipe import differences, told_differences
 from acm_compiler.training.live_state import (
     generator_states,
     live_facts,
@@ -40,7 +42,6 @@ from acm_compiler.training.machine import Machine
 log = logging.getLogger(__name__)
 
 SCHEMA = 2
-_SHOWN = 8
 _NAME = re.compile(r"(\d+)-(\d+)")
 _UNFINISHED = ".unfinished"
 _FACTS = "state.json"
@@ -86,7 +87,7 @@ class StateStore:
             facts = self._facts(model, position, metrics_bytes=metrics_bytes)
             try:
                 self._write(model, facts, optimization, {"generators": generators})
-            except (OSError, RuntimeError, _safetensor_error()) as error:
+            except (OSError, RuntimeError, SafetensorError) as error:
                 problem = f"{getattr(error, 'strerror', None) or error}", remedy(error)
                 shutil.rmtree(self.directory / _UNFINISHED, ignore_errors=True)
         problem = self.machine.gather(problem)[0]
@@ -114,8 +115,6 @@ class StateStore:
     def _write(
         self, model: nn.Module, facts: dict[str, Any], optimization: dict[str, Any] | None, generators: dict[str, Any]
     ) -> None:
-        from safetensors.torch import save_file
-
         final = self.directory / f"{facts['phase']}-{facts['step']}"
         if (final / _FACTS).is_file():
             return
@@ -161,7 +160,7 @@ class StateStore:
                 optimization=torch.load(optimization, weights_only=True, map_location="cpu") if running else None,
                 generators=generators[self.machine.rank] if running else None,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, _safetensor_error()) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise StorageError(
                 "the saved state is damaged",
                 where=str(found),
@@ -178,11 +177,8 @@ class StateStore:
         for name, (what, value) in expected.items():
             if facts[name] != value:
                 raise self._foreign(what, found=facts[name], expected=value)
-        changed = differences(facts["recipe"], self.decisions)
-        if changed:
-            more = [f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
-            shown = "\n  ".join([*changed[:_SHOWN], *more])
-            raise self._foreign(f"belongs to another recipe (saved -> now):\n  {shown}")
+        if changed := told_differences(facts["recipe"], self.decisions):
+            raise self._foreign(f"belongs to another recipe (saved -> now):\n  {changed}")
         if facts["torch"] != torch.__version__:
             log.warning(
                 "the run was started with torch %s and continues with %s: not bit for bit the same run",
@@ -243,9 +239,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _safetensor_error() -> type[Exception]:
-    from safetensors import SafetensorError
-
-    return SafetensorError

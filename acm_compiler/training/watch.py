@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from acm_compiler.errors import a_few_of
 from acm_compiler.training.phase import Figures
 
 log = logging.getLogger(__name__)
@@ -59,13 +60,12 @@ def warn_of_collapse(watch: Watch, phase: str, k_min: Mapping[str, int], *, reme
     collapsed = watch.collapsed()
     if collapsed:
         named = [f"{site} (k = {k_min[site] + choice})" for site, choice in collapsed.items()]
-        shown = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
         log.warning(
             "%s: %d of %d gates run the same k for every token: %s\n  %s",
             phase,
             len(collapsed),
             len(k_min),
-            shown,
+            a_few_of(named),
             remedy,
         )
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.data.digits import as_input, canvases, digit_bank
-from acm_compiler.shipped.digits import build_model
+from acm_compiler.shipped.models import DIGITS_VIT
 from scripts.train_shipped.from_scratch import OneCycle, training_options, write_weights
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(*, steps: int, batch: int, lr: float, seed: int) -> nn.Module:
     """The model after `steps` batches of new canvases: AdamW, cosine, label smoothing; averaged weights."""
     torch.manual_seed(seed)
-    model = build_model().train()
+    model = DIGITS_VIT.build_model().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     cycle = OneCycle(model, optimizer, steps=steps, warmup=WARMUP, decay=EMA_DECAY)
     shown, right = 0, 0

@@ -27,8 +27,8 @@ from acm_compiler.data.common_voice import LABEL_PADDING
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.spoken_digits import RATE, VOCABULARY, UtteranceSet
 from acm_compiler.inputs import call_model
+from acm_compiler.shipped.models import WAV2VEC2_DIGITS
 from acm_compiler.shipped.open_weights import packed, round_as_packed
-from acm_compiler.shipped.spoken import build_model
 from acm_compiler.tasks.ctc import open_ctc
 from scripts.train_shipped.from_scratch import OneCycle, training_options, write_weights
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     began = time.monotonic()
     torch.manual_seed(options.seed)
-    model = build_model(post_norm=options.post_norm)
+    model = WAV2VEC2_DIGITS.build_model(post_norm=options.post_norm)
     shown = utterances(options.steps, options.batch, seed=options.seed)
     model = train(model, shown, steps=options.steps, lr=options.lr)
     minutes = (time.monotonic() - began) / 60

@@ -30,9 +30,14 @@ from acm_compiler.data.texts import TextSet
 from acm_compiler.files import write_file
 from acm_compiler.inputs import call_model
 from acm_compiler.recipe.datasets import TextData
-from acm_compiler.shipped import docs as docs_model
-from acm_compiler.shipped import packages as packages_model
-from acm_compiler.shipped.docs import PACKAGES, TOKENIZER, TOKENS, VOCABULARY
+from acm_compiler.shipped.models import (
+    LLAMA_DOCS,
+    MODERNBERT_PACKAGES,
+    PACKAGES,
+    TOKENIZER,
+    TOKENS,
+    VOCABULARY,
+)
 from acm_compiler.shipped.open_weights import packed, round_as_packed
 from acm_compiler.tasks.base import Task
 from acm_compiler.tasks.classify import Classify
@@ -61,9 +66,9 @@ class Lesson:
 
 
 LESSONS = {
-    "llama_docs": Lesson(build=docs_model.build_model, task=CausalLM(), lr=4e-3, steps=1000),
+    "llama_docs": Lesson(build=LLAMA_DOCS.build_model, task=CausalLM(), lr=4e-3, steps=1000),
     "modernbert_packages": Lesson(
-        build=packages_model.build_model, task=Classify(classes=len(PACKAGES)), lr=2e-3, steps=1000
+        build=MODERNBERT_PACKAGES.build_model, task=Classify(classes=len(PACKAGES)), lr=2e-3, steps=1000
     ),
 }
 

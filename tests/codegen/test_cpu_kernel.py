@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
-from acm_compiler.acm import ops
+from acm_compiler.acm import operands, ops
 from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.reference import GateRule, Weights, run_learners
 from acm_compiler.codegen import cpu
@@ -110,7 +110,7 @@ def listed_in(header: str, pattern: str) -> list[str]:
 
 def test_the_kernel_knows_every_name_and_leaves_none_to_the_reference_unsaid():
     assert listed_in("activations.h", r"kActNames\[\] = \{[^}]*") == list(ACTIVATIONS)
-    assert listed_in("call.h", r"kFormNames\[\] = \{[^}]*") == list(cpu.FORMS)
+    assert listed_in("call.h", r"kFormNames\[\] = \{[^}]*") == list(operands._FORMS)
     assert sorted(listed_in("gate.h", r'rule == "\w+"')) == sorted(get_args(GateRule))
     enum = re.search(r"enum class Act \{([^}]*)\}", (build.SOURCE.parent / "activations.h").read_text())
     assert enum[1].replace(",", " ").split() == list(ACTIVATIONS)
@@ -202,10 +202,10 @@ def test_a_k_outside_its_range_is_the_references_error(k):
 def test_what_it_does_not_cover_runs_on_the_reference():
     x, k = torch.randn(20, D), draw_k(20, "mixed")
     composite = drawn("mlp", torch.float32, act="mul(x, sigmoid(mul(x, 2)))")
-    assert "none of the native" in cpu.not_covered(form="mlp", act=composite.act, dtype=torch.float32)
+    assert "none of the native" in cpu.not_covered(act=composite.act, dtype=torch.float32)
     torch.testing.assert_close(native_output(x, k, composite), run_learners(x, k, composite))
     double = drawn("mlp", torch.float64)
-    assert "float64" in cpu.not_covered(form="mlp", act="gelu", dtype=torch.float64)
+    assert "float64" in cpu.not_covered(act="gelu", dtype=torch.float64)
     torch.testing.assert_close(native_output(x.double(), k, double), run_learners(x.double(), k, double))
 
 

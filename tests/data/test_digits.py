@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from acm_compiler.data.digits import as_input, canvases, digit_bank, patch_foreground
+from acm_compiler.data.digits import as_input, canvases, digit_bank
 from acm_compiler.data.draws import derive, normal, seeded, uniform, words
 from acm_compiler.errors import DataError, StorageError
-from acm_compiler.shipped import digits as digits_model
+from acm_compiler.evaluation.loads import patch_foreground
+from acm_compiler.shipped.models import DIGITS_VIT
 from scripts.train_shipped import digits as train_digits_model
 
 
@@ -72,7 +73,7 @@ def test_patch_foreground_marks_exactly_the_patches_with_a_pixel() -> None:
     mask[0, 1, 4] = True  # first row of patches, last column
     mask[1, 2, 0] = True  # second row, first column
     expected = [[False, False, True, False, False, False], [False, False, False, True, False, False]]
-    assert patch_foreground(mask, 2).tolist() == expected
+    assert patch_foreground(mask, 3).flatten(1).tolist() == expected
 
 
 def test_missing_scikit_learn_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,26 +84,26 @@ def test_missing_scikit_learn_is_told_with_the_remedy(monkeypatch: pytest.Monkey
 
 
 def test_the_shipped_model_reads_held_out_canvases() -> None:
-    accuracy, _ = train_digits_model.measure(digits_model.trained(), per_digit=5, seed=7)
+    accuracy, _ = train_digits_model.measure(DIGITS_VIT.trained(), per_digit=5, seed=7)
     assert accuracy >= 0.94
 
 
 def test_the_shipped_weights_are_small() -> None:
-    assert digits_model.WEIGHTS.stat().st_size <= 1_500_000
+    assert DIGITS_VIT.weights.stat().st_size <= 1_500_000
 
 
 def test_an_answer_does_not_depend_on_the_rest_of_the_batch() -> None:
-    model = digits_model.trained().train()
+    model = DIGITS_VIT.trained().train()
     images = as_input(canvases("eval", range(4)).image)
     assert torch.allclose(model(images)[:1], model(images[:1]), atol=1e-5)
 
 
 def test_missing_and_foreign_weights_are_told_by_their_path(tmp_path) -> None:
     with pytest.raises(StorageError, match=r"gone\.safetensors"):
-        digits_model.load_weights(digits_model.build_model(), tmp_path / "gone.safetensors")
+        DIGITS_VIT.load_weights(DIGITS_VIT.build_model(), tmp_path / "gone.safetensors")
     save_file(torch.nn.Linear(2, 2).state_dict(), tmp_path / "linear.safetensors")
     with pytest.raises(StorageError, match=r"linear\.safetensors"):
-        digits_model.load_weights(digits_model.build_model(), tmp_path / "linear.safetensors")
+        DIGITS_VIT.load_weights(DIGITS_VIT.build_model(), tmp_path / "linear.safetensors")
 
 
 def test_training_again_gives_the_same_weights() -> None:
@@ -116,7 +117,7 @@ def test_the_training_command_writes_a_file_that_loads(tmp_path, monkeypatch: py
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     path = tmp_path / "new" / "weights.safetensors"
     train_digits_model.main(["--steps", "2", "--batch", "4", "--out", str(path)])
-    digits_model.load_weights(digits_model.build_model(), path)
+    DIGITS_VIT.load_weights(DIGITS_VIT.build_model(), path)
 
 
 def test_draws_are_the_ones_the_shipped_weights_were_trained_with() -> None:

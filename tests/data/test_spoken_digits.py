@@ -1,15 +1,19 @@
 """Spoken digits: the synthesiser, what is made of its words, and what can be missing."""
 
+import shutil
+
 import numpy as np
 import pytest
 
 from acm_compiler.data import BatchStream, open_dataset
-from acm_compiler.data.spoken_digits import RATE, VOCABULARY, WORDS, speak_words, synthesiser_present, utterance, voices
+from acm_compiler.data.spoken_digits import PROGRAM, RATE, VOCABULARY, WORDS, speak_words, utterance, voices
 from acm_compiler.errors import DataError, PackageMissing
 from acm_compiler.recipe.datasets import SpokenDigitsData
 
 pytest.importorskip("soundfile")
-spoken = pytest.mark.skipif(not synthesiser_present(), reason="espeak-ng is not installed (apt-get install espeak-ng)")
+spoken = pytest.mark.skipif(
+    shutil.which(PROGRAM) is None, reason="espeak-ng is not installed (apt-get install espeak-ng)"
+)
 
 
 @spoken

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError
-from acm_compiler.evaluation.evaluate import evaluate, every_k, first_examples, versions
-from acm_compiler.evaluation.foreground import ForegroundTally
+from acm_compiler.evaluation.evaluate import evaluate, every_k, first_examples
 from acm_compiler.evaluation.loads import Grid, grid_of
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.evaluation.statistics import Sample, Spent, against_fixed, resampled_means
+from acm_compiler.evaluation.tally import ForegroundTally
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, macs_per_learner
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -358,5 +358,6 @@ def test_an_evaluation_that_cannot_be_written_leaves_nothing(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["eval.json"]
 
 
-def test_versions_name_python_and_torch():
-    assert {"python", "torch"} <= set(versions())
+def test_versions_name_python_and_torch(model):
+    found = evaluate(model, [picture_batch(2)], TASK, budgets=[1.0])
+    assert {"python", "torch"} <= set(found.versions)

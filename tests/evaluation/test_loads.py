@@ -15,13 +15,11 @@ from acm_compiler.evaluation.loads import (
     Clip,
     ClipLoads,
     Text,
-    TextLoads,
     find_clip_loads,
     find_text_loads,
     frame_foreground,
 )
-from acm_compiler.evaluation.table import evaluation_table
-from acm_compiler.evaluation.wording import budget_names
+from acm_compiler.evaluation.wording import budget_names, evaluation_table
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion
 from acm_compiler.reporting.charts import clip_chart, envelope, stretches
 from acm_compiler.reporting.contents import Report
@@ -164,10 +162,10 @@ def test_the_page_shades_tokens_and_escapes_them(tmp_path):
     ids = torch.tensor([[1, 3, 2, 2, 3, 1], [3, 1, 2, 0, 0, 0]])
     batch = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [1] * 3 + [0] * 3])}
     found = find_text_loads(model, batch, FrameTask(), [OPEN], pieces=lambda ids: [f"<{i}>" for i in ids])
-    assert [text.pieces for text in found.texts] == [("<1>", "<3>", "<2>", "<2>", "<3>", "<1>"), ("<3>", "<1>", "<2>")]
-    assert found.texts[1].loads[OPEN].tolist() == [1.0, 0.25, 0.25]
+    assert [text.pieces for text in found] == [("<1>", "<3>", "<2>", "<2>", "<3>", "<1>"), ("<3>", "<1>", "<2>")]
+    assert found[1].loads[OPEN].tolist() == [1.0, 0.25, 0.25]
     plain = find_text_loads(model, batch, FrameTask(), [OPEN], pieces=None)
-    assert plain.texts[1].pieces == ("3", "1", "2")
+    assert plain[1].pieces == ("3", "1", "2")
     evaluation = evaluate(model, [batch], FrameTask(), budgets=[OPEN])
     report = Report(title="x", evaluation=evaluation, plan=conversion(model).plan, loads=Loads(texts=found))
     page = write_report(tmp_path, report).read_text()
@@ -182,7 +180,7 @@ def test_parts_of_a_word_stand_together_where_words_are_told(tmp_path):
     model = converted(Reader(), {"input_ids": torch.ones(1, 6, dtype=torch.long)})
     batch = {"input_ids": torch.ones(1, 6, dtype=torch.long), "attention_mask": torch.ones(1, 6)}
     found = evaluate(model, [batch], FrameTask(), budgets=[OPEN])
-    loads = Loads(texts=TextLoads(texts=(text,)))
+    loads = Loads(texts=(text,))
     report = Report(title="x", evaluation=found, plan=conversion(model).plan, loads=loads)
     section = write_report(tmp_path, report).read_text()
     assert section.count('class="load words"') == 1

@@ -4,6 +4,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from acm_compiler.passes.capture.graph import Capture
+from acm_compiler.passes.find.dataflow import build_dataflow
+from acm_compiler.passes.find.find_sites import match_sites
+from acm_compiler.site import Site, Skip
 
 D, H = 8, 12
 
@@ -42,3 +45,9 @@ def result_of(found: Capture) -> fx.Node:
     """The only output."""
     (node,) = found.graph.output_node().args[0]
     return node
+
+
+def find_sites(model: nn.Module, found: Capture) -> tuple[list[Site], list[Skip]]:
+    """The sites of `model` in the order of execution, and its look-alikes."""
+    matches, skips = match_sites(model, build_dataflow(found))
+    return [match.site for match in matches], skips

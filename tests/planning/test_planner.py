@@ -7,7 +7,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import SelectionError, UsageError
-from acm_compiler.planning.planner import matched_width, plan_sites, select
+from acm_compiler.planning.planner import choose_rules, matched_width, plan_sites, select
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.site import Graft, LinearRef, Site
 from tests.helpers import tour_model
@@ -43,8 +43,12 @@ FOUND = [Q, O_PROJ, MLP, MLP_1]
 BOTH = [SiteRule(match="mlp"), SiteRule(match="attn")]
 
 
+def planned_by(found, rules, gate):
+    return plan_sites(found, choose_rules(found, rules), gate)
+
+
 def test_vit_b_sizes_match_the_paper():
-    planned = plan_sites([MLP, Q], BOTH, GateConfig())
+    planned = planned_by([MLP, Q], BOTH, GateConfig())
     assert [(s.learners, s.width) for s in planned] == [(4, 768), (4, 96)]
     assert [s.gate_width for s in planned] == [64, 8]
     assert [s.k_min for s in planned] == [0, 1]
@@ -66,13 +70,13 @@ def test_widths_round_up_so_that_the_split_stays_lossless():
 )
 def test_a_key_that_is_for_none_of_a_rules_sites_is_refused(rule, words):
     with pytest.raises(UsageError, match=words) as caught:
-        plan_sites(FOUND, [SiteRule(**rule)], GateConfig())
+        planned_by(FOUND, [SiteRule(**rule)], GateConfig())
     assert f"sites, match {rule['match'] if isinstance(rule['match'], str) else 'mlp, attn'}: " in str(caught.value)
 
 
 def test_a_rule_for_both_kinds_may_have_the_keys_of_both():
     rule = SiteRule(match="layers.*", form="svd", second_layer="per_k")
-    assert {(s.kind, s.form, s.second_layer) for s in plan_sites(FOUND, [rule], GateConfig())} == {
+    assert {(s.kind, s.form, s.second_layer) for s in planned_by(FOUND, [rule], GateConfig())} == {
         ("linear", "svd", "shared"),
         ("mlp", "svd", "per_k"),
     }
@@ -91,18 +95,18 @@ def test_a_report_says_where_k_zero_was_asked_for_in_vain(more, told):
 
 
 def test_k_zero_needs_a_bypass_without_a_norm():
-    by_name = {s.name: s for s in plan_sites(FOUND, BOTH, GateConfig())}
+    by_name = {s.name: s for s in planned_by(FOUND, BOTH, GateConfig())}
     assert by_name["layers.0.mlp"].k_min == 0 and by_name["layers.1.mlp"].k_min == 1
     assert by_name["layers.0.attn.out_proj"].k_min == 1
-    asked = plan_sites(FOUND, [SiteRule(match="attn", k_min=0)], GateConfig())
+    asked = planned_by(FOUND, [SiteRule(match="attn", k_min=0)], GateConfig())
     assert [s.k_min for s in asked] == [1, 0]
 
 
 def test_k_zero_anywhere_is_the_mean_output_where_a_rule_says_so():
-    asked = plan_sites(FOUND, [SiteRule(match="mlp"), SiteRule(match="attn", zero="mean")], GateConfig())
+    asked = planned_by(FOUND, [SiteRule(match="mlp"), SiteRule(match="attn", zero="mean")], GateConfig())
     assert {s.name: s.k_min for s in asked} == {Q.name: 0, O_PROJ.name: 0, MLP.name: 0, MLP_1.name: 1}
-    assert [s.k_min for s in plan_sites([Q], [SiteRule(match="attn", k_min=0, zero="mean")], GateConfig())] == [0]
-    assert [s.k_min for s in plan_sites([Q], [SiteRule(match="attn", k_min=2, zero="mean")], GateConfig())] == [2]
+    assert [s.k_min for s in planned_by([Q], [SiteRule(match="attn", k_min=0, zero="mean")], GateConfig())] == [0]
+    assert [s.k_min for s in planned_by([Q], [SiteRule(match="attn", k_min=2, zero="mean")], GateConfig())] == [2]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +144,9 @@ def test_parts_of_the_model_are_offered_too():
 def test_learners_too_narrow_to_start_from_the_weights_are_refused():
     narrow = [SiteRule(match="mlp"), SiteRule(match="layers.1.mlp", learners=2, width=1500)]
     with pytest.raises(UsageError, match=r"layers\.1\.mlp: .*found 2 learners x width 1500 = 3000, expected .* 3072"):
-        plan_sites(FOUND, narrow, GateConfig())
+        planned_by(FOUND, narrow, GateConfig())
     for rule in (SiteRule(match="mlp", learners=2, width=1536), SiteRule(match="mlp", width=5, init="random")):
-        assert [s.width for s in plan_sites([MLP], [rule], GateConfig())] == [rule.width]
+        assert [s.width for s in planned_by([MLP], [rule], GateConfig())] == [rule.width]
 
 
 def test_three_names_are_offered_however_little_they_are_alike():
@@ -163,20 +167,20 @@ def test_later_rules_win_and_can_exclude():
         SiteRule(match="attn", exclude="attn.q"),
         SiteRule(match="layers.0.mlp", learners=8),
     ]
-    planned = {s.name: s for s in plan_sites(FOUND, rules, GateConfig(hidden=16))}
+    planned = {s.name: s for s in planned_by(FOUND, rules, GateConfig(hidden=16))}
     assert set(planned) == {"layers.0.mlp", "layers.1.mlp", "layers.0.attn.out_proj"}
     assert planned["layers.0.mlp"].width == 384 and planned["layers.0.mlp"].gate_width == 16
 
 
 def test_a_nonlinear_activation_at_a_linear_site_implies_the_random_start():
-    planned = plan_sites([Q], [SiteRule(match="attn", activation="gelu")], GateConfig())[0]
+    planned = planned_by([Q], [SiteRule(match="attn", activation="gelu")], GateConfig())[0]
     assert planned.init == "random" and planned.state == "learners" and planned.has_bias_in
     with pytest.raises(UsageError, match="init: random"):
-        plan_sites([MLP], [SiteRule(match="mlp", activation="relu")], GateConfig())
+        planned_by([MLP], [SiteRule(match="mlp", activation="relu")], GateConfig())
 
 
 def test_lossless_keeps_what_all_learners_need():
-    planned = {s.name: s for s in plan_sites(FOUND, [SiteRule(match=("mlp", "attn"), lossless=True)], GateConfig())}
+    planned = {s.name: s for s in planned_by(FOUND, [SiteRule(match=("mlp", "attn"), lossless=True)], GateConfig())}
     assert planned["layers.0.mlp"].second_layer == "shared_top"
     assert all(site.has_top for site in planned.values())
 

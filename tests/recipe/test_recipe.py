@@ -22,11 +22,11 @@ from acm_compiler.recipe import (
     shipped_recipes,
     unset_variables,
 )
-from acm_compiler.recipe.compatibility import AUDIO_RATES
 from acm_compiler.recipe.fields import Every, parse_every
 from acm_compiler.recipe.models import AUTO_CLASSES, SOURCES, InputConfig
 from acm_compiler.recipe.phases import DistillPhase, FinetunePhase, GatePhase
 from acm_compiler.recipe.resolved import recipe_json_schema
+from acm_compiler.recipe.tasks import AUDIO_RATES
 from tests.helpers import golden
 
 SMALL = """\
@@ -397,6 +397,12 @@ def test_anchors_and_merges_keep_the_place_of_the_original(recipe_file):
     assert [(rule.match, rule.learners) for rule in recipe.sites] == [(("mlp",), 8), (("attn",), 8)]
 
 
+def test_a_mappings_own_keys_go_before_those_that_it_merges_however_deep(recipe_file):
+    text = "sites:\n  - &a {match: mlp, learners: 8}\n  - &b {<<: *a, learners: 2}\n  - {<<: *b, match: attn}\n"
+    recipe = load_recipe(recipe_file(SMALL + text))
+    assert [rule.learners for rule in recipe.sites] == [8, 2, 2]
+
+
 def test_a_user_may_name_functions_as_tasks_and_data(recipe_file):
     text = TRAINED.replace("{kind: classify}", '{kind: "python:my.tasks:count", args: {classes: 3}}').replace(
         "{kind: cluttered_digits, split: eval}", "{kind: python:my.data:make}"
@@ -458,22 +464,26 @@ def test_a_set_that_cannot_be_meant_is_refused_with_its_text(recipe_file, overri
     assert found.startswith(f"--set {override}: {problem}")
 
 
-def test_unset_variables_are_told_with_their_place_and_stop_only_those_who_need_them(recipe_file):
+def test_unset_variables_are_told_with_their_place_and_stop_only_those_who_need_them(recipe_file, monkeypatch):
     recipe = load_recipe(recipe_file(TRAINED))
-    (note,) = unset_variables(recipe, {})
+    monkeypatch.delenv("PICTURES", raising=False)
+    (note,) = unset_variables(recipe)
     assert str(note).endswith("r.yaml:6:36: ${PICTURES} is not set (data.train.root = '${PICTURES}/train')")
+    monkeypatch.setenv("PICTURES", "")
     with pytest.raises(RecipeError, match=r"(?s)r\.yaml:6:36: \$\{PICTURES\} is not set.*export PICTURES=…"):
-        expand_paths(recipe, {"PICTURES": ""})
-    expanded = expand_paths(recipe, {"PICTURES": "/data"})
+        expand_paths(recipe)
+    monkeypatch.setenv("PICTURES", "/data")
+    expanded = expand_paths(recipe)
     assert expanded.data.train.root == "/data/train"
     assert recipe.data.train.root == "${PICTURES}/train"
 
 
 def test_variables_and_the_home_folder_are_replaced_in_paths_of_any_depth(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("A", "/a")
     model = ModelConfig(source="python", name="m:f", args={"files": ["${A}/x", "~/y", 3], "deep": {"z": "${A}${A}"}})
     recipe = Recipe(acm=1, name="x", model=model)
-    assert expand_paths(recipe, {"A": "/a"}).model.args == {"files": ["/a/x", "/home/me/y", 3], "deep": {"z": "/a/a"}}
+    assert expand_paths(recipe).model.args == {"files": ["/a/x", "/home/me/y", 3], "deep": {"z": "/a/a"}}
 
 
 def test_a_resolved_recipe_loads_again_and_says_the_same(recipe_file, tmp_path):

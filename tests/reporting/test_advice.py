@@ -11,6 +11,7 @@ from acm_compiler.cli import app
 from acm_compiler.evaluation.advice import advise, advise_lossless
 from acm_compiler.evaluation.results import Evaluation, FixedResult, Interval, MetricResult
 from acm_compiler.passes.survey import analyze
+from acm_compiler.pipeline import decide
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from tests.helpers import models
@@ -23,7 +24,8 @@ def block() -> tuple:
 
 
 def advice_for(*rules: SiteRule):
-    return advise(analyze(*block()), rules, GateConfig())
+    found = analyze(*block())
+    return advise(found, decide(found, rules, GateConfig()), rules, GateConfig())
 
 
 def test_advice_names_the_class_left_dense_and_what_it_would_buy():

@@ -11,13 +11,11 @@ import pytest
 from markupsafe import Markup
 
 from acm_compiler.evaluation.evaluate import evaluate
-from acm_compiler.evaluation.find_loads import Loads
-from acm_compiler.evaluation.load_maps import find_load_maps
+from acm_compiler.evaluation.find_loads import Loads, find_load_maps
 from acm_compiler.evaluation.times import BASE, OURS, Row, Times
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.reporting.contents import Report
-from acm_compiler.reporting.page import environment
-from acm_compiler.reporting.write import write_report
+from acm_compiler.reporting.write import environment, write_report
 from acm_compiler.runtime.control import FixedK
 from tests.helpers import golden
 from tests.helpers.pictures import OPEN, TASK, picture_batch, picture_model

@@ -18,10 +18,9 @@ from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import PackageMissing
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.evaluate import evaluate
-from acm_compiler.evaluation.find_loads import Loads
-from acm_compiler.evaluation.load_maps import find_load_maps, spread
+from acm_compiler.evaluation.find_loads import Loads, find_load_maps, spread
 from acm_compiler.evaluation.results import Evaluation, Interval, MetricResult, joined, load_evaluation
-from acm_compiler.evaluation.table import evaluation_table
+from acm_compiler.evaluation.wording import evaluation_table
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.pipeline import convert
 from acm_compiler.planning.plan import Plan
@@ -29,8 +28,8 @@ from acm_compiler.recipe import load_recipe, resolved_yaml
 from acm_compiler.reporting.charts import cost_chart, k_chart
 from acm_compiler.reporting.contents import Report, headline_budget
 from acm_compiler.reporting.figures import LIGHT, key_of_k, load_scale
-from acm_compiler.reporting.load_pictures import load_colours, picture_png
-from acm_compiler.reporting.site_table import shared_start
+from acm_compiler.reporting.load_facts import load_colours, picture_png
+from acm_compiler.reporting.page_facts import shared_start
 from acm_compiler.reporting.write import write_report
 from acm_compiler.runs.given import read_budgets
 from acm_compiler.runtime.budgets import parse_budget

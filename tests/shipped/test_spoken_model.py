@@ -1,6 +1,7 @@
 """The small wav2vec2 of spoken digits: how it is trained, and what comes with the package."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -8,19 +9,21 @@ from typer.testing import CliRunner
 
 import acm_compiler as acm
 from acm_compiler.cli import app
-from acm_compiler.data.spoken_digits import VOCABULARY, UtteranceSet, synthesiser_present, voices
+from acm_compiler.data.spoken_digits import PROGRAM, VOCABULARY, UtteranceSet, voices
 from acm_compiler.errors import StorageError
 from acm_compiler.recipe import ModelConfig, load_recipe
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import run_recipe
-from acm_compiler.shipped import spoken as spoken_model
+from acm_compiler.shipped.models import WAV2VEC2_DIGITS
 from acm_compiler.sources import build
 from acm_compiler.tasks.ctc import open_ctc
 from scripts.train_shipped import spoken as train_spoken_model
 
 pytest.importorskip("soundfile")
 pytest.importorskip("transformers")
-spoken = pytest.mark.skipif(not synthesiser_present(), reason="espeak-ng is not installed (apt-get install espeak-ng)")
+spoken = pytest.mark.skipif(
+    shutil.which(PROGRAM) is None, reason="espeak-ng is not installed (apt-get install espeak-ng)"
+)
 
 
 @spoken
@@ -40,7 +43,7 @@ def test_letters_are_placed_where_their_words_are():
 
 def trained(steps: int, *, batch: int):
     torch.manual_seed(1)
-    model = spoken_model.build_model()
+    model = WAV2VEC2_DIGITS.build_model()
     return train_spoken_model.train(model, train_spoken_model.utterances(steps, batch, seed=1), steps=steps, lr=2e-3)
 
 
@@ -49,7 +52,7 @@ def test_training_lowers_the_loss_and_gives_the_same_weights_again():
     made = [trained(6, batch=4) for _ in range(2)]
     for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
         assert torch.equal(a, b)
-    start = spoken_model.build_model()
+    start = WAV2VEC2_DIGITS.build_model()
     data = UtteranceSet("train", count=16, most_words=1)
     batch = data.collate([data[i] for i in range(16)])
     task = open_ctc(data, start)
@@ -62,7 +65,7 @@ def test_training_lowers_the_loss_and_gives_the_same_weights_again():
 @spoken
 def test_its_loss_and_its_greedy_answers_agree_on_the_spaces():
     """A model that CTC leaves unsure of "|" needs a bias to write it, which finetuning by CTC takes back at once."""
-    model = spoken_model.load_weights(spoken_model.build_model()).eval()
+    model = WAV2VEC2_DIGITS.load_weights(WAV2VEC2_DIGITS.build_model()).eval()
     data = UtteranceSet("eval", count=48, most_words=3, seed=6)
     task = open_ctc(data, model)
     batch = data.collate([data[i] for i in range(48)])
@@ -76,10 +79,10 @@ def test_its_loss_and_its_greedy_answers_agree_on_the_spaces():
 
 @spoken
 def test_the_shipped_model_understands_takes_that_it_never_heard():
-    model = spoken_model.load_weights(spoken_model.build_model()).eval()
+    model = WAV2VEC2_DIGITS.load_weights(WAV2VEC2_DIGITS.build_model()).eval()
     errors, words = train_spoken_model.measure(model, count=96, seed=5)
     assert words > 150 and errors / words < 0.12
-    assert spoken_model.WEIGHTS.stat().st_size <= 1_500_000
+    assert WAV2VEC2_DIGITS.weights.stat().st_size <= 1_500_000
 
 
 def test_the_shipped_model_is_built_by_its_name_without_the_synthesiser(monkeypatch):
@@ -95,7 +98,7 @@ def test_with_norms_after_the_sums_every_mlp_has_a_bypass_too():
     config = ModelConfig(source="shipped", name="wav2vec2_digits", weights=None, args={"post_norm": True})
     model = build(config).model
     assert type(model.wav2vec2.encoder).__name__ == "Wav2Vec2Encoder"
-    plan = acm.plan(model, spoken_model.example_input(), sites="mlp")
+    plan = acm.plan(model, WAV2VEC2_DIGITS.example_input(), sites="mlp")
     assert [site.k_min for site in plan.sites] == [0] * 4
 
 
@@ -108,7 +111,7 @@ def test_a_run_without_the_synthesiser_ends_in_one_message(monkeypatch, tmp_path
 
 def test_weights_that_are_missing_or_others_are_named(tmp_path):
     with pytest.raises(StorageError, match=re.escape("train_shipped.spoken --out PATH")):
-        spoken_model.load_weights(spoken_model.build_model(), tmp_path / "gone.safetensors")
+        WAV2VEC2_DIGITS.load_weights(WAV2VEC2_DIGITS.build_model(), tmp_path / "gone.safetensors")
 
 
 @spoken

@@ -13,8 +13,7 @@ from acm_compiler.recipe import load_recipe
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import run_recipe
-from acm_compiler.shipped import docs as docs_model
-from acm_compiler.shipped import packages as packages_model
+from acm_compiler.shipped.models import LLAMA_DOCS, MODERNBERT_PACKAGES, TOKENIZER
 from acm_compiler.shipped.open_weights import packed, round_as_packed, unpacked
 from acm_compiler.sources import build
 from acm_compiler.tasks.dense_metric import base_metric
@@ -31,7 +30,7 @@ pytest.importorskip("sklearn")
 def test_a_shipped_model_knows_texts_of_files_that_it_never_read(name, good):
     recipe, lesson = load_recipe(name), train_text_model.LESSONS[name]
     model = build(recipe.model, example=recipe.input).model
-    data = train_text_model.texts(docs_model.TOKENIZER, "eval")
+    data = train_text_model.texts(TOKENIZER, "eval")
     stream = BatchStream(dataset=data, batch=32, shuffle=True).epoch()
     assert good(base_metric(model, [next(stream) for _ in range(6)], lesson.task))
 
@@ -43,7 +42,7 @@ def test_their_recipes_are_planned_with_every_site():
 
 
 def test_shipped_files_are_small():
-    files = (docs_model.WEIGHTS, packages_model.WEIGHTS, docs_model.TOKENIZER)
+    files = (LLAMA_DOCS.weights, MODERNBERT_PACKAGES.weights, TOKENIZER)
     assert sum(path.stat().st_size for path in files) < 3_000_000
 
 
@@ -67,7 +66,7 @@ def few_texts(tmp_path):
     for i in range(16):
         words = " ".join(f"{'abcdefgh'[(i + j) % 8]}rgument" for j in range(12))
         (tmp_path / f"{i}.txt").write_text(f"Xx {words}.")
-    config = TextData(kind="texts", split="train", root=str(tmp_path), tokenizer=str(docs_model.TOKENIZER))
+    config = TextData(kind="texts", split="train", root=str(tmp_path), tokenizer=str(TOKENIZER))
     return TextSet(config)
 
 
@@ -123,7 +122,7 @@ def test_the_training_command_writes_a_file_that_loads_with_its_tied_weights(few
     path = tmp_path / "new/weights.safetensors"
     train_text_model.main(["--model", "llama_docs", "--steps", "2", "--batch", "2", "--out", str(path)])
     assert [file.name for file in path.parent.iterdir()] == ["weights.safetensors"]
-    model = docs_model.load_weights(docs_model.build_model(), path)
+    model = LLAMA_DOCS.load_weights(LLAMA_DOCS.build_model(), path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -141,7 +140,7 @@ def test_a_tokenizer_is_learned_from_the_texts_alone(tmp_path, monkeypatch):
 
 def test_weights_that_are_missing_are_named_with_what_makes_them(tmp_path):
     with pytest.raises(StorageError, match=r"train_shipped\.text --model llama_docs --out PATH"):
-        docs_model.load_weights(docs_model.build_model(), tmp_path / "gone.safetensors")
+        LLAMA_DOCS.load_weights(LLAMA_DOCS.build_model(), tmp_path / "gone.safetensors")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import Evaluation
-from acm_compiler.evaluation.table import evaluation_table
+from acm_compiler.evaluation.wording import evaluation_table
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.tasks.base import agreement, pairwise_spearman
 from acm_compiler.tasks.embed import Embed

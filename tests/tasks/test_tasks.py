@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from acm_compiler.errors import DataError, FunctionFailed, UsageError
 from acm_compiler.recipe.tasks import CausalLMTask, ClassifyTask, CtcTask, EmbedTask, MaskedLMTask, PythonTask
 from acm_compiler.tasks import Task, open_task
+from acm_compiler.tasks.base import as_task
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import Ctc
 from acm_compiler.tasks.language import CausalLM, MaskedLM
-from acm_compiler.tasks.users_task import as_task
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
 

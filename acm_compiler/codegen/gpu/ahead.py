@@ -80,10 +80,10 @@ class Built:
     ptx: str = field(repr=False)
 
 
-def kernels_of(spec: KernelSpec, arch: int, tokens: int, tiles: Tiles | None = None) -> list[Kernel]:
+def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     """The kernels that a call of that many tokens starts on that architecture, in order."""
     machine = _machine(arch)
-    tiles = tiles or choose_tiles(spec, arch, tokens)
+    tiles = choose_tiles(spec, arch, tokens)
     in_order = tiles.sorts and permutes_rows(spec, machine)
     rows = [_rows_kernel(spec, in_order)] if in_order or spec.norm else []
     if not tiles.sorts:

@@ -86,21 +86,20 @@ def place_kernel(
         tl.store(counts + slots, start + total)
 
 
-def sort_by_k(k_T: Tensor, learners: int, histogram: Tensor | None = None) -> Order:
-    """The order of T >= 1 tokens; with `histogram` [ceil(T / 64), slots] (from a gate) k is not counted again."""
+def sort_by_k(k_T: Tensor, learners: int) -> Order:
+    """The order of T >= 1 tokens."""
     tokens, slots = k_T.shape[0], slots_of(learners)
     perm = torch.empty(tokens, dtype=torch.int32, device=k_T.device)
     counts = torch.empty(slots, dtype=torch.int32, device=k_T.device)
-    if histogram is None and tokens <= _ONE_PROGRAM and slots <= 16:
+    if tokens <= _ONE_PROGRAM and slots <= 16:
         block = max(16, triton.next_power_of_2(tokens))
         sort_kernel[(1,)](perm, counts, k_T, tokens, N=learners, SLOTS=slots, BLOCK=block, **kernel_options(warps=8))
         return Order(perm=perm, counts=counts)
     blocks = triton.cdiv(tokens, _COUNTED)
-    if histogram is None:
-        histogram = torch.empty(blocks, slots, dtype=torch.int32, device=k_T.device)
-        count_kernel[(blocks,)](
-            histogram, k_T, tokens, N=learners, SLOTS=slots, BLOCK=_COUNTED, **kernel_options(warps=2)
-        )  # fmt: skip
+    histogram = torch.empty(blocks, slots, dtype=torch.int32, device=k_T.device)
+    count_kernel[(blocks,)](
+        histogram, k_T, tokens, N=learners, SLOTS=slots, BLOCK=_COUNTED, **kernel_options(warps=2)
+    )  # fmt: skip
     placed = _PLACED if tokens < _MANY else 4 * _PLACED
     place_kernel[(triton.cdiv(tokens, placed),)](
         perm, counts, k_T, histogram, tokens, blocks,

@@ -54,17 +54,6 @@ class Call:
         return (min(self.machine.processors * tile.resident, tiles),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Few:
-    """One call with few tokens while its kernels are started; the rows of x_TD are contiguous."""
-
-    spec: KernelSpec
-    machine: Machine
-    tiles: Tiles
-    k_T: Tensor
-    x_TD: Tensor
-
-
 def run(
     x_TD: Tensor,
     k_T: Tensor,
@@ -89,14 +78,14 @@ def run(
         call = Call(spec=spec, machine=machine, tiles=tiles, order=order, x_TD=x_TD)
         return run_call(call, weights, residual, norm)
     x_TD = x_TD if norm is None else _written_rows(x_TD, None, norm)
-    few = Few(spec=spec, machine=machine, tiles=tiles, k_T=k_T, x_TD=x_TD)
-    return _run_few(few, weights, residual)
+    return _run_few(spec, x_TD, k_T, weights, residual, tiles=tiles, machine=machine)
 
 
-def _run_few(few: Few, weights: Weights, residual: Tensor | None) -> Tensor:
-    """The same for tokens that fit one row tile."""
-    spec, machine, tiles, k_T, x_TD = few.spec, few.machine, few.tiles, few.k_T, few.x_TD
-    (tokens, d_in), w = x_TD.shape, weights
+def _run_few(
+    spec: KernelSpec, x_TD: Tensor, k_T: Tensor, w: Weights, residual: Tensor | None, *, tiles: Tiles, machine: Machine
+) -> Tensor:
+    """The same for tokens that fit one row tile; the rows of x_TD are contiguous."""
+    tokens, d_in = x_TD.shape
     assert w.w_out is not None
     h, y_TO = x_TD.new_empty(tokens, spec.hidden_row), x_TD.new_empty(tokens, spec.d_out)
     few1_kernel[(triton.cdiv(spec.learners * spec.width, tiles.layer1.n),)](

@@ -10,12 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 from acm_compiler.errors import CaptureFailed
 from acm_compiler.inputs import Inputs, call_model, split_inputs
-from acm_compiler.passes.capture.eager import EAGER
+from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, map_tensors, tensors
-from acm_compiler.passes.capture.isolate import preserve_state
+from acm_compiler.passes.capture.isolate import EAGER, preserve_state
 from acm_compiler.passes.capture.recorder import Recorder, UnseenTensor
 from acm_compiler.user_code import Attempt, first_line, raising_line, with_frames
 
@@ -92,8 +98,6 @@ def record(model: nn.Module, example_inputs: Inputs, *, fake: bool) -> Capture |
 
 def export(model: nn.Module, example_inputs: Inputs) -> Capture | BaseException:
     """The model as torch.export sees it, or what was raised."""
-    from acm_compiler.passes.capture.export import capture_exported
-
     attempt = Attempt()
     with attempt, preserve_state(model), _recordable(model), torch.no_grad():
         on_meta = _on_meta(model)
@@ -106,13 +110,11 @@ class _StandIn:
     """Fake tensors for real ones, one per tensor; those of a model on `meta` pretend to be on `device`."""
 
     def __init__(self, mode: Any, device: torch.device) -> None:
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        self._mode, self._device, self._kind = mode, device, FakeTensor
+        self._mode, self._device = mode, device
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, self._kind) or is_functorch_wrapped_tensor(tensor):
+        if isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor):
             return tensor
         if id(tensor) not in self._known:
             # the real tensor is held too, so that its id stays its own
@@ -129,8 +131,6 @@ class _StandIn:
 @contextlib.contextmanager
 def _fake_mode() -> Iterator[Any]:
     """A mode for fake tensors that does not log what it refuses: another attempt may follow, or our own error."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
     try:
@@ -184,9 +184,7 @@ def _plain_error(model: nn.Module, inputs: Inputs) -> BaseException | None:
 
 
 def _meta_model_raises(error: BaseException) -> CaptureFailed:
-    from torch._subclasses import fake_tensor
-
-    if isinstance(error, (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)):
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return CaptureFailed(
             "what the model runs depends on values, and tensors on `meta` have none",
             where=raising_line(error),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.inputs import Inputs, split_inputs
-from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, leaves
+from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, describe, leaves
 from acm_compiler.passes.capture.recorder import canonical_names, module_calls_watched
 from acm_compiler.user_code import traced_line
 
@@ -106,17 +106,9 @@ class _Translation:
         return node
 
     def _describe(self, node: fx.Node, old: fx.Node, *, const: bool) -> None:
-        value: Any = old.meta.get("val")
-        known = isinstance(value, Tensor)
-        node.meta.update(
-            shape=tuple(value.shape) if known else None,
-            dtype=value.dtype if known else None,
-            param=None,
-            is_buffer=False,
-            const=const,
-            stack=self._stack(old.meta.get("nn_module_stack") or {}),
-            source=traced_line(old.meta.get("stack_trace")),
-        )
+        stack = self._stack(old.meta.get("nn_module_stack") or {})
+        source = traced_line(old.meta.get("stack_trace"))
+        describe(node, old.meta.get("val"), const=const, stack=stack, source=source)
 
     def _stack(self, entries: Mapping[str, Sequence[Any]]) -> tuple[ModuleCall, ...]:
         calls = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +58,34 @@ class Capture:
     method: Literal["recorder", "export"]
     signatures: dict[ModuleCall, Signature]
     inputs: tuple[str, ...]
+
+
+def upwards(
+    start: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]], *, stop: Collection[fx.Node] = ()
+) -> Iterator[fx.Node]:
+    """The nodes in `start` and what they come from by `sources`, nearest first, each once; not above one in `stop`."""
+    waiting = deque(dict.fromkeys(start))
+    seen = set(waiting)
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        fresh = [] if node in stop else [source for source in sources(node) if source not in seen]
+        seen.update(fresh)
+        waiting.extend(dict.fromkeys(fresh))
+
+
+def describe(node: fx.Node, value: Any, *, const: bool, stack: tuple[ModuleCall, ...], source: str | None) -> None:
+    """Give a node the `meta` of one that gives `value`, and reads no tensor that is registered."""
+    known = isinstance(value, Tensor)
+    node.meta.update(
+        shape=tuple(value.shape) if known else None,
+        dtype=value.dtype if known else None,
+        param=None,
+        is_buffer=False,
+        const=const,
+        stack=stack,
+        source=source,
+    )
 
 
 def leaves(value: Any) -> Iterator[Any]:

@@ -8,17 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from torch import nn
 
 from acm_compiler.passes.capture.recorder import canonical_names
-from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention, unpack_attention
-
-__all__ = [
-    "UnpackedAttention",
-    "disable_fast_path",
-    "normalize",
-    "normalized",
-    "packed_attentions",
-    "restore_fast_path",
-    "unpack_attention",
-]
+from acm_compiler.passes.capture.unpacked_attention import unpack_attention
 
 
 def normalize(model: nn.Module, *, only: Collection[str] | None = None) -> list[str]:
@@ -32,7 +22,7 @@ def normalize(model: nn.Module, *, only: Collection[str] | None = None) -> list[
         for name, module in _unpackable(model).items()
         if name and (only is None or any(_holds(name, other) for other in only))
     }
-    _replace(model, {module: unpack_attention(module) for module in chosen.values()})
+    replace_children(model, {module: unpack_attention(module) for module in chosen.values()})
     disable_fast_path(model, around=chosen)
     return list(chosen)
 
@@ -49,20 +39,11 @@ def normalized(model: nn.Module) -> Iterator[nn.Module]:
     }
     former = disable_fast_path(model)
     try:
-        _replace(model, unpacked)
+        replace_children(model, unpacked)
         yield unpacked.get(model, model)
     finally:
-        _replace(model, {new: old for old, new in unpacked.items()})
+        replace_children(model, {new: old for old, new in unpacked.items()})
         restore_fast_path(model, former)
-
-
-def packed_attentions(model: nn.Module) -> dict[str, str]:
-    """Path and reason of each attention that stays packed."""
-    return {
-        name: reason
-        for module, name in canonical_names(model).items()
-        if isinstance(module, nn.MultiheadAttention) and (reason := _why_packed(module)) is not None
-    }
 
 
 def disable_fast_path(model: nn.Module, *, around: Iterable[str] | None = None) -> dict[str, int]:
@@ -104,23 +85,21 @@ def _switch(module: nn.Module) -> str | None:
 
 
 def _unpackable(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
+    """The attentions by path, but for subclasses, whose forward may differ, and those with computed weights."""
     return {
         name: module
         for module, name in canonical_names(model).items()
-        if isinstance(module, nn.MultiheadAttention) and _why_packed(module) is None
+        if type(module) is nn.MultiheadAttention and _has_own_weights(module)
     }
 
 
-def _why_packed(module: nn.MultiheadAttention) -> str | None:
-    if type(module) is not nn.MultiheadAttention:
-        return f"{type(module).__name__} is not torch's own attention class; its forward may differ"
+def _has_own_weights(module: nn.MultiheadAttention) -> bool:
+    """Whether the packed weights are parameters, not computed as those of pruned or parametrized modules are."""
     weights = ("in_proj_weight",) if module._qkv_same_embed_dim else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-    if any(not isinstance(module._parameters.get(name), nn.Parameter) for name in weights):
-        return "its packed weight is computed (pruned or parametrized), not a parameter"
-    return None
+    return all(isinstance(module._parameters.get(name), nn.Parameter) for name in weights)
 
 
-def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+def replace_children(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
     """Put each replacement wherever the module that it replaces is a child."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():

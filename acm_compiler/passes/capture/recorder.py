@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction
+from torch.fx.node import map_aggregate
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from acm_compiler.inputs import call_model
-from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, leaves, tensors
+from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, describe, leaves, tensors
 from acm_compiler.passes.capture.live_tensors import LiveTensors
-from acm_compiler.passes.capture.writes import written_tensors
+from acm_compiler.passes.capture.op_names import written_tensors
 from acm_compiler.user_code import running_line
 
 # calls that turn a tensor's value into something of Python's; they become nodes, for a value that leaves the graph
@@ -155,16 +156,8 @@ class Recorder(TorchFunctionMode):
                     self._bind_result(item, part, const)
 
     def _describe(self, node: fx.Node, value: Any, *, const: bool) -> None:
-        known = isinstance(value, Tensor)
-        node.meta.update(
-            shape=tuple(value.shape) if known else None,
-            dtype=value.dtype if known else None,
-            param=None,
-            is_buffer=False,
-            const=const,
-            stack=self._stack,
-            source=running_line(until=call_model.__code__) if node.op == "call_function" else None,
-        )
+        source = running_line(until=call_model.__code__) if node.op == "call_function" else None
+        describe(node, value, const=const, stack=self._stack, source=source)
 
     def _derive(self, target: Callable[..., Tensor], args: tuple[fx.Node, ...], tensor: Tensor) -> fx.Node:
         node = self._graph.call_function(target, args)
@@ -206,16 +199,7 @@ def _unrecorded(function: Callable[..., None]) -> Callable[..., None]:
 
 def _replace(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """`value` with its tensors replaced, as arguments that fx can hold."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        items = [_replace(item, function) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: _replace(item, function) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_replace(item, function) for item in (value.start, value.stop, value.step)))
-    return value
+    return map_aggregate(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def _result_tensors(result: Any) -> Iterator[Tensor]:

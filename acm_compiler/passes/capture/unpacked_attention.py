@@ -16,7 +16,7 @@ from acm_compiler.errors import UsageError
 
 _Thing = TypeVar("_Thing", nn.Parameter, nn.Linear, "UnpackedAttention")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_HOOKS = (
+HOOK_TABLES = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
     *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook"),
 )
@@ -165,21 +165,17 @@ def unpack_attention(packed: nn.MultiheadAttention, *, share_memory: bool = Fals
 
     linears: dict[str, nn.Linear] = {}
     for name, w, parent, b in zip(_PROJECTIONS, weights, parents, biases, strict=True):
-        linear = linears[name] = _initialized(_empty_linear(w.shape[1], w.shape[0], b is not None))
+        # on meta: no memory, and no random numbers drawn
+        linear = linears[name] = _initialized(nn.Linear(w.shape[1], w.shape[0], bias=b is not None, device="meta"))
         linear.weight = leaf(w, parent)
         linear.bias = None if b is None else leaf(b, bias)
         linear.train(packed.training)
     unpacked = _initialized(UnpackedAttention(packed, linears))
     unpacked.training = packed.training
-    for name in _HOOKS:
+    for name in HOOK_TABLES:
         # the very dictionaries, so that handles given out before still remove their hooks
         setattr(unpacked, name, getattr(packed, name))
     return unpacked
-
-
-def _empty_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    # on meta: no memory, and no random numbers drawn
-    return nn.Linear(inputs, outputs, bias=bias, device="meta")
 
 
 def _initialized(thing: _Thing) -> _Thing:

@@ -13,7 +13,7 @@ from typing import Any
 from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, argument
 from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.values import Value
-from acm_compiler.passes.find.weight_views import SPLITS, part_spans
+from acm_compiler.passes.find.weight_views import SPLITS, TAKES, part_spans, taken
 
 Axis = tuple[int, int]  # (entries, channels from one entry to the next)
 
@@ -38,7 +38,7 @@ class Channels:
         """How many channels it shows."""
         return math.prod(entries for entries, _ in self.tail)
 
-    def narrowed(self, axis: int, start: int, stop: int, step: int = 1) -> Channels:
+    def narrowed(self, axis: int, start: int | None, stop: int | None, step: int = 1) -> Channels:
         """Entries start:stop:step of trailing axis `axis`."""
         size, stride = self.tail[axis]
         picked = range(size)[start:stop:step]
@@ -62,7 +62,7 @@ def channels_of(flow: Dataflow, name: str) -> Channels | None:
     value = flow.values[name]
     if value.op == "result":
         return _part(flow, value)
-    if not value.args or value.op not in COPIES | RESHAPES | _STEPS.keys():
+    if not value.args or value.op not in COPIES | RESHAPES | TAKES:
         return None
     source = flow.values[value.args[0]]
     before = channels_of(flow, source.name)
@@ -72,7 +72,7 @@ def channels_of(flow: Dataflow, name: str) -> Channels | None:
         return before
     if value.op in RESHAPES:
         return _reshaped(before, source.shape, value.shape)
-    return _STEPS[value.op](value, before, len(source.shape))
+    return _narrowed(value, before, len(source.shape))
 
 
 def _part(flow: Dataflow, value: Value) -> Channels | None:
@@ -100,35 +100,12 @@ def _trailing(dim: Any, rank: int, channels: Channels) -> int | None:
     return axis if axis >= 0 else None
 
 
-def _slice(value: Value, before: Channels, rank: int) -> Channels | None:
-    node = value.node
-    axis = _trailing(argument(node, 1, "dim", 0), rank, before)
-    start, end = argument(node, 2, "start", 0), argument(node, 3, "end")
-    if axis is None:
+def _narrowed(value: Value, before: Channels, rank: int) -> Channels | None:
+    """`x[..., a:b]`, `x.narrow(-1, a, n)`, `x[:, :, i]` and the like; full slices alone may fall on token axes."""
+    items, leading = taken(value.node, value.op, rank), rank - len(before.tail)
+    if items is None or any(item != slice(None) for item in items[:leading]):
         return None
-    if value.op == "narrow":
-        end = start + argument(node, 3, "length")
-    return before.narrowed(axis, start, end, argument(node, 4, "step", 1))
-
-
-def _select(value: Value, before: Channels, rank: int) -> Channels | None:
-    axis = _trailing(argument(value.node, 1, "dim", 0), rank, before)
-    return None if axis is None else before.selected(axis, argument(value.node, 2, "index"))
-
-
-def _subscript(value: Value, before: Channels, rank: int) -> Channels | None:
-    """`x[..., a:b]`, `x[:, :, i]` and the like; full slices alone may fall on token axes."""
-    index = argument(value.node, 1, "index")
-    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    if any(not isinstance(i, (int, slice)) and i is not Ellipsis for i in items):
-        return None
-    if Ellipsis not in items:
-        items.append(Ellipsis)
-    at = items.index(Ellipsis)
-    items[at : at + 1] = [slice(None)] * (rank - len(items) + 1)
-    leading, channels = rank - len(before.tail), before
-    if any(item != slice(None) for item in items[:leading]):
-        return None
+    channels = before
     for axis in reversed(range(len(before.tail))):
         item = items[leading + axis]
         if isinstance(item, int):
@@ -136,9 +113,6 @@ def _subscript(value: Value, before: Channels, rank: int) -> Channels | None:
         else:
             channels = channels.narrowed(axis, item.start, item.stop, item.step or 1)
     return channels
-
-
-_STEPS = {"slice": _slice, "narrow": _slice, "select": _select, "getitem": _subscript}
 
 
 def _reshaped(before: Channels, old: tuple[int, ...], new: tuple[int, ...]) -> Channels | None:

@@ -15,11 +15,10 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from acm_compiler.passes.capture.graph import Capture
 from acm_compiler.passes.find.attention_roles import attention_role, other_layer
 from acm_compiler.passes.find.bypass import find_bypass
 from acm_compiler.passes.find.choose_graft import choose_graft
-from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
+from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.find_mlps import find_mlps
 from acm_compiler.passes.find.head_pairs import with_pairs
 from acm_compiler.passes.find.linears import QUANTISED_LINEAR
@@ -36,17 +35,11 @@ class Match:
     runs: tuple[Region, ...]
 
 
-def find_sites(model: nn.Module, capture: Capture) -> tuple[list[Site], list[Skip]]:
-    """The sites of `model` in the order of execution, and its look-alikes; changes nothing.
+def match_sites(model: nn.Module, flow: Dataflow) -> tuple[list[Match], list[Skip]]:
+    """The sites of a model in the order of execution, with the regions of its captured graph, and its look-alikes.
 
     Every field of a site is filled but `layout`. Linears in no site and convolutions are skips with their MACs.
     """
-    matches, skips = match_sites(model, build_dataflow(capture))
-    return [match.site for match in matches], skips
-
-
-def match_sites(model: nn.Module, flow: Dataflow) -> tuple[list[Match], list[Skip]]:
-    """As `find_sites`, of a model whose dataflow is known, with each site's regions of the captured graph."""
     mlps, others = find_mlps(flow, model)
     mlps, refused = _refuse(flow, mlps)
     adapted = adapters(flow)

@@ -60,25 +60,21 @@ def skips_of(flow: Dataflow, lookalikes: Sequence[LookAlike], taken: set[str]) -
     for lookalike in lookalikes:
         if taken.isdisjoint(lookalike.linears):
             reasons = dict.fromkeys(lookalike.linears, lookalike.reason) | reasons
-    macs = flow.macs
     skips: dict[tuple[str, str], Skip] = {}
     for value in flow.values.values():
         linear = flow.linears.get(value.name)
         if linear is not None and value.name not in taken:
             name = flow.label(value.name, linear.weight)
             reason = reasons.get(value.name) or _plain_reason(flow, linear)
-            number = sum(macs.get(node, 0) for node in linear.nodes)
         elif value.op in CONVOLUTIONS:
             name, reason = operation_name(flow, value.node), "convolution"
-            number = macs.get(value.name, 0)
         elif value.op in OPAQUE:
             name, reason = operation_name(flow, value.node), f"opaque call: {value.op} hides its linears"
-            number = macs.get(value.name, 0)
         elif value.op in QUANTISED:
             name, reason = flow.label(value.name, value.stack[-1].fqn if value.stack else ""), QUANTISED_LINEAR
-            number = macs.get(value.name, 0)
         else:
             continue
+        number = sum(flow.macs.get(node, 0) for node in (linear.nodes if linear else (value.name,)))
         before = skips[name, reason].macs if (name, reason) in skips else 0
         skips[name, reason] = Skip(name=name, reason=reason, macs=before + number, source=value.source)
     return list(skips.values())
@@ -137,7 +133,7 @@ def kept_dense(flow: Dataflow, sites: Sequence[Site], skips: Iterable[Skip] = ()
     owners = {node: linear for linear in flow.linears.values() for node in linear.nodes}
     refs: dict[str, list[LinearRef]] = defaultdict(list)
     for site in sites:
-        for ref in (*site.first, *([site.last] if site.last else [])):
+        for ref in site.refs:
             refs[ref.weight].append(ref)
     reasons = {skip.name: skip.reason for skip in skips}
     groups: dict[str, list[fx.Node]] = defaultdict(list)

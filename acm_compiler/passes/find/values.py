@@ -52,13 +52,6 @@ class Linear:
     problem: str | None = None
     own_bias: bool = False
 
-    @property
-    def params(self) -> tuple[str, ...]:
-        """The parameters of `ref`, weight first."""
-        if self.ref is None:
-            return (self.weight,)
-        return (self.ref.weight,) if self.ref.bias is None else (self.ref.weight, self.ref.bias)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:

@@ -68,11 +68,7 @@ def view_of(node: fx.Node, op: str, source: Views) -> Views | None:
         return source.permuted(_TRANSPOSES[op](node, len(source.axes)))
     if op in SPLITS:
         return _parts(node, op, source)
-    if op in ("narrow", "slice"):
-        return _slice(node, op, source)
-    if op == "getitem":
-        return _subscript(node.args[1], source)
-    return None
+    return _narrowed(node, op, source) if op in TAKES else None
 
 
 def _transpose(node: fx.Node, rank: int) -> tuple[int, ...]:
@@ -129,30 +125,40 @@ def _parts(node: fx.Node, op: str, source: WeightView) -> Views | None:
     return None if spans is None else tuple(source.sliced(axis, *span) for span in spans)
 
 
-def _slice(node: fx.Node, op: str, source: WeightView) -> WeightView | None:
-    axis = argument(node, 1, "dim", 0)
-    start, end = argument(node, 2, "start", 0), argument(node, 3, "length" if op == "narrow" else "end")
-    if not isinstance(start, int) or not isinstance(end, (int, type(None))) or argument(node, 4, "step", 1) != 1:
-        return None
-    return source.sliced(axis, start, start + (end or 0) if op == "narrow" else end)
+TAKES = op_set("slice narrow select getitem")
 
 
-def _subscript(index: Any, source: WeightView) -> WeightView | None:
-    """`source[index]` for slices of step 1; other subscripts give no matrix."""
-    items = index if isinstance(index, tuple) else (index,)
-    if not all((isinstance(i, slice) and i.step in (None, 1)) or i is Ellipsis for i in items):
+def taken(node: fx.Node, op: str, rank: int) -> list[int | slice] | None:
+    """What `node`, one of TAKES, takes along each axis of its operand; None for all but numbers and slices."""
+    items: list[Any]
+    if op == "getitem":
+        index = argument(node, 1, "index")
+        items = list(index) if isinstance(index, tuple) else [index]
+        if Ellipsis not in items:
+            items.append(Ellipsis)
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (rank - len(items) + 1)
+    else:
+        start, stop = argument(node, 2, "index" if op == "select" else "start", 0), argument(node, 3, "end")
+        if op == "narrow":
+            length = argument(node, 3, "length")
+            stop = start + length if isinstance(start, int) and isinstance(length, int) else length
+        items = [slice(None)] * rank
+        items[argument(node, 1, "dim", 0)] = start if op == "select" else slice(start, stop, argument(node, 4, "step"))
+    ends = [end for item in items if isinstance(item, slice) for end in (item.start, item.stop, item.step)]
+    plain = all(isinstance(item, (int, slice)) for item in items)
+    return items if plain and all(isinstance(end, (int, type(None))) for end in ends) else None
+
+
+def _narrowed(node: fx.Node, op: str, source: WeightView) -> WeightView | None:
+    """The view without some entries of its axes; single ones of them, or every other one, are no matrix."""
+    items, view = taken(node, op, len(source.axes)), source
+    if items is None:
         return None
-    if items.count(Ellipsis) > 1:
-        return None
-    axis, view = 0, source
-    for item in items:
-        if item is Ellipsis:
-            axis = len(source.axes) - (len(items) - 1 - items.index(Ellipsis))
-            continue
-        if not all(isinstance(end, (int, type(None))) for end in (item.start, item.stop)):
+    for axis, item in enumerate(items):
+        if not isinstance(item, slice) or item.step not in (None, 1):
             return None
         view = view.sliced(axis, item.start, item.stop)
-        axis += 1
     return view
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from acm_compiler.acm import gated_learners, ops
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments
-from acm_compiler.passes.capture.writes import written_tensors
+from acm_compiler.passes.capture.op_names import written_tensors
 from acm_compiler.user_code import traced_line
 
 LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from acm_compiler.passes.capture.op_names import argument
 from acm_compiler.passes.lower.acm_nodes import (
     LEARNERS,
     RESHAPES,
@@ -60,11 +61,7 @@ def _chain(learners: fx.Node) -> list[fx.Node]:
 def _passes_on(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in RESHAPES
-    return node.target is F.dropout and _argument(node, 2, "training", True) is False
-
-
-def _argument(node: fx.Node, position: int, name: str, default: object) -> object:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    return node.target is F.dropout and argument(node, 2, "training", True) is False
 
 
 def _is_plain_add(node: fx.Node) -> bool:
@@ -91,13 +88,8 @@ def _rebuild(learners: fx.Node, chain: list[fx.Node], add: fx.Node, other: fx.No
         copies: dict[fx.Node, fx.Node] = {learners: fused}
         for node in chain[1:]:
             copies[node] = graph.node_copy(node, lambda old: copies.get(old, old))
-    rows.meta = _meta_like(other, value)
+    rows.meta = {**other.meta, "example_value": value}
     fused.meta = {**learners.meta}
     add.replace_all_uses_with(copies[chain[-1]])
     for node in (add, *reversed(chain)):
         graph.erase_node(node)
-
-
-def _meta_like(other: fx.Node, value: Tensor) -> dict:
-    """The residual's own origin, with the shape of the operator's result."""
-    return {**other.meta, "example_value": value}

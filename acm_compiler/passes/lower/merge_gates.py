@@ -10,13 +10,13 @@ of its own there is nothing to share.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
+from acm_compiler.passes.capture.graph import upwards
 from acm_compiler.passes.lower.acm_nodes import call_of, keeps_apart, learners_nodes, value_of
 
 _LINEAR = (F.linear, torch._C._nn.linear)
@@ -48,18 +48,8 @@ def _first_product(learners: fx.Node) -> fx.Node | None:
     """The linear of this ACM's gate that reads the ACM's own tokens."""
     call = call_of(learners)
     tokens = _tokens(call.x)
-    return next((node for node in _behind(call.k) if _is_linear(node) and _tokens(node.args[0]) is tokens), None)
-
-
-def _behind(node: object) -> Iterable[fx.Node]:
-    """What `node` is computed from, nearest first, each once."""
-    seen, waiting = set(), [node]
-    while waiting:
-        current = waiting.pop(0)
-        if isinstance(current, fx.Node) and current not in seen:
-            seen.add(current)
-            yield current
-            waiting += current.all_input_nodes
+    above = upwards([call.k] if isinstance(call.k, fx.Node) else [], lambda node: node.all_input_nodes)
+    return next((node for node in above if _is_linear(node) and _tokens(node.args[0]) is tokens), None)
 
 
 def _is_linear(node: fx.Node) -> bool:

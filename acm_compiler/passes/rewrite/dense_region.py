@@ -22,14 +22,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
 
 
-def site_refs(site: Site) -> tuple[LinearRef, ...]:
-    """The site's linears: those that read its input, then an MLP's second layer."""
-    return site.first if site.last is None else (*site.first, site.last)
-
-
 def tensor_names(site: Site) -> list[str]:
     """The names of all parameters that the site's linears use, each once."""
-    names = [name for ref in site_refs(site) for name in (ref.weight, ref.bias) if name is not None]
+    names = [name for ref in site.refs for name in (ref.weight, ref.bias) if name is not None]
     return list(dict.fromkeys(names))
 
 
@@ -55,7 +50,7 @@ class DenseRegion(nn.Module):
     def __init__(self, site: Site, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.act = site.act
-        self._refs = site_refs(site)
+        self._refs = site.refs
         self._held: dict[str, str] = {}
         roles = _ROLES[: len(site.first)] + (("last",) if site.last is not None else ())
         for role, ref in zip(roles, self._refs, strict=True):
@@ -95,7 +90,7 @@ def check_tensors(sites: Iterable[Site], model: nn.Module) -> None:
                 found=", ".join(missing),
                 fix="plan again: acm.plan(model, example_inputs)",
             )
-        shapes = [tuple(dense_linear(ref, tensors)[0].shape) for ref in site_refs(site)]
+        shapes = [tuple(dense_linear(ref, tensors)[0].shape) for ref in site.refs]
         if shapes != _expected_shapes(site):
             raise PlanMismatch(
                 "the plan expects weights of another size",

@@ -8,7 +8,7 @@ A site's run is found by its parameters, whether the graph calls modules, functi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.passes.capture.graph import upwards
 from acm_compiler.passes.rewrite.dense_region import DenseRegion, tensor_names
 from acm_compiler.passes.rewrite.graft_modules import TakenOut, owners_of, put_module, registry_of
 from acm_compiler.site import LinearRef, Site
@@ -198,17 +199,7 @@ def _overlaps(view: Tensor, ref: LinearRef, weight: Tensor) -> bool:
 
 def _above(graph: _Graph, product: fx.Node, firsts: set[fx.Node]) -> list[fx.Node]:
     """The nodes of `firsts` that `product` comes from."""
-    found, todo = [], graph.data(product)
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        if node in firsts:
-            found.append(node)
-            continue
-        fresh = [source for source in graph.data(node) if source not in seen]
-        seen.update(fresh)
-        todo += fresh
-    return found
+    return [node for node in upwards(graph.data(product), graph.data, stop=firsts) if node in firsts]
 
 
 def _with_bias(graph: _Graph, product: fx.Node, ref: LinearRef) -> fx.Node | None:
@@ -226,17 +217,8 @@ def _keeps_tokens(graph: _Graph, region: GraphRegion) -> bool:
     before, after = (node.meta.get("val") for node in (region.x, region.output))
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return list(before.shape[:-1]) == list(after.shape[:-1])
-    return not any(_name(node) in _RESHAPES for node in _between(graph, region))
-
-
-def _between(graph: _Graph, region: GraphRegion) -> Iterator[fx.Node]:
-    todo, seen = [region.output], {region.x}
-    while todo:
-        node = todo.pop()
-        yield node
-        fresh = [source for source in graph.data(node) if source not in seen]
-        seen.update(fresh)
-        todo += fresh
+    between = upwards([region.output], graph.data, stop={region.x})
+    return not any(_name(node) in _RESHAPES for node in between if node is not region.x)
 
 
 def _name(node: fx.Node) -> str:

@@ -1,14 +1,14 @@
-"""Put an ACM into a live model by replacing modules in place, and carry the user's hooks over.
+"""Put an ACM into a live model by replacing modules or parameters in place, and carry the user's hooks over.
 
-module   mlp           -> ACM                         the replaced module is the dense region
-tile     fc1, act, fc2 -> PassThrough, PassThrough, ACM
-stash    fc1, fc2      -> StashInput, ACM             functions in between run on a dummy
-
-The fourth kind, parameter, is in `graft_parameters`.
+module     mlp           -> ACM                         the replaced module is the dense region
+tile       fc1, act, fc2 -> PassThrough, PassThrough, ACM
+stash      fc1, fc2      -> StashInput, ACM             functions in between run on a dummy
+parameter  w1, w2        -> WeightStandIn, twice        where no module equals or frames the region
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.passes.capture.unpacked_attention import HOOK_TABLES
 from acm_compiler.passes.rewrite.dense_region import DenseRegion
 from acm_compiler.passes.rewrite.parameter_proxy import Replaced, stand_in_for, uses_of
 from acm_compiler.passes.rewrite.stand_ins import PassThrough, StashedACM, StashInput
@@ -137,10 +138,6 @@ def freeze_dense_regions(model: nn.Module, acms: Iterable[ACM]) -> None:
                 acm.replaced.frozen.append(name)
 
 
-_TABLES = (
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
-    *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook"),
-)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -150,7 +147,7 @@ class LostHookWarning(UserWarning):
 
 def move_hooks(old: nn.Module, new: nn.Module) -> None:
     """Give the hooks of `old` to `new`, which takes its place with the same inputs and outputs."""
-    for name in _TABLES:
+    for name in HOOK_TABLES:
         # the very tables, so that handles given out before still remove their hooks
         mine, theirs = getattr(new, name), getattr(old, name)
         setattr(new, name, theirs)
@@ -170,3 +167,56 @@ def warn_of_hooks(module: nn.Module, site: str) -> None:
                 LostHookWarning,
                 stacklevel=2,
             )
+
+
+Tensors = Mapping[str, Tensor]
+
+
+def graft_weights(model: nn.Module, sites: Sequence[Site], acms: Mapping[str, ACM], tensors: Tensors) -> None:
+    """Put stand-ins in the places of the parameters of `sites`, all at once: sites may share a packed parameter.
+
+    Each ACM is registered under its site's name. `tensors` are the model's, by name, from before the first graft.
+    """
+    owners = owners_of(model)
+    sources: dict[str, Replaced] = {}
+    former: dict[nn.Module, ACM] = {}
+    for site in sites:
+        acm = acms[site.name]
+        for name, axis, use in uses_of(site, acm, tensors):
+            sources.setdefault(name, Replaced(name=name, out_axis=axis)).uses.append(use)
+        former |= dict.fromkeys(_place(model, site, acm), acm)
+        acm.dense = DenseRegion(site, tensors)
+    for name, source in sources.items():
+        for owner, leaf in owners[id(tensors[name])]:
+            if owner in former:
+                # the ACM took its owner's place, and the forward asks it for the weight
+                former[owner].__dict__[leaf] = stand_in_for(tensors[name], source)
+            else:
+                _replace(owner, leaf, source, tensors[name])
+
+
+def _place(model: nn.Module, site: Site, acm: ACM) -> list[nn.Module]:
+    """Register `acm` under the site's name, and wherever else the module is that was there; gives that module."""
+    parent, _, leaf = site.name.rpartition(".")
+    there = model.get_submodule(parent)._modules.get(leaf)
+    acm.train(model.get_submodule(parent).training)
+    paths = [site.name] if there is None else paths_of(model)[there]
+    acm.replaced = TakenOut(modules=dict.fromkeys(paths, there))
+    for path in paths:
+        put_module(model, path, acm)
+    if there is None:
+        return []
+    warn_of_hooks(there, site.name)
+    show_sizes(there, acm)
+    return [there]
+
+
+def _replace(owner: nn.Module, leaf: str, source: Replaced, tensor: Tensor) -> None:
+    """Let `owner` show a stand-in as its attribute `leaf`; where some rows stay dense it keeps the parameter too."""
+    used = {row for use in source.uses for row in range(*use.rows)}
+    if len(used) < tensor.shape[source.out_axis]:
+        source = dataclasses.replace(source, owner=owner, leaf=leaf)
+    else:
+        registry_of(owner, leaf)[leaf] = None
+    owner.__dict__[leaf] = stand_in_for(tensor, source)
+    source.uses[0].acm.replaced.tensors.append((owner, leaf, source.name))

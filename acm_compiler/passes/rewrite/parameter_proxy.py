@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AcmError
-from acm_compiler.passes.rewrite.dense_region import site_refs
 from acm_compiler.passes.rewrite.stand_ins import Stash, StashedACM, dummy
 from acm_compiler.site import Site
 
@@ -215,7 +214,7 @@ def stand_in_for(tensor: Tensor, source: Replaced) -> WeightStandIn:
 def uses_of(site: Site, acm: ACM, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int, Use]]:
     """Each parameter of the site, the axis of its outputs, and what it is used for."""
     stash = acm.stash if isinstance(acm, StashedACM) else None
-    for ref in site_refs(site):
+    for ref in site.refs:
         part: Literal["first", "last"] = "last" if ref is (site.last or site.first[0]) else "first"
         for name, axis in ((ref.weight, 1 if ref.transposed else 0), (ref.bias, 0)):
             if name is not None:

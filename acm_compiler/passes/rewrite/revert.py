@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.errors import NoDenseRegion, UsageError
-from acm_compiler.passes.capture.normalize import restore_fast_path
+from acm_compiler.errors import NoDenseRegion, UsageError, a_few_of
+from acm_compiler.passes.capture.normalize import replace_children, restore_fast_path
 from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention
 from acm_compiler.passes.rewrite.conversion import sites, whole_conversion
 from acm_compiler.passes.rewrite.dense_region import DenseRegion
@@ -30,7 +30,7 @@ def revert(model: nn.Module) -> nn.Module:
     if gone:
         raise NoDenseRegion(
             f"the dense regions of {len(gone)} sites are not there any more",
-            found=", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else ""),
+            found=a_few_of(gone),
             fix="give the original model: acm.load(directory, base_model=model)",
         )
     root = rewritten_root(model)
@@ -121,10 +121,7 @@ def _repack(root: nn.Module, path: str, packed: nn.MultiheadAttention) -> None:
     packed.out_proj = unpacked.out_proj  # type: ignore[assignment]
     packed.bias_k, packed.bias_v = unpacked.bias_k, unpacked.bias_v  # type: ignore[assignment]
     packed.training = unpacked.training
-    for module in list(root.modules()):
-        for leaf, child in module._modules.items():
-            if child is unpacked:
-                module._modules[leaf] = packed
+    replace_children(root, {unpacked: packed})
 
 
 def _joined(parts: list[Any]) -> nn.Parameter:

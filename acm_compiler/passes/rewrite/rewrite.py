@@ -23,8 +23,7 @@ from acm_compiler.passes.rewrite.build_acm import build_acm, start
 from acm_compiler.passes.rewrite.conversion import Conversion, gates_digest, refuse_inference_tensors, refuse_no_module
 from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, weights_digest
 from acm_compiler.passes.rewrite.graft_graph import find_in_graph, graft_graph
-from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graft_modules, paths_of
-from acm_compiler.passes.rewrite.graft_parameters import graft_weights
+from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graft_modules, graft_weights, paths_of
 from acm_compiler.passes.rewrite.saving_hooks import carry_budgets, guard_saving
 from acm_compiler.passes.rewrite.stand_ins import StashedACM
 from acm_compiler.planning.cost import learner_unit
@@ -190,7 +189,7 @@ def _graft_all(model: nn.Module, plan: Plan, tensors: Mapping[str, Tensor], *, e
 def _touched(plan: Plan) -> list[str]:
     """The modules and parameters that the sites name."""
     names = [name for site in plan.sites for name in site.graft.modules if name]
-    return names + [ref.weight for site in plan.sites for ref in (*site.first, site.last) if ref is not None]
+    return names + [ref.weight for site in plan.sites for ref in site.refs]
 
 
 def _unpack(model: nn.Module, plan: Plan) -> dict[str, nn.MultiheadAttention]:

@@ -54,7 +54,8 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
     """Restore what `_add` wrote; what does not belong to this model becomes one of the load's own error messages."""
     errors: list[str] = rest[-1]
     text: Tensor | None = state_dict.pop(prefix + KEY, None)
-    other = [name for name, acm in _acms(model) if _is_of_another_form(acm, state_dict, f"{prefix}{name}.")]
+    here = [(name, module) for name, module in model.named_modules() if isinstance(module, ACM)]
+    other = [name for name, acm in here if _is_of_another_form(acm, state_dict, f"{prefix}{name}.")]
     if other:
         errors.append(
             f"the learners of {len(other)} sites have another form than here, such as {other[0]}: rewrite by the plan "
@@ -75,10 +76,6 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
         owner = conversion(model)
         owner.table, owner.default_budget = BudgetTable.from_plain(facts["table"]), facts["default_budget"]
         owner.damage = {name: tuple(values) for name, values in facts["damage"].items()}
-
-
-def _acms(model: nn.Module) -> list[tuple[str, ACM]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, ACM)]
 
 
 def _is_of_another_form(acm: ACM, state_dict: dict[str, Any], prefix: str) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from acm_compiler.acm.activations import resolve
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.export import capture_exported
-from acm_compiler.passes.find.find_sites import find_sites
+from tests.helpers.captures import find_sites
 from tests.helpers.models import Mlp, Residual, Stack, example
 
 

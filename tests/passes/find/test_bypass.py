@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from acm_compiler.passes.capture.capture import capture
-from acm_compiler.passes.find.find_sites import find_sites
+from tests.helpers.captures import find_sites
 from tests.helpers.models import TOKENS, WIDTH, Mlp, Stack, example
 
 

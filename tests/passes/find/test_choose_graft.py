@@ -8,9 +8,10 @@ from torch import fx, nn
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.find.dataflow import build_dataflow
-from acm_compiler.passes.find.find_sites import find_sites, match_sites
+from acm_compiler.passes.find.find_sites import match_sites
 from acm_compiler.site import Graft
 from tests.helpers import models
+from tests.helpers.captures import find_sites
 from tests.helpers.models import HIDDEN, WIDTH, Mlp, Residual, Stack, example
 
 

@@ -13,10 +13,10 @@ from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.capture.normalize import normalize
 from acm_compiler.passes.find.count_macs import count_macs
 from acm_compiler.passes.find.dataflow import build_dataflow
-from acm_compiler.passes.find.find_sites import find_sites
 from acm_compiler.passes.find.skips import kept_dense
 from acm_compiler.site import Site
 from tests.helpers import models
+from tests.helpers.captures import find_sites
 from tests.helpers.models import HIDDEN, WIDTH, Mlp, PostNorm, Residual, Stack, example
 
 CLASSIFIER = "classifier: its output has no bypass and is the model's answer"
@@ -186,7 +186,7 @@ def test_the_activated_half_of_a_packed_mlp_comes_first():
 
 def test_weights_stored_in_by_out_are_marked_so():
     sites, _ = look(*models.hf_gpt2())
-    assert all(ref.transposed for site in sites for ref in (*site.first, *([site.last] if site.last else [])))
+    assert all(ref.transposed for site in sites for ref in site.refs)
     (site,), _ = look(Stack(models.Functional()), example())
     assert (site.first[0].transposed, site.last.transposed) == (False, True)
     assert (site.first[0].bias, site.last.bias) == ("blocks.0.b1", "blocks.0.b2")

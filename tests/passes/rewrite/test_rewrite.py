@@ -89,7 +89,7 @@ def test_a_part_with_every_site_is_neither_reverted_nor_saved(tmp_path):
 @pytest.mark.parametrize("name", ALL)
 def test_what_was_not_replaced_keeps_its_names_and_values(name):
     model, _, copied = rewritten(ALL[name])
-    refs = [ref for site in conversion(copied).plan.sites for ref in (*site.first, site.last) if ref is not None]
+    refs = [ref for site in conversion(copied).plan.sites for ref in site.refs]
     original = dict(model.named_parameters(remove_duplicate=False))
     replaced = {id(original.get(name)) for ref in refs for name in (ref.weight, ref.bias)}
     packed = ("in_proj_weight", "in_proj_bias")
@@ -290,7 +290,7 @@ def test_a_graph_module_gets_one_node_per_run_of_a_site(make, name):
         if make is _exported:
             assert node.meta["val"].shape[:2] == x.shape[:2] and node.meta["stack_trace"]
     copied.graph.lint()
-    replaced = {ref.weight for site in plan.sites for ref in (*site.first, site.last) if ref is not None}
+    replaced = {ref.weight for site in plan.sites for ref in site.refs}
     assert replaced and replaced.isdisjoint(copied.state_dict())
     assert torch.equal(copy.deepcopy(copied)(x), copied(x))
     acm.revert(copied)

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from acm_compiler.data.facts import Facts
+from acm_compiler.data.batch import Facts
 
 
 def test_what_a_data_set_leaves_out_has_defaults():

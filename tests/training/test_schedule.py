@@ -8,8 +8,7 @@ import pytest
 from acm_compiler.errors import AcmError
 from acm_compiler.recipe.phases import CalibratePhase, Phase, TrainedPhase
 from acm_compiler.site import Pair
-from acm_compiler.training.check_schedule import check_schedule
-from acm_compiler.training.schedule import MAKERS
+from acm_compiler.training.schedule import MAKERS, check_schedule
 from tests.helpers.training_runs import distill, finetune, gate
 from tests.helpers.training_tiny import tiny_site
 

@@ -1,0 +1,192 @@
+"""The small trained models that come with the package: a vision transformer, a Llama, a ModernBERT and a wav2vec2."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from acm_compiler.data.digits import CLASSES, SIDE
+from acm_compiler.data.spoken_digits import RATE
+from acm_compiler.data.spoken_digits import VOCABULARY as LETTERS
+from acm_compiler.errors import PackageMissing
+from acm_compiler.inputs import Inputs
+from acm_compiler.shipped.open_weights import FOLDER, load_shipped
+
+PATCH = 6
+TOKENIZER = FOLDER / "docs_tokenizer.json"
+VOCABULARY, TOKENS = 2048, 96
+PACKAGES = ("matplotlib", "networkx", "numpy", "scipy", "sklearn", "sympy", "torch", "transformers")
+_SECONDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShippedModel:
+    """One of them. build_model: with random weights; example_input: one example.
+
+    The shipped weights were made by `python -m scripts.train_shipped.<script>`.
+    """
+
+    name: str
+    script: str
+    build_model: Callable[..., nn.Module]
+    example_input: Callable[[], Inputs]
+
+    @property
+    def weights(self) -> Path:
+        """The file of the trained weights."""
+        return FOLDER / f"{self.name}.safetensors"
+
+    def load_weights(self, model: nn.Module, path: Path | None = None) -> nn.Module:
+        """`model` with the trained weights, or those of `path`, in place. StorageError when missing, or of another."""
+        return load_shipped(model, path or self.weights, script=self.script)
+
+    def trained(self) -> nn.Module:
+        """The trained model, in eval mode."""
+        return self.load_weights(self.build_model()).eval()
+
+
+def _digits_vit() -> nn.Module:
+    """A `VisionTransformer` with 4 layers of width 64; [B, 3, 36, 36] -> logits [B, 10].
+
+    36 patches of 6x6 pixels and a class token. The convolutional stem normalises by groups within an image, so
+    that an answer never depends on the rest of the batch, in training either.
+    """
+    from torchvision.models.vision_transformer import ConvStemConfig, VisionTransformer
+
+    norm = functools.partial(nn.GroupNorm, 4)
+    return VisionTransformer(
+        image_size=SIDE,
+        patch_size=PATCH,
+        num_layers=4,
+        num_heads=4,
+        hidden_dim=64,
+        mlp_dim=256,
+        num_classes=CLASSES,
+        conv_stem_configs=[
+            ConvStemConfig(out_channels=16, kernel_size=3, stride=2, norm_layer=norm),
+            ConvStemConfig(out_channels=32, kernel_size=3, stride=3, norm_layer=norm),
+        ],
+    )
+
+
+def _transformers() -> Any:
+    """transformers, or PackageMissing."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise PackageMissing("this model is one of transformers'", fix="pip install 'acm_compiler[hf]'") from error
+    return transformers
+
+
+def _llama_docs() -> nn.Module:
+    """A `LlamaForCausalLM` with 6 layers of width 160; tokens [B, S] -> logits [B, S, 2048]."""
+    transformers = _transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=160,
+        intermediate_size=432,
+        num_hidden_layers=6,
+        num_attention_heads=5,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _modernbert_packages() -> nn.Module:
+    """A `ModernBertForSequenceClassification` with 4 layers of width 96; tokens [B, S] -> logits [B, 8].
+
+    It tells which package a paragraph of documentation is from. Its answer is made of the mean over tokens, which are
+    those of the shipped Llama.
+    """
+    transformers = _transformers()
+    config = transformers.ModernBertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=TOKENS,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        classifier_pooling="mean",
+    )
+    config.num_labels = len(PACKAGES)
+    return transformers.ModernBertForSequenceClassification(config)
+
+
+def _wav2vec2_digits(*, post_norm: bool = False) -> nn.Module:
+    """A `Wav2Vec2ForCTC` with 4 layers of width 96; 8 kHz audio [B, R] -> logits [B, S, V].
+
+    A frame is 25 ms, and sees 50 ms of sound before the layers mix frames. post_norm: norms after the sums, as in
+    wav2vec2-base; the shipped weights are of the other kind, as XLS-R.
+    """
+    transformers = _transformers()
+    config = transformers.Wav2Vec2Config(
+        vocab_size=len(LETTERS),
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        hidden_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=384,
+        conv_dim=[16, 32, 64, 96],
+        conv_stride=[5, 5, 4, 2],
+        conv_kernel=[10, 8, 8, 4],
+        conv_bias=True,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=8,
+        feat_extract_norm="layer",
+        do_stable_layer_norm=not post_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        feat_proj_dropout=0.0,
+        final_dropout=0.0,
+        layerdrop=0.0,
+        mask_time_prob=0.0,
+        mask_feature_prob=0.0,
+        ctc_loss_reduction="mean",
+        ctc_zero_infinity=True,
+    )
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+def _text() -> Inputs:
+    return {"input_ids": torch.ones(1, TOKENS, dtype=torch.int64)}
+
+
+DIGITS_VIT = ShippedModel(
+    name="digits_vit",
+    script="digits",
+    build_model=_digits_vit,
+    example_input=lambda: torch.zeros(1, 3, SIDE, SIDE),
+)
+LLAMA_DOCS = ShippedModel(
+    name="llama_docs", script="text --model llama_docs", build_model=_llama_docs, example_input=_text
+)
+MODERNBERT_PACKAGES = ShippedModel(
+    name="modernbert_packages",
+    script="text --model modernbert_packages",
+    build_model=_modernbert_packages,
+    example_input=_text,
+)
+WAV2VEC2_DIGITS = ShippedModel(
+    name="wav2vec2_digits",
+    script="spoken",
+    build_model=_wav2vec2_digits,
+    example_input=lambda: {"input_values": torch.zeros(1, _SECONDS * RATE)},
+)

@@ -130,7 +130,8 @@ def test_one_tokens_nan_stays_with_it(form):
 
 
 def test_a_tokens_answer_does_not_depend_on_its_neighbours():
-    inputs = inputs_of(Case(tokens=200))
+    # exact sums: the interpreter multiplies by a BLAS, which may add a tile's rows in different orders
+    inputs = inputs_of(Case(tokens=200, act="relu", exact=True))
     y, some = run(inputs), torch.randperm(200)[:80]
     part = launch.run(inputs.x[some], inputs.k[some], inputs.weights, residual=inputs.residual[some], machine=HOPPER)
     assert torch.equal(part, y[some])

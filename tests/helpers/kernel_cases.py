@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +30,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     bias: bool = True
     residual: bool = True
+    exact: bool = False  # multiples of 1/4, whose sums need no rounding
 
     def __str__(self) -> str:
         plain = Case()
@@ -112,10 +114,20 @@ def k_of(case: Case) -> Tensor:
     return k[case.k].to(torch.int32)
 
 
+def mapped(weights: Weights, change: Callable[[Tensor], Tensor]) -> Weights:
+    """The weights with every tensor changed."""
+    fields = {f.name: getattr(weights, f.name) for f in dataclasses.fields(weights)}
+    return replace(weights, **{name: change(value) for name, value in fields.items() if torch.is_tensor(value)})
+
+
 def to(weights: Weights, *args) -> Weights:
     """The weights in another type or place."""
-    fields = {f.name: getattr(weights, f.name) for f in dataclasses.fields(weights)}
-    return replace(weights, **{name: value.to(*args) for name, value in fields.items() if torch.is_tensor(value)})
+    return mapped(weights, lambda value: value.to(*args))
+
+
+def quarters(value: Tensor) -> Tensor:
+    """Numbers rounded to multiples of 1/4."""
+    return (4 * value).round() / 4
 
 
 def poison_memory(monkeypatch) -> None:
@@ -145,6 +157,9 @@ def inputs_of(case: Case, device: str = "cpu") -> Inputs:
     weights, k = to(weights_of(case), case.dtype), k_of(case)
     x = torch.randn(case.tokens, case.d_in).to(case.dtype)
     residual = torch.randn(case.tokens, case.d_out).to(case.dtype) if case.residual else None
+    if case.exact:
+        weights, x = mapped(weights, lambda value: quarters(8 * value)), quarters(x)
+        residual = None if residual is None else quarters(residual)
     expected = run_learners(x.double(), k, to(weights, torch.float64))
     if residual is not None:
         expected = expected + residual.double()

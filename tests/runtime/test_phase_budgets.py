@@ -11,6 +11,7 @@ from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.runtime.measure_budgets import measure_budgets
 
 transformers = pytest.importorskip("transformers")
+DynamicCache = transformers.DynamicCache
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60, "n_positions": 64, "bos_token_id": 0}
 PHASES = {"prefill": 0.75, "decode": 0.3}
 
@@ -41,25 +42,25 @@ def prompts(count: int = 3, tokens: int = 7):
     return torch.randint(1, 60, (count, tokens), generator=torch.Generator().manual_seed(1))
 
 
-def run_of(model, ids, past=None):
+def run_of(model, ids, cache):
     with torch.no_grad(), acm.record(model) as usage:
-        out = model(ids, past_key_values=past, use_cache=True)
-    return usage.k, out
+        out = model(ids, cache, use_cache=True)  # by place: its name differs between releases of transformers
+    return usage.k, out.logits
 
 
 def test_each_phase_runs_the_learners_of_its_own_budget(model):
     ids = prompts()
     acm.set_budget(model, PHASES["prefill"])
-    prefill, out = run_of(model, ids)
-    token = out.logits[:, -1:].argmax(-1)
+    prefill, logits = run_of(model, ids, cache := DynamicCache())
+    token = logits[:, -1:].argmax(-1)
     acm.set_budget(model, PHASES["decode"])
-    decode, _ = run_of(model, token, out.past_key_values)
+    decode, _ = run_of(model, token, cache)
     assert acm.set_budget(model, PHASES) == pytest.approx(PHASES)
-    both, out = run_of(model, ids)
-    then, _ = run_of(model, token, out.past_key_values)
+    both, _ = run_of(model, ids, cache := DynamicCache())
+    then, _ = run_of(model, token, cache)
     for name in prefill:
         assert torch.equal(both[name], prefill[name]) and torch.equal(then[name], decode[name])
-    assert any(not torch.equal(run_of(model, ids)[0][n][:, -1:], then[n]) for n in then)
+    assert any(not torch.equal(run_of(model, ids, DynamicCache())[0][n][:, -1:], then[n]) for n in then)
 
 
 def test_generate_follows_both_budgets(model):

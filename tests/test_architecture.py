@@ -124,6 +124,29 @@ def test_files_stay_readable():
     assert not long
 
 
+_NO_OPENING = re.compile(
+    r"(of |in |to |from |by |at |on |for |with )?(what|which|whether|how|who|whom|whose|where|when|why)\b"
+    r"|(if|as|in|to|on|by|with|for|of|that|all that)\b",
+    re.IGNORECASE,
+)
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstrings(path: Path):
+    """Every docstring of a module, class, function or attribute, with its line."""
+    documented = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, _DOCUMENTED)]
+    for node in documented:
+        for statement in node.body:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    found = [(path, line, text) for path in sources() for line, text in docstrings(path) if _NO_OPENING.match(text)]
+    assert not [f"{module_of(path)}:{line} {text[:60]}" for path, line, text in found]
+
+
 def _defined(statement: ast.stmt) -> list[str]:
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         overload = any("overload" in ast.unparse(decorator) for decorator in statement.decorator_list)
@@ -174,7 +197,7 @@ _WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save_model", "
 
 
 def _writes(call: ast.Call) -> bool:
-    """Whether a call makes or changes a file."""
+    """True if a call makes or changes a file."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     owner = getattr(getattr(call.func, "value", None), "id", "")
     if name == "open":

@@ -21,7 +21,7 @@ from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
 from acm_compiler.runtime.control import set_budget
-from acm_compiler.runtime.measure_budgets import Example, measure_budgets
+from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
 from acm_compiler.runtime.usage import refuse_compiled
 
 
@@ -83,17 +83,18 @@ def _calibrate(found: Rewritten, batches: Iterable[Example], options: Options, p
     wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))
     by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
     examples = Examples(_single(batches) if by_one else batches)
-    devices = {acm.k_lo.device for acm in found.acms.values()}
     with (
         torch.inference_mode(False),
-        own_types(devices),
+        own_types(),
         progress_of("calibrate", progress) as work,
         ExitStack() as undo,
     ):
-        fitted = fit_all(found, examples, options, work)
+        with undisturbed(model):
+            fitted = fit_all(found, examples, options, work)
         install(found, fitted, undo)
         scores = {fit.site.name: fit.scores for fit in fitted}
-        k_lo = choose_lowest_k(found, examples.held_out, scores, answer=options.answer, budgets=wanted)
+        with undisturbed(model):
+            k_lo = choose_lowest_k(found, examples.held_out, scores, answer=options.answer, budgets=wanted)
         work.finish(f"lowest k of the budget table: {k_lo}")
         table = measure_budgets(model, examples.held_out, budgets=wanted, k_lo=k_lo, progress=work)
         work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")

@@ -22,9 +22,9 @@ from torch import Tensor
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights, all_outputs
 from acm_compiler.calibration import ranks
-from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.records import SiteRecord, Whole
 from acm_compiler.errors import UsageError
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 _BLOCK = 2048
 # as many examples in which tokens do damage by themselves are imagined beside those seen

@@ -18,17 +18,17 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, units
 from acm_compiler.calibration.damage import Judged, mean_trace
-from acm_compiler.calibration.dense_weights import DenseWeights, read_dense
 from acm_compiler.calibration.examples import Examples, Options
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
 from acm_compiler.calibration.observe import Seen, observe, reading
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten
+from acm_compiler.passes.rewrite.dense_region import DenseWeights, read_dense
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
-from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.measure_budgets import Example
 
 Records = dict[str, SiteRecord]
 # sites that see few tokens per example end the reading no later than at this many times the tokens asked for
@@ -49,7 +49,7 @@ _SCORED = 2048
 
 
 def fit_all(found: Rewritten, examples: Examples, options: Options, progress: Progress) -> list[FittedSite]:
-    """Fit learners and gate of every site, in the plan's order."""
+    """Fit learners and gate of every site, in the plan's order; the model must be in eval mode."""
     planned, dense = found.plan.sites, read_dense(found)
     groups = list(in_memory(planned, options))
     fitted: list[FittedSite] = []
@@ -114,15 +114,14 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
 
     progress.part("token", options.tokens)
     batches: Iterator[Example] = iter(examples.fitted) if examples.fitted else examples.read(enough)
-    with undisturbed(found.model):
-        seen = observe(
-            found,
-            reading(batches, report),
-            records,
-            answer=options.answer,
-            seed=options.seed + ranks.rank(),
-            projections=options.projections,
-        )
+    seen = observe(
+        found,
+        reading(batches, report),
+        records,
+        answer=options.answer,
+        seed=options.seed + ranks.rank(),
+        projections=options.projections,
+    )
     for record in records.values():
         record.join()
     parts = ranks.gathered(seen)

@@ -21,7 +21,7 @@ from acm_compiler.calibration.observe import tapped
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.runtime.usage import record
 
 _BATCH, _CLIP = 1024, 1.0
@@ -153,7 +153,8 @@ def choose_lowest_k(
     """0, or 1 where one learner for every token brings the model's answers nearer to the original's at low budgets.
 
     scores: the gates' scores [T, C] of some tokens of every site, to guess knobs by. Budgets in `budgets` stay
-    reachable. The two are compared at equal shares of learner MACs, on `examples`.
+    reachable. The two are compared at equal shares of learner MACs, on `examples`, in eval mode; this leaves the last
+    choices tried behind.
     """
     plan = found.plan
     if all(site.k_min > 0 for site in plan.sites):
@@ -163,9 +164,8 @@ def choose_lowest_k(
         return 0
     targets = [floor + place * (1 - floor) for place in _PLACES]
     trials = {k_lo: [_Trial(knob=_guess_knob(found, scores, t, k_lo), k_lo=k_lo) for t in targets] for k_lo in (0, 1)}
-    with undisturbed(found.model):
-        for example in examples:
-            _try(found, example, [trial for row in trials.values() for trial in row], answer)
+    for example in examples:
+        _try(found, example, [trial for row in trials.values() for trial in row], answer)
     for row in trials.values():
         for trial in row:
             trial.join()

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.damage import Answer, answers, energy, random_projection
-from acm_compiler.calibration.dense_weights import broken_weights
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.dense_region import broken_weights
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import real_tokens
 from acm_compiler.runtime.measure_budgets import Example
@@ -136,7 +136,7 @@ class _Taps:
         if record is not None:
             x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), real_tokens(acm, x, self.mask_BS)
             example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name).to(x.device) + self.first
-            with own_types((x.device,)):  # the model may autocast by itself
+            with own_types():  # the model may autocast by itself
                 record.take(x_TD, output, real_T, example_T)
 
 

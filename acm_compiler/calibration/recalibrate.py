@@ -59,7 +59,7 @@ def recalibrate(
     found = wholly_rewritten(model, "calibration")
     owner, asked = found.owner, shares_of(found.plan, budgets)
     check_tokens(tokens)
-    refuse_unfitted(found.acms, "recalibrate")
+    refuse_unfitted(found, "recalibrate")
     if owner.table is None and owner.start_gates == gates_digest(found.acms.values()):
         raise NoBudgetTable(
             "nothing has trained this model's gates: what they choose is chance, and so would be a table of it",

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import float64_device
 from acm_compiler.calibration import ranks
-from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.errors import DataError, TrainingFailed
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
 
 # tokens of the examples that are kept whole, as a part of the sample

@@ -22,15 +22,15 @@ from acm_compiler.acm import ACM, Learners
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Answer, Judged, answers, energy
-from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.fit_learners import as_module
 from acm_compiler.calibration.moments import square_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.measure_budgets import Example
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,9 +246,8 @@ def proven(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *
 
 def _answers(found: Rewritten, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
     """The model's answer when these sites run all their slices and others are dense."""
-    model = found.model
-    with undisturbed(model), batch_context(model, mask=example[1]), _trial(found.acms, learners):
-        return answers(run(found, example[0]), answer, mask_in(model, example))
+    with batch_context(found.model, mask=example[1]), _trial(found.acms, learners):
+        return answers(run(found, example[0]), answer, mask_in(found.model, example))
 
 
 def _moved(wanted: list[Tensor], found: list[Tensor], mask_BS: Tensor | None) -> float:

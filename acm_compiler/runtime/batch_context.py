@@ -54,7 +54,7 @@ def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict
             fix="one budget for all of them: acm.set_budget(model, 0.4)",
         )
     found = wholly_rewritten(model, "a budget")
-    refuse_unfitted(found.acms, "budgets per example")
+    refuse_unfitted(found, "budgets per example")
     owner = found.owner
     settings = [setting_of(owner, budget) for budget in each]
     most = max(site.learners for site in owner.plan.sites)

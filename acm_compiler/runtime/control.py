@@ -21,7 +21,6 @@ from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
 from acm_compiler.runtime.encoder_decoder import unwatch_padding, watch_padding
 
-Acms = Mapping[str, ACM]
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 
@@ -73,7 +72,7 @@ def set_k(model: nn.Module, k: int | None) -> None:
     if not 0 <= k <= most:
         raise UsageError("no site has that many learners", found=k, expected=f"a whole number from 0 to {most}")
     if k < most:
-        refuse_unfitted(found.acms, f"set_k({k})")
+        refuse_unfitted(found, f"set_k({k})")
     for acm in found.acms.values():
         acm.set_choices(knob=acm.knob_value, k_lo=int(k), k_hi=int(k))
 
@@ -82,10 +81,10 @@ def _hand_to_gates(found: Rewritten) -> None:
     owner = found.owner
     if isinstance(owner.budget, dict):
         for phase in PHASES:
-            _write_setting(found.acms, setting_of(owner, owner.budget[phase]), owner.cap, phase)
+            _write_setting(found, setting_of(owner, owner.budget[phase]), owner.cap, phase)
         return
     if owner.budget is not None:
-        _write_setting(found.acms, setting_of(owner, owner.budget), owner.cap)
+        _write_setting(found, setting_of(owner, owner.budget), owner.cap)
         return
     for acm in found.acms.values():
         lowest = acm.count if acm.state == "dense" else acm.k_min
@@ -118,40 +117,36 @@ def set_budget(
     for exported graphs and for models frozen for good, UsageError for a part of a rewritten model.
     """
     found = wholly_rewritten(model, "a budget")
-    owner, acms = found.owner, found.acms
+    owner = found.owner
     if cap is not None and not (is_number(cap) and 0 < cap <= 1):
         raise UsageError("a cap outside its range", found=repr(cap), expected="a share of N in (0, 1]")
     wanted = owner.default_budget if budget is None else budget
     if wanted is None:
         raise _no_own_budget(owner)
     if not isinstance(wanted, Mapping):
-        setting = _setting(found, wanted, cap)
-        _write_setting(acms, setting, cap)
-        owner.budget, owner.cap = _share(owner, wanted), cap
+        setting, share = _setting(found, wanted, cap)
+        _write_setting(found, setting, cap)
+        owner.budget, owner.cap = share, cap
         return min(setting.share, _largest_share(found))
-    phases = _check_phases(acms, wanted)
-    settings = {phase: _setting(found, wanted[phase], cap) for phase in phases}
-    for phase in phases:
-        _write_setting(acms, settings[phase], cap, phase)
-    owner.budget, owner.cap = {phase: _share(owner, wanted[phase]) for phase in phases}, cap
-    return {phase: min(setting.share, _largest_share(found)) for phase, setting in settings.items()}
+    phases = {phase: _setting(found, wanted[phase], cap) for phase in _check_phases(found, wanted)}
+    for phase, (setting, _) in phases.items():
+        _write_setting(found, setting, cap, phase)
+    owner.budget, owner.cap = {phase: share for phase, (_, share) in phases.items()}, cap
+    most = _largest_share(found)
+    return {phase: min(setting.share, most) for phase, (setting, _) in phases.items()}
 
 
-def _share(owner: Conversion, wanted: float | str) -> float:
-    """The share of learner MACs that `wanted`, a budget in reach, asks for."""
-    share = share_within(wanted, owner.plan, low=owner.table_min)
-    assert share is not None
-    return share
-
-
-def _setting(found: Rewritten, wanted: float | str, cap: float | None) -> Setting:
+def _setting(found: Rewritten, wanted: float | str, cap: float | None) -> tuple[Setting, float]:
+    """What the budget `wanted` means to the gates, and the share of learner MACs that it asks for."""
     if parse_budget(wanted, found.plan) < 1 - TOLERANCE or cap is not None:
-        refuse_unfitted(found.acms, f"set_budget({wanted!r})")
-    return setting_of(found.owner, wanted)
+        refuse_unfitted(found, f"set_budget({wanted!r})")
+    setting, share = setting_of(found.owner, wanted), share_within(wanted, found.plan, low=found.owner.table_min)
+    assert share is not None
+    return setting, share
 
 
-def _write_setting(acms: Acms, setting: Setting, cap: float | None, phase: Phase | None = None) -> None:
-    for acm in acms.values():
+def _write_setting(found: Rewritten, setting: Setting, cap: float | None, phase: Phase | None = None) -> None:
+    for acm in found.acms.values():
         acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=highest_k(acm.count, cap), phase=phase)
 
 
@@ -176,11 +171,11 @@ def _largest_share(found: Rewritten) -> float:
     return most / full
 
 
-def _check_phases(acms: Acms, wanted: Mapping[str, float | str]) -> tuple[Phase, ...]:
+def _check_phases(found: Rewritten, wanted: Mapping[str, float | str]) -> tuple[Phase, ...]:
     """Both phases. UsageError for other names, LayoutUnknown where a site cannot tell them apart."""
     if set(wanted) != set(PHASES):
         raise UsageError("budgets per phase name both phases", found=", ".join(wanted), expected=", ".join(PHASES))
-    for name, acm in acms.items():
+    for name, acm in found.acms.items():
         if acm.layout is None or acm.layout.folds != 1:
             raise LayoutUnknown(
                 "how many tokens of each sequence a call holds is not known at this site",
@@ -212,7 +207,7 @@ def relax(model: nn.Module, temperature: float | None) -> None:
         raise UsageError("a temperature must be positive", found=repr(temperature), expected="a number such as 0.8")
     found = rewritten(model)
     if temperature is not None:
-        refuse_unfitted(found.acms, "relax")
+        refuse_unfitted(found, "relax")
     unwatch_padding(model)
     found.owner.padding = None if temperature is None else watch_padding(model)
     for acm in found.acms.values():
@@ -220,9 +215,9 @@ def relax(model: nn.Module, temperature: float | None) -> None:
         acm.choices.clear()
 
 
-def refuse_unfitted(acms: Acms, request: str) -> None:
+def refuse_unfitted(found: Rewritten, request: str) -> None:
     """Raise SitesNotFitted, naming them, while sites run their dense region (docs/semantics.md, The start)."""
-    names = [name for name, acm in acms.items() if acm.state == "dense"]
+    names = [name for name, acm in found.acms.items() if acm.state == "dense"]
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise SitesNotFitted(

@@ -53,7 +53,7 @@ def measure_budgets(
     TrainingFailed where gates score a real token nan or infinity.
     """
     found = rewritten(model)
-    refuse_unfitted(found.acms, "measuring budgets")
+    refuse_unfitted(found, "measuring budgets")
     examples = list(batches)
     if not examples:
         raise DataError("no examples to measure budgets on")

@@ -35,7 +35,7 @@ def distill_phase(model: nn.Module, config: DistillPhase, job: Job, machine: Mac
 def gate_phase(model: nn.Module, config: GatePhase, job: Job, machine: Machine) -> TappedPhase:
     """The gate phase of one model. SitesNotFitted."""
     found = rewritten(model)
-    refuse_unfitted(found.acms, "a gate phase")
+    refuse_unfitted(found, "a gate phase")
     objective = GateLabels(
         labels=config.labels,
         temperature=config.temperature,

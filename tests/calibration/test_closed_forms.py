@@ -8,7 +8,6 @@ import torch
 
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged, together, token_damage
-from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.fit_learners import nested_factors, prefix_biases
 from acm_compiler.calibration.mlp_learners import (
     RIDGE,
@@ -22,6 +21,7 @@ from acm_compiler.calibration.mlp_learners import (
 )
 from acm_compiler.calibration.moments import solve, square_factors
 from acm_compiler.calibration.records import Whole
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 N, H, F, OUT, T = 3, 4, 12, 5, 400
 

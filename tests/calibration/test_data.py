@@ -6,13 +6,13 @@ from torch import nn
 
 from acm_compiler.calibration.calibrate import calibrate
 from acm_compiler.calibration.damage import answers, default_answer, energy, random_projection
-from acm_compiler.calibration.dense_weights import read_dense
 from acm_compiler.calibration.examples import Examples, Options, masked, run
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord, WholeExamples
 from acm_compiler.errors import DataError, LayoutUnknown, UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten, sites
+from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.pipeline import plan
 from acm_compiler.site import Layout

@@ -85,7 +85,7 @@ class Progress:
             yield item
 
     def line(self, text: str) -> None:
-        """Say something that stays, above the bar if there is one."""
+        """Print a line that stays, above the bar if there is one."""
         if not self.shown:
             return
         if self._bar is not None:
@@ -95,7 +95,7 @@ class Progress:
             self._bar.refresh()
 
     def finish(self, part: str) -> None:
-        """Say that a part is done, and how long it took."""
+        """Report that a part is done, and the time it took."""
         now = monotonic()
         self.line(f"{self.what}: {part}, {duration(now - self._began)}")
         self._began = now
@@ -143,7 +143,7 @@ def progress_of(what: str, say: Say | Progress | None) -> Iterator[Progress]:
         return
     if say is not None and not callable(say):
         expected = "what takes a line of text, such as print, or None"
-        raise UsageError("progress cannot be told to this", found=repr(say), expected=expected)
+        raise UsageError("progress must be callable: str -> None", found=repr(say), expected=expected)
     with Progress(what, say=say, each=say is not None) as progress:
         yield progress
 

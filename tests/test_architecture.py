@@ -150,6 +150,21 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     assert not [f"{path.relative_to(root)}:{line} {text[:60]}" for path, line, text in found]
 
 
+# word: the field's
+_OTHER_WORDS = {"picture": "image", "of no use": "excluded or unusable", "kept work": "dense MACs"}
+
+
+def test_texts_use_the_words_of_the_field():
+    pattern = re.compile(rf"\b({'|'.join(_OTHER_WORDS)})s?\b", re.IGNORECASE)
+    pages = [PACKAGE.parent / "README.md", *(PACKAGE.parent / "docs").rglob("*.md")]
+    texts = [(path, 0, path.read_text()) for path in pages]
+    for path in sources():
+        strings = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        texts += [(path, node.lineno, node.value) for node in strings if isinstance(node.value, str)]
+    found = [f"{path.name}:{line}: {word}" for path, line, text in texts for word in pattern.findall(text)]
+    assert not found
+
+
 def _defined(statement: ast.stmt) -> list[str]:
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         overload = any("overload" in ast.unparse(decorator) for decorator in statement.decorator_list)

@@ -139,7 +139,7 @@ def only(when: Callable[[], bool], hook: Callable[..., Any]) -> Callable[..., An
 
 
 def keep_graph_order() -> None:
-    """Let Dynamo look for the graph that fits a call in the order in which they were made, in this process.
+    """Let Dynamo search for the graph that fits a call in the order in which they were made, in this process.
 
     Else it moves the one that fits to the front while other threads look, which then miss theirs and compile it again.
     """

@@ -133,7 +133,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
 
 
 def _damage_unit(seen: Seen) -> float:
-    """One over the squared norm of one example's answer; 1 where that is zero."""
+    """One over the squared norm of one example's output; 1 where that is zero."""
     return seen.examples / seen.energy if seen.energy > 0 else 1.0
 
 

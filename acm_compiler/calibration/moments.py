@@ -88,7 +88,7 @@ class SecondMoment:
         self._products.add(g_TF, g_TF)
 
     def count_tokens(self, tokens: int) -> None:
-        """Say how many tokens there were, with a `g` or without."""
+        """Record the number of tokens, with a `g` or without."""
         self.count += tokens
 
     @property

@@ -51,7 +51,7 @@ def observe(
 ) -> Seen:
     """Run the unmodified model on every example and let `records` (by site name) see their sites.
 
-    Gradients are those of so many random `projections` of the answer, one after the other, each over the root of their
+    Gradients are those of so many random `projections` of the output, one after the other, each over the root of their
     number: squares of gradients, summed up, expect what those of one would, with less noise.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.

@@ -222,7 +222,7 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, tor
 def proven(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
     """Prove each pair: True if it leaves the output as it is; the others are named in the log.
 
-    All pairs run all their slices in one forward. Only where that moves the answer is every pair tried alone.
+    All pairs run all their slices in one forward. Only where that moves the output is every pair tried alone.
     """
     acms = found.acms
     tolerances = [_TOLERANCE[acms[pair[0].site.name].learners.w_in.dtype] for pair in pairs]
@@ -245,13 +245,13 @@ def proven(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *
 
 
 def _answers(found: Rewritten, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
-    """The model's answer when these sites run all their slices and others are dense."""
+    """The model's output when these sites run all their slices and others are dense."""
     with batch_context(found.model, mask=example[1]), _trial(found.acms, learners):
         return answers(run(found, example[0]), answer, mask_in(found.model, example))
 
 
 def _moved(wanted: list[Tensor], found: list[Tensor], mask_BS: Tensor | None) -> float:
-    """The size of the difference over that of the answer; padding left out."""
+    """The size of the difference over that of the output; padding left out."""
     moved = energy([f - w for f, w in zip(found, wanted, strict=True)], mask_BS)
     return (moved / max(energy(wanted, mask_BS), 1e-300)) ** 0.5
 

@@ -42,7 +42,7 @@ model = {auto_class}.from_pretrained("this/folder")
 ```
 
 `pipeline(task, model="this/folder")` works alike where the folder also holds what prepares the inputs, a tokenizer or a
-processor of pictures or sound: `processor.save_pretrained("this/folder")`.
+processor of images or audio: `processor.save_pretrained("this/folder")`.
 """
 
 

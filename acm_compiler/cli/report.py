@@ -74,7 +74,7 @@ def _loads(run: SavedRun, found: Evaluation) -> Loads:
     try:
         stream = BatchStream(dataset=run.data, batch=_LOOKED_AT, shuffle=True)
         return find_loads(run.model, found, lambda: next(stream.epoch()), run.task, dataset=run.data)
-    except AcmError as error:  # the numbers are there already: a page without pictures is better than none
+    except AcmError as error:  # the numbers are there already: a page without load maps is better than none
         return Loads(missing=error.what)
 
 

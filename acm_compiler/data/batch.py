@@ -5,12 +5,12 @@ A batch is a dict of tensors with the examples along axis 0: `image` [B, C, H, W
 data set knows about its examples (`foreground`, `source`).
 
 A data set is any map-style `torch.utils.data.Dataset` whose items are such dicts without the batch axis, or pairs
-(image, label). An item may be None: an example that turned out to be of no use. Optional attributes, by name (the
+(image, label). An item may be None: an example that turned out to be unusable. Optional attributes, by name (the
 first are read by `Facts`):
 
 - `classes`: the names of the classes, in the order of the labels;
 - `rate`: samples per second of its `input_values`; `pieces(ids)`: the text of each token of its `input_ids`;
-- `left_out`: the names of examples of no use that were met so far, by what is wrong with them;
+- `left_out`: the names of excluded examples that were met so far, by fault;
 - `prepare()`: called before the first batch of an epoch, in the process that asks, not in those that load ahead;
 - `batch(indices) -> Batch`: many examples at once, where that is faster than one by one;
 - `collate(examples) -> Batch`: how examples are put together, where stacking is not right (texts, audio);

@@ -146,7 +146,7 @@ def grid_of(tokens: int, height: int, width: int) -> Grid | None:
 
 
 def patch_k(k: dict[str, Tensor], plan: Plan, height: int, width: int) -> dict[str, Tensor]:
-    """k of the patches of those sites whose tokens lie in the picture: float [B, side, side] by site name.
+    """k of the patches of those sites whose tokens lie in the image: float [B, side, side] by site name.
 
     k: as `acm.record` gives it, [B, calls * tokens]; repeated calls are averaged.
     """

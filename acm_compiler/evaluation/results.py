@@ -76,7 +76,7 @@ class ForegroundUse:
     """Mean k on foreground over mean k on background, and the same after shuffling k over the places of an example.
 
     Every example counts alike, so that the shuffled ratio is 1 but for noise. `error`s are bootstrap standard errors.
-    `of`: the places are patches of pictures, or frames of clips. In means of k every site counts alike; `macs` is the
+    `of`: the places are patches of images, or frames of clips. In means of k every site counts alike; `macs` is the
     ratio of the learner MACs spent there, in which a site counts for what its learners cost, as it does in budgets.
     """
 
@@ -143,7 +143,7 @@ class Evaluation:
 
     `masked`: a padding mask was known, and padding counts nowhere. `dense_macs`: the dense model's on these examples,
     the mean. `subject` is equal for the same saved model on the same data set and task, None where that is not known.
-    `left_out`: names of examples of no use, which count nowhere, by what is wrong with them.
+    `left_out`: names of excluded examples, which count nowhere, by fault.
     """
 
     schema: int = SCHEMA
@@ -222,7 +222,7 @@ def load_evaluation(directory: Path) -> Evaluation | None:
     return Evaluation.from_json(text)
 
 
-_SAME_DENSE = 1e-3  # other batch sizes round otherwise, and an answer in a thousand may tip over
+_SAME_DENSE = 1e-3  # other batch sizes round otherwise, and a prediction in a thousand may tip over
 _SAME_MACS = 1e-2  # and what is done for padding cannot be told to the last MAC
 _SAME_BUDGET = 6  # decimals
 

@@ -21,7 +21,7 @@ BASE, OURS = "dense inductor", "acm compiled"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One contender at one batch size; `ratio` is its time over dense Inductor's, `mac_ratio` its MACs over the dense
-    model's, `error` the relative difference of its answers from the eager model's at that budget."""
+    model's, `error` the relative difference of its outputs from the eager model's at that budget."""
 
     batch: int
     budget: float | None

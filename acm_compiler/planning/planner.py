@@ -120,7 +120,7 @@ def _kinds(found: Iterable[Site]) -> str:
 
 
 def _plan_site(site: Site, rule: SiteRule, gate: GateConfig) -> PlannedSite:
-    # a nonlinear activation at a linear site has no start that keeps answers (docs/semantics.md, The start)
+    # a nonlinear activation at a linear site has no start that keeps outputs (docs/semantics.md, The start)
     random = rule.init == "random" or (site.kind == "linear" and rule.activation not in ("auto", "identity"))
     planned = PlannedSite(
         **{f.name: getattr(site, f.name) for f in dataclasses.fields(Site)},

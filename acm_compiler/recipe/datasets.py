@@ -22,7 +22,7 @@ from acm_compiler.recipe.fields import (
 
 
 class ImageFolderData(Section):
-    """Pictures in one folder per class, as torchvision's ImageFolder reads them."""
+    """Images in one folder per class, as torchvision's ImageFolder reads them."""
 
     kind: Literal["imagefolder"]
     root: PathText
@@ -30,7 +30,7 @@ class ImageFolderData(Section):
     image_size: Count | None = None
     """Side of the square a model gets; unset: what `input.image` says."""
     crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
-    """Without augmentation: the share of the resized picture's side that the centre crop keeps."""
+    """Without augmentation: the share of the resized image's side that the centre crop keeps."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """Method of resizing images."""
     mean: Three[float] = (0.485, 0.456, 0.406)

@@ -29,7 +29,7 @@ class PathLike:
 
 
 def refusal(what: str, key: str | None = None) -> PydanticCustomError:
-    """The error for values that types and bounds let pass, told at `key` of the section, or at the section itself."""
+    """The error for values that types and bounds let pass, at `key` of the section, or at the section itself."""
     return PydanticCustomError("acm", "{what}", {"what": what} | ({} if key is None else {"key": key}))
 
 

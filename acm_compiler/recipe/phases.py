@@ -66,7 +66,7 @@ class TrainedPhase(PhaseSection):
     @model_validator(mode="after")
     def _one_length(self) -> TrainedPhase:
         if self.epochs is None and self.steps is None:
-            raise refusal("neither epochs nor steps says how long the phase is")
+            raise refusal("epochs or steps must give the length of the phase")
         if self.epochs is not None and self.steps is not None:
             raise refusal("epochs and steps are both given (keep one)", "steps")
         if self.batch % self.accumulate:
@@ -127,7 +127,7 @@ class FinetunePhase(TrainedPhase):
     lr: Positive = 1e-4
     """Learning rate at the start of the phase."""
     objective: Literal["task", "distillation"] = "task"
-    """task: the task's own loss. distillation: how far the answers are from the original model's; no labels."""
+    """task: the task's own loss. distillation: the distance of the outputs from the original model's; no labels."""
     update: Literal["all", "learners"] = "all"
     """all: the whole network and its gates, which are sampled. learners: the learners alone, in eval mode, at the k
     that the gates choose; the keys that lead gates are not for it."""

@@ -56,7 +56,7 @@ class SiteRule(Section):
     activation: str = "auto"
     """auto: the site's own for an MLP, identity for a projection. Else a name or an expression of x."""
     init: Literal["auto", "random"] = "auto"
-    """auto: the converted model answers as the original. random: learners start untrained, as in the paper."""
+    """auto: the converted model's outputs are the original's. random: learners start untrained, as in the paper."""
     lossless: bool = False
     """Keep what k = N needs to be exact; the added parameters are reported."""
     second_layer: Literal["auto", "shared", "shared_top", "per_k", "original"] = "auto"
@@ -216,7 +216,7 @@ class Recipe(Section):
         return self._origin or Origin(document=Document(source=self.name, data={}))
 
     def image_size(self, data: DataConfig) -> tuple[int, int]:
-        """Height and width of the pictures that `data` gives to the model."""
+        """Height and width of the images that `data` gives to the model."""
         if isinstance(data, ImageFolderData) and data.image_size is not None:
             return data.image_size, data.image_size
         if self.input is not None and self.input.image is not None:

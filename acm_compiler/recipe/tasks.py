@@ -184,7 +184,7 @@ def _tasks_of(data: DataConfig) -> tuple[str, tuple[str, ...]]:
     if isinstance(data, (CommonVoiceData, SpokenDigitsData)):
         return "audio with transcripts", ("ctc",)
     if isinstance(data, (ImageFolderData, ClutteredDigitsData)):
-        return "pictures with classes", ("classify",)
+        return "images with classes", ("classify",)
     if isinstance(data, (TextData, TextRowsData)):
         labelled = data.classes if isinstance(data, TextData) else data.label
         return ("texts with classes", (*_LANGUAGE, "classify")) if labelled else ("texts", _LANGUAGE)

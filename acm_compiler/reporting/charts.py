@@ -131,7 +131,7 @@ def _draw_fixed(axes: Axes, results: Sequence[FixedResult], theme: Theme, *, bou
 
 
 def _name_hidden(axes: Axes, found: Evaluation, theme: Theme, *, narrow: bool) -> None:
-    """Say which fixed k lie outside of what is drawn, and where."""
+    """Name the fixed k that lie outside of what is drawn, and where."""
     low, high = axes.get_ylim()
     for outside, place, y in (("below", "bottom", 0.02), ("above", "top", 0.98)):
         hidden = [f for f in found.fixed if (f.metric < low if outside == "below" else f.metric > high)]

@@ -119,7 +119,7 @@ class OpenedRecipe:
 
     def _misses(self, section: str) -> UsageError:
         return UsageError(
-            f"nothing says which {section} to take",
+            f"no {section} was named",
             where=self.where or (self.recipe.name if self.recipe else None),
             found=f"a recipe without {section}" if self.recipe else "a model saved without a recipe",
             fix="give both: --data python:my_module:my_data --task classify; or from Python, with batches of your own, "

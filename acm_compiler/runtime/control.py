@@ -137,7 +137,7 @@ def set_budget(
 
 
 def _setting(found: Rewritten, wanted: float | str, cap: float | None) -> tuple[Setting, float]:
-    """What the budget `wanted` means to the gates, and the share of learner MACs that it asks for."""
+    """The setting of the gates for the budget `wanted`, and the share of learner MACs that it asks for."""
     if parse_budget(wanted, found.plan) < 1 - TOLERANCE or cap is not None:
         refuse_unfitted(found, f"set_budget({wanted!r})")
     setting, share = setting_of(found.owner, wanted), share_within(wanted, found.plan, low=found.owner.table_min)

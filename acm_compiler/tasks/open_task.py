@@ -83,7 +83,7 @@ _HEADS = {
     r"ForCausalLM|(?<!With)LMHeadModel": ("causal_lm", "writes the next token, and sees only what came before"),
     r"ForMaskedLM": ("masked_lm", "guesses hidden tokens, and sees what comes after them"),
     r"ForCTC": ("ctc", "writes down audio"),
-    r"For(Sequence|Image|Audio|Video)Classification": ("classify", "answers one class per example"),
+    r"For(Sequence|Image|Audio|Video)Classification": ("classify", "predicts one class per example"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The training loop of all phases: steps, learning rate, loss scaling, clipping, and errors that say where."""
+"""The training loop of all phases: steps, learning rate, loss scaling, clipping, and errors with their place."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class TappedPhase:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, the model answers as the unmodified network."""
+        """Inside, the model runs as the unmodified network."""
         for acm in self.acms.values():
             self.objective.prepare(acm)
         with in_mode(self.model, training=False):
@@ -177,7 +177,7 @@ def _with_targets(acms: Mapping[str, ACM], objective: SiteObjective) -> dict[str
 
 
 def _pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
-    """The dense region answers."""
+    """Run the dense region."""
 
 
 def _scale_gradients(parameters: list[nn.Parameter], factor: float, *, world: int) -> None:

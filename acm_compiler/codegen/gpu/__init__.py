@@ -60,7 +60,7 @@ def _lacking() -> str | None:
 
 
 def learners(x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
-    """The operator; where no kernel fits, the reference, said once."""
+    """Run the operator; where no kernel fits, the reference, logged once."""
     call = LearnersArguments(x, k, *tensors)
     require_learners(call, form=form)
     machine, shape = machine_of(x.device), call.w_in.shape
@@ -118,7 +118,7 @@ def gated_learners(*tensors: Any, norm_eps: float | None = None, form: str, act:
 
 
 def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    """The kernels' answer after it was compared with the reference's (ACM_CHECK=1)."""
+    """The kernels' output after it was compared with the reference's (ACM_CHECK=1)."""
     y = learners(x, k, w_in, *tensors, form=form, act=act)
     require_equal(y, REFERENCE(x, k, w_in, *tensors, form=form, act=act), w_in)
     return y

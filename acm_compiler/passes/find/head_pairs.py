@@ -1,4 +1,4 @@
-"""Finds projections whose heads can change their basis in pairs, q with k and v with o, without changing any answer.
+"""Finds projections whose heads can change their basis in pairs, q with k and v with o, without changing any output.
 
 q^T k = (T^-T q)^T (T k), and o(v) = (W_o T^-1)(T v): with a basis T of each head, learners can be slices of the
 projections themselves. It holds where nothing lies between a projection and the attention but moves and numbers.

@@ -27,7 +27,7 @@ from acm_compiler.passes.find.linears import QUANTISED_LINEAR
 from acm_compiler.passes.find.values import Linear, LookAlike, Region
 from acm_compiler.site import LinearRef, Site, Skip
 
-CLASSIFIER = "classifier: its output has no bypass and is the model's answer"
+CLASSIFIER = "classifier: its output has no bypass and is the model's prediction"
 _NEITHER = "neither a layer of an MLP nor a projection of attention"
 _LORA = "LoRA adapters: merge them into the weights first (merge_and_unload)"
 _ROUTED = "mixture of experts: it sees only the tokens routed to it; experts are not converted"
@@ -38,7 +38,7 @@ _ENDS = PRODUCTS | CONVOLUTIONS | {"linear", "scaled_dot_product_attention", "em
 
 
 def answers_model(flow: Dataflow, region: Region) -> str | None:
-    """The reason, where the region's output becomes the model's answer without passing a bypass or a weight."""
+    """The reason, where the region's output becomes the model's output without passing a bypass or a weight."""
     if find_bypass(flow, region.x, region.output).found:
         return None
     return CLASSIFIER if _reaches_output(flow, region.output) else None

@@ -77,7 +77,7 @@ def _before_last(site: Site, acm: ACM) -> Sequence[nn.Module]:
 def _show_weights(
     module: nn.Module, stand_in: nn.Module, site: Site, acm: ACM, *, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Let code that asks `module` for its weight's dtype or size, as in `x.to(self.up.weight.dtype)`, get an answer."""
+    """Let code that asks `module` for its weight's dtype or size, as in `x.to(self.up.weight.dtype)`, find them."""
     show_sizes(module, stand_in)
     for leaf, parameter in module._parameters.items():
         for name, axis, use in uses_of(site, acm, tensors):

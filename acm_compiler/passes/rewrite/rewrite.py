@@ -46,7 +46,7 @@ class Undo:
     graph: fx.Graph | None = None
 
     def __reduce__(self) -> tuple[type[Undo], tuple[Any, ...]]:
-        # graphs cannot be pickled; an unpickled model answers all the same, and refuses `revert`
+        # graphs cannot be pickled; an unpickled model runs all the same, and refuses `revert`
         return Undo, (self.packed, self.fast_paths)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Undo:
@@ -57,7 +57,7 @@ class Undo:
 def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     """`model` with an ACM at every site of `plan`: a copy, or the model itself with `inplace`.
 
-    Class, call, and the names in the state dict of what was not replaced stay. It answers as before up to rounding
+    Class, call, and the names in the state dict of what was not replaced stay. Its outputs stay the same up to rounding
     (MLPs run all their learners, linear sites their dense region), but for sites planned with init="random".
     Learners and gates are new parameters, and what they replaced is frozen: make optimizers afterwards.
     Its tensors are ordinary ones also when this is called inside `torch.inference_mode`.

@@ -1,4 +1,4 @@
-"""How far long work has come: a bar on a terminal, elsewhere a line of text every ten seconds at most."""
+"""Progress of long work: a bar on a terminal, elsewhere a line of text every ten seconds at most."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Progress:
         return self.what if self.total is None else f"{self.what}: {self.unit} {self.done:,} of {self.total:,}"
 
     def _pace(self, now: float) -> str:
-        """How many examples a second the work has taken so far, and how much of the time it waited for them."""
+        """Examples a second so far, and the part of the time spent waiting for them, as text."""
         seconds = now - self._began
         if not self._examples or seconds <= 0:
             return ""
@@ -125,7 +125,7 @@ class Progress:
         return f"{pace}, {share:.0%} of the time waiting for data" if share >= 0.005 else pace
 
     def _left(self, now: float) -> str:
-        """How long the rest takes at the pace so far."""
+        """Time that the rest takes at the pace so far, as text."""
         if self.total is None or self.done <= self._first:
             return ""
         seconds = (self.total - self.done) * (now - self._began) / (self.done - self._first)

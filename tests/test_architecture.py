@@ -124,6 +124,32 @@ def test_files_stay_readable():
     assert not long
 
 
+_NO_OPENING = re.compile(
+    r"(of |in |to |from |by |at |on |for |with )?(what|which|whether|how|who|whom|whose|where|when|why)\b"
+    r"|(if|as|in|to|on|by|with|for|of|that|all that)\b",
+    re.IGNORECASE,
+)
+FOLDERS = ("acm_compiler", "benchmarks", "scripts", "examples", "tests")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstrings(path: Path):
+    """Every docstring of a module, class, function or attribute, with its line."""
+    documented = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, _DOCUMENTED)]
+    for node in documented:
+        for statement in node.body:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    root = PACKAGE.parent
+    paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+    found = [(path, line, text) for path in paths for line, text in docstrings(path) if _NO_OPENING.match(text)]
+    assert not [f"{path.relative_to(root)}:{line} {text[:60]}" for path, line, text in found]
+
+
 def _defined(statement: ast.stmt) -> list[str]:
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         overload = any("overload" in ast.unparse(decorator) for decorator in statement.decorator_list)
@@ -133,7 +159,7 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 
 def test_no_file_defines_a_name_twice():
-    """As two files merged into one may: functions of the first would see the constants of the second."""
+    """Two files merged into one may do so: functions of the first would see the constants of the second."""
     for path in sources():
         names = [name for statement in ast.parse(path.read_text()).body for name in _defined(statement)]
         assert not {name for name in names if names.count(name) > 1}, path
@@ -174,7 +200,7 @@ _WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save_model", "
 
 
 def _writes(call: ast.Call) -> bool:
-    """Whether a call makes or changes a file."""
+    """True if a call makes or changes a file."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     owner = getattr(getattr(call.func, "value", None), "id", "")
     if name == "open":

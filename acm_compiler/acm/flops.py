@@ -1,4 +1,4 @@
-"""What `acm::learners` and `acm::gate` cost for torch's FlopCounterMode: the learners that the tokens really run.
+"""FLOPs of `acm::learners` and `acm::gate` for torch's FlopCounterMode: those of the learners that tokens really run.
 
 The one border where MACs become FLOPs (1 MAC = 2 FLOPs). Where k is not known (fake tensors), all N learners count.
 """

@@ -39,7 +39,7 @@ def mean_trace(records: Iterable[SiteRecord]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What a site's learners are held against, in the basis in which they live.
+    """Facts against which a site's learners are judged, in the basis in which they live.
 
     dense: the weights they replace. metric: G over its trace in the original basis, [O, O]. x_TD: inputs of sampled
     tokens, listens_T: |g|^2 of each. whole: examples kept whole, None where no gradient reached any.
@@ -85,7 +85,7 @@ def token_damage(weights: Weights, judged: Judged, k_min: int) -> Tensor:
 
 @torch.no_grad()
 def together(weights: Weights, judged: Judged, k_min: int) -> Tensor:
-    """What an example's tokens do together over the sum of what each would do, for every k from k_min to N, [C]."""
+    """Joint effect of an example's tokens over the sum of each one's alone, for every k from k_min to N, [C]."""
     choices = weights.learners + 1 - k_min
     sums = torch.zeros(2, choices, dtype=torch.float64, device=judged.metric.device)
     examples = 0

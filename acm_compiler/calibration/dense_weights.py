@@ -34,7 +34,7 @@ class DenseWeights:
 
     @property
     def device(self):
-        """Where the weights are."""
+        """The device of the weights."""
         return self.first[0][0].device
 
     def hidden(self, x_TD: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class DenseWeights:
         return h_TF
 
     def output(self, x_TD: Tensor) -> Tensor:
-        """What the dense region answers, [T, O]."""
+        """Output of the dense region, [T, O]."""
         return F.linear(x_TD, *self.first[0]) if self.last is None else F.linear(self.hidden(x_TD), *self.last)
 
 

@@ -49,7 +49,7 @@ _SCORED = 2048
 
 
 def fit_all(model: nn.Module, examples: Examples, options: Options, progress: Progress) -> list[FittedSite]:
-    """What calibration makes for every site, in the plan's order."""
+    """Fit learners and gate of every site, in the plan's order."""
     planned = conversion(model).plan.sites
     dense = read_dense(model, conversion(model).plan)
     groups = list(in_memory(planned, options))
@@ -191,7 +191,7 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedSite:
-    """What calibration made for one site.
+    """Learners and gate fitted to one site.
 
     damage: expected damage of every k from k_min to N, see `Sensitivity`. scores: the gate's, of some tokens, [T, C].
     """

@@ -61,7 +61,7 @@ class Moments:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything seen so far was finite."""
+        """True if everything seen so far was finite."""
         return bool(self._sum.isfinite().all())
 
     def join(self, features: int, home: torch.device) -> None:
@@ -93,7 +93,7 @@ class SecondMoment:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything seen so far was finite."""
+        """True if everything seen so far was finite."""
         return self._products.is_finite
 
     def join(self, features: int, home: torch.device) -> None:
@@ -213,7 +213,7 @@ class SymmetricSum:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything on the diagonal is finite."""
+        """True if everything on the diagonal is finite."""
         return self._upper_FF is None or bool(self._upper_FF.diagonal().isfinite().all())
 
     def replace(self, value_FF: Tensor) -> None:

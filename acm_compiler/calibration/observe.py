@@ -33,7 +33,7 @@ _NO_FORMULA = re.compile(
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What a pass saw as a whole: examples, the squared norm of the model's outputs, whether they have gradients."""
+    """Totals of a pass: examples, the squared norm of the model's outputs, and the presence of gradients."""
 
     examples: int = 0
     energy: float = 0.0
@@ -119,7 +119,7 @@ def _settle(model: nn.Module, records: Mapping[str, SiteRecord]) -> None:
 
 
 class _Taps:
-    """What the taps of one pass share."""
+    """State shared by the taps of one pass."""
 
     def __init__(self, records: Mapping[str, SiteRecord]) -> None:
         self.records = records

@@ -221,7 +221,7 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 
 def proven(model: nn.Module, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
-    """Which pairs leave the answer as it is; the others are told in the log.
+    """Prove each pair: True if it leaves the output as it is; the others are named in the log.
 
     All pairs run all their slices in one forward. Only where that moves the answer is every pair tried alone.
     """

@@ -79,7 +79,7 @@ def _say(times: Times, output: Output) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether it is not torch's remark, on compiling, that a machine with CUDA's tools has no GPU."""
+    """False for torch's remark, on compiling, that a machine with CUDA's tools has no GPU."""
     return not record.getMessage().startswith("No CUDA runtime is found")
 
 
@@ -126,7 +126,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _machine(run: SavedRun) -> dict[str, Any]:
-    """What the numbers were measured with."""
+    """Versions and machine of a measurement."""
     import torch
 
     from acm_compiler.evaluation.bench import clock

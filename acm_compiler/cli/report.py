@@ -66,7 +66,7 @@ def report(
 
 
 def _loads(run: SavedRun, found: Evaluation) -> Loads:
-    """Where the learners run, on a few of the run's examples; the reason where that cannot be shown."""
+    """Loads by place on a few of the run's examples; the reason where they cannot be shown."""
     from acm_compiler.data import BatchStream
     from acm_compiler.errors import AcmError
     from acm_compiler.evaluation.find_loads import Loads, find_loads
@@ -79,7 +79,7 @@ def _loads(run: SavedRun, found: Evaluation) -> Loads:
 
 
 def _times(directory: Path, output: Output) -> Times | None:
-    """What `acmc bench` measured on the model that is here now."""
+    """Times that `acmc bench` measured on the model that is here now."""
     from acm_compiler.checkpoint import save_id
     from acm_compiler.evaluation.times import FILE, load_times
 

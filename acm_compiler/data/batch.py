@@ -1,4 +1,4 @@
-"""What a batch is, and what a data set may offer beside `__len__` and `__getitem__`.
+"""Batches, and the attributes that a data set may offer beside `__len__` and `__getitem__`.
 
 A batch is a dict of tensors with the examples along axis 0: `image` [B, C, H, W] or a model's other inputs, `label`
 [B] (or [B, C] where labels were mixed), `index` [B] (the example's number in its data set), and whatever else a
@@ -99,7 +99,7 @@ def as_batch(given: Any) -> Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a data set's attributes of these names say; the defaults hold for those that it lacks.
+    """Facts that a data set offers as attributes of these names; the defaults hold for those that it lacks.
 
     classes: their names, in the order of the labels. vocabulary: the text of every label of audio. mask_id: the token
     that hides others. marks: the tokens that stand for no text. rate: samples per second of `input_values`.

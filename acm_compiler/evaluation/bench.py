@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """Who takes part: the dense and the converted model, each as it is and compiled with the same settings."""
+    """Contenders: the dense and the converted model, each as it is and compiled with the same settings."""
 
     dense: nn.Module
     converted: nn.Module

@@ -187,7 +187,7 @@ class _Runs:
 
     @property
     def sample(self) -> Sample:
-        """What every example counts for, and its source; DataError without examples."""
+        """Units of every example, and its source; DataError without examples."""
         if not self._groups:
             raise DataError("no examples to evaluate on")
         return Sample(task=self.task, units_E=torch.cat(self._units), groups_E=torch.cat(self._groups))
@@ -198,7 +198,7 @@ class _Runs:
         return torch.cat(self._dense_scores) if self._dense_scores else None
 
     def likeness_of(self, tally: Tally) -> float | None:
-        """How alike the dense model answered; None where that is not known."""
+        """Agreement with the dense model's outputs; None where that is not known."""
         return None if self.likeness is None else self.likeness.compare(tally.kept, torch.cat(self._dense_kept))
 
 

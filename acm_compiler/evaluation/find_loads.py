@@ -1,4 +1,4 @@
-"""Where a model's learners run, in whatever a batch holds: pictures, clips or texts."""
+"""Loads by place for whatever a batch holds: images, audio or texts."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class MetricResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteUse:
-    """How one site was used: its share of its own learner MACs, and how many tokens ran k = 0, 1, ..., N.
+    """Usage of one site: its share of its own learner MACs, and the number of tokens that ran k = 0, 1, ..., N.
 
     `foreground_ratio` is mean k on foreground over mean k on background tokens, where the data tells them apart.
     """
@@ -162,7 +162,7 @@ class Evaluation:
 
     @property
     def names(self) -> dict[float, str]:
-        """What each budget is called, by the share asked for; no two alike."""
+        """Name of each budget, by the share asked for; no two alike."""
         return budget_names(budget.asked for budget in self.budgets)
 
     def __str__(self) -> str:
@@ -255,7 +255,7 @@ def _facts(evaluation: Evaluation) -> tuple[object, ...]:
 
 
 def _same_dense(before: MetricResult, found: MetricResult) -> bool:
-    """Whether the dense model, where both have it, answered as well: else the examples were others."""
+    """True unless the dense model, where both have it, has another metric, as it has on other examples."""
     if before.dense is None or found.dense is None:
         return True
     return math.isclose(before.dense, found.dense, rel_tol=_SAME_DENSE, abs_tol=1e-9)

@@ -1,4 +1,4 @@
-"""What one setting of a model did over all examples, added up batch by batch.
+"""Sums over all examples of one setting of a model, added up batch by batch.
 
 Do its learners follow what is in a picture or a clip? That is mean k on the foreground over mean k on the background,
 with its control: the same k shuffled over the places.
@@ -163,7 +163,7 @@ class Tally:
 
     @property
     def kept(self) -> Tensor:
-        """What was kept of all examples, [E, ...]."""
+        """Outputs kept of all examples, [E, ...]."""
         return torch.cat(self._kept)
 
     @property

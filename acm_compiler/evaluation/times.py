@@ -54,7 +54,7 @@ class Times:
 
     @property
     def names(self) -> dict[float, str]:
-        """What each budget is called, in rising order; no two alike."""
+        """Name of each budget, in rising order; no two alike."""
         return budget_names(sorted({row.budget for row in self.rows if row.budget is not None}))
 
     def of(self, contender: str, batch: int) -> list[Row]:

@@ -40,7 +40,7 @@ class PhaseSection(Section):
 
 
 class TrainedPhase(PhaseSection):
-    """What all phases share that take optimizer steps. Exactly one of `epochs` and `steps` says how long."""
+    """Keys of all phases that take optimizer steps. Exactly one of `epochs` and `steps` gives the length."""
 
     epochs: Count | None = None
     """Passes over the training data."""
@@ -57,7 +57,7 @@ class TrainedPhase(PhaseSection):
     weight_decay: NotNegative = 0.0
     """Strength of the pull of weights towards zero."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """How the learning rate moves: along a half cosine from `lr` to `lr_min`, or not at all."""
+    """Schedule of the learning rate: a half cosine from `lr` to `lr_min`, or constant."""
     lr_min: NotNegative = 1e-6
     """Learning rate at the end of a cosine schedule."""
     clip_norm: Positive | None = 1.0
@@ -94,7 +94,7 @@ class DistillPhase(TrainedPhase):
 
 
 class LabelRule(Section):
-    """How a token's label, the k its gate should choose, follows from its error at every k."""
+    """Rule for a token's label, the k its gate should choose, from its error at every k."""
 
     rule: Literal["relative_improvement"] = "relative_improvement"
     """The smallest k after which one more learner hardly helps, by `tau`; N where every one helps."""
@@ -112,7 +112,7 @@ class GatePhase(TrainedPhase):
     lr: Positive = 1e-2
     """Learning rate at the start of the phase."""
     labels: LabelRule = LabelRule()
-    """How a token's label follows from its error at every k."""
+    """Rule for a token's label from its error at every k."""
     temperature: Positive = 0.8
     """Temperature of the Gumbel-softmax."""
 

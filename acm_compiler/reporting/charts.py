@@ -230,7 +230,7 @@ def stretches(foreground: Tensor) -> list[tuple[float, float]]:
 
 
 def _columns(values: np.ndarray) -> list[np.ndarray]:
-    """What each column of the chart shows of a clip."""
+    """Columns of a clip's chart, each the values that it shows."""
     return np.array_split(values, min(_CLIP_COLUMNS, len(values)))
 
 

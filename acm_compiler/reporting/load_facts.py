@@ -1,4 +1,4 @@
-"""Where the learners run, as the page shows it: maps over images, shaded tokens, and mean k on the foreground.
+"""Loads by place as the page shows them: maps over images, shaded tokens, and mean k on the foreground.
 
 Shapes: H x W pixels, S x S patches.
 """
@@ -33,7 +33,7 @@ def load_colours(maps: LoadMaps, budget: float, example: int) -> Tensor:
 
 
 def is_small(picture: Tensor) -> bool:
-    """Whether a picture [H, W, 3] has so few pixels that they are shown as squares."""
+    """True if an image [H, W, 3] has so few pixels that they are shown as squares."""
     return max(picture.shape[:2]) * 2 <= _PIXELS
 
 

@@ -48,7 +48,7 @@ class Relaxed:
 
 
 def run_mode(acm: ACM) -> FixedK | Gated | Relaxed:
-    """How `acm` behaves now, read from its tensors."""
+    """The run mode of `acm` now, read from its tensors."""
     if acm.temperature is not None:
         return Relaxed(acm.temperature)
     k_lo, k_hi = int(acm.k_lo), int(acm.k_hi)
@@ -160,7 +160,7 @@ def highest_k(count: int, cap: float | None) -> int:
 
 
 def is_held(acm: ACM, owner: Conversion) -> bool:
-    """Whether every token runs the same k at this site and no budget asks for that."""
+    """True if every token runs the same k at this site and no budget asks for that."""
     k_lo, k_hi = int(acm.k_lo), int(acm.k_hi)
     if k_lo < k_hi or acm.state == "dense":
         return False

@@ -17,7 +17,7 @@ DECODER_TOKENS = 32
 
 
 def is_hf(model: nn.Module) -> bool:
-    """Whether `model` takes its inputs by transformers' names."""
+    """True if `model` takes its inputs by transformers' names."""
     return isinstance(getattr(model, "main_input_name", None), str) and hasattr(model, "config")
 
 

@@ -239,7 +239,7 @@ class UsersTask(Task):
 
     @property
     def is_share(self) -> bool:
-        """As the name of the metric says."""
+        """True if the name of the metric is that of a share."""
         return names_share(self.metric)
 
     @property

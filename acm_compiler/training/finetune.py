@@ -143,7 +143,7 @@ class Finetune:
         )
 
     def _counts(self, acm: ACM, seen: list[_Seen]) -> Tensor:
-        """How many tokens took each choice of one site, [C]; zeros where none was counted."""
+        """Number of tokens that took each choice of one site, [C]; zeros where none was counted."""
         total = torch.zeros(acm.count - acm.k_min + 1, device=self.machine.device)
         for batch in seen:
             if acm.name in batch.counts:

@@ -104,7 +104,7 @@ class GateLabels:
     world: int = 1
 
     def prepare(self, acm: ACM) -> None:
-        """What the gate learns here are logits, whatever its scores meant before."""
+        """Give the gate the rule of logits, which it learns here, whatever its scores meant before."""
         acm.gate.rule = "logits"
 
     def parameters(self, acm: ACM) -> Iterable[nn.Parameter]:

@@ -39,7 +39,7 @@ Sums = dict[str, list[float]]
 
 
 class SiteObjective(Protocol):
-    """What a tapped phase trains, and by which loss."""
+    """Parameters that a tapped phase trains, and its loss."""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class SiteObjective(Protocol):
         """Get a site ready when the phase starts."""
 
     def parameters(self, acm: ACM) -> Iterable[nn.Parameter]:
-        """What is trained of one site."""
+        """The parameters of one site that are trained."""
 
     def width(self, acm: ACM) -> int:
         """m, the number of figures that `loss` gives for this site."""

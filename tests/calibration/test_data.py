@@ -1,4 +1,4 @@
-"""What calibration keeps of the data: moments, samples, gradients of random projections, padding."""
+"""Data that calibration keeps: moments, samples, gradients of random projections, padding."""
 
 import pytest
 import torch

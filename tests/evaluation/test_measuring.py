@@ -32,7 +32,7 @@ def accuracy(output, batch):
 
 
 def pairs(count=12):
-    """What a loader of pictures and labels gives."""
+    """Batches as a loader of images and labels gives them."""
     batch = picture_batch(count)
     return [(batch["image"], batch["label"])]
 

@@ -62,7 +62,7 @@ def recipe_file(tmp_path):
 
 
 def problems_of(path, overrides=()) -> list[str]:
-    """What is wrong with a recipe, without the folder it lies in."""
+    """Faults of a recipe, without the folder it lies in."""
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, overrides)
     assert caught.value.exit_code == 2

@@ -263,7 +263,7 @@ def test_a_run_that_stops_after_its_last_phase_is_finished(folder):
 
 
 def said_by(result) -> str:
-    """What a command said beside its result, on one line."""
+    """Messages of a command beside its result, on one line."""
     return " ".join(result.stderr.split())
 
 

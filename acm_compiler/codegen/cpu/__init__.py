@@ -49,7 +49,7 @@ def take_over() -> bool:
 
 
 def not_covered(*, act: str, dtype: torch.dtype) -> str | None:
-    """Why the native kernel hands such an ACM to the reference, None when it does not."""
+    """Reason why the native kernel hands such an ACM to the reference, None when it does not."""
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the native CPU kernel's"
     return gate_not_covered((dtype,))

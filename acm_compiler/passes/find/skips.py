@@ -1,4 +1,4 @@
-"""What stays dense and why: reasons for look-alikes, and every multiply-add outside the chosen sites."""
+"""Operations that stay dense: reasons for look-alikes, and every multiply-add outside the chosen sites."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _added_to(flow: Dataflow, name: str) -> list[str]:
 
 
 def _reaches_output(flow: Dataflow, name: str) -> bool:
-    """Whether the value flows to the model's output, and into no other weight or attention."""
+    """True if the value flows to the model's output, and into no other weight or attention."""
     readers = [value for _, value in flow.readers(name, lambda value: value.op not in _ENDS)]
     reached = not flow.outputs.isdisjoint([name, *(value.name for value in readers)])
     return reached and all(value.op not in _ENDS for value in readers)
@@ -154,7 +154,7 @@ def kept_dense(flow: Dataflow, sites: Sequence[Site], skips: Iterable[Skip] = ()
 
 
 def operation_name(flow: Dataflow, node: fx.Node) -> str:
-    """What a user calls a convolution or an opaque call."""
+    """Name of a convolution or an opaque call for users."""
     weight = argument(node, 1, "weight")
     param = weight.meta.get("param") if op_name(node) in CONVOLUTIONS and isinstance(weight, fx.Node) else None
     return flow.label(node.name, str(param or ""))
@@ -167,7 +167,7 @@ def _name(flow: Dataflow, node: fx.Node, linear: Linear | None) -> str:
 
 
 def _belongs(linear: Linear, refs: Mapping[str, Sequence[LinearRef]]) -> bool:
-    """Whether a site's ACM takes the linear's place: they share rows of one weight."""
+    """True if a site's ACM takes the linear's place: they share rows of one weight."""
     if linear.ref is None:
         return False
     low, high = linear.ref.rows or (0, linear.d_out)

@@ -1,4 +1,4 @@
-"""What belongs to a rewritten model as a whole: its plan and its budget table, shared by all its ACMs."""
+"""State of a rewritten model as a whole: its plan and its budget table, shared by all its ACMs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BudgetPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedBudget:
-    """What the model did at one budget on held-out data: the share it reached, and the task's metric."""
+    """Result at one budget on held-out data: the share reached, and the task's metric."""
 
     asked: float
     knob: float
@@ -149,7 +149,7 @@ def _exported(name: str) -> FixedBudget:
 
 
 def _holds_operators(model: object) -> bool:
-    """Whether a module is made of graphs in which operators of ACMs stand."""
+    """True if a module is made of graphs that call operators of ACMs."""
     if not isinstance(model, nn.Module):
         return False
     graphs = [getattr(part, "graph", None) for part in model.modules()]
@@ -188,7 +188,7 @@ def conversion(model: nn.Module) -> Conversion:
 
 
 def whole_conversion(model: nn.Module, request: str) -> Conversion:
-    """As `conversion`, for what holds for all sites of the plan together; UsageError for a part of the model."""
+    """The `conversion`, for what holds for all sites of the plan together; UsageError for a part of the model."""
     owner, here = conversion(model), sites(model)
     elsewhere = [site.name for site in owner.plan.sites if site.name not in here]
     if elsewhere:

@@ -27,7 +27,7 @@ Rows = tuple[int, int]
 
 @dataclass(slots=True, kw_only=True)
 class Use:
-    """What `rows` of a parameter are to a site: `part` of its first linears or of its last one.
+    """Use of `rows` of a parameter by a site: `part` of its first linears or of its last one.
 
     A linear site's only matrix is its last: it answers at once.
     """
@@ -73,7 +73,7 @@ class Replaced:
 
 
 class WeightStandIn:
-    """In the place of a matrix or bias whose rows belong to sites; torch functions given it come here.
+    """Stand-in for a matrix or bias whose rows belong to sites; torch functions given it come here.
 
     It shows `rows` of the parameter, whose outputs lie on axis `out_axis` of `shape`.
     """

@@ -35,7 +35,7 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class Undo:
-    """What `rewrite` changed around the ACMs, for `revert`.
+    """Changes that `rewrite` made around the ACMs, for `revert`.
 
     `packed`: by path, the attentions that were unpacked, without their packed weights. `fast_paths`: switches that
     were on. `graph`: the graph of an fx.GraphModule before ACMs were put into it.
@@ -128,7 +128,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _encloses_module(forward: Any) -> bool:
-    """Whether `forward` is a function, which is not copied, that knows a module or a method of one."""
+    """True if `forward` is a function, which is not copied, that knows a module or a method of one."""
     if not isinstance(forward, types.FunctionType):
         return False
     known = [cell.cell_contents for cell in forward.__closure__ or () if cell != types.CellType()]

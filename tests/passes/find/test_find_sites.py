@@ -1,4 +1,4 @@
-"""Which sites are found in models as users write and publish them: every one once, and nothing else."""
+"""Sites are found in models as users write and publish them: every one once, and nothing else."""
 
 import time
 

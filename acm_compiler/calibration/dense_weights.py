@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import resolve
 from acm_compiler.errors import NoDenseRegion
-from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseLinear, DenseRegion, dense_linear, named_tensors, tensor_names
 from acm_compiler.planning.decisions import PlannedSite
-from acm_compiler.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,26 +48,26 @@ class DenseWeights:
         return F.linear(x_TD, *self.first[0]) if self.last is None else F.linear(self.hidden(x_TD), *self.last)
 
 
-def read_dense(model: nn.Module, plan: Plan) -> dict[str, DenseWeights]:
+def read_dense(found: Rewritten) -> dict[str, DenseWeights]:
     """The dense weights of every site; NoDenseRegion, with the site's name, where they are gone."""
-    acms = sites(model)
-    tensors = named_tensors(model)
-    for name, acm in acms.items():
-        tensors |= _held_by(acm, plan.site(name))
-    return {name: _weights_of(plan.site(name), tensors) for name in acms}
+    tensors = named_tensors(found.model) | _replaced(found)
+    return {name: _weights_of(found.plan.site(name), tensors) for name in found.acms}
 
 
-def broken_weights(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+def broken_weights(found: Rewritten) -> dict[str, Tensor]:
     """The weights of the model before the rewrite that are not finite, by their names there.
 
     Buffers count where they hold nan: an infinity may be meant there, as in a mask.
     """
-    acms = sites(model)
-    of_acms = {id(tensor) for acm in acms.values() for tensor in named_tensors(acm).values()}
-    tensors = {name: tensor for name, tensor in named_tensors(model).items() if id(tensor) not in of_acms}
-    for name, acm in acms.items():
-        tensors |= _held_by(acm, plan.site(name))
-    return {name: tensor.detach() for name, tensor in tensors.items() if _is_broken(tensor)}
+    of_acms = {id(tensor) for acm in found.acms.values() for tensor in named_tensors(acm).values()}
+    kept = {name: tensor for name, tensor in named_tensors(found.model).items() if id(tensor) not in of_acms}
+    return {name: t.detach() for name, t in (kept | _replaced(found)).items() if _is_broken(t)}
+
+
+def _replaced(found: Rewritten) -> dict[str, Tensor]:
+    """The tensors of all dense regions by their names in the model before the rewrite."""
+    held = (_held_by(acm, found.plan.site(name)) for name, acm in found.acms.items())
+    return {name: tensor for tensors in held for name, tensor in tensors.items()}
 
 
 def _is_broken(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.inputs import Inputs, call_model, in_mode
-from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Conversion, conversion, sites
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Conversion, Rewritten, rewritten
 from acm_compiler.progress import Progress
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import NEAR
@@ -52,12 +52,13 @@ def measure_budgets(
     the model are restored, and a table from before stays where this raises: SitesNotFitted where learners are missing,
     TrainingFailed where gates score a real token nan or infinity.
     """
-    refuse_unfitted(model, "measuring budgets")
+    found = rewritten(model)
+    refuse_unfitted(found.acms, "measuring budgets")
     examples = list(batches)
     if not examples:
         raise DataError("no examples to measure budgets on")
     progress = progress or Progress("budgets", shown=False)
-    search = _Search(model, examples, k_lo)
+    search = _Search(found, examples, k_lo)
     with undisturbed(model):
         least, most = search.push(1.0), search.push(-1.0)
         exactly = {target: NEAR for target in (least + NEAR, *budgets, most - NEAR)}
@@ -69,20 +70,20 @@ def measure_budgets(
             progress.advance(f"{target:.3f}")
         search.fill()
         jumps = search.jumps()
-    owner = conversion(model)
-    rule = next(iter(sites(model).values())).gate.rule
-    owner.table = BudgetTable(rule=rule, points=search.points(), examples=search.count, jumps=jumps)
+    rule = next(iter(found.acms.values())).gate.rule
+    table = BudgetTable(rule=rule, points=search.points(), examples=search.count, jumps=jumps)
     if jumps:
         _LOG.info("shares that no setting reaches follow %s", ", ".join(f"{share:.3f}" for share in jumps))
-    return owner.table
+    found.owner.table = table
+    return table
 
 
 class _Search:
     """Probes of one model, each a knob and the share of learner MACs that it reaches; the share falls with the knob."""
 
-    def __init__(self, model: nn.Module, examples: list[Example], k_lo: int) -> None:
-        self.model, self.examples, self.k_lo = model, examples, k_lo
-        self.device = next(iter(sites(model).values())).k_lo.device
+    def __init__(self, found: Rewritten, examples: list[Example], k_lo: int) -> None:
+        self.found, self.examples, self.k_lo = found, examples, k_lo
+        self.device = next(iter(found.acms.values())).k_lo.device
         self.probes: dict[float, float] = {}
         self.missed: list[float] = []
         self.count = 0
@@ -90,7 +91,7 @@ class _Search:
     def probe(self, knob: float) -> float:
         """The share reached with `knob`: the mean over examples of their shares, padding left out."""
         if knob not in self.probes:
-            for acm in sites(self.model).values():
+            for acm in self.found.acms.values():
                 acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
             shares = torch.cat([self._shares(number) for number in range(len(self.examples))])
             self.count = shares.numel()
@@ -105,9 +106,10 @@ class _Search:
         """
         inputs, mask = self.examples[number]
         broken: dict[str, list[Tensor]] = {}
-        watched = nullcontext() if self.probes else _scored(conversion(self.model), broken)
-        with batch_context(self.model, mask=mask), record(self.model, macs=False) as usage, watched:
-            call_model(self.model, inputs)
+        watched = nullcontext() if self.probes else _scored(self.found.owner, broken)
+        model = self.found.model
+        with batch_context(model, mask=mask), record(model, macs=False) as usage, watched:
+            call_model(model, inputs)
         _refuse_broken(broken, usage, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
         return usage.real_shares
 
@@ -116,7 +118,7 @@ class _Search:
 
         A few tokens that never run all learners are no reason to go on: budget 1 is set without a knob.
         """
-        limit, near = (conversion(self.model).plan.cost.least_share(self.k_lo), 1e-6) if knob > 0 else (1.0, NEAR)
+        limit, near = (self.found.plan.cost.least_share(self.k_lo), 1e-6) if knob > 0 else (1.0, NEAR)
         while abs(self.probe(knob) - limit) > near and abs(knob) < _STRONGEST_KNOB:
             knob *= 4
         return self.probe(knob)
@@ -202,9 +204,9 @@ def _refuse_broken(broken: Mapping[str, list[Tensor]], usage: Usage, which: str)
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients; the mode, the choices, the budget and the cap set come back at the end."""
-    owner = conversion(model)
+    found = rewritten(model)
+    owner, choices = found.owner, {acm: acm.run_time() for acm in found.acms.values()}
     budget, cap = owner.budget, owner.cap
-    choices = {acm: acm.run_time() for acm in sites(model).values()}
     try:
         with torch.no_grad(), in_mode(model, training=False):
             yield

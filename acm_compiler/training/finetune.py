@@ -73,7 +73,7 @@ class Finetune:
     def opened(self) -> Iterator[None]:
         """Inside, the model is in train mode with relaxed gates or, for learners alone, in eval mode."""
         before = next(iter(self.acms.values())).temperature
-        refuse_unfitted(self.model, "finetune")
+        refuse_unfitted(self.acms, "finetune")
         relax(self.model, self.config.temperature if self.sampled else None)
         self._set_gates()
         wrapped = self.step_module

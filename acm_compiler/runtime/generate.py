@@ -58,6 +58,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, draft: float | s
     several sequences, and for options that name another way to draft.
     """
     chosen = draft if isinstance(draft, Draft) else Draft(budget=draft)
+    model = getattr(model, "_orig_mod", model)  # as a compiled model's own generate, whose forward is the eager one
     _refuse_others(model, inputs, options)
     with batch(model, budgets=[chosen.budget]):
         pass  # refused before the prompt is read
@@ -71,11 +72,13 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, draft: float | s
 
 
 def _refuse_others(model: nn.Module, inputs: Tensor | None, options: dict[str, Any]) -> None:
-    if not (hasattr(model, "generate") and hasattr(model, _HOOK)):
+    generates = any(base.__name__ == "GenerationMixin" for base in type(model).__mro__)
+    if not (generates and hasattr(model, _HOOK)):
         raise UsageError(
             "the model must be one that transformers' generate writes with",
             found=type(model).__name__,
             expected="such as a LlamaForCausalLM that acm.rewrite gave",
+            fix="of a model in a wrapper of another library, name the model itself",
         )
     taken = [name for name in _TAKEN if options.get(name) is not None]
     if taken:

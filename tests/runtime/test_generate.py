@@ -197,6 +197,24 @@ def test_a_draft_has_tokens_and_a_probability(wrong):
         acm.Draft(budget=0.3, **wrong)
 
 
-def test_a_model_without_generate_is_refused():
-    with pytest.raises(UsageError, match="generate"):
-        acm.generate(torch.nn.Linear(2, 2), draft=0.3)
+class Wrapper(torch.nn.Module):
+    """A wrapper whose `generate` is the model's, as PEFT's is."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.generate, self._get_candidate_generator = inner.generate, inner._get_candidate_generator
+
+
+def test_a_model_that_does_not_generate_itself_is_refused(model):
+    for other in (torch.nn.Linear(2, 2), Wrapper(model)):
+        with pytest.raises(UsageError, match="generate"):
+            acm.generate(other, draft=0.3)
+
+
+def test_a_compiled_model_drafts_as_the_eager_one(model):
+    draft = acm.Draft(budget=0.9, **ALWAYS)
+    compiled = torch.compile(model, backend="eager")
+    written = acm.generate(compiled, drawn(1, 4), draft=draft, do_sample=False, max_new_tokens=9)
+    assert torch.equal(written, model.generate(drawn(1, 4), do_sample=False, max_new_tokens=9))
+    assert draft.accepted == draft.drafted > 0

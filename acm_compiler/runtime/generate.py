@@ -27,7 +27,7 @@ _TAKEN = ("assistant_model", "assistant_early_exit", "custom_generate", _ASKED)
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """How tokens are drafted, and afterwards how that went.
+    """Choices for drafted tokens, and afterwards counts of them.
 
     budget: as for `acm.set_budget`. tokens: the most that are drafted before the model checks them; a draft ends
     earlier after a token that has less than the probability `confidence`. Over all calls that were given this object,

@@ -22,11 +22,11 @@ from torch import Tensor
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration import ranks
-from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.errors_of_k import ErrorsOfK, errors_of_k
 from acm_compiler.calibration.moments import thin_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 _BLOCK = 2048
 # as many examples in which tokens do damage by themselves are imagined beside those seen
@@ -56,7 +56,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What a site's learners are held against, in the basis in which they live.
+    """Facts against which a site's learners are judged, in the basis in which they live.
 
     dense: the weights they replace, neurons in the order of the learners. root: R with R R^T = G over its trace in
     the original basis, [O, R]. x_TD: inputs of sampled tokens, listens_T: |g|^2 of each. whole: examples kept whole,
@@ -142,7 +142,7 @@ def _measure(errors: ErrorsOfK, x_TD: Tensor, k_min: int, whole: Together | None
 
 
 def _factor(sums: Tensor, examples: int) -> Tensor:
-    """What an example's tokens do together over the sum of what each would do, for every k, [C]."""
+    """Joint effect of an example's tokens over the sum of each one's alone, for every k, [C]."""
     joined_C, alone_C = ranks.total(sums)
     examples = sum(ranks.gathered(examples))
     # where k learners are exact, both are rounding

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration.dense_weights import DenseWeights
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 # x -> what matrices of whole prefixes read [T, U], and what each learner's own reads [T, N, H]
 Features = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -74,7 +74,7 @@ def _with_own_matrix(weights: Weights) -> list[int]:
 
 
 def _excess(weights: Weights, dense: DenseWeights, k: int) -> Tensor | None:
-    """What the matrix of k learners has beyond the dense one, float64 [O, U]; None for slices, which are the dense."""
+    """Excess of the matrix of k learners over the dense one, float64 [O, U]; None for slices, which are the dense."""
     if weights.w_out is None:
         return None
     last_OU = to_float64((dense.last or dense.first[0])[0])
@@ -91,7 +91,7 @@ def _excess(weights: Weights, dense: DenseWeights, k: int) -> Tensor | None:
 
 
 def _added(weights: Weights, root_RO: Tensor) -> Tensor:
-    """What learner n adds to the output, of what it reads, through the metric: float64 [N, R, H]."""
+    """Matrix from what learner n reads to what it adds to the output, through the metric, float64 [N, R, H]."""
     if weights.form == "rows":
         heads, width = weights.w_in.shape[1:3]
         return root_RO.unflatten(1, (heads, weights.learners, width)).movedim(2, 0).flatten(2)

@@ -61,7 +61,7 @@ class Moments:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything seen so far was finite."""
+        """True if everything seen so far was finite."""
         return bool(self._sum.isfinite().all())
 
     def join(self, features: int, home: torch.device) -> None:
@@ -88,12 +88,12 @@ class SecondMoment:
         self._products.add(g_TF, g_TF)
 
     def count_tokens(self, tokens: int) -> None:
-        """Say how many tokens there were, with a `g` or without."""
+        """Record the number of tokens, with a `g` or without."""
         self.count += tokens
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything seen so far was finite."""
+        """True if everything seen so far was finite."""
         return self._products.is_finite
 
     def join(self, features: int, home: torch.device) -> None:
@@ -159,7 +159,7 @@ class Reservoir:
 
     @property
     def holds_all(self) -> bool:
-        """Whether every token of the stream was kept, in its order."""
+        """True where every token of the stream was kept, in its order."""
         return self.seen <= self.size
 
     @property
@@ -218,7 +218,7 @@ class SymmetricSum:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything on the diagonal is finite."""
+        """True if everything on the diagonal is finite."""
         return self._upper_FF is None or bool(self._upper_FF.diagonal().isfinite().all())
 
     def replace(self, value_FF: Tensor) -> None:

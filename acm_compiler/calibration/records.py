@@ -1,4 +1,4 @@
-"""What calibration stores of a site while the unmodified model runs: moments, metric, sampled tokens, whole examples.
+"""Statistics of a site, kept while the unmodified model runs: moments, metric, sampled tokens, whole examples.
 
 Sums over single tokens miss errors that all tokens of an example share; a few examples kept whole show them.
 Shapes: T tokens, P projections of the model's output, D in, O out.
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import float64_device
 from acm_compiler.calibration import ranks
-from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.errors import DataError, TrainingFailed
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
 
 # tokens of the examples that are kept whole, as a part of the sample
@@ -166,7 +166,7 @@ class WholeExamples:
         return take
 
     def _decide(self, example_T: Tensor) -> None:
-        """How many of the examples of a new batch are kept: none after one that was not."""
+        """Choose the examples of a new batch that are kept: none after one that was not."""
         counts = torch.bincount(example_T - self._next)
         fitting = int((counts.cumsum(0) <= self._left).sum())
         if self._until == self._next:
@@ -175,7 +175,7 @@ class WholeExamples:
         self._next += len(counts)
 
     def value(self) -> Whole | None:
-        """All that was kept; None where nothing was."""
+        """Everything kept; None where nothing was."""
         heard = [(*parts, torch.stack(g, 1)) for *parts, g in self._kept if g]
         if not heard:
             return None

@@ -17,7 +17,7 @@ from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.inputs import Inputs, call_model, in_mode
-from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.progress import Progress
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -56,12 +56,13 @@ def measure_budgets(
     the model are restored, and a table from before stays where this raises: SitesNotFitted where learners are missing,
     TrainingFailed where gates score a real token nan or infinity.
     """
-    refuse_unfitted(model, "measuring budgets")
+    found = rewritten(model)
+    refuse_unfitted(found, "measuring budgets")
     examples = list(batches)
     if not examples:
         raise DataError("no examples to measure budgets on")
     progress = progress or Progress("budgets", shown=False)
-    search = _Search(model, examples, k_lo)
+    search = _Search(found, examples, k_lo)
     with undisturbed(model):
         least, most = search.probe(STRONGEST_KNOB), search.probe(-STRONGEST_KNOB)
         exactly = dict.fromkeys(budgets, NEAR) | dict.fromkeys((least + NEAR, most - NEAR), NEAR / 2)
@@ -74,21 +75,21 @@ def measure_budgets(
             progress.advance(f"{target:.3f}")
         search.fill()
         jumps = search.jumps()
-    owner = conversion(model)
-    rule = next(iter(sites(model).values())).gate.rule
-    owner.table = BudgetTable(rule=rule, points=search.points(), examples=search.count, jumps=jumps)
+    rule = next(iter(found.acms.values())).gate.rule
+    table = BudgetTable(rule=rule, points=search.points(), examples=search.count, jumps=jumps)
     if jumps:
         _LOG.info("shares that no setting reaches follow %s", ", ".join(f"{share:.3f}" for share in jumps))
-    return owner.table
+    found.owner.table = table
+    return table
 
 
 class _Search:
     """Probes of one model, each a knob and the share of learner MACs that it reaches; the share falls with the knob."""
 
-    def __init__(self, model: nn.Module, examples: list[Example], k_lo: int) -> None:
-        self.model, self.examples, self.k_lo = model, examples, k_lo
-        self.device = next(iter(sites(model).values())).k_lo.device
-        self.least = conversion(model).plan.cost.least_share(k_lo)
+    def __init__(self, found: Rewritten, examples: list[Example], k_lo: int) -> None:
+        self.found, self.examples, self.k_lo = found, examples, k_lo
+        self.device = next(iter(found.acms.values())).k_lo.device
+        self.least = found.plan.cost.least_share(k_lo)
         self.probes: dict[float, Probe] = {}
         self.missed: list[float] = []
         self.count = 0
@@ -96,7 +97,7 @@ class _Search:
     def probe(self, knob: float) -> float:
         """The share reached with `knob`: the mean over examples of their shares, padding left out."""
         if knob not in self.probes:
-            for acm in sites(self.model).values():
+            for acm in self.found.acms.values():
                 acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
             shares, turning = zip(*(self._run(number) for number in range(len(self.examples))), strict=True)
             self.count = sum(len(part) for part in shares)
@@ -115,7 +116,7 @@ class _Search:
         TrainingFailed for scores that are not finite.
         """
         inputs, mask = self.examples[number]
-        owner, calls = conversion(self.model), defaultdict[str, list[Tensor]](list)
+        model, calls = self.found.model, defaultdict[str, list[Tensor]](list)
 
         def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
             lowest = acm.within(self.k_lo, acm.count)[0] - acm.k_min
@@ -123,13 +124,14 @@ class _Search:
             knobs_Tn = turning_knobs(scores[:, lowest:], costs[lowest:], acm.gate.rule)
             calls[acm.name].append(tokens.to_batch(knobs_Tn, x.shape[:-1], acm.layout, site=acm.name))
 
-        with batch_context(self.model, mask=mask), record(self.model, macs=False) as usage, observed(owner, see):
-            call_model(self.model, inputs)
+        watched = observed(self.found.owner, see)
+        with batch_context(model, mask=mask), record(model, macs=False) as usage, watched:
+            call_model(model, inputs)
         turning = []
         for name, parts in calls.items():
             knobs_Rn = torch.cat(parts, dim=1)[usage.k[name] != PADDING]
             _refuse_broken(name, knobs_Rn, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
-            turning.append((knobs_Rn.flatten(), float(macs_per_learner(owner.plan.site(name)))))
+            turning.append((knobs_Rn.flatten(), float(macs_per_learner(self.found.plan.site(name)))))
         return usage.real_shares, turning
 
     def bisect(self, target: float, within: float) -> None:
@@ -218,9 +220,9 @@ def _refuse_broken(name: str, knobs_Rn: Tensor, which: str) -> None:
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients; the mode, the choices, the budget and the cap set come back at the end."""
-    owner = conversion(model)
+    found = rewritten(model)
+    owner, choices = found.owner, {acm: acm.run_time() for acm in found.acms.values()}
     budget, cap = owner.budget, owner.cap
-    choices = {acm: acm.run_time() for acm in sites(model).values()}
     try:
         with torch.no_grad(), in_mode(model, training=False):
             yield

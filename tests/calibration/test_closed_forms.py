@@ -8,7 +8,6 @@ import torch
 
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged, Together, token_damage
-from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.fit_learners import nested_factors, prefix_biases
 from acm_compiler.calibration.mlp_learners import (
     RIDGE,
@@ -21,6 +20,7 @@ from acm_compiler.calibration.mlp_learners import (
     weight_of_k,
 )
 from acm_compiler.calibration.moments import solve, square_factors
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 N, H, F, OUT, T = 3, 4, 12, 5, 400
 

@@ -1,4 +1,4 @@
-"""What calibration keeps of the data: moments, samples, gradients of random projections, padding."""
+"""Data that calibration keeps: moments, samples, gradients of random projections, padding."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ from torch import nn
 
 from acm_compiler.calibration.calibrate import calibrate
 from acm_compiler.calibration.damage import answers, default_answer, energy, random_projection
-from acm_compiler.calibration.dense_weights import read_dense
 from acm_compiler.calibration.examples import Examples, Options, masked, run
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord, WholeExamples
 from acm_compiler.errors import DataError, LayoutUnknown, UsageError
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import rewritten, sites
+from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.pipeline import plan
 from acm_compiler.site import Layout
@@ -21,8 +21,9 @@ from tests.helpers.models import Mlp, Residual, Stack, example
 
 
 def records_of(model):
-    dense = read_dense(model, conversion(model).plan)
-    return {s.name: SiteRecord(s, dense[s.name], sample=1000, seed=3) for s in conversion(model).plan.sites}
+    found = rewritten(model)
+    dense = read_dense(found)
+    return {s.name: SiteRecord(s, dense[s.name], sample=1000, seed=3) for s in found.plan.sites}
 
 
 def test_moments_of_a_stream_are_those_of_all_of_it():
@@ -239,7 +240,7 @@ def test_a_mask_given_explicitly_must_fit():
     model = make_tiny()
     (example,) = texts(1)
     with pytest.raises(LayoutUnknown, match=r"blocks\.0\.proj"):
-        observe(model, [(example, torch.ones(4, 9))], records_of(model), answer=default_answer, seed=0)
+        observe(rewritten(model), [(example, torch.ones(4, 9))], records_of(model), answer=default_answer, seed=0)
 
 
 def test_observing_leaves_no_trace():
@@ -376,12 +377,12 @@ class _Masked(nn.Module):
 def test_labels_in_a_batch_are_refused_and_not_passed_on(labels):
     dense = _Masked().eval()
     model = rewrite(dense, plan(dense, example()))
-    for act in (calibrate, lambda rewritten, batches: run(rewritten, batches[0])):
+    for act in (calibrate, lambda model, batches: run(rewritten(model), batches[0])):
         with pytest.raises(UsageError, match="looks like labels") as caught:
             act(model, [[example(), labels]])
         assert "for x, label in loader" in caught.value.fix
-    run(model, {"x": example(), "mask": labels})  # named, they are meant
-    run(rewrite(dense, plan(dense, (example(), labels))), (example(), labels))
+    run(rewritten(model), {"x": example(), "mask": labels})  # named, they are meant
+    run(rewritten(rewrite(dense, plan(dense, (example(), labels)))), (example(), labels))
 
 
 @torch.library.custom_op("acm_tests::doubled", mutates_args=())

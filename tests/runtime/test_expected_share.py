@@ -1,4 +1,4 @@
-"""Where gates turn, and the share that their scores let expect."""
+"""Knobs at which gates turn, and the share that their scores let expect."""
 
 import numpy as np
 import pytest

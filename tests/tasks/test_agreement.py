@@ -1,4 +1,4 @@
-"""How alike two models answer over a whole data set, and where users read it."""
+"""Agreement of two models' outputs over a whole data set, and where users read it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which tiles the kernels use: a table by architecture, dtype, kind of layer and number of tokens; nothing is tuned.
+"""Tiles of the kernels: a table by architecture, dtype, kind of layer and number of tokens; nothing is tuned.
 
 Every row says where it comes from. A row that was timed on a device names the card, the versions and the file.
 """
@@ -55,7 +55,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a row of the table is for: the oldest architecture, kind of dtype, kind of learners, most tokens.
+    """Conditions of a row of the table: the oldest architecture, kind of dtype, kind of learners, most tokens.
 
     kind: plain, gated, sliced, narrow (plain, of a width that wide tiles would round up), or few (one block of tokens
     that need no sorting; its rows are as many as there are tokens).

@@ -1,4 +1,4 @@
-"""What a linear is to attention: query, key, value or output projection, told by where its values go."""
+"""Roles of linears in attention: query, key, value or output projection, told by where their values go."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _roles_without_scores(flow: Dataflow, softmax: str) -> set[str]:
 
 
 def _joined(flow: Dataflow, softmax: str, linear: str) -> bool:
-    """Whether something else was added on the way to `softmax`, as a bias is to scores."""
+    """True if something else was added on the way to `softmax`, as a bias is to scores."""
     name = softmax
     while name != linear and len(live := flow.live_args(name)) == 1:
         name = live[0]
@@ -127,12 +127,12 @@ def _joined(flow: Dataflow, softmax: str, linear: str) -> bool:
 
 
 def _meets_product(flow: Dataflow, name: str) -> bool:
-    """Whether `name`, perhaps moved or scaled, is multiplied by another value: as a context is, by q."""
+    """True if `name`, perhaps moved or scaled, is multiplied by another value: as a context is, by q."""
     return any(_is_data_product(flow, value) for _, value in flow.readers(name, lambda value: value.op in _MOVED))
 
 
 def _is_attended(flow: Dataflow, name: str) -> bool:
-    """Whether `name` is, perhaps moved or scaled, a product of values with weights from a softmax."""
+    """True if `name` is, perhaps moved or scaled, a product of values with weights from a softmax."""
     value = flow.values[flow.behind(name, _MOVED)]
     return _is_data_product(flow, value) and any(_softmax_above(flow, operand) for operand in value.args[-2:])
 
@@ -156,7 +156,7 @@ def _softmax_below(flow: Dataflow, name: str) -> Value | None:
 
 
 def _softmax_above(flow: Dataflow, name: str) -> bool:
-    """Whether `name` is attention weights: a softmax, perhaps masked or moved, or a sum of such."""
+    """True if `name` is attention weights: a softmax, perhaps masked or moved, or a sum of such."""
     value = flow.values[name]
     if value.op == "softmax":
         return True
@@ -168,13 +168,13 @@ def _softmax_above(flow: Dataflow, name: str) -> bool:
 
 
 def _mixes_heads(flow: Dataflow, value: Value) -> bool:
-    """Whether the linear `value` mixes the heads of scores: [batch, queries, keys, heads] to the same."""
+    """True if the linear `value` mixes the heads of scores: [batch, queries, keys, heads] to the same."""
     linear = flow.linears.get(value.name)
     return linear is not None and len(value.shape or ()) >= 4 and linear.d_in == linear.d_out
 
 
 def _reads_attention(flow: Dataflow, x: str) -> bool:
-    """Whether `x` is attention's result, not yet added to the value that went around it."""
+    """True if `x` is attention's result, not yet added to the value that went around it."""
     todo, seen = [x], {x}
     attended: list[str] = []
     beside: list[str] = []
@@ -202,6 +202,6 @@ def _reads_attention(flow: Dataflow, x: str) -> bool:
 
 
 def _averages_one(flow: Dataflow, value: Value) -> bool:
-    """Whether `value` is a mean over axes of length one."""
+    """True if `value` is a mean over axes of length one."""
     source = flow.values[value.args[0]].shape if value.op == "mean" else None
     return source is not None and math.prod(source) == math.prod(value.shape or ())

@@ -72,13 +72,13 @@ def _is_bypass_sum(flow: Dataflow, value: Value, name: str, x: str) -> bool:
 
 
 def _asks(flow: Dataflow, learned: str, x: str) -> bool:
-    """Whether the value `learned`, which depends on no input, is what attention's queries for `x` are made from."""
+    """True if attention's queries for `x` are made from the value `learned`, which depends on no input."""
     queries = (name for name in flow.linears if not flow.values[name].live)
     return any(flow.feeds(learned, name) and flow.feeds(name, x) for name in queries)
 
 
 def _holds_bypass(flow: Dataflow, other: str, x: str) -> bool:
-    """Whether a leaf of the sum tree `other` is `x` or something x is computed from, of the same size."""
+    """True if a leaf of the sum tree `other` is `x` or something x is computed from, of the same size."""
     todo, seen = [(other, math.prod(flow.values[other].shape or ()))], {other}
     while todo and len(seen) < _SEARCH_LIMIT:
         name, size = todo.pop(0)
@@ -104,7 +104,7 @@ def _computed_alike(flow: Dataflow, value: Value) -> list[str]:
 
 
 def _selects_tokens(flow: Dataflow, value: Value) -> bool:
-    """Whether `value` is some of the tokens of another value, each whole."""
+    """True if `value` is some of the tokens of another value, each whole."""
     live = flow.live_args(value.name)
     if value.op not in _SELECTS or len(live) != 1:
         return False
@@ -113,7 +113,7 @@ def _selects_tokens(flow: Dataflow, value: Value) -> bool:
 
 
 def _keeps_zero(flow: Dataflow, value: Value, name: str) -> bool:
-    """Whether `value` is zero (or what does not come from the site) where `name` is."""
+    """True if `value` is zero (or holds nothing of the site) where `name` is."""
     if value.op in NORMS | {"addcmul", "lerp"} | SUMS | _KEEPS_ZERO:
         return value.op != "lerp" or value.args[0] != name
     if value.op == "div":

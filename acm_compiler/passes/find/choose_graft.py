@@ -48,7 +48,7 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a site's ACM will live, how it gets there, and the value that it will read in each run."""
+    """Place of a site's ACM, its graft, and the value that it will read in each run."""
 
     name: str
     graft: Graft
@@ -215,7 +215,7 @@ def _innermost(place: _Place, linear: str) -> ModuleCall | None:
 
 
 def _same_tokens(place: _Place, first: Signature, last: Signature) -> bool:
-    """Whether the ACM, which keeps all axes of the input but the last, gives the shape that the modules give."""
+    """True if the ACM, which keeps all axes of the input but the last, gives the shape that the modules give."""
     names = (first.inputs[0], last.output or "")
     before, after = (place.flow.values[n].shape if n in place.flow.values else None for n in names)
     return before is not None and after is not None and before[:-1] == after[:-1]
@@ -242,7 +242,7 @@ def _joint_probability(dropouts: Sequence[Value]) -> float:
 
 
 def _path_of(place: _Place, *, traced: bool) -> str:
-    """Where the ACM of graft R lives: in the place of the last linear's module, else beside its parameter.
+    """Path of the ACM of graft R: the place of the last linear's module, else one beside its parameter.
 
     In a live model a module that is called, or keeps a bias, stays: its forward uses the weight.
     """

@@ -38,7 +38,7 @@ _BARRIERS = ATTENTION | PRODUCTS | {"softmax", "multi_head_attention_forward"}
 
 @dataclass(slots=True, kw_only=True)
 class _Hidden:
-    """What lies above the last linear, down to the linears that feed it."""
+    """Operations above the last linear, down to the linears that feed it."""
 
     values: list[str] = field(default_factory=list)
     frontier: list[str] = field(default_factory=list)
@@ -103,7 +103,7 @@ def _is_candidate(flow: Dataflow, hidden: _Hidden) -> bool:
 
 
 def _refusal(flow: Dataflow, hidden: _Hidden, last: str) -> str | None:
-    """Why the candidate is no MLP that an ACM can replace, seen from its operations alone."""
+    """Reason why an ACM cannot replace the candidate, seen from its operations alone; None where it can."""
     linears = [flow.linears[name] for name in (*hidden.frontier, last)]
     problem = next((linear.problem for linear in linears if linear.problem), None)
     if problem:

@@ -1,4 +1,4 @@
-"""Finds projections whose heads can change their basis in pairs, q with k and v with o, without changing any answer.
+"""Finds projections whose heads can change their basis in pairs, q with k and v with o, without changing any output.
 
 q^T k = (T^-T q)^T (T k), and o(v) = (W_o T^-1)(T v): with a basis T of each head, learners can be slices of the
 projections themselves. It holds where nothing lies between a projection and the attention but moves and numbers.
@@ -24,7 +24,7 @@ _MATRIX_PRODUCTS = PRODUCTS & {"matmul", "bmm", "baddbmm"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """Where a projection's channels arrive: operand `operand` of `value`, and which channel each of its entries is."""
+    """Arrival of a projection's channels: operand `operand` of `value`, and the channel in each of its entries."""
 
     value: Value
     operand: str
@@ -32,7 +32,7 @@ class _End:
 
 
 def find_pairs(flow: Dataflow, outputs: Mapping[str, Site]) -> dict[str, Pair | str]:
-    """For each projection in `outputs` (value name of its only run -> site), by site name: its pair, or why none."""
+    """Find the pair of each projection in `outputs` (value name of its only run -> site), by site name, or why none."""
     found: dict[str, Pair | str] = {}
     ends: dict[str, _End | str] = {}
     for output, site in outputs.items():
@@ -116,7 +116,7 @@ def _matrix(end: _End) -> Tensor:
 
 
 def _heads(channels: Tensor) -> Tensor | None:
-    """Which head each batch entry of [..., tokens, channels of a head] shows, [...]; None where that is mixed."""
+    """Head in each batch entry of [..., tokens, channels of a head], [...]; None where heads are mixed."""
     size = channels.shape[-1]
     heads = channels[..., 0, 0] // size
     whole = heads[..., None, None] * size + torch.arange(size)

@@ -1,7 +1,7 @@
 """Graft R: objects in the place of bare parameters, which turn the functions that use them into the ACM.
 
 before: h = F.gelu(F.linear(x, self.w1, self.b1)); y = h @ self.w2.t()
-after:  the same lines; `self.w1` keeps x and gives a dummy, `self.w2` gives the ACM's answer for the kept x
+after:  the same lines; `self.w1` keeps x and gives a dummy, `self.w2` gives the ACM's output for the kept x
 
 The user's forward runs as it was written, control flow included: nothing is traced.
 """
@@ -27,9 +27,9 @@ Rows = tuple[int, int]
 
 @dataclass(slots=True, kw_only=True)
 class Use:
-    """What `rows` of a parameter are to a site: `part` of its first linears or of its last one.
+    """Use of `rows` of a parameter by a site: `part` of its first linears or of its last one.
 
-    A linear site's only matrix is its last: it answers at once.
+    A linear site's only matrix is its last: the ACM runs at once.
     """
 
     acm: ACM
@@ -56,7 +56,7 @@ class Replaced:
         return next((use for use in self.uses if rows[0] < use.rows[1] and use.rows[0] < rows[1]), None)
 
     def misused(self, how: str) -> AcmError:
-        """The error for what no ACM can answer."""
+        """The error for a call that no ACM can run."""
         return AcmError(
             f"{self.name} was replaced by an ACM, but the model uses it in a way that its plan does not show",
             where=self.uses[0].acm.name,
@@ -73,7 +73,7 @@ class Replaced:
 
 
 class WeightStandIn:
-    """In the place of a matrix or bias whose rows belong to sites; torch functions given it come here.
+    """Stand-in for a matrix or bias whose rows belong to sites; torch functions given it come here.
 
     It shows `rows` of the parameter, whose outputs lie on axis `out_axis` of `shape`.
     """
@@ -196,7 +196,7 @@ def _leader(shown: Sequence[WeightStandIn]) -> WeightStandIn:
 
 
 def dense_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments with the parameters themselves in place of stand-ins; None where an ACM answers the call."""
+    """The arguments with the parameters themselves in place of stand-ins; None where an ACM takes the call."""
     shown = [operand for operand in _flat((*args, *kwargs.values())) if isinstance(operand, WeightStandIn)]
     if shown:
         leader = _leader(shown)

@@ -5,6 +5,8 @@
     python benchmarks/calibrate_time.py layers 12   only that one
     python benchmarks/calibrate_time.py vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 pictures
     python benchmarks/calibrate_time.py vit 1 2000  one layer of it, all sites, 2,000 tokens: the price of a layer
+    python benchmarks/calibrate_time.py decoder     SmolLM2-135M's shape, MLP sites, 40,000 tokens
+    python benchmarks/calibrate_time.py decoder 5 4000  the same with 5 layers and 4,000 tokens
 
 Weights and inputs are random: what is computed does not depend on them. CPU seconds of all threads together, in all
 and of each part, and seconds on the clock, which say something on quiet cores only.
@@ -26,18 +28,20 @@ from torch import nn
 import acm_compiler as acm
 
 BATCH, LENGTH, PICTURES = 16, 34, 8
+VOCABULARY, CONTEXTS, CONTEXT = 49_152, 4, 256
 PARTS = ("read", "learners and gates", "lowest k", "budgets")  # how calibrate's lines about a finished part begin
 
 
 def main() -> None:
     """Print a row of Markdown for every calibration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tokens", "layers", "vit"))
+    parser.add_argument("what", choices=("tokens", "layers", "vit", "decoder"))
     parser.add_argument(
-        "sizes", nargs="*", type=int, help="of these tokens or layers only; of vit its layers and tokens"
+        "sizes", nargs="*", type=int, help="of these tokens or layers only; of vit and decoder its layers and tokens"
     )
     options = parser.parse_args()
-    cases = {"tokens": over_tokens, "layers": over_layers, "vit": of_vit}[options.what](*options.sizes)
+    makers = {"tokens": over_tokens, "layers": over_layers, "vit": of_vit, "decoder": of_decoder}
+    cases = makers[options.what](*options.sizes)
     heads = ("model", "sites", "tokens", "CPU s", *PARTS, "s", "threads, load")
     sys.stdout.write("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads) + "\n")
     for name, model, example, batches, tokens, sites in cases:
@@ -71,6 +75,20 @@ def of_vit(*sizes: int) -> Iterator[Case]:
     torch.nn.init.normal_(model.heads.head.weight, std=0.03)  # torchvision's zeros would give no gradient
     sites = ["mlp", "attn"] if sizes else ["mlp"]
     yield f"ViT-B/16, {layers} layers", model.eval(), torch.randn(1, 3, 224, 224), pictures(), tokens, sites
+
+
+def of_decoder(*sizes: int) -> Iterator[Case]:
+    """A decoder of SmolLM2-135M's shape on random tokens; `sizes`: its layers, and tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    layers, tokens = (*sizes, *(30, 40_000)[len(sizes) :])
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=VOCABULARY, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    model, example = LlamaForCausalLM(config).eval(), {"input_ids": torch.randint(VOCABULARY, (1, CONTEXT))}
+    yield f"SmolLM2-135M's shape, {layers} layers", model, example, contexts(), tokens, ["mlp"]
 
 
 def timed(model: nn.Module, example: Any, batches: Iterator[Any], *, tokens: int, sites: list[str]) -> str:
@@ -111,6 +129,12 @@ def sentences() -> Iterator[dict[str, torch.Tensor]]:
     """Batches without end."""
     while True:
         yield {"input_ids": torch.randint(1000, 30_000, (BATCH, LENGTH))}
+
+
+def contexts() -> Iterator[dict[str, torch.Tensor]]:
+    """Batches without end."""
+    while True:
+        yield {"input_ids": torch.randint(VOCABULARY, (CONTEXTS, CONTEXT))}
 
 
 def pictures() -> Iterator[torch.Tensor]:

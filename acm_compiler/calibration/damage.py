@@ -237,4 +237,6 @@ def random_projection(
 def energy(tensors: list[Tensor], mask_BS: Tensor | None) -> float:
     """|output|^2, padding left out."""
     rows = [values for tensor in tensors for values in real_rows(tensor, mask_BS)]
-    return sum(float(to_float64(values).square().sum()) for values in rows)
+    types = [torch.promote_types(values.dtype, torch.float32) for values in rows]
+    norms = [torch.linalg.vector_norm(values, dim=-1, dtype=dtype) for values, dtype in zip(rows, types, strict=True)]
+    return sum(float(to_float64(norm).square().sum()) for norm in norms)

@@ -104,16 +104,19 @@ def _sample(site: PlannedSite, options: Options) -> int:
 def _read(found: Rewritten, examples: Examples, records: Records, options: Options, progress: Progress) -> Seen:
     """One pass; the first one decides how many batches all of them use."""
 
-    def enough() -> bool:
+    def seen_all(tokens: int) -> bool:
         counts = [record.tokens * ranks.world() for record in records.values()]
-        return min(counts) >= options.tokens or max(counts) >= _PATIENCE * options.tokens
+        return min(counts) >= tokens or max(counts) >= _PATIENCE * tokens
 
     def report(number: int) -> None:
         least = min(record.tokens for record in records.values())
         progress.advance(f"{number} batches", to=min(least, options.tokens))
 
     progress.part("token", options.tokens)
-    batches: Iterator[Example] = iter(examples.fitted) if examples.fitted else examples.read(enough)
+    batches: Iterator[Example] = (
+        iter(examples.fitted) if examples.fitted else examples.read(lambda: seen_all(options.tokens))
+    )
+    with_gradients = max(options.gradient_tokens, *(record.sample.size for record in records.values()))
     seen = observe(
         found,
         reading(batches, report),
@@ -121,12 +124,14 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         answer=options.answer,
         seed=options.seed + ranks.rank(),
         projections=options.projections,
+        enough=lambda: seen_all(with_gradients),
     )
     for record in records.values():
         record.join()
     parts = ranks.gathered(seen)
     return Seen(
         examples=sum(part.examples for part in parts),
+        judged=sum(part.judged for part in parts),
         energy=sum(part.energy for part in parts),
         has_gradients=any(part.has_gradients for part in parts),
     )
@@ -134,7 +139,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
 
 def _damage_unit(seen: Seen) -> float:
     """One over the squared norm of one example's output; 1 where that is zero."""
-    return seen.examples / seen.energy if seen.energy > 0 else 1.0
+    return seen.judged / seen.energy if seen.energy > 0 else 1.0
 
 
 def _fit_group(

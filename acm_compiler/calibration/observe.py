@@ -33,9 +33,10 @@ _NO_FORMULA = re.compile(
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """Totals of a pass: examples, the squared norm of the model's outputs, and the presence of gradients."""
+    """Totals of a pass: examples, those judged by their outputs, whose squared norm, and the presence of gradients."""
 
     examples: int = 0
+    judged: int = 0
     energy: float = 0.0
     has_gradients: bool = False
 
@@ -48,31 +49,43 @@ def observe(
     answer: Answer,
     seed: int,
     projections: int = 1,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Seen:
     """Run the unmodified model on every example and let `records` (by site name) see their sites.
 
     Gradients are those of so many random `projections` of the output, one after the other, each over the root of their
-    number: squares of gradients, summed up, expect what those of one would, with less noise.
+    number: squares of gradients, summed up, expect what those of one would, with less noise. Once `enough()` is true
+    before a batch, it and the rest are run forward alone, for the moments.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.
     """
     seen = Seen()
     with tapped(found.acms, records) as taps, _differentiable(found) as carriers:
         for example in examples:
-            taps.mask_BS, taps.first = mask_in(found.model, example), seen.examples
-            with batch_context(found.model, mask=example[1]):
-                outputs = answers(run(found, example[0]), answer, taps.mask_BS)
-                for number in range(projections):
-                    loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
-                    if loss.requires_grad:
-                        seen.has_gradients = True
-                        wanted, more = [*carriers, *taps.leaves], number < projections - 1
-                        _differentiate(loss / projections**0.5, wanted, more)
-            taps.leaves.clear()
+            taps.begin(mask_in(found.model, example), first=seen.examples, forward_alone=taps.forward_alone or enough())
+            with batch_context(found.model, mask=example[1]), torch.set_grad_enabled(not taps.forward_alone):
+                output = run(found, example[0])
+                if not taps.forward_alone:
+                    outputs = answers(output, answer, taps.mask_BS)
+                    losses = (
+                        random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
+                        for number in range(projections)
+                    )
+                    seen.has_gradients |= _differentiate_all(losses, projections, [*carriers, *taps.leaves])
+                    seen.judged += outputs[0].shape[0]
+                    seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
             _settle(found, records)
-            seen.examples += outputs[0].shape[0]
-            seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
+            seen.examples += taps.examples
     return seen
+
+
+def _differentiate_all(losses: Iterable[Tensor], count: int, wanted: list[Tensor]) -> bool:
+    """Run the gradient's hooks for each of `count` losses of one graph; False where they have no gradient."""
+    for number, loss in enumerate(losses, start=1):
+        if not loss.requires_grad:
+            return False
+        _differentiate(loss / count**0.5, wanted, more=number < count)
+    return True
 
 
 def _differentiate(loss: Tensor, wanted: list[Tensor], more: bool) -> None:
@@ -123,8 +136,13 @@ class _Taps:
 
     def __init__(self, records: Mapping[str, SiteRecord]) -> None:
         self.records = records
-        self.mask_BS: Tensor | None = None
-        self.first = 0
+        self.forward_alone = False
+        self.begin(None, first=0, forward_alone=False)
+
+    def begin(self, mask_BS: Tensor | None, *, first: int, forward_alone: bool) -> None:
+        """Expect a batch with this mask, whose first example has the number `first`."""
+        self.mask_BS, self.first, self.forward_alone = mask_BS, first, forward_alone
+        self.examples = 0
         self.leaves: list[Tensor] = []
 
     def __call__(self, acm: ACM, x: Tensor, output: Tensor) -> None:
@@ -135,9 +153,13 @@ class _Taps:
         record = self.records.get(acm.name)
         if record is not None:
             x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), real_tokens(acm, x, self.mask_BS)
-            example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name).to(x.device) + self.first
+            example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name)
+            self.examples = max(self.examples, int(example_T[-1:].sum()) + 1)
             with own_types():  # the model may autocast by itself
-                record.take(x_TD, output, real_T, example_T)
+                if self.forward_alone:
+                    record.add_moments(x_TD, real_T)
+                else:
+                    record.take(x_TD, output, real_T, example_T.to(x.device) + self.first)
 
 
 @contextmanager

@@ -52,10 +52,9 @@ class SiteRecord:
     @torch.no_grad()
     def take(self, x_TD: Tensor, o_TO: Tensor, real_T: Tensor | None, example_T: Tensor) -> None:
         """One call of the site; `example_T` numbers the examples. Its gradient, if one arrives, is taken too."""
+        x_TD = self.add_moments(x_TD, real_T)
         if real_T is not None:
-            x_TD, example_T = x_TD[real_T], example_T[real_T]
-        x_TD = x_TD.to(self.dense.first[0][0].dtype)
-        self.moments.add(x_TD if self.dense.last is None else self.dense.hidden(x_TD))
+            example_T = example_T[real_T]
         self.metric.count_tokens(len(x_TD))
         call = self.sample.offer(x_TD)
         take_whole = self.whole.offer(x_TD, example_T)
@@ -75,6 +74,13 @@ class SiteRecord:
 
         if o_TO.requires_grad:
             o_TO.register_hook(take_gradient)
+
+    @torch.no_grad()
+    def add_moments(self, x_TD: Tensor, real_T: Tensor | None) -> Tensor:
+        """Add one call of the site to the moments, and nothing else; gives its real tokens [T, D]."""
+        x_TD = (x_TD if real_T is None else x_TD[real_T]).to(self.dense.first[0][0].dtype)
+        self.moments.add(x_TD if self.dense.last is None else self.dense.hidden(x_TD))
+        return x_TD
 
     def settle(self) -> None:
         """After a batch's backward. TrainingFailed when something was not finite."""

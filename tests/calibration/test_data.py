@@ -204,6 +204,35 @@ def test_several_projections_expect_what_one_does_with_less_noise():
     )
 
 
+def test_once_there_are_enough_gradients_batches_are_run_forward_for_the_moments_alone():
+    batches, grads = texts(6), []
+
+    def answer(output, mask):
+        grads.append(torch.is_grad_enabled())
+        return default_answer(output, mask)
+
+    asked = iter([False, False, True])
+    found, seen = observed(make_tiny(), batches, answer=answer, projections=2, enough=lambda: next(asked))
+    every, total = observed(make_tiny(), batches, projections=2)
+    first, part = observed(make_tiny(), batches[:2], projections=2)
+    assert grads == [True, True] and (seen.examples, seen.judged) == (24, 8)
+    assert seen.examples == total.examples == total.judged and seen.energy == part.energy
+    for name, record in found.items():
+        assert record.tokens == every[name].tokens > first[name].tokens
+        assert torch.equal(record.moments.covariance, every[name].moments.covariance)
+        assert torch.equal(record.metric.value(12, record.home), first[name].metric.value(12, record.home))
+        assert torch.equal(record.sample.vectors, first[name].sample.vectors)
+        assert torch.equal(record.sample.weights, first[name].sample.weights)
+
+
+def test_energies_are_sums_of_squares_without_padding():
+    output, mask = torch.randn(3, 4, 5).half(), torch.rand(3, 4) > 0.4
+    assert energy([output], mask) == pytest.approx(float(output.double()[mask].square().sum()), rel=1e-6)
+    assert energy([output.double(), output[:, 0, 0]], None) == pytest.approx(
+        float(output.double().square().sum() + output[:, 0, 0].double().square().sum()), rel=1e-6
+    )
+
+
 def test_padding_and_batching_change_nothing():
     batches = texts(4)
     together, seen = observed(make_tiny(), batches)

@@ -114,13 +114,14 @@ def observed(
     seed: int = 0,
     sample: int = 1000,
     projections: int = 1,
+    **options,
 ):
     """Records of every site of `model`, as its dense self, on `batches`, and the totals of the pass."""
     found = rewritten(model)
     dense = read_dense(found)
     records = {site.name: SiteRecord(site, dense[site.name], sample=sample, seed=3) for site in found.plan.sites}
     with undisturbed(model):
-        seen = observe(found, masked(batches), records, answer=answer, seed=seed, projections=projections)
+        seen = observe(found, masked(batches), records, answer=answer, seed=seed, projections=projections, **options)
         return records, seen
 
 

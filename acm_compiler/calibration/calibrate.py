@@ -30,6 +30,7 @@ def calibrate(
     batches: Iterable[Inputs],
     *,
     tokens: int = 20_000,
+    gradient_tokens: int | None = None,
     budgets: Sequence[float | str] = (),
     mask: MaskOf | None = None,
     answer: Answer | None = None,
@@ -39,6 +40,8 @@ def calibrate(
 
     batches: an iterable of what the model takes (tensor, tuple, or dict), no labels. Read until every site has seen
     `tokens` real tokens; every sixth batch is kept for measuring.
+    gradient_tokens: once so many are seen, the rest is run forward alone and serves the refit of the learners, not the
+    gates nor what says which errors matter; it takes a fraction of the time. Where unset, all are run with gradients.
     budgets: what you will ask of `set_budget`: they stay reachable (the lowest k may be raised else).
     mask: mask(batch) -> bool [batch, tokens], True at real tokens, as for `acm.batch`: it must fit all sites, and
     overrules the batch's own. Where unset, or None, padding is what the call's `attention_mask` (or torch's
@@ -59,7 +62,10 @@ def calibrate(
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "calibration")
     options = Options(
-        tokens=tokens, budgets=shares_of(found.plan, budgets), answer=default_answer if answer is None else answer
+        tokens=tokens,
+        gradient_tokens=gradient_tokens,
+        budgets=shares_of(found.plan, budgets),
+        answer=default_answer if answer is None else answer,
     )
     return _calibrate(found, masked(batches, mask), options, progress)
 

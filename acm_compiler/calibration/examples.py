@@ -142,17 +142,16 @@ def _plain(value: Any) -> Any:
 class Options:
     """Data, time and memory of a calibration, and its purpose.
 
-    tokens: real tokens to fit each site on. gradient_tokens: so many of them, and no fewer than the sample holds, are
-    run with gradients; the rest is run forward alone, for the moments. budgets: shares of learner MACs that will be
-    asked for; the lowest k is raised only where they stay reachable. answer: (model output, padding mask or None) ->
-    the tensors by which sites are judged. projections: random projections of the answer, and so backward passes, per
-    batch. sample: tokens of each site kept for its gate, more of sites with few features. gate_steps: optimizer steps
-    per gate. memory_bytes: what the statistics of all sites may take at once; beyond it the data is passed over more
-    than once.
+    tokens: real tokens to fit each site on. gradient_tokens: how many of them are run with gradients, the rest forward
+    alone, for the moments; None: all. budgets: shares of learner MACs that will be asked for; the lowest k is raised
+    only where they stay reachable. answer: (model output, padding mask or None) -> the tensors by which sites are
+    judged. projections: random projections of the answer, and so backward passes, per batch. sample: tokens of each
+    site kept for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what
+    the statistics of all sites may take at once; beyond it the data is passed over more than once.
     """
 
     tokens: int = 20_000
-    gradient_tokens: int = 20_000
+    gradient_tokens: int | None = None
     budgets: tuple[float, ...] = ()
     answer: Answer = default_answer
     projections: int = 3
@@ -163,6 +162,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_tokens(self.tokens)
+        if self.gradient_tokens is not None:
+            check_tokens(self.gradient_tokens)
         if not callable(self.answer):
             expected = "a function answer(output, mask) of what the model gives for a batch"
             raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)

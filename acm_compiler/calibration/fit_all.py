@@ -116,7 +116,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
     batches: Iterator[Example] = (
         iter(examples.fitted) if examples.fitted else examples.read(lambda: seen_all(options.tokens))
     )
-    with_gradients = max(options.gradient_tokens, *(record.sample.size for record in records.values()))
+    with_gradients = options.gradient_tokens
     seen = observe(
         found,
         reading(batches, report),
@@ -124,7 +124,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         answer=options.answer,
         seed=options.seed + ranks.rank(),
         projections=options.projections,
-        enough=lambda: seen_all(with_gradients),
+        enough=lambda: with_gradients is not None and seen_all(with_gradients),
     )
     for record in records.values():
         record.join()

@@ -8,6 +8,7 @@ Shapes: F hidden neurons, O out, N learners of width H, K = kept neurons in thei
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -102,10 +103,18 @@ class _Fit:
         self.hidden, self.learners, self.width = hidden, learners, width
         self.order = order_K[: learners * width]
         self.complete = len(self.order) == len(hidden.c_FF)
-        self.c_KK = hidden.c_FF[self.order][:, self.order]
-        self.cross_KO = hidden.c_FF[self.order] @ hidden.w_OF.T
         self.dense_KO = hidden.w_OF[:, self.order].T
         self.ridge_K = refit_ridge(hidden)[self.order]
+
+    @cached_property
+    def c_KK(self) -> Tensor:
+        """Covariance of the kept neurons."""
+        return self.hidden.c_FF[self.order][:, self.order]
+
+    @cached_property
+    def cross_KO(self) -> Tensor:
+        """Covariance of the kept neurons with the output."""
+        return self.hidden.c_FF[self.order] @ self.hidden.w_OF.T
 
     def neurons(self, k: int) -> int:
         """Number of kept neurons in k learners."""

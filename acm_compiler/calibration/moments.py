@@ -266,6 +266,6 @@ def square_factors(c_FF: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
     R is not symmetric, but for all that is invariant under rotations it does what the root c^1/2 does, with less work.
     """
-    values, vectors = torch.linalg.eigh(c_FF)
-    values = (values.clamp_min(0) + ridge * mean_diagonal(c_FF)).sqrt()
-    return vectors * values, (vectors / values).T
+    same_FF = torch.eye(len(c_FF), dtype=c_FF.dtype, device=c_FF.device)
+    root = cholesky(c_FF + ridge * mean_diagonal(c_FF) * same_FF)
+    return root, torch.linalg.solve_triangular(root, same_FF, upper=False)

@@ -184,6 +184,9 @@ class CalibratePhase(PhaseSection):
     phase: Literal["calibrate"]
     tokens: Count = 20_000
     """Real tokens that every site is fitted on."""
+    gradient_tokens: Count | None = None
+    """Tokens of these that are run with gradients; the rest is run forward alone, for the refit of learners; unset:
+    all."""
     batch: Count = 64
     """Examples per forward."""
 

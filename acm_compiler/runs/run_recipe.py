@@ -202,7 +202,12 @@ class RecipeRun(OpenedRecipe):
 
     def calibrate(self, model: nn.Module, phase: CalibratePhase, examples: Iterator[Example]) -> None:
         """Fit learners, gates and budget table in closed form, and set the recipe's own budget."""
-        options = Options(tokens=phase.tokens, budgets=self.recipe.budgets.report, answer=self.task.judged_by)
+        options = Options(
+            tokens=phase.tokens,
+            gradient_tokens=phase.gradient_tokens,
+            budgets=self.recipe.budgets.report,
+            answer=self.task.judged_by,
+        )
         with Progress("calibrate", say=self.say, shown=self.machine.is_main) as work:
             calibrate_on(model, examples, options=options, progress=work)
 

@@ -225,6 +225,28 @@ def test_once_there_are_enough_gradients_batches_are_run_forward_for_the_moments
         assert torch.equal(record.sample.weights, first[name].sample.weights)
 
 
+def test_gradients_stop_at_the_tokens_asked_for():
+    grads, wanted = [], {"tokens": 100, "gradient_tokens": 30}
+
+    class Watched(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+
+        def forward(self, x):
+            grads.append(torch.is_grad_enabled())
+            return x + self.inner(x)
+
+    model, data = Watched().eval(), [torch.randn(4, 3, 8) for _ in range(12)]
+    calibrate(rewrite(model, plan(model, data[0])), data, **wanted)
+    with_gradients = [grad for grad in grads if grad]
+    grads.clear()
+    calibrate(rewrite(model, plan(model, data[0])), data, tokens=100)
+    assert len(with_gradients) == 3 and sum(grads) == 9
+    with pytest.raises(UsageError, match="tokens"):
+        calibrate(rewrite(model, plan(model, data[0])), data, gradient_tokens=0)
+
+
 def test_energies_are_sums_of_squares_without_padding():
     output, mask = torch.randn(3, 4, 5).half(), torch.rand(3, 4) > 0.4
     assert energy([output], mask) == pytest.approx(float(output.double()[mask].square().sum()), rel=1e-6)

@@ -7,8 +7,9 @@ that users ask for.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -34,10 +35,9 @@ _TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
+class Candidate:
     """A resolved site's learners, what they were judged by, and the damage of every k for the sampled tokens.
 
-    gate: predicts the log of that damage. expected_TC: the damage that it predicts for the first of those tokens.
     tokens: how many the site saw.
     """
 
@@ -45,9 +45,21 @@ class Learned:
     weights: Weights
     judged: Judged
     damage_TC: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned(Candidate):
+    """A candidate with the gate that predicts the log of its damage.
+
+    expected_TC: the damage that it predicts for the first of the sampled tokens.
+    """
+
     gate: Gate
     expected_TC: Tensor
-    tokens: int
+
+
+Unit = list[Learned]
 
 
 def units(planned: Sequence[PlannedSite]) -> Iterator[list[PlannedSite]]:
@@ -77,18 +89,10 @@ def fit_pairs(
 
 
 def learn(
-    records: Sequence[SiteRecord],
-    judged: Mapping[str, Judged],
-    slices: Mapping[str, Fit],
-    options: Options,
-    *,
-    like: Mapping[str, Tensor],
-) -> list[list[Learned]]:
-    """The learners of a unit in every form it may take; `slices` holds those of the pairs that can be sliced.
-
-    like: by site, a tensor of the type and device that its gate will have.
-    """
-    learned = [_learned(r, _forms(r, judged, slices), options, like=like[r.site.name]) for r in records]
+    records: Sequence[SiteRecord], judged: Mapping[str, Judged], slices: Mapping[str, Fit]
+) -> list[list[Candidate]]:
+    """The learners of a unit in every form it may take; `slices` holds those of the pairs that can be sliced."""
+    learned = [[_judge(fit, record.tokens) for fit in _forms(record, judged, slices)] for record in records]
     return [list(unit) for unit in zip(*learned, strict=True)]
 
 
@@ -103,36 +107,45 @@ def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str
     return [own, slices[name]] if name in slices else [own]
 
 
-def _learned(record: SiteRecord, fits: Sequence[Fit], options: Options, *, like: Tensor) -> list[Learned]:
-    damages = [token_damage(fit.weights, fit.judged, fit.site.k_min) for fit in fits]
-    # drawn weights would be of no use here, and cost the user's generator
-    gates = [
-        skip_init(Gate, fit.site.d_in, fit.site.gate_width, fit.site.columns, device=like.device, dtype=like.dtype)
-        for fit in fits
-    ]
-    inputs = {id(fit.judged.x_TD): fit.judged.x_TD for fit in fits}
-    for x_TD in inputs.values():
-        same = [place for place, fit in enumerate(fits) if fit.judged.x_TD is x_TD]
-        targets = [damages[place] for place in same]
-        fit_gates([gates[place] for place in same], x_TD, targets, steps=options.gate_steps, seed=record.seed)
+def _judge(fit: Fit, tokens: int) -> Candidate:
+    damage_TC = token_damage(fit.weights, fit.judged, fit.site.k_min)
+    return Candidate(site=fit.site, weights=fit.weights, judged=fit.judged, damage_TC=damage_TC, tokens=tokens)
+
+
+def with_gates(
+    candidates: Sequence[Sequence[Sequence[Candidate]]],
+    options: Options,
+    *,
+    like: Mapping[str, Tensor],
+) -> list[list[Unit]]:
+    """The candidates of each unit with their gates, which are trained together where they read the same input.
+
+    like: by site, a tensor of the type and device that its gate will have.
+    """
+    every = [part for forms in candidates for unit in forms for part in unit]
+    gates = [_new_gate(part.site, like[part.site.name]) for part in every]
+    readers = defaultdict[int, list[int]](list)
+    for place, part in enumerate(every):
+        readers[id(part.judged.x_TD)].append(place)
+    for places in readers.values():
+        targets = [every[place].damage_TC for place in places]
+        x_TD = every[places[0]].judged.x_TD
+        fit_gates([gates[place] for place in places], x_TD, targets, steps=options.gate_steps, seed=options.seed)
     ranks.from_first(gates)
-    return [_of_fit(*parts, record.tokens) for parts in zip(fits, damages, gates, strict=True)]
+    learned = (_with_gate(part, gate) for part, gate in zip(every, gates, strict=True))
+    return [[[next(learned) for _ in unit] for unit in forms] for forms in candidates]
+
+
+def _new_gate(site: PlannedSite, like: Tensor) -> Gate:
+    # drawn weights would be of no use here, and cost the user's generator
+    return skip_init(Gate, site.d_in, site.gate_width, site.columns, device=like.device, dtype=like.dtype)
 
 
 @torch.no_grad()
-def _of_fit(fit: Fit, damage_TC: Tensor, gate: Gate, tokens: int) -> Learned:
-    return Learned(
-        site=fit.site,
-        weights=fit.weights,
-        judged=fit.judged,
-        damage_TC=damage_TC,
-        gate=gate,
-        expected_TC=to_float64(gate(fit.judged.x_TD[:_TOKENS])).exp(),
-        tokens=tokens,
-    )
+def _with_gate(part: Candidate, gate: Gate) -> Learned:
+    known = {field.name: getattr(part, field.name) for field in fields(Candidate)}
+    return Learned(**known, gate=gate, expected_TC=to_float64(gate(part.judged.x_TD[:_TOKENS])).exp())
 
-
-Unit = list[Learned]
 
 _BUDGETS, _HALVINGS, _ROUNDS = (0.35, 0.45, 0.6, 0.75), 24, 2
 

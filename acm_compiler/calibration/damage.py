@@ -70,13 +70,13 @@ class Judged:
     whole: Together | None = None
 
     @staticmethod
-    def of(record: SiteRecord, *, elsewhere: float) -> Judged:
-        """A site as it was seen.
+    def of(record: SiteRecord, x_TD: Tensor, *, elsewhere: float) -> Judged:
+        """A site as it was seen; `x_TD` is what its sample holds.
 
         Where no gradient ever reached it, every token and direction of it is taken to matter alike, as much as other
         sites do: `elsewhere` is their mean trace.
         """
-        metric, listens_T, x_TD = _metric(record), record.sample.weights, record.sample.vectors
+        metric, listens_T = _metric(record), record.sample.weights
         trace, whole = metric.trace(), None
         if trace > 0:
             root, inverse = thin_factors(metric / trace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.module import State
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration import ranks
-from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, units
+from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, units, with_gates
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.examples import Examples, Options
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
@@ -54,7 +54,7 @@ def fit_all(found: Rewritten, examples: Examples, options: Options, progress: Pr
     groups = list(in_memory(planned, options))
     fitted: list[FittedSite] = []
     for number, group in enumerate(groups, start=1):
-        records = {site.name: _record(site, dense, options, seed=len(fitted) + i) for i, site in enumerate(group)}
+        records = {site.name: _record(site, dense, options) for site in group}
         seen = _read(found, examples, records, options, progress)
         for record in records.values():
             record.require_tokens()
@@ -91,8 +91,9 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
     yield group
 
 
-def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options, seed: int) -> SiteRecord:
-    return SiteRecord(site, dense[site.name], sample=_sample(site, options), seed=options.seed + seed)
+def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options) -> SiteRecord:
+    # one seed: sites that read the same input sample the same tokens
+    return SiteRecord(site, dense[site.name], sample=_sample(site, options), seed=options.seed)
 
 
 def _sample(site: PlannedSite, options: Options) -> int:
@@ -147,21 +148,50 @@ def _fit_group(
 ) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
     elsewhere = mean_trace(records.values())
-    judged = {name: Judged.of(record, elsewhere=elsewhere) for name, record in records.items()}
+    inputs = _inputs(records)
+    judged = {name: Judged.of(record, inputs[name], elsewhere=elsewhere) for name, record in records.items()}
     groups = list(units([record.site for record in records.values()]))
     pairs = [[records[site.name] for site in unit] for unit in groups if len(unit) == 2]
     slices = fit_pairs(found, pairs, judged, examples.fitted, options)
     pairs.clear()
     candidates, like = [], {name: acm.learners.w_in for name, acm in found.acms.items()}
-    for unit in groups:
-        parts = [records.pop(site.name) for site in unit]
-        candidates.append(learn(parts, judged, slices, options, like=like))
-        progress.advance(parts[-1].site.name, to=progress.done + len(parts))
+    for neighbours in _sharing(groups, inputs):
+        parts = [[records.pop(site.name) for site in unit] for unit in neighbours]
+        learners = [learn(unit, judged, slices) for unit in parts]
+        candidates += with_gates(learners, options, like=like)
+        progress.advance(parts[-1][-1].site.name, to=progress.done + sum(map(len, parts)))
     judged.clear()
+    inputs.clear()
     chosen = choose_forms(candidates)
     candidates.clear()
     for learned in [part for unit in chosen for part in unit]:
         yield _fitted(learned, seen, like=like[learned.site.name])
+
+
+def _inputs(records: Records) -> dict[str, Tensor]:
+    """The sampled inputs of every site; one tensor for neighbours that read the same, as q, k and v do."""
+    inputs: dict[str, Tensor] = {}
+    last = None
+    for name, record in records.items():
+        own = record.sample.vectors
+        last = inputs[name] = last if last is not None and torch.equal(last, own) else own
+    return inputs
+
+
+def _sharing(
+    groups: Iterable[Sequence[PlannedSite]], inputs: Mapping[str, Tensor]
+) -> list[list[Sequence[PlannedSite]]]:
+    """Neighbouring units of sites with those that share an input with the one before."""
+    sharing: list[list[Sequence[PlannedSite]]] = []
+    read: set[int] = set()
+    for unit in groups:
+        own = {id(inputs[site.name]) for site in unit}
+        if own & read:
+            sharing[-1].append(unit)
+        else:
+            sharing.append([unit])
+        read = own
+    return sharing
 
 
 def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:

@@ -152,11 +152,13 @@ def nested_factors(w_OD: Tensor, c_DD: Tensor, g_OO: Tensor, rank: int) -> Facto
         c_DD = torch.eye(len(c_DD)).to(c_DD)
     c_root, c_inverse = square_factors(c_DD, _RIDGE_INPUT)
     g_root, g_inverse = square_factors(g_OO, _RIDGE_METRIC)
-    u, s, vh = torch.linalg.svd(g_root.T @ w_OD @ c_root, full_matrices=False)
-    found = min(rank, len(s))
+    whitened_OD = g_root.T @ w_OD @ c_root
+    # the right singular vectors alone are needed, and far below the largest singular value none of them exactly
+    right_DD = torch.linalg.eigh(whitened_OD.T @ whitened_OD).eigenvectors.flip(1)
+    found = min(rank, *w_OD.shape)
     w_in, w_out = w_OD.new_zeros(rank, w_OD.shape[1]), w_OD.new_zeros(w_OD.shape[0], rank)
-    w_in[:found] = vh[:found] @ c_inverse
-    w_out[:, :found] = g_inverse.T @ (u * s)[:, :found]
+    w_in[:found] = right_DD[:, :found].T @ c_inverse
+    w_out[:, :found] = g_inverse.T @ (whitened_OD @ right_DD[:, :found])
     return Factors(w_in=w_in, w_out=w_out)
 
 

@@ -32,7 +32,7 @@ class SiteRecord:
     """
 
     def __init__(self, site: PlannedSite, dense: DenseWeights, *, sample: int, seed: int) -> None:
-        self.site, self.dense, self.seed = site, dense, seed
+        self.site, self.dense = site, dense
         self.moments, self.heard, self.metric = Moments(), Moments(), SecondMoment()
         self.sample, self.whole = Reservoir(sample, seed), WholeExamples(int(sample * _WHOLE))
         self.home = float64_device(dense.device)

@@ -37,6 +37,8 @@ _JUMP = 0.02
 # further apart than _WIDE leave too much to expectation
 _STRAIGHT, _WIDE = 0.015, 0.15
 _STEPS, _MARGIN = 14, 1e-4
+# tokens of each site, in whole examples, whose scores say where to look next
+_SCORED = 4096
 
 Example = tuple[Inputs, Tensor | None]
 
@@ -92,7 +94,7 @@ class _Search:
         self.least = found.plan.cost.least_share(k_lo)
         self.probes: dict[float, Probe] = {}
         self.missed: list[float] = []
-        self.count = 0
+        self.count = self.tokens = 0
 
     def probe(self, knob: float) -> float:
         """The share reached with `knob`: the mean over examples of their shares, padding left out."""
@@ -113,25 +115,30 @@ class _Search:
     def _run(self, number: int) -> tuple[Tensor, list[tuple[Tensor, float]]]:
         """The shares of one batch's examples, and by site the knobs at which its tokens turn, see `quantiles`.
 
-        TrainingFailed for scores that are not finite.
+        TrainingFailed for scores that are not finite: all are looked at with the first knob, as nan and infinity in
+        data or weights show with every knob, and those of some examples afterwards.
         """
         inputs, mask = self.examples[number]
         model, calls = self.found.model, defaultdict[str, list[Tensor]](list)
+        every = max(1, self.tokens // _SCORED) if self.probes else 1
 
         def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
             lowest = acm.within(self.k_lo, acm.count)[0] - acm.k_min
-            scores, costs = acm.gate(x.reshape(-1, x.shape[-1])), acm.choice_costs(x.device)
+            x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)[::every]
+            scores, costs = acm.gate(x_BSD.flatten(0, 1)), acm.choice_costs(x.device)
             knobs_Tn = turning_knobs(scores[:, lowest:], costs[lowest:], acm.gate.rule)
-            calls[acm.name].append(tokens.to_batch(knobs_Tn, x.shape[:-1], acm.layout, site=acm.name))
+            calls[acm.name].append(knobs_Tn.unflatten(0, x_BSD.shape[:2]))
 
         watched = observed(self.found.owner, see)
         with batch_context(model, mask=mask), record(model, macs=False) as usage, watched:
             call_model(model, inputs)
         turning = []
         for name, parts in calls.items():
-            knobs_Rn = torch.cat(parts, dim=1)[usage.k[name] != PADDING]
+            knobs_Rn = torch.cat(parts, dim=1)[usage.k[name][::every] != PADDING]
             _refuse_broken(name, knobs_Rn, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
             turning.append((knobs_Rn.flatten(), float(macs_per_learner(self.found.plan.site(name)))))
+        if not self.probes:
+            self.tokens += max(k_BS.numel() for k_BS in usage.k.values())
         return usage.real_shares, turning
 
     def bisect(self, target: float, within: float) -> None:

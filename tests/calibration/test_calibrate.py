@@ -14,9 +14,11 @@ import acm_compiler.calibration.calibrate as process
 import acm_compiler.runtime.measure_budgets as measure
 from acm_compiler.acm.context import observers_of
 from acm_compiler.acm.reference import prefix_output
+from acm_compiler.calibration import candidates
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.calibration.fit_all import in_memory
+from acm_compiler.calibration.gates import fit_gates
 from acm_compiler.calibration.recalibrate import Sensitivity, recalibrate, sensitivity
 from acm_compiler.errors import (
     BudgetUnreachable,
@@ -581,3 +583,20 @@ def test_a_compiled_model_is_refused_before_it_runs(shared):
     for act in (calibrate, recalibrate):
         with pytest.raises(CompiledModelError, match="eager model"):
             act(compiled, iter([]))
+
+
+def test_gates_of_sites_that_read_the_same_input_are_trained_together(monkeypatch):
+    trained = []
+
+    def fit(gates, x_TD, damages, **options):
+        trained.append(len(gates))
+        fit_gates(gates, x_TD, damages, **options)
+
+    monkeypatch.setattr(candidates, "fit_gates", fit)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    data = list(torch.randn(12, 8, 5, 16))
+    converted = acm_compiler.rewrite(model, acm_compiler.plan(model, data[0]))
+    calibrate_on(converted, masked(data), options=quick())
+    # q, k and v, each in two forms, then o in its own basis and in that of slices, then the MLP
+    assert trained == [6, 1, 1, 1]

@@ -6,7 +6,7 @@
     python benchmarks/calibrate_time.py vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 pictures
     python benchmarks/calibrate_time.py vit 1 2000  one layer of it, all sites, 2,000 tokens: the price of a layer
     python benchmarks/calibrate_time.py decoder     SmolLM2-135M's shape, MLP sites, 40,000 tokens
-    python benchmarks/calibrate_time.py decoder 5 4000  the same with 5 layers and 4,000 tokens
+    python benchmarks/calibrate_time.py decoder 5 4000 1000  the same with 5 layers, 4,000 tokens, 1,000 with gradients
 
 Weights and inputs are random: what is computed does not depend on them. CPU seconds of all threads together, in all
 and of each part, and seconds on the clock, which say something on quiet cores only.
@@ -37,32 +37,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tokens", "layers", "vit", "decoder"))
     parser.add_argument(
-        "sizes", nargs="*", type=int, help="of these tokens or layers only; of vit and decoder its layers and tokens"
+        "sizes", nargs="*", type=int, help="of these tokens or layers only; of vit and decoder their layers and tokens"
     )
     options = parser.parse_args()
     makers = {"tokens": over_tokens, "layers": over_layers, "vit": of_vit, "decoder": of_decoder}
     cases = makers[options.what](*options.sizes)
     heads = ("model", "sites", "tokens", "CPU s", *PARTS, "s", "threads, load")
     sys.stdout.write("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads) + "\n")
-    for name, model, example, batches, tokens, sites in cases:
-        row = timed(model, example, batches, tokens=tokens, sites=sites)
+    for name, *case in cases:
+        row = timed(*case)
         sys.stdout.write(f"| {name} | {row}\n")
         sys.stdout.flush()
 
 
-Case = tuple[str, nn.Module, Any, Iterator[Any], int, list[str]]
+Case = tuple[str, nn.Module, Any, Iterator[Any], int, list[str], int | None]
 
 
 def over_tokens(*sizes: int) -> Iterator[Case]:
     """One model, more and more tokens."""
     for tokens in sizes or (5_000, 10_000, 20_000):
-        yield "BERT, 3 layers of 128", bert(3, 128), sentence(), sentences(), tokens, ["mlp", "attn"]
+        yield "BERT, 3 layers of 128", bert(3, 128), sentence(), sentences(), tokens, ["mlp", "attn"], None
 
 
 def over_layers(*sizes: int) -> Iterator[Case]:
     """More and more layers, the same tokens."""
     for layers in sizes or (3, 6, 12):
-        yield f"BERT, {layers} layers of 128", bert(layers, 128), sentence(), sentences(), 5_000, ["mlp", "attn"]
+        yield f"BERT, {layers} layers of 128", bert(layers, 128), sentence(), sentences(), 5_000, ["mlp", "attn"], None
 
 
 def of_vit(*sizes: int) -> Iterator[Case]:
@@ -74,24 +74,26 @@ def of_vit(*sizes: int) -> Iterator[Case]:
     model = VisionTransformer(224, 16, num_layers=layers, num_heads=12, hidden_dim=768, mlp_dim=3072)
     torch.nn.init.normal_(model.heads.head.weight, std=0.03)  # torchvision's zeros would give no gradient
     sites = ["mlp", "attn"] if sizes else ["mlp"]
-    yield f"ViT-B/16, {layers} layers", model.eval(), torch.randn(1, 3, 224, 224), pictures(), tokens, sites
+    yield f"ViT-B/16, {layers} layers", model.eval(), torch.randn(1, 3, 224, 224), pictures(), tokens, sites, None
 
 
 def of_decoder(*sizes: int) -> Iterator[Case]:
-    """A decoder of SmolLM2-135M's shape on random tokens; `sizes`: its layers, and tokens."""
+    """A decoder of SmolLM2-135M's shape on random tokens; `sizes`: its layers, tokens, and those with gradients."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    layers, tokens = (*sizes, *(30, 40_000)[len(sizes) :])
+    layers, tokens, with_gradients = (*sizes, *(30, 40_000, None)[len(sizes) :])
     config = LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
         num_key_value_heads=3, vocab_size=VOCABULARY, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     model, example = LlamaForCausalLM(config).eval(), {"input_ids": torch.randint(VOCABULARY, (1, CONTEXT))}
-    yield f"SmolLM2-135M's shape, {layers} layers", model, example, contexts(), tokens, ["mlp"]
+    yield f"SmolLM2-135M's shape, {layers} layers", model, example, contexts(), tokens, ["mlp"], with_gradients
 
 
-def timed(model: nn.Module, example: Any, batches: Iterator[Any], *, tokens: int, sites: list[str]) -> str:
+def timed(
+    model: nn.Module, example: Any, batches: Iterator[Any], tokens: int, sites: list[str], with_gradients: int | None
+) -> str:
     """The cells of one calibration."""
     plan = acm.plan(model, example, sites=sites)
     converted = acm.rewrite(model, plan)
@@ -102,7 +104,8 @@ def timed(model: nn.Module, example: Any, batches: Iterator[Any], *, tokens: int
         if len(spent) <= len(PARTS) and text.startswith(f"calibrate: {PARTS[len(spent) - 1]}"):
             spent.append(time.process_time())
 
-    acm.calibrate(converted, batches, tokens=tokens, progress=progress)
+    fewer: dict[str, Any] = {} if with_gradients is None else {"gradient_tokens": with_gradients}
+    acm.calibrate(converted, batches, tokens=tokens, progress=progress, **fewer)
     clock, load = time.perf_counter() - clock, f"{torch.get_num_threads()}, {os.getloadavg()[0]:.1f}"
     parts = [f"{after - before:.0f}" for before, after in pairwise(spent)]
     cells = [len(plan.sites), tokens, f"{spent[-1] - spent[0]:.0f}", *parts, f"{clock:.0f}", load]

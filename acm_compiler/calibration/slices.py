@@ -93,11 +93,7 @@ def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     b_KO = torch.where(fits_KN1, b_O.unflatten(0, parts), mean_O.unflatten(0, parts)).flatten(1)
     w_NGhD = w_OD.unflatten(0, parts).movedim(1, 0)
     dense = _dense(record.dense, w_OD, b_O)
-    whole = judged.whole
-    if whole is not None:
-        turned_TO = bases.turned_columns(to_float64(whole.g_TPO.flatten(0, 1)))
-        whole = dataclasses.replace(whole, g_TPO=turned_TO.view_as(whole.g_TPO).to(whole.g_TPO))
-    turned = dataclasses.replace(judged, dense=dense, metric=bases.turned_metric(judged.metric), whole=whole)
+    turned = dataclasses.replace(judged, dense=dense, root=bases.turned_columns(judged.root.T).T)
     return Fit(site=site, weights=_weights(w_NGhD, b_KO, "rows", like=judged.x_TD), judged=turned)
 
 
@@ -116,10 +112,10 @@ def _columns(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     left_out_NO = torch.einsum("ognh,gnh->no", w_OGNh, mean_D.unflatten(0, parts))
     missing_KO = torch.cat([left_out_NO.flip(0).cumsum(0).flip(0), torch.zeros_like(b_O)[None]])
     dense = _dense(record.dense, w_OD, b_O)
-    whole = judged.whole
+    x_TD, whole = bases.turned(judged.x_TD), judged.whole
     if whole is not None:
-        whole = dataclasses.replace(whole, x_TD=bases.turned(whole.x_TD))
-    turned = dataclasses.replace(judged, dense=dense, x_TD=bases.turned(judged.x_TD), whole=whole)
+        whole = dataclasses.replace(whole, x_TD=x_TD if whole.x_TD is judged.x_TD else bases.turned(whole.x_TD))
+    turned = dataclasses.replace(judged, dense=dense, x_TD=x_TD, whole=whole)
     weights = _weights(w_OGNh.movedim(2, 0), b_O + missing_KO, "cols", like=judged.x_TD)
     return Fit(site=site, weights=weights, judged=turned)
 
@@ -160,11 +156,6 @@ class HeadBases:
     def turned_columns(self, w_OD: Tensor) -> Tensor:
         """A weight [O, G * d] that reads its input in the new coordinates."""
         return torch.einsum("ogj,gji->ogi", w_OD.unflatten(1, self.turn.shape[:2]), self.back).flatten(1)
-
-    def turned_metric(self, g_FF: Tensor) -> Tensor:
-        """A metric [G * d, G * d] of the old coordinates, for the new ones."""
-        columns = self.turned_columns(g_FF)
-        return self.turned_columns(columns.T).T
 
 
 def bases_of_scores(second_q: Tensor, covariance_k: Tensor) -> tuple[HeadBases, HeadBases]:

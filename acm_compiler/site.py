@@ -18,24 +18,24 @@ Whole = Annotated[int, Ge(0), Le(2**63 - 1)]
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
 Learners = Annotated[int, Ge(1), Le(64)]
 Share = Annotated[float, Ge(0), Le(1)]
-# an `act` is one of these names, or an expression
-ACTIVATIONS = (
-    "identity",
-    "relu",
-    "relu6",
-    "relu2",
-    "gelu",
-    "gelu_tanh",
-    "quick_gelu",
-    "silu",
-    "tanh",
-    "sigmoid",
-    "elu",
-    "leaky_relu",
-    "hardswish",
-    "mish",
-    "softplus",
-)
+# an `act` is one of these names, or an expression; what follows a name is what it stands for, torch's own where nothing
+ACTIVATIONS: dict[str, str | None] = {
+    "identity": "x",
+    "relu": None,
+    "relu6": None,
+    "relu2": "square(relu(x))",
+    "gelu": None,
+    "gelu_tanh": None,
+    "quick_gelu": "mul(x, sigmoid(mul(x, 1.702)))",
+    "silu": None,
+    "tanh": None,
+    "sigmoid": None,
+    "elu": None,
+    "leaky_relu": None,
+    "hardswish": None,
+    "mish": None,
+    "softplus": None,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class LinearRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which axis of a site's input belongs to the batch.
+    """Batch axis of a site's input.
 
     The site's input is [..., features]. Axis `batch_axis` has batch * `folds` entries, the folds of one
     example lying next to each other (windows, beams). All other axes but the last are token axes. Where no axis can
@@ -67,7 +67,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graft:
-    """How an ACM gets into the live model.
+    """Way of an ACM into the live model.
 
     W: `modules` = (the module that equals the region). T: the modules that tile the region in the order of
     execution, the last becomes the ACM. S: the modules of the first linears and then of the last linear, with

@@ -171,7 +171,7 @@ def rivals(
 
 
 def _scores(model: nn.Module, batches: Iterable[Batch], task: Task) -> tuple[Sample, Tensor]:
-    """What the examples count for, and the score of each."""
+    """Units and sources of the examples, and the score of each."""
     units, groups, scores = [], [], []
     for batch in batches:
         units.append(task.units(batch))

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.acm.arguments import GateWeights
+from acm_compiler.acm.arguments import GateWeights, held
 from acm_compiler.acm.reference import GateRule
 
 
 class Gate(nn.Module):
     """Linear -> GELU -> Linear, one output column per allowed k (docs/semantics.md, Gate and knob).
 
-    `rule` says what a score means: a paper's logit, or the log of the damage expected from running k learners;
+    `rule` is the meaning of a score: a paper's logit, or the log of the damage expected from running k learners;
     `reference.utilities` turns either into choices.
     """
 
@@ -31,4 +31,4 @@ class Gate(nn.Module):
 
     def weights(self) -> GateWeights:
         """Weight and bias of both linears, as the operator takes them."""
-        return GateWeights(self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias)
+        return GateWeights(*held(("weight", "bias"), self.inner, self.outer))

@@ -17,7 +17,7 @@ REGISTRIES = ("torchvision", "timm")
 
 
 def is_known(model: ModelConfig) -> bool:
-    """Whether a quick look finds what `model` names, its weights included: then there is no need for the registry.
+    """True if a quick look finds the model that `model` names, its weights included, without loading the registry.
 
     Models of other sources count as found: they are files, functions and places that a recipe may be far from. A GGUF
     file is looked for where its folder or package is here.
@@ -37,7 +37,7 @@ def is_known(model: ModelConfig) -> bool:
 
 
 def is_installed(model: ModelConfig) -> bool:
-    """Whether the package is here that knows the names of such models, for a GGUF file its folder and its reader."""
+    """True if the package that knows the names of such models is installed; for GGUF files, their folder and reader."""
     if model.gguf:
         return gguf.is_here(model)
     return model.source not in REGISTRIES or find_spec(model.source) is not None

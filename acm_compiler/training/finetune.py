@@ -18,7 +18,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import call_model, in_mode
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import refuse_unfitted, relax, set_budget
@@ -73,7 +73,7 @@ class Finetune:
     def opened(self) -> Iterator[None]:
         """Inside, the model is in train mode with relaxed gates or, for learners alone, in eval mode."""
         before = next(iter(self.acms.values())).temperature
-        refuse_unfitted(self.model, "finetune")
+        refuse_unfitted(rewritten(self.model), "finetune")
         relax(self.model, self.config.temperature if self.sampled else None)
         self._set_gates()
         wrapped = self.step_module
@@ -143,7 +143,7 @@ class Finetune:
         )
 
     def _counts(self, acm: ACM, seen: list[_Seen]) -> Tensor:
-        """How many tokens took each choice of one site, [C]; zeros where none was counted."""
+        """Number of tokens that took each choice of one site, [C]; zeros where none was counted."""
         total = torch.zeros(acm.count - acm.k_min + 1, device=self.machine.device)
         for batch in seen:
             if acm.name in batch.counts:
@@ -226,7 +226,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """Answers batches as the original model does; it is never trained. `wanted`: its answers are the objective."""
+    """The original model, which is never trained. `wanted`: its outputs are the objective."""
 
     model: nn.Module
     task: Task
@@ -251,7 +251,7 @@ class Teacher:
 
     @torch.no_grad()
     def teach(self, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """The batch with what the task remembers of the original's output, and its answer where that is wanted."""
+        """The batch with what the task remembers of the original's output, and `task.answer` of it if wanted."""
         with in_mode(self.model, training=False), self.machine.autocast():
             output = call_model(self.model, self.task.inputs(batch))
         answer = self.task.answer(output, self.task.mask(batch)) if self.wanted else None

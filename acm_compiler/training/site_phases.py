@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.phases import DistillPhase, GatePhase, LabelRule, TrainedPhase
@@ -34,11 +34,12 @@ def distill_phase(model: nn.Module, config: DistillPhase, job: Job, machine: Mac
 
 def gate_phase(model: nn.Module, config: GatePhase, job: Job, machine: Machine) -> TappedPhase:
     """The gate phase of one model. SitesNotFitted."""
-    refuse_unfitted(model, "a gate phase")
+    found = rewritten(model)
+    refuse_unfitted(found, "a gate phase")
     objective = GateLabels(
         labels=config.labels,
         temperature=config.temperature,
-        plan=conversion(model).plan,
+        plan=found.plan,
         rank=machine.rank,
         world=machine.world,
     )
@@ -57,7 +58,7 @@ class Distill:
     detach: bool = False
 
     def prepare(self, acm: ACM) -> None:
-        """Nothing to change: the dense region answers while its learners learn."""
+        """Nothing to change: the dense region runs while its learners learn."""
 
     def parameters(self, acm: ACM) -> Iterable[nn.Parameter]:
         """The learners; gates have no part in this phase."""
@@ -83,7 +84,7 @@ class Distill:
         return Figures(terms=terms)
 
     def complete(self, acm: ACM) -> None:
-        """From now on the learners answer."""
+        """Run the learners from now on."""
         acm.state = "learners"
 
 
@@ -104,7 +105,7 @@ class GateLabels:
     world: int = 1
 
     def prepare(self, acm: ACM) -> None:
-        """What the gate learns here are logits, whatever its scores meant before."""
+        """Give the gate the rule of logits, which it learns here, whatever its scores meant before."""
         acm.gate.rule = "logits"
 
     def parameters(self, acm: ACM) -> Iterable[nn.Parameter]:

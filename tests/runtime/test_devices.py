@@ -15,7 +15,7 @@ from acm_compiler.calibration import gates, ranks
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.passes.capture.capture import capture
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.runtime import measure_budgets as measure
 from acm_compiler.runtime.encoder_decoder import CallPadding
 from acm_compiler.runtime.measure_budgets import _mean_over_ranks, _Search
@@ -40,7 +40,7 @@ def test_knobs_are_guessed_where_the_scores_are(rule, monkeypatch):
     for acm in sites(model).values():
         acm.gate.rule = rule
     scores = {name: torch.empty(7, acm.count - acm.k_min + 1, device="meta") for name, acm in sites(model).items()}
-    assert gates._share_of(model, scores, 0.3, 1) == pytest.approx(0.5)
+    assert gates._share_of(rewritten(model), scores, 0.3, 1) == pytest.approx(0.5)
     assert [(k_T.device.type, k_T.shape) for k_T in chosen] == [("meta", (7,))] * 2
 
 
@@ -54,7 +54,7 @@ def test_processes_add_up_shares_on_the_models_device(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", send)
-    search = _Search(stack_of(planned_site("a")).to("meta"), [], 0)
+    search = _Search(rewritten(stack_of(planned_site("a")).to("meta")), [], 0)
     with pytest.raises(Sent, match="meta"):
         _mean_over_ranks(torch.rand(3, dtype=torch.float64), search.device)
 
@@ -77,7 +77,7 @@ def test_processes_add_up_sums_of_the_cpu_where_their_group_carries_none(monkeyp
 
 
 class Float64Apart(TorchDispatchMode):
-    """On a device that has no float64 none can be made of its tensors: `to_float64` alone takes them elsewhere."""
+    """A device without float64, to which none can be moved: `to_float64` alone takes tensors elsewhere."""
 
     taken = 0
 
@@ -151,7 +151,7 @@ def test_metrics_and_figures_of_training_need_no_float64_where_the_model_is(monk
 
 
 class MetaHoldsOnes(TorchDispatchMode):
-    """What is copied from `meta` to the CPU is all ones."""
+    """Copies from `meta` to the CPU are all ones."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
@@ -169,7 +169,7 @@ def test_loads_of_a_model_on_two_devices_are_averaged():
 
 
 class Accelerator(SimpleNamespace):
-    """What `torch.xpu` and its like are asked for; draws are counted by `advance`."""
+    """A device module such as `torch.xpu`; draws are counted by `advance`."""
 
     def __init__(self, devices):
         super().__init__(drawn=dict.fromkeys(devices, 0), is_initialized=lambda: True)

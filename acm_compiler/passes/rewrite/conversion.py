@@ -1,4 +1,4 @@
-"""What belongs to a rewritten model as a whole: its plan and its budget table, shared by all its ACMs."""
+"""State of a rewritten model as a whole: its plan and its budget table, shared by all its ACMs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BudgetPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedBudget:
-    """What the model did at one budget on held-out data: the share it reached, and the task's metric."""
+    """Result at one budget on held-out data: the share reached, and the task's metric."""
 
     asked: float
     knob: float
@@ -94,27 +94,54 @@ class Conversion:
         return self.table.points[0].share if self.table else self.plan.cost.budget_min
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewritten:
+    """A rewritten model, or a part of one, with what one search of it finds: its ACMs by site name, its conversion."""
+
+    model: nn.Module
+    acms: dict[str, ACM]
+    owner: Conversion
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions for all sites, as they are now: calibration resolves them."""
+        return self.owner.plan
+
+
 def sites(model: nn.Module) -> dict[str, ACM]:
-    """The ACMs of `model` by site name, in the plan's order; also for wrapped (DDP, compiled) models.
+    """The ACMs of `model` by site name, in the plan's order; errors as of `rewritten`."""
+    return rewritten(model).acms
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """The conversion of a rewritten model, or of a part of one; errors as of `rewritten`."""
+    return rewritten(model).owner
+
+
+def rewritten(model: nn.Module) -> Rewritten:
+    """The ACMs of `model`, in the plan's order, and their conversion; also for wrapped (DDP, compiled) models.
 
     NotRewritten when there are none, FixedBudget for graphs made of a rewritten model (exported, or frozen for good),
     UsageError where several rewritten models are parts of one.
     """
     refuse_no_module(model)
-    found = {module.name: module for module in model.modules() if isinstance(module, ACM)}
-    if not found:
+    acms = [module for module in model.modules() if isinstance(module, ACM)]
+    if not acms:
         raise _no_acms(model)
-    for name, acm in found.items():
-        _refuse_discarded(name, acm)
-    owners = {id(module.conversion) for module in model.modules() if isinstance(module, ACM)}
+    for acm in acms:
+        _refuse_discarded(acm)
+    owners = {id(acm.conversion) for acm in acms}
     if len(owners) > 1:
         raise UsageError(
             f"this {type(model).__name__} holds {len(owners)} models that were rewritten one by one",
             expected="one plan and one budget for the whole model",
             fix="name the part, as in acm.set_budget(model.encoder, 0.4); or rewrite the whole model at once",
         )
-    order = {site.name: i for i, site in enumerate(conversion_of(next(iter(found.values()))).plan.sites)}
-    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+    owner = conversion_of(acms[0])
+    order = {site.name: i for i, site in enumerate(owner.plan.sites)}
+    return Rewritten(
+        model=model, acms={acm.name: acm for acm in sorted(acms, key=lambda acm: order[acm.name])}, owner=owner
+    )
 
 
 def refuse_no_module(model: object, *, where: str | None = None) -> None:
@@ -149,7 +176,7 @@ def _exported(name: str) -> FixedBudget:
 
 
 def _holds_operators(model: object) -> bool:
-    """Whether a module is made of graphs in which operators of ACMs stand."""
+    """True if a module is made of graphs that call operators of ACMs."""
     if not isinstance(model, nn.Module):
         return False
     graphs = [getattr(part, "graph", None) for part in model.modules()]
@@ -157,11 +184,11 @@ def _holds_operators(model: object) -> bool:
     return any(node.op == "call_function" and str(node.target).startswith("acm.") for node in nodes)
 
 
-def _refuse_discarded(name: str, acm: ACM) -> None:
+def _refuse_discarded(acm: ACM) -> None:
     if type(acm.knob).__name__ == "ErasedTensor":  # what Inductor's freezing_discard_parameters leaves of a model
         raise FixedBudget(
             "Inductor froze this model and discarded its parameters: it keeps the budget or k that it had then",
-            where=name,
+            where=acm.name,
             fix="load the model anew, acm.set_budget, then compile; or freeze without freezing_discard_parameters",
         )
 
@@ -182,23 +209,18 @@ def conversion_of(acm: ACM) -> Conversion:
     return acm.conversion
 
 
-def conversion(model: nn.Module) -> Conversion:
-    """The conversion of a rewritten model; NotRewritten when it is not one."""
-    return conversion_of(next(iter(sites(model).values())))
-
-
-def whole_conversion(model: nn.Module, request: str) -> Conversion:
-    """As `conversion`, for what holds for all sites of the plan together; UsageError for a part of the model."""
-    owner, here = conversion(model), sites(model)
-    elsewhere = [site.name for site in owner.plan.sites if site.name not in here]
+def wholly_rewritten(model: nn.Module, request: str) -> Rewritten:
+    """The `rewritten` model, for what holds for all sites of the plan together; UsageError for a part of the model."""
+    found = rewritten(model)
+    elsewhere = [site.name for site in found.plan.sites if site.name not in found.acms]
     if elsewhere:
         raise UsageError(
             f"{request} is for the whole rewritten model, whose plan and budget table belong together",
-            found=f"{type(model).__name__} with {len(here)} of its {len(owner.plan.sites)} sites, "
+            found=f"{type(model).__name__} with {len(found.acms)} of its {len(found.plan.sites)} sites, "
             f"without {elsewhere[0]}",
             fix="name the model that acm.rewrite or acm.load gave; acm.set_k(part, k) fixes the sites of a part",
         )
-    return owner
+    return found
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from acm_compiler.errors import DataError
 from acm_compiler.recipe.datasets import TextData, TextRowsData
 from acm_compiler.recipe.gguf import SUFFIX
 from acm_compiler.recipe.load import installed_path
-from acm_compiler.sources.from_gguf import read_tokenizer
+from acm_compiler.sources.from_gguf import tokenizer_text
 from acm_compiler.sources.python_function import call_function
 
 _POOL = 16  # batches
@@ -208,7 +208,7 @@ def _open_tokenizer(where: str) -> Any:
         raise DataError("tokenizers is not installed", fix="pip install 'acm_compiler[hf]'") from error
     path = Path(installed_path(where))
     if path.suffix == SUFFIX and path.is_file():
-        return read_tokenizer(path).backend_tokenizer
+        return Tokenizer.from_str(tokenizer_text(path))
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise DataError(

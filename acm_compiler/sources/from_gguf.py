@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,23 +77,28 @@ def writer_of(settings: Any) -> str:
     return next(classes, "AutoModel")
 
 
-def read_tokenizer(path: Path) -> Any:
-    """The tokenizer in a GGUF file, as transformers makes it.
-
-    AutoTokenizer of early releases chooses a class by the model's architecture, which may add a first token.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    check_magic(path)
-    with _reading(path, "tokenizer"):
-        return PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+def tokenizer_text(path: Path) -> str:
+    """The tokenizer in a GGUF file, as a tokenizer.json."""
+    return tokenizer_files(path)["tokenizer.json"].decode()
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
     """The files that transformers writes for the tokenizer in a GGUF file; by name."""
-    tokenizer = read_tokenizer(path)
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+    check_magic(path)
+    return _tokenizer_files(path.absolute(), path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=2)  # each data set of a run asks for it, and it takes seconds
+def _tokenizer_files(path: Path, _: int) -> dict[str, bytes]:
+    """As above, of the file as it was last written.
+
+    AutoTokenizer of early releases chooses a class by the model's architecture, which may add a first token.
+    """
+    with _reading(path, "tokenizer"), TemporaryDirectory() as folder:
+        from transformers import PreTrainedTokenizerFast
+
+        read = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+        read.save_pretrained(folder)
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 

@@ -165,9 +165,10 @@ def test_what_transformers_does_not_know_or_find_in_a_file_is_refused(tmp_path):
         open_dataset(texts(tmp_path, "mute.gguf"))
 
 
-def test_the_package_that_reads_gguf_is_named_where_it_is_missing(folder, monkeypatch):
+def test_the_package_that_reads_gguf_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "small.gguf", small_llama())
     monkeypatch.setattr("acm_compiler.sources.from_gguf.find_spec", lambda name: None)
-    for read in (lambda: build(gguf(folder)), lambda: open_dataset(texts(folder))):
+    for read in (lambda: build(gguf(tmp_path)), lambda: open_dataset(texts(tmp_path))):
         with pytest.raises(ModelSourceError, match=r"(?s)the package gguf is not installed.*pip install gguf"):
             read()
 

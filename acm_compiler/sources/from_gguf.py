@@ -90,7 +90,7 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
 
 @lru_cache(maxsize=2)  # each data set of a run asks for it, and it takes seconds
 def _tokenizer_files(path: Path, _: int) -> dict[str, bytes]:
-    """As above, of the file as it was last written.
+    """Files of the tokenizer in a GGUF file that was last written at a time.
 
     AutoTokenizer of early releases chooses a class by the model's architecture, which may add a first token.
     """

@@ -57,7 +57,6 @@ def read_model(path: Path, auto: Any, settings: Any) -> nn.Module:
             found=a_few_of(missing),
             fix="give the file of the whole model (not a part of a split one), or another auto_class",
         )
-    vars(model).pop("is_quantized", None)  # transformers leaves the flag, False, at what it has unpacked
     return model
 
 

@@ -88,6 +88,13 @@ def test_a_converted_model_is_saved_loaded_and_written_with(folder, tmp_path):
     assert torch.equal(again.lm_head.weight, built.model.lm_head.weight)
 
 
+def test_what_a_user_loads_by_transformers_alone_is_saved_and_loaded_too(folder, tmp_path):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file="small.gguf")
+    ids = torch.tensor([[3, 4, 5]])
+    acm.save(acm.rewrite(theirs, acm.plan(theirs, {"input_ids": ids}, learners=2, sites="mlp")), tmp_path)
+    assert torch.allclose(acm.load(tmp_path)(ids).logits, theirs(ids).logits, atol=1e-5)
+
+
 def texts(folder, file="small.gguf", rows="some_texts"):
     return TextRowsData(kind="text_rows", rows=f"python:tests.sources.test_gguf:{rows}", tokenizer=str(folder / file))
 

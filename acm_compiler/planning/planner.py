@@ -7,7 +7,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from acm_compiler.errors import SelectionError, UsageError, nearest
+from acm_compiler.errors import SelectionError, UsageError, a_few_of, nearest
 from acm_compiler.planning.cost import dense_macs_per_token, size_limits
 from acm_compiler.planning.decisions import PlannedSite, SecondLayer
 from acm_compiler.recipe.schema import GateConfig, SiteRule
@@ -43,9 +43,8 @@ def notes_on(planned: Sequence[PlannedSite], chosen: Mapping[str, SiteRule]) -> 
     raised = [site.name for site in planned if site.k_min > 0 and chosen[site.name].k_min == 0]
     if not raised:
         return ()
-    where = f"{raised[0]} and {len(raised) - 1} more" if len(raised) > 1 else raised[0]
     why = "its output is not added straight to what goes around it"
-    return (f"k_min is 1, not 0 as asked, at {where}: {why}; zero: mean allows 0 there",)
+    return (f"k_min is 1, not 0 as asked, at {a_few_of(raised, 1)}: {why}; zero: mean allows 0 there",)
 
 
 def _selected(found: Sequence[Site], rule: SiteRule) -> list[str]:

@@ -9,14 +9,14 @@ DUMP = "ACM_DUMP"
 LOG = "ACM_LOG"
 """Rooms whose log is shown at level DEBUG, separated by commas: capture,sites,plan,rewrite,training,backend; or all."""
 KERNEL = "ACM_KERNEL"
-"""What runs ACMs: reference, cpu or triton; unset: the best there is. Tells faults of graphs from faults of kernels."""
+"""Implementation of ACMs: reference, cpu or triton; unset: the best one. Tells a graph's faults from a kernel's."""
 CHECK = "ACM_CHECK"
 """1: every kernel call is compared with the reference, and the first site that differs is named."""
 KERNELS = ("reference", "cpu", "triton")
 
 
 def dump_directory() -> str | None:
-    """Where stages write their results, None when nobody asked."""
+    """Folder for the stages' results, None when nobody asked."""
     return os.environ.get(DUMP) or None
 
 
@@ -37,5 +37,5 @@ def kernel() -> str | None:
 
 
 def check() -> bool:
-    """Whether kernels are to be compared with the reference."""
+    """True if kernels are to be compared with the reference."""
     return os.environ.get(CHECK, "") not in ("", "0")

@@ -67,7 +67,7 @@ class DataError(AcmError):
 
 
 class UnusableClip(DataError):
-    """A recording of no use; `fault` says why in a word or two, such as `unreadable` or `too long`."""
+    """An unusable recording; `fault` is the reason in a word or two, such as `unreadable` or `too long`."""
 
     def __init__(self, fault: str, *, where: str, found: object = None, expected: object = None) -> None:
         self.fault = fault
@@ -79,7 +79,7 @@ class FunctionFailed(AcmError):
 
 
 class NothingToConvert(AcmError):
-    """The model holds no site; the skips say why."""
+    """The model holds no site; the skips give the reasons."""
 
     exit_code = 3
 

@@ -55,7 +55,7 @@ def folder_at(directory: str | os.PathLike[str]) -> Path:
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of this name is what a killed process had not finished writing."""
+    """True if a file of this name is what a killed process had not finished writing."""
     return name.startswith(".") and name.endswith(_PART)
 
 
@@ -78,7 +78,7 @@ def storing(where: str | os.PathLike[str], what: str = "the folder cannot be wri
 
 
 def remedy(error: BaseException) -> str:
-    """What to do about a write that failed: room is only asked for where it is missing, or where nothing is known."""
+    """Remedy for a write that failed: room is only asked for where it is missing, or where nothing is known."""
     number = getattr(error, "errno", None)
     if number in _NO_PLACE:
         return "choose a folder that exists and that you may write to"

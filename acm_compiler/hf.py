@@ -39,7 +39,7 @@ class AcmConfig(PreTrainedConfig):
 
 
 class AcmLoader:
-    """What the auto class named `auto_class` finds for an `AcmConfig`; gives the model as `acm.load` does."""
+    """Loader that the auto class named `auto_class` finds for an `AcmConfig`; gives the model as `acm.load` does."""
 
     config_class = AcmConfig
     auto_class: ClassVar[str]
@@ -77,7 +77,7 @@ class AcmLoader:
 
 
 def _changed(config: Any, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `from_pretrained` was asked to change of the config that is in the folder, such as `num_labels`."""
+    """Values of the config, such as `num_labels`, that `from_pretrained` was asked to change."""
     if config is None:
         return {}
     saved, asked = AcmConfig.from_pretrained(folder).to_dict(), config.to_dict()

@@ -1,4 +1,4 @@
-"""How a model is called: its inputs (a tensor, a tuple of arguments, a mapping of keyword arguments) and its mode."""
+"""Calls of a model: its inputs (a tensor, a tuple of arguments, a mapping of keyword arguments) and its mode."""
 
 from __future__ import annotations
 

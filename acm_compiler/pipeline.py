@@ -199,7 +199,7 @@ def example_of(built: BuiltModel) -> Inputs:
     """The example inputs of a model that was built; UsageError when nothing said what they are."""
     if built.example_inputs is None:
         raise UsageError(
-            "nothing says what one example of this model is",
+            "the shape of one example of this model is unknown",
             where=str(built.record.get("name")),
             fix="give --input 1x3x224x224, or the recipe's `input:`",
         )

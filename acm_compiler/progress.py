@@ -1,4 +1,4 @@
-"""How far long work has come: a bar on a terminal, elsewhere a line of text every ten seconds at most."""
+"""Progress of long work: a bar on a terminal, elsewhere a line of text every ten seconds at most."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Progress:
             yield item
 
     def line(self, text: str) -> None:
-        """Say something that stays, above the bar if there is one."""
+        """Print a line that stays, above the bar if there is one."""
         if not self.shown:
             return
         if self._bar is not None:
@@ -95,7 +95,7 @@ class Progress:
             self._bar.refresh()
 
     def finish(self, part: str) -> None:
-        """Say that a part is done, and how long it took."""
+        """Report that a part is done, and the time it took."""
         now = monotonic()
         self.line(f"{self.what}: {part}, {duration(now - self._began)}")
         self._began = now
@@ -116,7 +116,7 @@ class Progress:
         return self.what if self.total is None else f"{self.what}: {self.unit} {self.done:,} of {self.total:,}"
 
     def _pace(self, now: float) -> str:
-        """How many examples a second the work has taken so far, and how much of the time it waited for them."""
+        """Examples a second so far, and the part of the time spent waiting for them, as text."""
         seconds = now - self._began
         if not self._examples or seconds <= 0:
             return ""
@@ -125,7 +125,7 @@ class Progress:
         return f"{pace}, {share:.0%} of the time waiting for data" if share >= 0.005 else pace
 
     def _left(self, now: float) -> str:
-        """How long the rest takes at the pace so far."""
+        """Time that the rest takes at the pace so far, as text."""
         if self.total is None or self.done <= self._first:
             return ""
         seconds = (self.total - self.done) * (now - self._began) / (self.done - self._first)
@@ -143,7 +143,7 @@ def progress_of(what: str, say: Say | Progress | None) -> Iterator[Progress]:
         return
     if say is not None and not callable(say):
         expected = "what takes a line of text, such as print, or None"
-        raise UsageError("progress cannot be told to this", found=repr(say), expected=expected)
+        raise UsageError("progress must be callable: str -> None", found=repr(say), expected=expected)
     with Progress(what, say=say, each=say is not None) as progress:
         yield progress
 

@@ -54,7 +54,7 @@ class LinearRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which axis of a site's input belongs to the batch.
+    """Batch axis of a site's input.
 
     The site's input is [..., features]. Axis `batch_axis` has batch * `folds` entries, the folds of one
     example lying next to each other (windows, beams). All other axes but the last are token axes. Where no axis can
@@ -67,7 +67,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graft:
-    """How an ACM gets into the live model.
+    """Way of an ACM into the live model.
 
     W: `modules` = (the module that equals the region). T: the modules that tile the region in the order of
     execution, the last becomes the ACM. S: the modules of the first linears and then of the last linear, with

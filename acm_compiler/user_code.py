@@ -43,7 +43,7 @@ def users_code(where: str, what: str) -> Iterator[None]:
 
 
 def is_users(thing: object) -> bool:
-    """Whether the class of `thing` is not one of this package."""
+    """True if the class of `thing` is not one of this package."""
     return type(thing).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 

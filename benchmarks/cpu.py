@@ -74,7 +74,7 @@ def sites(tokens: int, rounds: int, *, dtype: torch.dtype) -> None:
 
 
 def dense_site(kind: str) -> nn.Module:
-    """What the site was before."""
+    """The site before its conversion."""
     return nn.Sequential(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)) if kind == "mlp" else nn.Linear(D, D)
 
 

@@ -116,7 +116,7 @@ BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {"gpt2": gpt2, "gpt_neox"
 
 
 def sizes_of(width: int, layers: int) -> dict[str, Any]:
-    """What configurations call alike."""
+    """Sizes that configurations name alike."""
     heads = {"num_hidden_layers": layers, "num_attention_heads": width // 32}
     return {**VOCABULARY_OF, **heads, "hidden_size": width, "max_position_embeddings": 256}
 

@@ -71,7 +71,7 @@ CANDIDATES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line chose."""
+    """Choices of the command line."""
 
     device: str
     rounds: int
@@ -222,7 +222,7 @@ def line(options: Options) -> Iterator[Row]:
 
 
 def parts(options: Options) -> Iterator[Row]:
-    """What each kernel of a call takes, and calls of few tokens."""
+    """Times of each kernel of a call, and of calls of few tokens."""
     few = (replace(VIT, name=f"{t} tokens", tokens=t) for t in (1, 4, 16, 64))
     for shape in options.shapes((VIT, SHAPES[2], *few)):
         site = site_of(shape, options.device)

@@ -1,4 +1,4 @@
-"""Who takes part in the GPU benchmark: sites with drawn weights, what they were before, and other ways to run them."""
+"""Contenders of the GPU benchmark: sites with drawn weights, their dense layers, and other ways to run them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def gated_call(site: Site, k: Tensor) -> Tensor:
 
 
 def dense_call(site: Site, hidden: int | None = None) -> Callable[[], Tensor]:
-    """What the site was before its conversion, or its first `hidden` features."""
+    """The site before its conversion, or its first `hidden` features."""
     w, x = site.weights, site.x
     if w.w_out is None or w.form == "linear":
         matrix = torch.randn(site.shape.d_out, site.shape.d_in, device=x.device).bfloat16()

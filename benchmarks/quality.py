@@ -1,4 +1,4 @@
-"""How near converted models stay to the originals, measured: the tables of docs/results.
+"""Distance of converted models from the originals, measured: the tables of docs/results.
 
     python benchmarks/quality.py minilm --sites all --lossless --out runs/quality   one row: calibrate, judge, keep
     python benchmarks/quality.py controls --sites mlp --out runs/quality            what the method has to beat
@@ -210,13 +210,13 @@ def digits_recipe(options: argparse.Namespace) -> Recipe:
 
 
 def label(options: argparse.Namespace) -> str:
-    """What a row is called."""
+    """Name of a row."""
     form = "" if options.form is None else f", {options.form}"
     return f"{options.sites}, {'lossless' if options.lossless else 'default'}{form}"
 
 
 def facts(model: nn.Module, options: argparse.Namespace) -> dict[str, Any]:
-    """What every figure has to be quoted with."""
+    """Facts that every figure has to be quoted with."""
     owner = conversion(model)
     planned, cost = owner.plan.sites, owner.plan.cost
     forms = [site.form if site.kind == "linear" else site.second_layer for site in planned]

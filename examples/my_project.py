@@ -57,7 +57,7 @@ class NextNumber:
     lower_is_better = True
 
     def inputs(self, batch):
-        """What the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments."""
+        """The model's inputs: a tensor, a tuple of arguments, or a dict of keyword arguments."""
         return batch["series"]
 
     def mask(self, batch):

@@ -99,7 +99,7 @@ def _is_tag(value: dict[str, Any]) -> bool:
 
 
 def _kind(value: dict[str, Any], definitions: dict[str, Any], paths: dict[str, list[str]]) -> str:
-    """What a value may be, in words."""
+    """Values that a key may have, as text."""
     for union in ("anyOf", "oneOf"):
         if union in value:
             return " or ".join(dict.fromkeys(_kind(part, definitions, paths) for part in value[union]))

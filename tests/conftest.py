@@ -20,7 +20,7 @@ from tests.helpers.global_state import global_state, left_behind
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With `-m gpu` files without such a test are not imported: a GPU machine may lack what they need."""
+    """Leave out files without a GPU test under `-m gpu`: a GPU machine may lack what they need."""
     if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
         return True if "pytest.mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
     return None

@@ -124,6 +124,47 @@ def test_files_stay_readable():
     assert not long
 
 
+_NO_OPENING = re.compile(
+    r"(of |in |to |from |by |at |on |for |with )?(what|which|whether|how|who|whom|whose|where|when|why)\b"
+    r"|(if|as|in|to|on|by|with|for|of|that|all that)\b",
+    re.IGNORECASE,
+)
+FOLDERS = ("acm_compiler", "benchmarks", "scripts", "examples", "tests")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstrings(path: Path):
+    """Every docstring of a module, class, function or attribute, with its line."""
+    documented = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, _DOCUMENTED)]
+    for node in documented:
+        for statement in node.body:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    root = PACKAGE.parent
+    paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+    found = [(path, line, text) for path in paths for line, text in docstrings(path) if _NO_OPENING.match(text)]
+    assert not [f"{path.relative_to(root)}:{line} {text[:60]}" for path, line, text in found]
+
+
+# word: the field's
+_OTHER_WORDS = {"picture": "image", "of no use": "excluded or unusable", "kept work": "dense MACs"}
+
+
+def test_texts_use_the_words_of_the_field():
+    pattern = re.compile(rf"\b({'|'.join(_OTHER_WORDS)})s?\b", re.IGNORECASE)
+    pages = [PACKAGE.parent / "README.md", *(PACKAGE.parent / "docs").rglob("*.md")]
+    texts = [(path, 0, path.read_text()) for path in pages]
+    for path in sources():
+        strings = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        texts += [(path, node.lineno, node.value) for node in strings if isinstance(node.value, str)]
+    found = [f"{path.name}:{line}: {word}" for path, line, text in texts for word in pattern.findall(text)]
+    assert not found
+
+
 def _defined(statement: ast.stmt) -> list[str]:
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         overload = any("overload" in ast.unparse(decorator) for decorator in statement.decorator_list)
@@ -133,7 +174,7 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 
 def test_no_file_defines_a_name_twice():
-    """As two files merged into one may: functions of the first would see the constants of the second."""
+    """Two files merged into one may do so: functions of the first would see the constants of the second."""
     for path in sources():
         names = [name for statement in ast.parse(path.read_text()).body for name in _defined(statement)]
         assert not {name for name in names if names.count(name) > 1}, path
@@ -174,7 +215,7 @@ _WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save_model", "
 
 
 def _writes(call: ast.Call) -> bool:
-    """Whether a call makes or changes a file."""
+    """True if a call makes or changes a file."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     owner = getattr(getattr(call.func, "value", None), "id", "")
     if name == "open":

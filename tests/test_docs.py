@@ -1,4 +1,4 @@
-"""What the README and the docs show is what the package does."""
+"""README and docs show what the package does."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""How far long work has come, on a terminal and off it. No test waits: the clock is the test's own."""
+"""Progress of long work, on a terminal and off it. No test waits: the clock is the test's own."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a type checker sees of a user's script."""
+"""Types that a checker sees in a user's script."""
 
 import os
 import re

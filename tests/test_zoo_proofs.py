@@ -69,7 +69,7 @@ def one_process(tmp_path_factory):
 
 
 def of_original(one: Case, proof: str, action: Callable[[], Any]) -> Any:
-    """What the original gives; a skip where it is known to raise instead."""
+    """Output of the original; a skip where it is known to raise instead."""
     known = EXCEPTIONS.get(proof, {}).get(one.entry.name)
     if known is None:
         return action()
@@ -273,7 +273,7 @@ def test_copies_and_states_answer_alike(one):
 
 
 def in_type(model: nn.Module, inputs: Any, dtype: torch.dtype) -> list[Tensor]:
-    """What the model gives in `dtype`; with twice the digits that must be numbers."""
+    """Output of the model in `dtype`; with twice the digits that must be numbers."""
     found = answers(model.to(dtype), inputs)
     assert dtype != torch.float64 or all(out.isfinite().all() for out in found)
     return found

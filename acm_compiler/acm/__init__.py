@@ -1,4 +1,4 @@
-"""What an ACM is: gate, learners, module, and the plain-torch reference that gives them meaning."""
+"""The adaptive computation module: gate, learners, module, and the plain-torch reference that gives them meaning."""
 
 from acm_compiler.acm import gated_learners as _registered  # noqa: F401
 from acm_compiler.acm.gate import Gate

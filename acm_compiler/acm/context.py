@@ -1,4 +1,4 @@
-"""What holds for the calls of one thread or asyncio task alone: what `acm.batch` says, and who observes.
+"""Per-call state of one thread or asyncio task: the settings of `acm.batch`, and observers.
 
 Both are values of one context variable, found by the model's conversion, so that many may call one model at once.
 """
@@ -23,7 +23,7 @@ _THREADS = "acm_compiler.open"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What one batch says to the ACMs of a model.
+    """Settings of one batch for the ACMs of a model.
 
     mask [batch, tokens], True at real tokens; knob and k_lo [batch], one budget per example, and with them `most`: for
     every number of learners, from 0, the highest k of a site that has so many.
@@ -36,7 +36,7 @@ class Said:
 
 
 class _Open:
-    """What is open in a context: attributes `batch…` and `observers…` with the id of a conversion.
+    """Settings and observers open in a context: attributes `batch…` and `observers…` with the id of a conversion.
 
     `now` is the one of the caller's context, or the object itself where nothing is open. Its getter is written in C on
     purpose: Dynamo takes what it returns for an attribute, and its guards ask again in the context of every call.
@@ -99,7 +99,7 @@ def _stash(key: str, value: object) -> None:
 
 @functools.cache
 def _takes_its_callers_reference() -> bool:
-    """Whether torch (2.11 does) keeps an object without counting that, and later frees it under its other owners."""
+    """Test for torch (2.11 is one) keeping an object without counting that, and freeing it later under its owners."""
     probe = object()
     counted = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(f"{_THREADS}.probe", probe)
@@ -110,12 +110,12 @@ def _takes_its_callers_reference() -> bool:
 
 
 def _of_thread() -> _Open:
-    """What was opened last on this thread; in threads of the autograd engine, on the one that called backward."""
+    """The `_Open` set last on this thread; in threads of the autograd engine, on the one that called backward."""
     return torch._C._get_obj_in_tls(_THREADS) if torch._C._is_key_in_tls(_THREADS) else _NOTHING
 
 
 def batch_of(owner: object) -> Said | None:
-    """What an open `acm.batch` says to the model with that conversion; None where none is open."""
+    """The settings of an open `acm.batch` for the model with that conversion; None where none is open."""
     here = _NOTHING.now
     if here is _NOTHING:
         if not recomputing():
@@ -126,7 +126,7 @@ def batch_of(owner: object) -> Said | None:
 
 
 def observers_of(owner: object) -> tuple[Callable[..., None], ...]:
-    """Who observes the calls of this context."""
+    """The observers of this context's calls."""
     here = _NOTHING.now
     if here is _NOTHING:
         return ()
@@ -139,7 +139,7 @@ def only(when: Callable[[], bool], hook: Callable[..., Any]) -> Callable[..., An
 
 
 def keep_graph_order() -> None:
-    """Let Dynamo look for the graph that fits a call in the order in which they were made, in this process.
+    """Let Dynamo search for the graph that fits a call in the order in which they were made, in this process.
 
     Else it moves the one that fits to the front while other threads look, which then miss theirs and compile it again.
     """
@@ -147,5 +147,5 @@ def keep_graph_order() -> None:
 
 
 def recomputing() -> bool:
-    """Whether this forward is a checkpoint's recomputation, run by the autograd engine."""
+    """True in a checkpoint's recomputation, a forward that the autograd engine runs."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

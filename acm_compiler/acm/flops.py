@@ -1,4 +1,4 @@
-"""What `acm::learners` and `acm::gate` cost for torch's FlopCounterMode: the learners that the tokens really run.
+"""FLOPs of `acm::learners` and `acm::gate` for torch's FlopCounterMode: those of the learners that tokens really run.
 
 The one border where MACs become FLOPs (1 MAC = 2 FLOPs). Where k is not known (fake tensors), all N learners count.
 """
@@ -56,7 +56,7 @@ def gate_flops(x, w_inner, b_inner, w_outer, *tensors, out_val=None, **choices) 
 
 @register_flop_formula(GATED, get_raw=True)
 def gated_flops(*tensors, form, act, norm_eps=None, out_val=None, **choices) -> int:
-    """FLOPs of both; the gate runs once more to say what the learners cost."""
+    """FLOPs of both; the gate runs once more, as the learners' cost follows from its choices."""
     call = GatedArguments(*tensors)
     gate = gate_call(call, tokens_of(call, norm_eps))
     k, weights = GATE(*gate, **choices), part(LearnerWeights, call)

@@ -13,7 +13,7 @@ from acm_compiler.acm.reference import GateRule
 class Gate(nn.Module):
     """Linear -> GELU -> Linear, one output column per allowed k (docs/semantics.md, Gate and knob).
 
-    `rule` says what a score means: a paper's logit, or the log of the damage expected from running k learners;
+    `rule` is the meaning of a score: a paper's logit, or the log of the damage expected from running k learners;
     `reference.utilities` turns either into choices.
     """
 

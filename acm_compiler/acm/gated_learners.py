@@ -23,7 +23,7 @@ GATED = torch.ops.acm.gated_learners
 
 
 def _gated(x: Tensor, *tensors: Tensor | None, **options) -> Tensor:
-    """What runs where no kernel has taken over: norm, gate, learners."""
+    """Norm, gate and learners one after the other, where no kernel has taken over."""
     if load_kernels(x.device.type):
         return GATED(x, *tensors, **options)
     return run_apart(x, *tensors, **options)
@@ -48,7 +48,7 @@ def gate_call(call: GatedArguments, z: Tensor) -> GateArguments:
 
 
 def tokens_of(call: GatedArguments, norm_eps: float | None) -> Tensor:
-    """What gate and learners read, [T, D]: x itself where no norm belongs to the operator."""
+    """Input of gate and learners, [T, D]: x itself where no norm belongs to the operator."""
     if norm_eps is None:
         return call.x
     return layer_norm(call.x, Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps))

@@ -69,7 +69,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """Whether it is a tensor of another library that holds others, such as quantised values and their scales."""
+    """True for a tensor of another library that holds others, such as quantised values and their scales."""
     return is_traceable_wrapper_subclass(tensor)
 
 

@@ -48,7 +48,7 @@ class Choices:
 class ACM(nn.Module):
     """Gate + N learners in a site's place; [..., D] -> [..., O], every token by itself (docs/semantics.md, The module).
 
-    `state` "dense": no phase has fitted the learners yet and the dense region answers, counted as k = N.
+    `state` "dense": no phase has fitted the learners yet and the dense region runs, counted as k = N.
     `dense` is that region, frozen; it is left out of the state dict unless `state` is "dense".
     Run-time choices are the buffers `knob` (the bits of a float32), `k_lo` and `k_hi`: written in place, never
     rebound, so that a compiled model follows them without recompiling. Inputs of one token per example

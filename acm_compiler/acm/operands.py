@@ -136,7 +136,7 @@ def require_gated(
 
 
 def require_together(call: GatedArguments, *, k_min: int, norm: bool, same: Same = eq) -> None:
-    """What `acm::gated_learners` needs beyond what its gate and its learners need each."""
+    """Check what `acm::gated_learners` needs beyond the needs of its gate and of its learners."""
     x = call.x
     largest, learners = k_min + sum(call.w_outer.shape[:1]) - 1, sum(call.w_in.shape[:1])
     if largest > learners:
@@ -152,7 +152,7 @@ def require_together(call: GatedArguments, *, k_min: int, norm: bool, same: Same
 
 
 def may_equal(found: Shape, expected: Shape) -> bool:
-    """Whether two shapes agree as far as is known while tracing; what is asked of an input becomes its guard."""
+    """True if two shapes agree as far as is known while tracing; a condition on an input becomes its guard."""
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # there already when something is traced
 
     return len(found) == len(expected) and all(guard_or_true(a == b) for a, b in zip(found, expected, strict=True))

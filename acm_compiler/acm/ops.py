@@ -67,7 +67,7 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
 
 
 def gate_is_operator(x_TD: Tensor) -> bool:
-    """Whether `run_gate` is there for this call; elsewhere a gate stays plain torch, which compilers fuse."""
+    """True if `run_gate` is there for this call; elsewhere a gate stays plain torch, which compilers fuse."""
     return x_TD.device.type in _KERNELS and (torch.compiler.is_compiling() or not observed())
 
 
@@ -96,7 +96,7 @@ setattr(_inductor_freezes, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def transforms() -> tuple[bool, bool]:
-    """Whether vmap is among the `torch.func` transforms that call, and whether any other is.
+    """Presence of vmap among the `torch.func` transforms that call, and of any other transform.
 
     Alone it takes the operator, whose rule makes one call of all copies; with others it needs plain operations.
     """
@@ -109,7 +109,7 @@ def transforms() -> tuple[bool, bool]:
 
 
 def observed() -> bool:
-    """Whether someone's dispatch mode (a FLOP counter, a logger) watches: it should see plain operations."""
+    """True under someone's dispatch mode (a FLOP counter, a logger): it should see plain operations."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(getattr(mode, "_mode_key", None) is None for mode in _get_current_dispatch_mode_stack())
@@ -129,7 +129,7 @@ def _run(call: LearnersArguments, form: str, act: str) -> Tensor:
 
 
 def load_kernels(device: str) -> bool:
-    """Whether kernels for that type of device have taken over just now: they are asked once."""
+    """Load the kernels for that type of device, once; True if they have taken over just now."""
     if device in _ASKED or device not in _KERNELS:
         return False
     _ASKED.add(device)
@@ -137,12 +137,12 @@ def load_kernels(device: str) -> bool:
 
 
 def has_kernels(device: str) -> bool:
-    """Whether kernels are in charge on that type of device."""
+    """True if kernels are in charge on that type of device."""
     return device in _KERNELS and torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", device.upper())
 
 
 def _forward(x: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    """What runs where no kernel has taken over."""
+    """Run the reference, or the kernels if this first call loads them."""
     op = LEARNERS if load_kernels(x.device.type) else REFERENCE
     return op(x, *tensors, form=form, act=act)
 
@@ -194,7 +194,7 @@ def _run_backward(ctx, dy: Tensor):
 
 
 def _gate(x: Tensor, *tensors: Tensor, **options) -> Tensor:
-    """What runs where no kernel has taken over."""
+    """Run the reference, or the kernels if this first call loads them."""
     return (GATE if load_kernels(x.device.type) else GATE_REFERENCE)(x, *tensors, **options)
 
 

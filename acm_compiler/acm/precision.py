@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Where float64 tensors for data on `device` live."""
+    """The device of float64 tensors for data on `device`."""
     return device if device.type in ("cpu", "cuda", "meta") else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""What an ACM computes, in plain torch: the meaning that kernels, costs and tests defer to.
+"""The computation of an ACM in plain torch: the meaning that kernels, costs and tests defer to.
 
 The equations: docs/semantics.md, The module.
 
@@ -21,7 +21,7 @@ from acm_compiler.acm.precision import float64_device
 from acm_compiler.errors import UsageError
 
 GateRule = Literal["logits", "damage"]
-"""What a gate's score means; `utilities` has the equations."""
+"""Meaning of a gate's score; `utilities` has the equations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Weights:
 
     @property
     def is_nested(self) -> bool:
-        """Whether all k share one second layer, so that y_k is a running sum of learners."""
+        """True if all k share one second layer, so that y_k is a running sum of learners."""
         return self.w_out is not None and self.w_out.dim() == 3 and self.w_top is None
 
 

@@ -22,7 +22,7 @@ def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site
 
 
 def is_one_each(shape: torch.Size, layout: Layout | None) -> bool:
-    """Whether an input [*shape, D] holds one token of every example, as when a decoder goes on from its cache."""
+    """True if an input [*shape, D] holds one token of every example, as when a decoder goes on from its cache."""
     if layout is None or layout.folds != 1:
         return False
     return all(size == 1 for axis, size in enumerate(shape) if axis != layout.batch_axis)

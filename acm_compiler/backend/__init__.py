@@ -115,7 +115,7 @@ def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, .
 
 
 def choose_implementation(call: Call) -> tuple[str, str | None]:
-    """What runs such an ACM, and, when that is the reference, why."""
+    """The implementation that runs such an ACM, and, for the reference, the reason."""
     chosen = env.kernel()
     if chosen == "reference":
         return "reference", f"{env.KERNEL}=reference"
@@ -179,7 +179,7 @@ def _known(plain: str, name: str, known: list[str]) -> str:
 
 
 def _lacks_compiler(example_inputs: list[Any], patches: dict[str, Any], fallback: str) -> bool:
-    """Whether Inductor could not compile this graph for want of a C++ compiler; said once per graph."""
+    """True if Inductor lacks the C++ compiler that this graph needs; logged once per graph."""
     from torch._inductor import config, cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 

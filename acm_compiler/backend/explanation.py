@@ -58,7 +58,7 @@ def size_conditions() -> tuple[SizeCondition, ...]:
 
 
 def _asked(guards: Any, named: dict[Any, list[str]]) -> Iterator[SizeCondition]:
-    """What the model's operations asked of single sizes."""
+    """Conditions that the model's operations put on single sizes."""
     names = {symbol: sympy.Symbol(sizes[0]) for symbol, sizes in named.items()}
     for guard in guards:
         if guard.expr.free_symbols and guard.expr.free_symbols <= names.keys():
@@ -91,7 +91,7 @@ _NOT_SEEN = "its learners were in no graph: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What became of every site; `str()` is a table.
+    """Implementation of every site; `str()` is a table.
 
     graphs: into how many graphs the model falls. conditions: what they ask of the sizes of its inputs; for others, and
     for a size of 0 or 1 where the example has more, more are compiled.
@@ -118,7 +118,7 @@ class Explanation:
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
-    """How `torch.compile(model, backend="acm")` runs each ACM: by which implementation, fused with what, and why not.
+    """Explain how `torch.compile(model, backend="acm")` runs each ACM: the implementation, fusions, and why not.
 
     model: a rewritten model, compiled or not; `inputs` and `kwargs` as it takes them, or, as in `acm.plan`, one mapping
     of keyword arguments or one tuple of arguments. Nothing is compiled: the model is traced, with dynamic=True, and run
@@ -173,7 +173,7 @@ def _refuse_inputs(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _named(site: Lowered, names: list[str]) -> Lowered:
-    """With the plan's name in place of the path below whatever module was compiled."""
+    """Replace the path below whatever module was compiled by the plan's name."""
     fitting = [name for name in names if name == site.site or name.endswith(f".{site.site}")]
     return replace(site, site=fitting[0]) if len(fitting) == 1 else site
 

@@ -45,7 +45,7 @@ def calibrate(
     `src_key_padding_mask` or `key_padding_mask`) says, given by name or by place.
     answer: answer(output, mask) -> a floating tensor [batch, ...] with its graph, or a list of such: what the model is
     judged by, every element alike. `output` is what the model gave for a batch, `mask` its padding mask as above (bool,
-    or None); of an answer [batch, tokens, ...] padding is left out. Where unset: the output's `logits` (of tokens:
+    or None); of one [batch, tokens, ...] padding is left out. Where unset: the output's `logits` (of tokens:
     their probabilities), else `last_hidden_state`, else all floating outputs; so give one where pooling follows.
     progress: called with a line of text after each step, such as "calibrate: site 7 of 60, 2 min left"; when unset, a
     terminal shows a bar, else the log, or stderr where that does not listen at INFO, has a line every ten seconds.

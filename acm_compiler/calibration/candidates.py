@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,7 +98,8 @@ def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str
     if name in slices and record.site.form == "slices":
         return [slices[name]]
     site = resolve_site(record.site, record.tokens)
-    own = Fit(site=site, weights=fit_learners(site, record.dense, record), judged=judged[name])
+    weights, dense = fit_learners(site, record.dense, record)
+    own = Fit(site=site, weights=weights, judged=replace(judged[name], dense=dense))
     return [own, slices[name]] if name in slices else [own]
 
 

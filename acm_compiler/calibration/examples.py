@@ -1,4 +1,4 @@
-"""What a calibration is given: its options, and the examples that it runs the model on."""
+"""Inputs of a calibration: its options, and the examples that it runs the model on."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _pairs(batches: Iterable[Inputs], mask: MaskOf | None) -> Iterator[Example]:
 
 
 def _said(mask: MaskOf, inputs: Inputs) -> Tensor | None:
-    """What `mask` gives for a batch; UsageError unless that is bool [batch, tokens] or None."""
+    """The padding mask of a batch by `mask`; UsageError unless that is bool [batch, tokens] or None."""
     said: object = mask(inputs)
     if said is None or (isinstance(said, Tensor) and said.dtype == torch.bool and said.dim() == 2):
         return said
@@ -140,7 +140,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How much data, time and memory a calibration takes, and what it is for.
+    """Data, time and memory of a calibration, and its purpose.
 
     tokens: real tokens to fit each site on. budgets: shares of learner MACs that will be asked for; the lowest k is
     raised only where they stay reachable. answer: (model output, padding mask or None) -> the tensors by which sites

@@ -49,7 +49,7 @@ _SCORED = 2048
 
 
 def fit_all(found: Rewritten, examples: Examples, options: Options, progress: Progress) -> list[FittedSite]:
-    """What calibration makes for every site, in the plan's order; the model must be in eval mode."""
+    """Fit learners and gate of every site, in the plan's order; the model must be in eval mode."""
     planned, dense = found.plan.sites, read_dense(found)
     groups = list(in_memory(planned, options))
     fitted: list[FittedSite] = []
@@ -133,7 +133,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
 
 
 def _damage_unit(seen: Seen) -> float:
-    """One over the squared norm of one example's answer; 1 where that is zero."""
+    """One over the squared norm of one example's output; 1 where that is zero."""
     return seen.examples / seen.energy if seen.energy > 0 else 1.0
 
 
@@ -189,7 +189,7 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedSite:
-    """What calibration made for one site.
+    """Learners and gate fitted to one site.
 
     damage: expected damage of every k from k_min to N, see `Sensitivity`. scores: the gate's, of some tokens, [T, C].
     """

@@ -150,7 +150,7 @@ def choose_lowest_k(
     answer: Answer,
     budgets: Sequence[float] = (),
 ) -> int:
-    """0, or 1 where one learner for every token brings the model's answers nearer to the original's at low budgets.
+    """0, or 1 where one learner for every token brings the model's outputs nearer to the original's at low budgets.
 
     scores: the gates' scores [T, C] of some tokens of every site, to guess knobs by. Budgets in `budgets` stay
     reachable. The two are compared at equal shares of learner MACs, on `examples`, in eval mode; this leaves the last

@@ -21,7 +21,7 @@ _PLENTY, _IMAGINED = 10, 0.2  # tokens for every neuron; how many are imagined f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hidden:
-    """What is known of an MLP: covariance and mean of its hidden activation, weight and bias of its second layer.
+    """Statistics of an MLP: covariance and mean of its hidden activation, weight and bias of its second layer.
 
     tokens: how many the covariance was taken over.
     """
@@ -77,7 +77,7 @@ def fit_second_layer(
 
 
 def refit_ridge(hidden: Hidden) -> Tensor:
-    """How firmly each neuron's column is held to the dense one, [F].
+    """Ridge that holds each neuron's column to the dense one, [F].
 
     A refit from few tokens learns them by heart. For every five that are missing to ten per neuron one more is
     imagined, in which neurons vary independently and the dense layer is right.
@@ -87,7 +87,7 @@ def refit_ridge(hidden: Hidden) -> Tensor:
 
 
 def weight_of_k(learners: int) -> list[float]:
-    """How much the error of each k = 1 .. N counts in a matrix shared by all, from 1 to 8.
+    """Weight of each k = 1 .. N's error in a matrix shared by all, from 1 to 8.
 
     Errors fall with k, and gates send the tokens that matter to large k: equal weights would serve small k only.
     """
@@ -108,7 +108,7 @@ class _Fit:
         self.ridge_K = refit_ridge(hidden)[self.order]
 
     def neurons(self, k: int) -> int:
-        """How many kept neurons k learners hold."""
+        """Number of kept neurons in k learners."""
         return min(k * self.width, len(self.order))
 
     def shared(self) -> list[Tensor]:
@@ -218,7 +218,7 @@ class _Selection:
 
     @property
     def picked(self) -> int:
-        """How many neurons are picked."""
+        """Number of neurons picked so far."""
         return len(self.order)
 
     def pick_block(self) -> None:

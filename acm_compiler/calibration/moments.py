@@ -61,7 +61,7 @@ class Moments:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything seen so far was finite."""
+        """True if everything seen so far was finite."""
         return bool(self._sum.isfinite().all())
 
     def join(self, features: int, home: torch.device) -> None:
@@ -88,12 +88,12 @@ class SecondMoment:
         self._products.add(g_TF, g_TF)
 
     def count_tokens(self, tokens: int) -> None:
-        """Say how many tokens there were, with a `g` or without."""
+        """Record the number of tokens, with a `g` or without."""
         self.count += tokens
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything seen so far was finite."""
+        """True if everything seen so far was finite."""
         return self._products.is_finite
 
     def join(self, features: int, home: torch.device) -> None:
@@ -158,6 +158,11 @@ class Reservoir:
             self.size = self.seen = len(self._vectors)
 
     @property
+    def holds_all(self) -> bool:
+        """True where every token of the stream was kept, in its order."""
+        return self.seen <= self.size
+
+    @property
     def vectors(self) -> Tensor:
         """The sample, [R, F]."""
         return self._vectors[: min(self.seen, self.size)]
@@ -213,12 +218,15 @@ class SymmetricSum:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything on the diagonal is finite."""
+        """True if everything on the diagonal is finite."""
         return self._upper_FF is None or bool(self._upper_FF.diagonal().isfinite().all())
 
     def replace(self, value_FF: Tensor) -> None:
         """Become this symmetric matrix."""
         self._upper_FF = value_FF
+
+
+_ROUNDING = 1e-7
 
 
 def mean_diagonal(c_FF: Tensor) -> Tensor:
@@ -243,6 +251,14 @@ def cholesky(a_FF: Tensor) -> Tensor:
         factor, failed = torch.linalg.cholesky_ex(a_FF + ridge * torch.eye(len(a_FF), dtype=a_FF.dtype).to(a_FF))
         ridge = ridge * 10
     return factor
+
+
+def thin_factors(c_FF: Tensor) -> tuple[Tensor, Tensor]:
+    """R [F, rank] and its left inverse with R R^T = c, without directions in which `c`, summed in fp32, is rounding."""
+    values, vectors = torch.linalg.eigh(c_FF)
+    kept = values > _ROUNDING * values[-1]
+    values, vectors = values[kept].sqrt(), vectors[:, kept]
+    return vectors * values, (vectors / values).T
 
 
 def square_factors(c_FF: Tensor, ridge: float) -> tuple[Tensor, Tensor]:

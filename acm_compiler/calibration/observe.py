@@ -33,7 +33,7 @@ _NO_FORMULA = re.compile(
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What a pass saw as a whole: examples, the squared norm of the model's outputs, whether they have gradients."""
+    """Totals of a pass: examples, the squared norm of the model's outputs, and the presence of gradients."""
 
     examples: int = 0
     energy: float = 0.0
@@ -51,7 +51,7 @@ def observe(
 ) -> Seen:
     """Run the unmodified model on every example and let `records` (by site name) see their sites.
 
-    Gradients are those of so many random `projections` of the answer, one after the other, each over the root of their
+    Gradients are those of so many random `projections` of the output, one after the other, each over the root of their
     number: squares of gradients, summed up, expect what those of one would, with less noise.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.
@@ -119,7 +119,7 @@ def _settle(found: Rewritten, records: Mapping[str, SiteRecord]) -> None:
 
 
 class _Taps:
-    """What the taps of one pass share."""
+    """State shared by the taps of one pass."""
 
     def __init__(self, records: Mapping[str, SiteRecord]) -> None:
         self.records = records

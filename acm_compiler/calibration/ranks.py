@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 
 def world() -> int:
-    """How many processes calibrate together."""
+    """Number of processes that calibrate together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -78,7 +78,11 @@ def _double(record: SiteRecord) -> tuple[Tensor, Tensor]:
 
 
 def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
-    """Slices of the output of q, k or v."""
+    """Slices of the output of q, k or v.
+
+    Learner n gives coordinates n * h to (n + 1) * h of every head of `T @ (w @ x + b)`; those of learners that do not
+    run are their means, so `b_out[k] = where(runs, b, w @ mean(x) + b)`.
+    """
     site = sliced_site(record.site)
     weight, bias = _double(record)
     w_OD, b_O = bases.turned_rows(weight), bases.turned_rows(bias[:, None])[:, 0]
@@ -89,16 +93,16 @@ def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     b_KO = torch.where(fits_KN1, b_O.unflatten(0, parts), mean_O.unflatten(0, parts)).flatten(1)
     w_NGhD = w_OD.unflatten(0, parts).movedim(1, 0)
     dense = _dense(record.dense, w_OD, b_O)
-    whole = judged.whole
-    if whole is not None:
-        turned_TO = bases.turned_columns(to_float64(whole.g_TPO.flatten(0, 1)))
-        whole = dataclasses.replace(whole, g_TPO=turned_TO.view_as(whole.g_TPO).to(whole.g_TPO))
-    turned = dataclasses.replace(judged, dense=dense, metric=bases.turned_metric(judged.metric), whole=whole)
+    turned = dataclasses.replace(judged, dense=dense, root=bases.turned_columns(judged.root.T).T)
     return Fit(site=site, weights=_weights(w_NGhD, b_KO, "rows", like=judged.x_TD), judged=turned)
 
 
 def _columns(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
-    """Slices of what o reads."""
+    """Slices of what o reads.
+
+    Learner n is `w[:, slice_n] @ x[slice_n]` in the values' basis; where it does not run, `b_out[k]` holds
+    `w[:, slice_n] @ mean(x)[slice_n]`.
+    """
     site = sliced_site(record.site)
     weight, b_O = _double(record)
     w_OD = bases.turned_columns(weight)
@@ -108,10 +112,10 @@ def _columns(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     left_out_NO = torch.einsum("ognh,gnh->no", w_OGNh, mean_D.unflatten(0, parts))
     missing_KO = torch.cat([left_out_NO.flip(0).cumsum(0).flip(0), torch.zeros_like(b_O)[None]])
     dense = _dense(record.dense, w_OD, b_O)
-    whole = judged.whole
+    x_TD, whole = bases.turned(judged.x_TD), judged.whole
     if whole is not None:
-        whole = dataclasses.replace(whole, x_TD=bases.turned(whole.x_TD))
-    turned = dataclasses.replace(judged, dense=dense, x_TD=bases.turned(judged.x_TD), whole=whole)
+        whole = dataclasses.replace(whole, x_TD=x_TD if whole.x_TD is judged.x_TD else bases.turned(whole.x_TD))
+    turned = dataclasses.replace(judged, dense=dense, x_TD=x_TD, whole=whole)
     weights = _weights(w_OGNh.movedim(2, 0), b_O + missing_KO, "cols", like=judged.x_TD)
     return Fit(site=site, weights=weights, judged=turned)
 
@@ -152,11 +156,6 @@ class HeadBases:
     def turned_columns(self, w_OD: Tensor) -> Tensor:
         """A weight [O, G * d] that reads its input in the new coordinates."""
         return torch.einsum("ogj,gji->ogi", w_OD.unflatten(1, self.turn.shape[:2]), self.back).flatten(1)
-
-    def turned_metric(self, g_FF: Tensor) -> Tensor:
-        """A metric [G * d, G * d] of the old coordinates, for the new ones."""
-        columns = self.turned_columns(g_FF)
-        return self.turned_columns(columns.T).T
 
 
 def bases_of_scores(second_q: Tensor, covariance_k: Tensor) -> tuple[HeadBases, HeadBases]:
@@ -220,9 +219,9 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 
 def proven(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
-    """Which pairs leave the answer as it is; the others are told in the log.
+    """Prove each pair: True if it leaves the output as it is; the others are named in the log.
 
-    All pairs run all their slices in one forward. Only where that moves the answer is every pair tried alone.
+    All pairs run all their slices in one forward. Only where that moves the output is every pair tried alone.
     """
     acms = found.acms
     tolerances = [_TOLERANCE[acms[pair[0].site.name].learners.w_in.dtype] for pair in pairs]
@@ -245,13 +244,13 @@ def proven(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *
 
 
 def _answers(found: Rewritten, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
-    """The model's answer when these sites run all their slices and others are dense."""
+    """The model's output when these sites run all their slices and others are dense."""
     with batch_context(found.model, mask=example[1]), _trial(found.acms, learners):
         return answers(run(found, example[0]), answer, mask_in(found.model, example))
 
 
 def _moved(wanted: list[Tensor], found: list[Tensor], mask_BS: Tensor | None) -> float:
-    """The size of the difference over that of the answer; padding left out."""
+    """The size of the difference over that of the output; padding left out."""
     moved = energy([f - w for f, w in zip(found, wanted, strict=True)], mask_BS)
     return (moved / max(energy(wanted, mask_BS), 1e-300)) ** 0.5
 

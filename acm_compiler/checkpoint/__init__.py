@@ -1,4 +1,4 @@
-"""Saved models: directories that say themselves how to build, fill and run a rewritten model."""
+"""Saved models: directories with all that building, filling and running a rewritten model takes."""
 
 from acm_compiler.checkpoint.folder import check_own_folder, holds_model, save_id
 from acm_compiler.checkpoint.load import build_dense, load, saved_conversion

@@ -164,7 +164,7 @@ def restore_choices(model: nn.Module, choices: dict[str, Any] | None, *, where: 
 
 
 def choices_in_words(model: nn.Module) -> str:
-    """What a loaded model runs until something else is set."""
+    """The choices that a loaded model runs until something else is set, as text."""
     if conversion(model).budget is None and all(_runs_all(acm) for acm in sites(model).values()):
         return "no budget was set, every token runs all learners"
     return status(model).choice

@@ -46,12 +46,12 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
 
 
 def holds_model(directory: str | os.PathLike[str]) -> bool:
-    """Whether a save has left weights, or what describes them, in `directory`."""
+    """True if a save has left weights, or their description, in `directory`."""
     return any((Path(directory) / name).exists() for name in (MODEL, WEIGHTS))
 
 
 def save_id(directory: str | os.PathLike[str]) -> str | None:
-    """What tells the save in `directory` from every other; None where there is none that can be read."""
+    """Identifier of the save in `directory`, unlike every other's; None where there is none that can be read."""
     found = _described(Path(directory), "save")
     return found if isinstance(found, str) else None
 

@@ -1,4 +1,4 @@
-"""What a saved folder of a transformers model also holds, so that transformers loads it as what it is or not at all.
+"""Further files of a saved transformers model, so that transformers loads it as what it is or not at all.
 
 `AutoModel.from_pretrained(folder)` gives the ACM model after `import acm_compiler.hf`. Without this
 package the folder's `model_type` is unknown to the auto classes, and a concrete class such as BertModel stops at
@@ -42,12 +42,12 @@ model = {auto_class}.from_pretrained("this/folder")
 ```
 
 `pipeline(task, model="this/folder")` works alike where the folder also holds what prepares the inputs, a tokenizer or a
-processor of pictures or sound: `processor.save_pretrained("this/folder")`.
+processor of images or audio: `processor.save_pretrained("this/folder")`.
 """
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether `model` is one of transformers' own."""
+    """True if `model` is one of transformers' own."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 

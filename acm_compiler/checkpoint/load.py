@@ -111,7 +111,7 @@ def _text(folder: Path, name: str) -> str:
 
 
 def _description(folder: Path) -> dict[str, Any]:
-    """What model.json says. StorageError for another format, and for what is none."""
+    """The content of model.json. StorageError for another format, and for another kind of file."""
     text, path = _text(folder, MODEL), folder / MODEL
     try:
         document = parse_json(text)

@@ -39,12 +39,12 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is, or was, a process of this machine."""
+        """True if it is, or was, a process of this machine."""
         return self.host == socket.gethostname()
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is known to have ended: of processes on other machines that is not known."""
+        """True if it is known to have ended, which it never is of processes on other machines."""
         if not self.is_here:
             return False
         try:

@@ -120,7 +120,7 @@ def _description(
 
 
 def digest(text: str) -> str:
-    """What ties the texts of one save together."""
+    """Hash that ties the texts of one save together."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

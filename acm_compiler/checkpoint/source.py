@@ -45,7 +45,7 @@ def source_of(model: nn.Module, plan: Plan) -> Record | None:
 
 
 def _is_outdated(record: Record, model: nn.Module, plan: Plan) -> bool:
-    """Whether `record` is known to build another model by now; users' code is not run to find out."""
+    """True if `record` is known to build another model by now; users' code is not run to find out."""
     if record.get("source") == "python" or record.get("trust_remote_code"):
         return False
     built = _rewritten(record, plan)
@@ -53,7 +53,7 @@ def _is_outdated(record: Record, model: nn.Module, plan: Plan) -> bool:
 
 
 def _rewritten(record: Record, plan: Plan) -> nn.Module | None:
-    """What `record` builds, rewritten by `plan` and without values; None where either cannot be done."""
+    """The model that `record` builds, rewritten by `plan` and without values; None where either cannot be done."""
     try:
         built = build_from_record(parse_json(json.dumps(record)), device="meta")  # as `load` will read it
         check_convertible(built, plan, resized=True)
@@ -97,7 +97,7 @@ def _timm(model: nn.Module) -> Iterator[Record]:
 
 
 def _arguments(model: nn.Module, builder: Any) -> Iterator[Record]:
-    """What a builder may have been given: nothing, or the sizes that the model shows."""
+    """Arguments that a builder may have had: none, or the sizes that the model shows."""
     yield {}
     shown = {"num_classes": list(model.parameters())[-1].shape[0], "image_size": getattr(model, "image_size", None)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(builder).parameters.values())
@@ -127,7 +127,7 @@ Shape = tuple[int, ...]
 
 
 def first_difference(base: nn.Module, plan: Plan, stored: Stored) -> tuple[str, str] | None:
-    """What is found in `base` first that is otherwise in the saved model, and what is expected there; None if nothing.
+    """First difference of `base` from the saved model, as found and as expected; None if there is none.
 
     First what stays beside ACMs, then the dense weights of sites.
     """

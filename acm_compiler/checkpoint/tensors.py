@@ -90,7 +90,7 @@ def _is_part(tensor: Tensor) -> bool:
 
 
 class Stored(NamedTuple):
-    """What model.safetensors holds."""
+    """Content of model.safetensors."""
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]

@@ -30,7 +30,7 @@ def bench(
     ] = None,
     batches: Annotated[str, typer.Option(metavar="N,N,…", help="Batch sizes.")] = "1,8,64",
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Turns that every contender gets.")] = 11,
-    verify: Annotated[bool, typer.Option("--verify", help="Only compare answers, at every k.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Only compare outputs, at every k.")] = False,
     device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")] = None,
     task: TaskOption = None,
     data: DataOption = None,
@@ -38,8 +38,8 @@ def bench(
     allow_code: CodeOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Check that the compiled model answers as the eager one, then print one row per contender, batch and budget, and
-    keep them in the folder."""
+    """Check that the compiled model's outputs equal the eager one's, then print one row per contender, batch and
+    budget, and keep them in the folder."""
     from acm_compiler.checkpoint import save_id
     from acm_compiler.evaluation.bench import break_even, check_answers, measure_model
     from acm_compiler.evaluation.evaluate import reachable
@@ -53,9 +53,9 @@ def bench(
     asked = None if budgets is None else read_budgets(directory, budgets)
     run = open_saved_run(directory, given=given, allow_code=allow_code, device=device)
     contest = _contest(run, output, allow_code=allow_code)
-    output.progress("compiling, and comparing answers at every k")
+    output.progress("compiling, and comparing outputs at every k")
     error = check_answers(contest, run.inputs(sizes[-1]))
-    output.say(f"compiled and eager answers agree at every k: largest relative error {error:.1e}")
+    output.say(f"compiled and eager outputs agree at every k: largest relative error {error:.1e}")
     if verify:
         output.document({**_machine(run), "verified": True, "error": error, "rows": []})
         return
@@ -79,7 +79,7 @@ def _say(times: Times, output: Output) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether it is not torch's remark, on compiling, that a machine with CUDA's tools has no GPU."""
+    """False for torch's remark, on compiling, that a machine with CUDA's tools has no GPU."""
     return not record.getMessage().startswith("No CUDA runtime is found")
 
 
@@ -126,7 +126,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _machine(run: SavedRun) -> dict[str, Any]:
-    """What the numbers were measured with."""
+    """Versions and machine of a measurement."""
     import torch
 
     from acm_compiler.evaluation.bench import clock

@@ -54,7 +54,7 @@ def _devices() -> list[str]:
 
 
 def _backend() -> dict[str, Any]:
-    """Whether torch finds the backend by its name, and whether that leads to a function."""
+    """Visibility of the backend: found by its name in torch, and leading to a function."""
     found = entry_points(group="torch_dynamo_backends", name=_BACKEND)
     if not found:
         return {"visible": False, "error": f"torch does not see {_BACKEND!r}: no entry point is installed"}

@@ -1,4 +1,4 @@
-"""`acmc eval DIR`: what a saved model answers and what it costs, at several budgets."""
+"""`acmc eval DIR`: metric and cost of a saved model, at several budgets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def evaluate(
 
 
 def say_advice(directory: Path, found: Evaluation, recipe: Recipe | None, output: Output) -> None:
-    """Say what would make the saved model answer as the dense one, where it should and does not."""
+    """Advise how to make the saved model as good as the dense one, where it should be and is not."""
     from acm_compiler.checkpoint import saved_conversion
     from acm_compiler.evaluation.advice import advise_lossless
 
@@ -76,7 +76,7 @@ def damage_table(damages: dict[str, dict[int, float]]) -> str:
     if not damages:
         return "no expected damages: they come from a calibrate phase"
     return (
-        f"{Sensitivity(sites=damages)}\nexpected damage: the squared change of the model's answer over its squared "
+        f"{Sensitivity(sites=damages)}\nexpected damage: the squared change of the model's output over its squared "
         "norm, to first order, if every token ran k learners at that site alone"
     )
 

@@ -1,4 +1,4 @@
-"""What verbs print: tables and sentences for people, or exactly one JSON document."""
+"""Output of verbs: tables and sentences for people, or exactly one JSON document."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def sentence(error: AcmError) -> str:
 
 
 def error_facts(error: AcmError) -> dict[str, Any]:
-    """What a JSON document says of an error, under `error`."""
+    """The fields of an error in a JSON document, under `error`."""
     return {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
 
 
 def wants_json(ctx: typer.Context) -> bool:
-    """Whether the verb was called with --json."""
+    """True if the verb was called with --json."""
     return bool(ctx.meta.get(_WANTS_JSON))
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a verb's words go. With `json`, `document` alone prints the result, and notes still go to stderr."""
+    """Destination of a verb's output. With `json`, `document` alone prints the result, and notes still go to stderr."""
 
     json: bool = False
 
@@ -68,7 +68,7 @@ class Output:
             typer.echo(text)
 
     def progress(self, text: str) -> None:
-        """How far a long verb has come."""
+        """Print a line of a long verb's progress."""
         typer.echo(text, err=True)
 
     def note(self, text: str) -> None:
@@ -80,7 +80,7 @@ class Output:
         self._labelled("warning", typer.colors.YELLOW, text)
 
     def error(self, text: str) -> None:
-        """Why the verb failed."""
+        """Print the reason of a failure."""
         self._labelled("error", typer.colors.RED, text)
 
     def table(self, rows: Sequence[Sequence[Any]], headers: Sequence[str] = ()) -> None:

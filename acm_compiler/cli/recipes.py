@@ -73,7 +73,7 @@ def validate(
     overrides: SetOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Say that the recipe holds, or everything that is wrong with it."""
+    """Report that the recipe is valid, or every fault in it."""
     from acm_compiler.errors import RecipeError
     from acm_compiler.recipe import how_to_set, load_recipe, recipe_hash, unset_variables
 

@@ -66,7 +66,7 @@ def report(
 
 
 def _loads(run: SavedRun, found: Evaluation) -> Loads:
-    """Where the learners run, on a few of the run's examples; the reason where that cannot be shown."""
+    """Loads by place on a few of the run's examples; the reason where they cannot be shown."""
     from acm_compiler.data import BatchStream
     from acm_compiler.errors import AcmError
     from acm_compiler.evaluation.find_loads import Loads, find_loads
@@ -74,12 +74,12 @@ def _loads(run: SavedRun, found: Evaluation) -> Loads:
     try:
         stream = BatchStream(dataset=run.data, batch=_LOOKED_AT, shuffle=True)
         return find_loads(run.model, found, lambda: next(stream.epoch()), run.task, dataset=run.data)
-    except AcmError as error:  # the numbers are there already: a page without pictures is better than none
+    except AcmError as error:  # the numbers are there already: a page without load maps is better than none
         return Loads(missing=error.what)
 
 
 def _times(directory: Path, output: Output) -> Times | None:
-    """What `acmc bench` measured on the model that is here now."""
+    """Times that `acmc bench` measured on the model that is here now."""
     from acm_compiler.checkpoint import save_id
     from acm_compiler.evaluation.times import FILE, load_times
 

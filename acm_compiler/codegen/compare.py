@@ -50,11 +50,11 @@ def _largest(lost: Tensor, size: Tensor) -> float:
 
 
 def require_equal(y: Tensor, expected: Tensor, w_in: Tensor | None) -> None:
-    """VerificationFailed, naming the ACM that `w_in` belongs to, when a kernel's answer is not the reference's."""
+    """VerificationFailed, naming the ACM that `w_in` belongs to, when a kernel's output is not the reference's."""
     error = relative_error(y, expected)
     if not error <= TOLERANCE[y.dtype]:
         raise VerificationFailed(
-            "a kernel's answer differs from the reference",
+            "a kernel's output differs from the reference",
             where=_owner(w_in),
             found=f"relative error {error:.1e}",
             expected=f"at most {TOLERANCE[y.dtype]:.0e}",

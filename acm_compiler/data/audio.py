@@ -27,7 +27,7 @@ def load_clip(path: Path, *, rate: int) -> np.ndarray:
 
 
 def promised_seconds(path: Path) -> float:
-    """How long a clip is by its header, without decoding it: a guess for some mp3 files. UnusableClip: unreadable."""
+    """Length of a clip by its header, without decoding it: a guess for some mp3 files. UnusableClip: unreadable."""
     soundfile, _ = _libraries()
     try:
         return float(soundfile.info(str(path)).duration)
@@ -80,7 +80,7 @@ _NAMED = 3
 
 
 class LeftOutLedger:
-    """Which of `names` are of no use, and which of `faults` they have; one memory for all processes that load."""
+    """Excluded ones among `names`, each with one of `faults`; one memory for all processes that load."""
 
     def __init__(self, names: Sequence[str], faults: Sequence[str]) -> None:
         self.names, self._faults = names, faults
@@ -105,7 +105,7 @@ class LeftOutLedger:
 
 
 def left_out(dataset: Any) -> dict[str, tuple[str, ...]]:
-    """What a data set has left out so far, by what is wrong; nothing where it does not say."""
+    """Examples that a data set has excluded so far, by fault; none where it does not say."""
     return {fault: tuple(names) for fault, names in getattr(dataset, "left_out", {}).items()}
 
 

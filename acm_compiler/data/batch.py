@@ -1,16 +1,16 @@
-"""What a batch is, and what a data set may offer beside `__len__` and `__getitem__`.
+"""Batches, and the attributes that a data set may offer beside `__len__` and `__getitem__`.
 
 A batch is a dict of tensors with the examples along axis 0: `image` [B, C, H, W] or a model's other inputs, `label`
 [B] (or [B, C] where labels were mixed), `index` [B] (the example's number in its data set), and whatever else a
 data set knows about its examples (`foreground`, `source`).
 
 A data set is any map-style `torch.utils.data.Dataset` whose items are such dicts without the batch axis, or pairs
-(image, label). An item may be None: an example that turned out to be of no use. Optional attributes, by name (the
+(image, label). An item may be None: an example that turned out to be unusable. Optional attributes, by name (the
 first are read by `Facts`):
 
 - `classes`: the names of the classes, in the order of the labels;
 - `rate`: samples per second of its `input_values`; `pieces(ids)`: the text of each token of its `input_ids`;
-- `left_out`: the names of examples of no use that were met so far, by what is wrong with them;
+- `left_out`: the names of excluded examples that were met so far, by fault;
 - `prepare()`: called before the first batch of an epoch, in the process that asks, not in those that load ahead;
 - `batch(indices) -> Batch`: many examples at once, where that is faster than one by one;
 - `collate(examples) -> Batch`: how examples are put together, where stacking is not right (texts, audio);
@@ -99,7 +99,7 @@ def as_batch(given: Any) -> Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a data set's attributes of these names say; the defaults hold for those that it lacks.
+    """Facts that a data set offers as attributes of these names; the defaults hold for those that it lacks.
 
     classes: their names, in the order of the labels. vocabulary: the text of every label of audio. mask_id: the token
     that hides others. marks: the tokens that stand for no text. rate: samples per second of `input_values`.

@@ -61,15 +61,15 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         rows = self._transcribed(_read_rows(Path(config.root), config.split))
         self._ledger = LeftOutLedger([path.name for path, _ in rows], FAULTS)
         self.clips = self._usable(self._present(rows))
-        self._refuse_too_many()  # not before all are looked at: what is wrong is told at once
+        self._refuse_too_many()  # not before all are checked: faults are reported together
         if self.left_out:
-            _LOG.warning("%s: clips left out: %s", config.split, told(self.left_out))
+            _LOG.warning("%s: excluded clips: %s", config.split, told(self.left_out))
         if not self.clips:
             raise self._no_clip()
 
     @property
     def left_out(self) -> dict[str, tuple[str, ...]]:
-        """The names of the clips that turned out to be of no use so far, by what is wrong with them."""
+        """The names of the clips excluded so far, by fault."""
         return self._ledger.by_fault() | ({_WORDLESS: tuple(self._wordless)} if self._wordless else {})
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         return [i for pool in pools for i in sorted(pool, key=lambda i: -self.clips[i].size_bytes)]
 
     def _transcribed(self, rows: Sequence[tuple[str, str]]) -> list[tuple[Path, tuple[int, ...]]]:
-        """Files and labels of the rows that say something."""
+        """Files and labels of the rows whose transcript holds letters."""
         known = {letter: label for label, letter in enumerate(self.vocabulary) if letter}
         folder, found, unknown, letters = Path(self.config.root) / "clips", [], Counter[str](), 0
         for name, sentence in rows:
@@ -121,7 +121,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         return found
 
     def _usable(self, clips: Sequence[Clip]) -> list[Clip]:
-        """The clips without those of which their headers show that they are of no use."""
+        """The clips without those of which their headers show that they are unusable."""
         looked_at, usable = range(0, len(clips), max(1, -(-len(clips) // _LOOKED_AT))), []
         for number, clip in enumerate(clips):
             try:
@@ -144,7 +144,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         return samples
 
     def _leave_out(self, clip: Clip, error: UnusableClip) -> bool:
-        """Note a clip of no use; False where it was known. DataError where it is one too many, or the last."""
+        """Note an unusable clip; False where it was known. DataError where it is one too many, or the last."""
         if not self._ledger.add(clip.row, error.fault):
             return False
         self._refuse_too_many()
@@ -178,7 +178,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         return "|".join(text.split())
 
     def _judge(self, unknown: Counter[str], letters: int) -> None:
-        """Say what was left out; refuse where it is too much."""
+        """Report what was excluded; refuse where it is too much."""
         lost = sum(unknown.values())
         if lost > self.config.max_unknown * max(letters, 1):
             common = " ".join(letter for letter, _ in unknown.most_common(10))

@@ -126,7 +126,7 @@ def _between(draw: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 
 
 def _digits(bank: DigitBank, shown: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole digits [B, T, T] and where their corners go [B, 2]: entirely on the canvas."""
+    """Draw whole digits [B, T, T] and places for their corners [B, 2]: entirely on the canvas."""
     scale = _between(draw[:, 0], *_SCALE)
     angle = _between(draw[:, 1], -0.26, 0.26)  # +-15 degrees
     tile = _render(bank.image[shown], side=_TILE, scale=scale, angle=angle)
@@ -186,7 +186,7 @@ def _stamp(canvas: Tensor, tile: Tensor, corner: Tensor) -> None:
 
 
 def as_input(image: Tensor) -> Tensor:
-    """What a model takes: float [B, 3, H, W], standardised, for uint8 [B, H, W]."""
+    """A model's input: float [B, 3, H, W], standardised, for uint8 [B, H, W]."""
     return ((image.float() / 255 - MEAN) / STD)[:, None].expand(-1, 3, -1, -1)
 
 

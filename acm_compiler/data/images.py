@@ -26,24 +26,24 @@ _CROP_MARGIN = 4
 
 
 class PictureFolder(Dataset[dict[str, Any]]):
-    """`image` float [3, H, W], standardised, and `label`, for every picture below the root's class folders.
+    """`image` float [3, H, W], standardised, and `label`, for every image below the root's class folders.
 
-    DataError, with the path: a missing root, no class folder, a class without pictures, an unreadable picture.
+    DataError, with the path: a missing root, no class folder, a class without images, an unreadable image.
     """
 
     def __init__(self, config: ImageFolderData, size: Size) -> None:
         root = Path(config.root)
         if not root.is_dir():
-            raise DataError("the folder of pictures is missing", where=str(root), fix="check the recipe's root")
+            raise DataError("the folder of images is missing", where=str(root), fix="check the recipe's root")
         try:
             self._folder = ImageFolder(str(root), loader=load_picture)
         except PermissionError as error:
-            raise DataError("the folder of pictures cannot be read", where=str(root), found=error) from error
+            raise DataError("the folder of images cannot be read", where=str(root), found=error) from error
         except FileNotFoundError as error:
             raise DataError(
                 "the data set is empty: " + str(error).split("\n")[0],
                 where=str(root),
-                expected="one folder per class, each with at least one picture (png, jpg, webp, …)",
+                expected="one folder per class, each with at least one image (png, jpg, webp, …)",
             ) from error
         self.classes: list[str] = self._folder.classes
         mixes = config.mixup > 0 or config.cutmix > 0
@@ -59,13 +59,13 @@ class PictureFolder(Dataset[dict[str, Any]]):
 
 
 def load_picture(path: str) -> Any:
-    """The picture as a PIL image in RGB. DataError names a file that cannot be read."""
+    """The file as a PIL image in RGB. DataError names a file that cannot be read."""
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
-            "the picture cannot be read", where=path, found=error, fix="repair the file, or remove it"
+            "the image cannot be read", where=path, found=error, fix="repair the file, or remove it"
         ) from error
 
 

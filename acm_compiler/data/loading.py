@@ -186,7 +186,7 @@ def users_data(dataset: Dataset[Any]) -> AbstractContextManager[None]:
 
 
 def count_examples(dataset: Dataset[Any]) -> int:
-    """How many examples the data set has. FunctionFailed where one of the user's raises."""
+    """Number of examples in the data set. FunctionFailed where one of the user's raises."""
     with users_data(dataset):
         return len(dataset)  # type: ignore[arg-type]
 

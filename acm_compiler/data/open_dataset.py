@@ -26,7 +26,7 @@ Size = tuple[int, int]
 
 
 def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Dataset[Any]:
-    """The data set that `config` describes; pictures come at `image_size` (height, width).
+    """The data set that `config` describes; images come at `image_size` (height, width).
 
     DataError when it is missing, empty, or of another size than the model's; UsageError for an unknown function.
     """
@@ -48,7 +48,7 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
 
 
 def _utterances(config: SpokenDigitsData) -> Dataset[Any]:
-    voices(config.split)  # a missing synthesiser is told now, not at the first batch
+    voices(config.split)  # a missing synthesiser is reported now, not at the first batch
     return UtteranceSet(config.split, count=config.count, most_words=config.most_words, seed=config.seed)
 
 
@@ -61,7 +61,7 @@ def _canvases(config: ClutteredDigitsData, image_size: Size) -> Dataset[Any]:
             expected=f"{SIDE} x {SIDE}",
             fix=f"write input: {{image: [3, {SIDE}, {SIDE}]}}",
         )
-    digit_bank(config.split)  # a missing scikit-learn is told now, not at the first batch
+    digit_bank(config.split)  # a missing scikit-learn is reported now, not at the first batch
     return CanvasSet(config.split, count=config.count, seed=config.seed)
 
 

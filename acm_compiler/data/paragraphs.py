@@ -80,7 +80,7 @@ def _folder_of(root: str | None, name: str) -> Path:
 
 
 def _is_of(split: str, source: str) -> bool:
-    """Whole sources belong to one split, whatever else there is: by a digest of their names."""
+    """True if the whole source is of that split, whatever else there is: by a digest of its name."""
     held_out = zlib.crc32(b"split " + source.encode()) < _EVAL_SHARE * 2**32
     return held_out == (split == "eval")
 
@@ -124,7 +124,7 @@ def _paragraphs_of(path: Path) -> Iterator[str]:
 
 
 def _parts_of(path: Path) -> list[str] | None:
-    """All that stands between empty lines of a file, None for one that is no text."""
+    """Texts between empty lines of a file, None for one that is no text."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -135,7 +135,7 @@ def _parts_of(path: Path) -> list[str] | None:
 
 
 def _flaw(text: str) -> str | None:
-    """Why a paragraph is no prose, None where it is."""
+    """Reason why a paragraph is no prose, None where it is."""
     if not text[0].isupper():
         return "paragraphs beginning without a capital"
     if text[-1] not in ".!?":
@@ -147,7 +147,7 @@ def _flaw(text: str) -> str | None:
 
 
 def _nothing_found(root: str | None, split: str, name: str | None) -> DataError:
-    """What is there instead of paragraphs: of the class `name`, or of all sources where that is None."""
+    """Describe what is there instead of paragraphs: of the class `name`, or of all sources where that is None."""
     where, files = _looked_at(root, name)
     parts = [_parts_of(path) for path in files]
     flaws = [_flaw(text) for part in parts if part for text in part]
@@ -171,7 +171,7 @@ def _count(things: Sequence[object], noun: str) -> str:
 
 
 def _looked_at(root: str | None, name: str | None) -> tuple[str, list[Path]]:
-    """Where texts were looked for, and all files there."""
+    """The place where texts were searched for, and all files there."""
     if name is not None:
         folder = _folder_of(root, name)
         return str(folder), _files(folder, (".py", *_PROSE))

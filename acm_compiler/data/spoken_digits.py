@@ -65,7 +65,7 @@ class Utterance:
 
 @functools.cache
 def voices(split: Split) -> Voices:
-    """What all voices say in the split's own takes; about 50 ms for each of two takes (eval: one) of 36 voices.
+    """Words of all voices in the split's own takes; about 50 ms for each of two takes (eval: one) of 36 voices.
 
     PackageMissing without espeak-ng or the libraries that read its sound, DataError where it fails.
     """
@@ -83,7 +83,7 @@ def _take(split: Split, number: int, voice: str, take: int) -> tuple[np.ndarray,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """When an utterance says what: pauses in samples before each word and after the last one."""
+    """Order of an utterance: its words, and pauses in samples before each of them and after the last one."""
 
     voice: int
     take: int
@@ -94,7 +94,7 @@ class Layout:
 
 
 def layout(split: Split, index: int, *, seed: int, most_words: int) -> Layout:
-    """How utterance `index` is put together; a function of the arguments alone. Every voice speaks equally often."""
+    """Draw the layout of utterance `index`, a function of the arguments alone. Every voice speaks equally often."""
     draw = uniform(2 * seed, [index], 5 + 2 * most_words)[0].tolist()
     count = 1 + int(draw[0] * most_words)
     edges = [_between(draw[i], _EDGE) for i in (1, 2)]

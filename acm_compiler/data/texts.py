@@ -98,7 +98,7 @@ class TextRows(TokenizedTexts):
 
 
 def _rows(config: TextRowsData) -> list[Any]:
-    """All that the function gives; DataError where that is not a sequence with entries."""
+    """Call the function for its rows; DataError where that is not a sequence with entries."""
     try:
         rows = call_function(config.rows, config.args)
     except (OSError, ValueError) as error:
@@ -128,7 +128,7 @@ def _rows(config: TextRowsData) -> list[Any]:
 
 
 def _column(rows: Sequence[Any], key: str, config: TextRowsData) -> list[Any]:
-    """What all rows hold under `key`; DataError, with the first of them, where a row does not."""
+    """The values of all rows under `key`; DataError, with the first of them, where a row has none."""
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping) or key not in row:
             raise DataError(

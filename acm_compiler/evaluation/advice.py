@@ -1,4 +1,4 @@
-"""What else a plan could be: what converting more sites would buy, and what keeps k = N exact."""
+"""Advice on a plan: the gain of converting more sites, and the way to keep k = N exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLASSES = ("mlp", "attn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What also converting the `sites` further sites of class `match` would do.
+    """Effect of also converting the `sites` further sites of class `match`.
 
     `macs_share`: their part of the dense model's MACs. `model_share`: the smallest share of the dense model's MACs
     that the converted model could run at, `model_share_now` as planned (1 for a plan without sites).
@@ -64,7 +64,7 @@ def advise(found: Findings, plan: Plan, rules: Sequence[SiteRule], gate: GateCon
 
 
 def advise_lossless(found: Evaluation, plan: Plan, schedule: Sequence[Phase]) -> str | None:
-    """What keeps k = N as good as the dense model, where calibration alone has made it worse by more than chance.
+    """Advise how to keep k = N as good as the dense model, where calibration alone has made it significantly worse.
 
     None where it is not worse, where nothing can be kept, and where other phases have trained the model since.
     """

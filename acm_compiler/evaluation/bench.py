@@ -29,7 +29,7 @@ from acm_compiler.runtime.control import set_budget, set_k
 from acm_compiler.runtime.usage import record
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest relative norm of the difference between compiled and eager answers of a whole model, k given."""
+"""Largest relative norm of the difference between compiled and eager outputs of a whole model, k given."""
 
 Answer = Callable[[Any], Tensor]
 Progress = Callable[[str], None]
@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """Who takes part: the dense and the converted model, each as it is and compiled with the same settings."""
+    """Contenders: the dense and the converted model, each as it is and compiled with the same settings."""
 
     dense: nn.Module
     converted: nn.Module
@@ -63,7 +63,7 @@ class Contest:
 def check_answers(contest: Contest, inputs: Inputs) -> float:
     """The largest relative error of the compiled converted model against the eager one, over every k.
 
-    VerificationFailed, naming the k, when it exceeds the tolerance of the answers' type.
+    VerificationFailed, naming the k, when it exceeds the tolerance of the outputs' type.
     """
     largest = max(acm.count for acm in sites(contest.converted).values())
     worst = 0.0
@@ -74,7 +74,7 @@ def check_answers(contest: Contest, inputs: Inputs) -> float:
             limit = TOLERANCE[next(contest.converted.parameters()).dtype]
             if not error <= limit:
                 raise VerificationFailed(
-                    "the compiled model answers otherwise than the eager one",
+                    "the compiled model's outputs differ from the eager one's",
                     where=f"k = {k}",
                     found=f"relative error {error:.1e}",
                     expected=f"at most {limit:.0e}",

@@ -1,4 +1,4 @@
-"""Measuring one model at several budgets: what it answers, and what that costs.
+"""Measuring one model at several budgets: its metric, and its cost.
 
 Every batch is loaded once and run in every setting, so that all of them, and the dense model, see the same examples.
 """
@@ -93,7 +93,7 @@ def evaluate(
 def reachable(model: nn.Module, budgets: Sequence[float], *, say: Callable[[str], None]) -> list[float]:
     """Those of `budgets` that the model's gates can reach; all learners where none is given or no gate was measured.
 
-    `say` is told what is left out.
+    `say` takes a line on what is excluded.
     """
     owner = conversion(model)
     if owner.table is None:
@@ -162,7 +162,7 @@ class _Runs:
         self.masked = False
 
     def take(self, batch: Batch) -> Batch:
-        """The batch on the model's device, after the dense model has answered it."""
+        """The batch on the model's device, after the dense model has run on it."""
         batch = {name: value.to(self.device) for name, value in batch.items()}
         first = sum(len(group) for group in self._groups)
         self._groups.append(batch["source"].cpu() if "source" in batch else torch.arange(first, first + _size(batch)))
@@ -187,7 +187,7 @@ class _Runs:
 
     @property
     def sample(self) -> Sample:
-        """What every example counts for, and its source; DataError without examples."""
+        """Units of every example, and its source; DataError without examples."""
         if not self._groups:
             raise DataError("no examples to evaluate on")
         return Sample(task=self.task, units_E=torch.cat(self._units), groups_E=torch.cat(self._groups))
@@ -198,7 +198,7 @@ class _Runs:
         return torch.cat(self._dense_scores) if self._dense_scores else None
 
     def likeness_of(self, tally: Tally) -> float | None:
-        """How alike the dense model answered; None where that is not known."""
+        """Agreement with the dense model's outputs; None where that is not known."""
         return None if self.likeness is None else self.likeness.compare(tally.kept, torch.cat(self._dense_kept))
 
 
@@ -251,7 +251,7 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float, Tally]]) ->
 
 @contextmanager
 def _dense_regions(model: nn.Module) -> Iterator[None]:
-    """While open, every ACM answers by the dense region it replaced. NoDenseRegion where one is gone."""
+    """While open, every ACM runs the dense region it replaced. NoDenseRegion where one is gone."""
     acms = list(sites(model).values())
     tapped = next((acm.name for acm in acms if acm.tap is not None), None)
     if tapped is not None:

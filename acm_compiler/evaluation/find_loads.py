@@ -1,4 +1,4 @@
-"""Where a model's learners run, in whatever a batch holds: pictures, clips or texts."""
+"""Loads by place for whatever a batch holds: images, audio or texts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _STEPS = 20  # the ends of the scale are whole twentieths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadMaps:
-    """Pictures [E, H, W, C] in [0, 1] and, for each budget, mean k / N over the sites at every patch [E, S, S].
+    """Images [E, H, W, C] in [0, 1] and, for each budget, mean k / N over the sites at every patch [E, S, S].
 
-    `sites` of the model's `of_sites` sites have tokens with a place in the picture.
+    `sites` of the model's `of_sites` sites have tokens with a place in the image.
     """
 
     pictures: Tensor
@@ -47,7 +47,7 @@ class LoadMaps:
 
 
 def find_load_maps(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float]) -> LoadMaps | None:
-    """Load maps of a few examples of `batch` at the given budgets; None where tokens have no place in a picture.
+    """Load maps of a few examples of `batch` at the given budgets; None where tokens have no place in an image.
 
     Examples of different labels are preferred. The model stays as it was.
     """
@@ -93,19 +93,19 @@ def _mean_load(model: nn.Module, placed: dict[str, Tensor]) -> Tensor:
 
 
 def _for_eyes(image: Tensor) -> Tensor:
-    """Standardised pictures [E, C, H, W] as [E, H, W, C] in [0, 1]: each from its darkest to its brightest value."""
+    """Standardised images [E, C, H, W] as [E, H, W, C] in [0, 1]: each from its darkest to its brightest value."""
     image = image.detach().float().cpu()
     low, high = image.amin((1, 2, 3), keepdim=True), image.amax((1, 2, 3), keepdim=True)
     scaled = ((image - low) / (high - low).clamp_min(1e-6)).movedim(1, -1)
     return scaled if scaled.shape[-1] == 3 else scaled.mean(-1, keepdim=True).expand(-1, -1, -1, 3)
 
 
-_NO_PLACES = "the data holds no pictures, or the model's tokens have no known place in them"
+_NO_PLACES = "the data holds no images, or the model's tokens have no known place in them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """Load maps of pictures, or loads along clips or texts; `missing` says why there are none."""
+    """Load maps of images, or loads along clips or texts; `missing` is the reason where there are none."""
 
     maps: LoadMaps | None = None
     clips: ClipLoads | None = None

@@ -99,7 +99,7 @@ def find_text_loads(
 
 
 def usage_at(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float]) -> dict[float, Usage]:
-    """What ran on a batch at each budget. Mode, choices and budget of the model come back at the end."""
+    """Usage on a batch at each budget. Mode, choices and budget of the model come back at the end."""
     device = next(iter(sites(model).values())).k_lo.device
     there = {name: value.to(device) for name, value in batch.items()}
     found = {}
@@ -137,7 +137,7 @@ class Grid:
 
 
 def grid_of(tokens: int, height: int, width: int) -> Grid | None:
-    """How `tokens` tokens lie in a picture; None where that cannot be told."""
+    """Grid of `tokens` tokens in an image; None where it is not known."""
     side = math.isqrt(tokens)
     extra = tokens - side * side
     if side < 2 or height != width or height % side or extra > _MOST_EXTRA:
@@ -146,7 +146,7 @@ def grid_of(tokens: int, height: int, width: int) -> Grid | None:
 
 
 def patch_k(k: dict[str, Tensor], plan: Plan, height: int, width: int) -> dict[str, Tensor]:
-    """k of the patches of those sites whose tokens lie in the picture: float [B, side, side] by site name.
+    """k of the patches of those sites whose tokens lie in the image: float [B, side, side] by site name.
 
     k: as `acm.record` gives it, [B, calls * tokens]; repeated calls are averaged.
     """

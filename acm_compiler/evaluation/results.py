@@ -60,7 +60,7 @@ class MetricResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteUse:
-    """How one site was used: its share of its own learner MACs, and how many tokens ran k = 0, 1, ..., N.
+    """Usage of one site: its share of its own learner MACs, and the number of tokens that ran k = 0, 1, ..., N.
 
     `foreground_ratio` is mean k on foreground over mean k on background tokens, where the data tells them apart.
     """
@@ -76,7 +76,7 @@ class ForegroundUse:
     """Mean k on foreground over mean k on background, and the same after shuffling k over the places of an example.
 
     Every example counts alike, so that the shuffled ratio is 1 but for noise. `error`s are bootstrap standard errors.
-    `of`: the places are patches of pictures, or frames of clips. In means of k every site counts alike; `macs` is the
+    `of`: the places are patches of images, or frames of clips. In means of k every site counts alike; `macs` is the
     ratio of the learner MACs spent there, in which a site counts for what its learners cost, as it does in budgets.
     """
 
@@ -143,7 +143,7 @@ class Evaluation:
 
     `masked`: a padding mask was known, and padding counts nowhere. `dense_macs`: the dense model's on these examples,
     the mean. `subject` is equal for the same saved model on the same data set and task, None where that is not known.
-    `left_out`: names of examples of no use, which count nowhere, by what is wrong with them.
+    `left_out`: names of excluded examples, which count nowhere, by fault.
     """
 
     schema: int = SCHEMA
@@ -162,7 +162,7 @@ class Evaluation:
 
     @property
     def names(self) -> dict[float, str]:
-        """What each budget is called, by the share asked for; no two alike."""
+        """Name of each budget, by the share asked for; no two alike."""
         return budget_names(budget.asked for budget in self.budgets)
 
     def __str__(self) -> str:
@@ -222,7 +222,7 @@ def load_evaluation(directory: Path) -> Evaluation | None:
     return Evaluation.from_json(text)
 
 
-_SAME_DENSE = 1e-3  # other batch sizes round otherwise, and an answer in a thousand may tip over
+_SAME_DENSE = 1e-3  # other batch sizes round otherwise, and a prediction in a thousand may tip over
 _SAME_MACS = 1e-2  # and what is done for padding cannot be told to the last MAC
 _SAME_BUDGET = 6  # decimals
 
@@ -255,7 +255,7 @@ def _facts(evaluation: Evaluation) -> tuple[object, ...]:
 
 
 def _same_dense(before: MetricResult, found: MetricResult) -> bool:
-    """Whether the dense model, where both have it, answered as well: else the examples were others."""
+    """True unless the dense model, where both have it, has another metric, as it has on other examples."""
     if before.dense is None or found.dense is None:
         return True
     return math.isclose(before.dense, found.dense, rel_tol=_SAME_DENSE, abs_tol=1e-9)

@@ -1,8 +1,8 @@
-"""What one setting of a model did over all examples, added up batch by batch.
+"""Sums over all examples of one setting of a model, added up batch by batch.
 
-Do its learners follow what is in a picture or a clip? That is mean k on the foreground over mean k on the background,
+Do its learners follow what is in an image or a clip? That is mean k on the foreground over mean k on the background,
 with its control: the same k shuffled over the places.
-Shapes: B examples of a batch, E of all batches, L sites, S tokens, P places (patches of a picture, frames of a clip).
+Shapes: B examples of a batch, E of all batches, L sites, S tokens, P places (patches of an image, frames of a clip).
 """
 
 from __future__ import annotations
@@ -158,12 +158,12 @@ class Tally:
             self._foreground.add(used, mask)
 
     def keep(self, kept_B: Tensor) -> None:
-        """Keep what the answers of one batch are to be compared by, [B, ...]."""
+        """Keep what the outputs of one batch are compared by, [B, ...]."""
         self._kept.append(kept_B)
 
     @property
     def kept(self) -> Tensor:
-        """What was kept of all examples, [E, ...]."""
+        """Outputs kept of all examples, [E, ...]."""
         return torch.cat(self._kept)
 
     @property

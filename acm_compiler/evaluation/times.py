@@ -21,7 +21,7 @@ BASE, OURS = "dense inductor", "acm compiled"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One contender at one batch size; `ratio` is its time over dense Inductor's, `mac_ratio` its MACs over the dense
-    model's, `error` the relative difference of its answers from the eager model's at that budget."""
+    model's, `error` the relative difference of its outputs from the eager model's at that budget."""
 
     batch: int
     budget: float | None
@@ -54,7 +54,7 @@ class Times:
 
     @property
     def names(self) -> dict[float, str]:
-        """What each budget is called, in rising order; no two alike."""
+        """Name of each budget, in rising order; no two alike."""
         return budget_names(sorted({row.budget for row in self.rows if row.budget is not None}))
 
     def of(self, contender: str, batch: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""How an evaluation is written for people: its numbers, alike in the terminal, in charts and on the page; its table."""
+"""Wording of an evaluation: its numbers, alike in the terminal, in charts and on the page; its table."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def signed(value: float, metric: MetricResult) -> str:
 
 
 def likeness(value: float | None) -> str:
-    """How alike two models answer, 1 being the same."""
+    """Agreement of two models' outputs as text, 1.000 being the same."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def unit_of_difference(metric: MetricResult) -> str:
-    """What a difference is counted in."""
+    """Unit of a difference in the metric."""
     return "points" if metric.is_share else metric.name
 
 
@@ -59,7 +59,7 @@ def macs(value: float) -> str:
 
 
 def macs_of(value: float, whole: float) -> str:
-    """What was spent, and the dense model's MACs, in one unit: 4.39 MMACs, dense 8.36 MMACs."""
+    """MACs spent, and the dense model's, in one unit: 4.39 MMACs, dense 8.36 MMACs."""
     unit, scale = unit_of(whole)
     return f"{value / scale:.3g} {unit}, dense {whole / scale:.3g} {unit}"
 
@@ -77,7 +77,7 @@ def ratio(value: float, error: float) -> str:
 
 
 def budget_names(budgets: Iterable[float]) -> dict[float, str]:
-    """What each budget is called beside the others: 0.25, with as many decimals as tell all of them apart."""
+    """Name of each budget beside the others: 0.25, with as many decimals as tell all of them apart."""
     asked = list(dict.fromkeys(budgets))
     for digits in range(2, 7):
         names = {budget: f"{budget:.{digits}f}" for budget in asked}
@@ -98,7 +98,7 @@ SHARE, SPREAD = "model share", "MACs per example [p5, p95]"
 
 
 class Column(NamedTuple):
-    """What a table says of every result, and of the dense model."""
+    """Column of a table: its text for a result, and for the dense model."""
 
     of: Callable[[Result], str]
     of_dense: str = ""

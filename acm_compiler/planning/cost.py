@@ -1,4 +1,4 @@
-"""What a plan costs, by arithmetic alone: MACs and parameters, dense and as ACMs.
+"""Cost of a plan, by arithmetic alone: MACs and parameters, dense and as ACMs.
 
 1 MAC = 1 multiply-add = 2 FLOPs. No model is run. `budget` is the share of learner MACs; `model_share` is the
 share of the whole dense model's MACs.

@@ -104,7 +104,7 @@ def _params_change(pairs: Sequence[tuple[PlannedSite, SiteCost]]) -> str:
 
 
 def _forms(plan: Plan) -> list[str]:
-    """How sites were cut into learners, once calibration has decided it."""
+    """A line on the forms of the learners, once calibration has decided them."""
     fitted = [site for site in plan.sites if site.init == "auto"]
     if not any(site.kind == "linear" and site.form != "auto" for site in fitted):
         return []
@@ -124,7 +124,7 @@ def _budget_table(report: CostReport, budgets: Iterable[float]) -> str:
 
 
 def _raised(report: CostReport) -> list[str]:
-    """What calibrate may make of the smallest budget, where that is lower than with one learner everywhere."""
+    """A line on what calibrate may make of the smallest budget, where one learner everywhere is above that."""
     least, one = report.budget_min, report.least_share(1)
     if one - least < _SAME:
         return []

@@ -52,7 +52,7 @@ class PlannedSite(Site):
 
     @property
     def is_sliced(self) -> bool:
-        """Whether the learners are slices of the projection itself, its heads in a basis of their own."""
+        """True if the learners are slices of the projection itself, its heads in a basis of their own."""
         return self.kind == "linear" and self.form == "slices"
 
     @property
@@ -64,25 +64,25 @@ class PlannedSite(Site):
 
     @property
     def has_bias_in(self) -> bool:
-        """Whether the learners' first layer has a bias."""
+        """True if the learners' first layer has a bias."""
         if self.kind == "linear":
             return self.learner_act != "identity"
         return self.init == "random" or any(ref.bias is not None for ref in self.first)
 
     @property
     def has_top(self) -> bool:
-        """Whether k = N runs dense weights of its own."""
+        """True if k = N runs dense weights of its own."""
         return self.second_layer == "shared_top" or (self.kind == "linear" and self.lossless and not self.is_sliced)
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether k = N still answers as the dense region once learners have been calibrated."""
+        """True if k = N is still exact once learners have been calibrated."""
         return self.is_sliced or self.lossless if self.kind == "linear" else self.second_layer != "shared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the plan knows of the model it was made for; MACs are for exactly the example inputs.
+    """Facts about the model that a plan was made for; MACs are for exactly the example inputs.
 
     `source` says how the base model is built again, None for a live model. `inputs` describes the example.
     `not_counted` names operations without MACs and how often they run.

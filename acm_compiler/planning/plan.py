@@ -102,7 +102,7 @@ def fingerprint(model: nn.Module, cls: str | None = None) -> str:
 
 
 def fits(plan: Plan, model: nn.Module) -> bool:
-    """Whether `model` has the parameters, by name and shape, of the model that `plan` was made for."""
+    """True if `model` has the parameters, by name and shape, of the model that `plan` was made for."""
     return fingerprint(model, plan.model.cls) == plan.model.fingerprint
 
 

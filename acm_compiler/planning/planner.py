@@ -18,7 +18,7 @@ _CLASSES = ("mlp", "attn")
 
 
 def choose_rules(found: Sequence[Site], rules: Sequence[SiteRule]) -> dict[str, SiteRule]:
-    """By a site's name the rule that decides on it: the last that matches. Sites without a rule stay dense.
+    """Choose the rule of each site, by name: the last that matches. Sites without a rule stay dense.
 
     SelectionError, with the nearest names, when a pattern matches no site; UsageError for a rule's key that is for
     none of its sites.
@@ -120,7 +120,7 @@ def _kinds(found: Iterable[Site]) -> str:
 
 
 def _plan_site(site: Site, rule: SiteRule, gate: GateConfig) -> PlannedSite:
-    # a nonlinear activation at a linear site has no start that keeps answers (docs/semantics.md, The start)
+    # a nonlinear activation at a linear site has no start that keeps outputs (docs/semantics.md, The start)
     random = rule.init == "random" or (site.kind == "linear" and rule.activation not in ("auto", "identity"))
     planned = PlannedSite(
         **{f.name: getattr(site, f.name) for f in dataclasses.fields(Site)},
@@ -184,7 +184,7 @@ def _settle_form(site: PlannedSite, known: Mapping[str, PlannedSite], *, asked: 
 
 
 def _unsliceable(site: PlannedSite, known: Mapping[str, PlannedSite]) -> str:
-    """Why `site` and its partner cannot be slices; empty where they can."""
+    """Reason why `site` and its partner cannot be slices; empty where they can."""
     if site.pair is None:
         return site.unpaired or "its partner is not known"
     partner, own = known.get(site.pair.partner), (site.learners, site.form, site.lossless, site.init)

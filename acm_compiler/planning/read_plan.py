@@ -28,7 +28,7 @@ Fault = tuple[str, object, str]
 
 
 class _Document(BaseModel):
-    """What a plan's JSON holds besides what is derived; sites, grafts and so on as their dataclasses say."""
+    """Content of a plan's JSON without what is derived; sites, grafts and so on as their dataclasses say."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -77,14 +77,14 @@ def _contradictions(document: dict[str, Any], derived: dict[str, Any]) -> Iterat
 
 
 def _is_same_number(found: Any, expected: Any) -> bool:
-    """Whether two numbers are the same, to the rounding of sums in another order."""
+    """True if two numbers are the same, to the rounding of sums in another order."""
     if isinstance(found, float) and isinstance(expected, float):
         return math.isclose(found, expected)
     return type(found) in (int, float) and found == expected
 
 
 def _without_derived(document: dict[str, Any]) -> dict[str, Any]:
-    """What of the document is to be read; `class` is `cls` in Python."""
+    """The part of the document that is read; `class` is `cls` in Python."""
     read = {name: value for name, value in document.items() if name not in _DERIVED}
     if isinstance(read.get("model"), dict):
         read["model"] = {"cls" if name == "class" else name: value for name, value in read["model"].items()}
@@ -113,7 +113,7 @@ def _faults(planned: tuple[PlannedSite, ...]) -> Iterator[Fault]:
 
 
 def _is_path(name: str) -> bool:
-    """Whether `name` is one of a module or parameter: names joined by dots, and no path of a file."""
+    """True if `name` is one of a module or parameter: names joined by dots, and no path of a file."""
     return all(name.split(".")) and not name.startswith(("/", "\\"))
 
 

@@ -1,4 +1,4 @@
-"""Where a recipe's examples come from: one section per kind of data set."""
+"""Data sets of a recipe: one section per kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from acm_compiler.recipe.fields import (
 
 
 class ImageFolderData(Section):
-    """Pictures in one folder per class, as torchvision's ImageFolder reads them."""
+    """Images in one folder per class, as torchvision's ImageFolder reads them."""
 
     kind: Literal["imagefolder"]
     root: PathText
@@ -30,9 +30,9 @@ class ImageFolderData(Section):
     image_size: Count | None = None
     """Side of the square a model gets; unset: what `input.image` says."""
     crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
-    """Without augmentation: the share of the resized picture's side that the centre crop keeps."""
+    """Without augmentation: the share of the resized image's side that the centre crop keeps."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How pictures are resized."""
+    """Method of resizing images."""
     mean: Three[float] = (0.485, 0.456, 0.406)
     """Subtracted from each channel; pixels are between 0 and 1."""
     std: Three[Positive] = (0.229, 0.224, 0.225)
@@ -52,7 +52,7 @@ class ClutteredDigitsData(Section):
 
     kind: Literal["cluttered_digits"]
     split: Literal["train", "eval"]
-    """Which source digits are shown; no digit is in both."""
+    """Part of the source digits; no digit is in both."""
     count: Count = 10_000
     """Canvases in one epoch."""
     seed: Whole = 0
@@ -71,7 +71,7 @@ class TextData(Section):
     """Packages, or folders below `root`: only they are read, in all their depth, and `label` says which; then each file
     is in one split. Unset: no labels, and every package, or file below `root`, is in one split."""
     split: Literal["train", "eval"]
-    """Which sources (files, packages) are read; none is in both."""
+    """Part of the sources (files, packages); none is in both."""
     count: Count = 2000
     """At most so many paragraphs."""
     max_tokens: Annotated[int, Field(ge=2)] = 128
@@ -105,19 +105,19 @@ class CommonVoiceData(Section):
     root: PathText
     """The release's folder of one language, such as cv-corpus-17.0/es."""
     split: str = "train"
-    """Which table: train, dev, test, validated, …"""
+    """Name of the table: train, dev, test, validated, …"""
     vocabulary: PathText
     """The vocab.json that the model was trained with."""
     case: Literal["lower", "upper", "as_is"] = "lower"
-    """How letters are written in the vocabulary."""
+    """Case of letters in the vocabulary."""
     remove: str = r"[^\w\s']|[\d_]"
     """A regular expression; what it finds in a transcript is no letter."""
     max_seconds: Positive = 15.0
     """Longer clips are left out."""
     max_broken: Whole = 100
-    """How many clips may be missing, unreadable, empty, too short or too long, all together, before the run ends."""
+    """Clips that may be missing, unreadable, empty, too short or too long, all together, before the run ends."""
     max_unknown: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Which share of the letters may be missing from the vocabulary."""
+    """Share of the letters that may be missing from the vocabulary."""
 
 
 class SpokenDigitsData(Section):
@@ -125,7 +125,7 @@ class SpokenDigitsData(Section):
 
     kind: Literal["spoken_digits"]
     split: Literal["train", "eval"]
-    """In which takes (a voice at one speed and pitch) the words are said; none is in both."""
+    """Part of the takes (a voice at one speed and pitch); none is in both."""
     count: Count = 2000
     """Utterances in one epoch."""
     most_words: Annotated[int, Field(ge=1, le=20)] = 3
@@ -163,12 +163,12 @@ DataConfig = Annotated[
 
 
 class DataSection(Section):
-    """What a model is trained on, and what it is measured on."""
+    """The examples that a model is trained on, and those that it is measured on."""
 
     train: DataConfig
-    """What a model is trained and calibrated on."""
+    """Examples for training and calibration."""
     eval: DataConfig
-    """What it is measured on, as it is: without augmentation."""
+    """Examples for evaluation, as they are: without augmentation."""
 
     @model_validator(mode="after")
     def _measured_as_it_is(self) -> DataSection:

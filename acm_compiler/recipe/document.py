@@ -46,7 +46,7 @@ class Problem:
 
 @dataclass(slots=True, kw_only=True)
 class Document:
-    """What a recipe says before anything is checked: nested dicts and lists, `places` by path."""
+    """A recipe as read, before anything is checked: nested dicts and lists, `places` by path."""
 
     source: str
     data: dict[str, Any]
@@ -54,11 +54,11 @@ class Document:
     values: dict[KeyPath, Place] = field(default_factory=dict)
 
     def place_of_value(self, path: KeyPath) -> Place:
-        """Where the value at `path` stands, or the nearest thing around it."""
+        """Place of the value at `path`, or of the nearest thing around it."""
         return self._nearest(self.values, path)
 
     def place_of_key(self, path: KeyPath) -> Place:
-        """Where the key that ends `path` stands, or the nearest thing around it."""
+        """Place of the key that ends `path`, or of the nearest thing around it."""
         return self.keys[path] if path in self.keys else self.place_of_value(path)
 
     def _nearest(self, places: dict[KeyPath, Place], path: KeyPath) -> Place:

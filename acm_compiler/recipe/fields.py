@@ -29,7 +29,7 @@ class PathLike:
 
 
 def refusal(what: str, key: str | None = None) -> PydanticCustomError:
-    """The error for values that types and bounds let pass, told at `key` of the section, or at the section itself."""
+    """The error for values that types and bounds let pass, at `key` of the section, or at the section itself."""
     return PydanticCustomError("acm", "{what}", {"what": what} | ({} if key is None else {"key": key}))
 
 
@@ -68,13 +68,13 @@ PythonKind = Annotated[str, Field(pattern=f"^python:{FUNCTION}$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
-    """How often something happens: every `amount` seconds, optimizer steps, or epochs."""
+    """Interval between two events: every `amount` seconds, optimizer steps, or epochs."""
 
     amount: float
     unit: Literal["second", "step", "epoch"]
 
     def __str__(self) -> str:
-        """As recipes write it: `10min`, `500steps`, `1epoch`."""
+        """The text that recipes hold: `10min`, `500steps`, `1epoch`."""
         if self.unit != "second":
             return f"{self.amount:.0f}{self.unit}{'' if self.amount == 1 else 's'}"
         for name, seconds in (("h", 3600), ("min", 60)):

@@ -185,7 +185,7 @@ def _texts(section: BaseModel) -> list[tuple[KeyPath, str, bool]]:
 
 
 def fault(text: str, *, is_path: bool) -> str | None:
-    """What is wrong with the variables that `text` names, whether or not they are set."""
+    """The fault in the variables that `text` names, set or not; None where there is none."""
     if not is_path and _VARIABLE.search(text):
         return f"{text!r}: ${{VAR}} may be used in paths only"
     if is_path and len(_OPENED.findall(text)) != len(_VARIABLE.findall(text)):

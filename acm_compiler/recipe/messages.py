@@ -161,7 +161,7 @@ def wrong_values(error: ValidationError) -> list[str]:
 
 
 def either(wishes: list[str]) -> str:
-    """What the members of a union wanted of one value, each wish once."""
+    """The expectations of the members of a union for one value, each once."""
     return " or ".join(dict.fromkeys(wishes))
 
 
@@ -172,7 +172,7 @@ def _name(detail: ErrorDetails) -> str:
 
 
 def expectation(detail: ErrorDetails) -> str | None:
-    """What the value should have been; None when the fault is one of keys or kinds."""
+    """Expected value; None when the fault is one of keys or kinds."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _BOUNDS:
         bound, word = _BOUNDS[kind]

@@ -44,7 +44,7 @@ class ModelConfig(Section):
     """The model to convert, by the place it comes from and its name there."""
 
     source: Literal["torchvision", "timm", "hf", "python", "shipped", "directory"]
-    """Where the model comes from."""
+    """Source of the model."""
     name: Annotated[str, Field(min_length=1), PathLike()]
     """The name in torchvision's or timm's registry; a hub name or folder (hf); package.module:function (python);
     a shipped model; a directory that acm_compiler saved."""
@@ -52,9 +52,9 @@ class ModelConfig(Section):
     """`default`: the trained weights that belong to the name. A name the source knows (IMAGENET1K_V1), or a file
     (.safetensors, .pt, .pth). null: a random start."""
     auto_class: str | None = None
-    """For hf: the transformers class that builds it; unset: the one the model's config names."""
+    """Transformers class that builds it (hf); unset: the one the model's config names."""
     trust_remote_code: bool = False
-    """For hf: run the Python files that come with the model. Only for repositories whose code you have read."""
+    """Run the Python files that come with the model (hf). Only for repositories whose code you have read."""
     args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
     """Keyword arguments of the model's builder (hf: changes to its config)."""
     freeze: Texts = ()
@@ -75,7 +75,7 @@ class ModelConfig(Section):
 
 
 class InputConfig(Section):
-    """What one example is, without the batch axis. Exactly one of the four kinds."""
+    """Shape of one example, without the batch axis. Exactly one of the four kinds."""
 
     image: Three[Count] | None = None
     """Channels, height, width."""

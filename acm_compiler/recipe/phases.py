@@ -40,7 +40,7 @@ class PhaseSection(Section):
 
 
 class TrainedPhase(PhaseSection):
-    """What all phases share that take optimizer steps. Exactly one of `epochs` and `steps` says how long."""
+    """Keys of all phases that take optimizer steps. Exactly one of `epochs` and `steps` gives the length."""
 
     epochs: Count | None = None
     """Passes over the training data."""
@@ -57,7 +57,7 @@ class TrainedPhase(PhaseSection):
     weight_decay: NotNegative = 0.0
     """Strength of the pull of weights towards zero."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """How the learning rate moves: along a half cosine from `lr` to `lr_min`, or not at all."""
+    """Schedule of the learning rate: a half cosine from `lr` to `lr_min`, or constant."""
     lr_min: NotNegative = 1e-6
     """Learning rate at the end of a cosine schedule."""
     clip_norm: Positive | None = 1.0
@@ -66,7 +66,7 @@ class TrainedPhase(PhaseSection):
     @model_validator(mode="after")
     def _one_length(self) -> TrainedPhase:
         if self.epochs is None and self.steps is None:
-            raise refusal("neither epochs nor steps says how long the phase is")
+            raise refusal("epochs or steps must give the length of the phase")
         if self.epochs is not None and self.steps is not None:
             raise refusal("epochs and steps are both given (keep one)", "steps")
         if self.batch % self.accumulate:
@@ -94,7 +94,7 @@ class DistillPhase(TrainedPhase):
 
 
 class LabelRule(Section):
-    """How a token's label, the k its gate should choose, follows from its error at every k."""
+    """Rule for a token's label, the k its gate should choose, from its error at every k."""
 
     rule: Literal["relative_improvement"] = "relative_improvement"
     """The smallest k after which one more learner hardly helps, by `tau`; N where every one helps."""
@@ -112,7 +112,7 @@ class GatePhase(TrainedPhase):
     lr: Positive = 1e-2
     """Learning rate at the start of the phase."""
     labels: LabelRule = LabelRule()
-    """How a token's label follows from its error at every k."""
+    """Rule for a token's label from its error at every k."""
     temperature: Positive = 0.8
     """Temperature of the Gumbel-softmax."""
 
@@ -127,7 +127,7 @@ class FinetunePhase(TrainedPhase):
     lr: Positive = 1e-4
     """Learning rate at the start of the phase."""
     objective: Literal["task", "distillation"] = "task"
-    """task: the task's own loss. distillation: how far the answers are from the original model's; no labels."""
+    """task: the task's own loss. distillation: the distance of the outputs from the original model's; no labels."""
     update: Literal["all", "learners"] = "all"
     """all: the whole network and its gates, which are sampled. learners: the learners alone, in eval mode, at the k
     that the gates choose; the keys that lead gates are not for it."""

@@ -15,7 +15,7 @@ REGISTRIES = ("torchvision", "timm")
 
 
 def is_known(model: ModelConfig) -> bool:
-    """Whether a quick look finds what `model` names, its weights included: then there is no need for the registry.
+    """True if a quick look finds the model that `model` names, its weights included, without loading the registry.
 
     Models of other sources count as found: they are files, functions and places that a recipe may be far from.
     """
@@ -32,7 +32,7 @@ def is_known(model: ModelConfig) -> bool:
 
 
 def is_installed(model: ModelConfig) -> bool:
-    """Whether the package is here that knows the names of such models."""
+    """True if the package that knows the names of such models is installed."""
     return model.source not in REGISTRIES or find_spec(model.source) is not None
 
 

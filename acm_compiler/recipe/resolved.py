@@ -33,7 +33,7 @@ VERSIONED = ("acm_compiler", "torch", "torchvision", "transformers", "timm")
 
 
 def decisions(recipe: Recipe) -> dict[str, Any]:
-    """What makes the model, as plain data: equal whatever is written out, in which order, and how it is run."""
+    """The decisions that make the model, as plain data: equal in any order of keys, and however it is run."""
     return recipe.model_dump(mode="json", exclude=_NO_DECISION)
 
 

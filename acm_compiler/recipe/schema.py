@@ -36,7 +36,7 @@ VERSION = 1
 
 
 class SiteRule(Section):
-    """How the sites that match become ACMs. A site follows the last rule that matches it, else it stays dense."""
+    """Rule that turns matching sites into ACMs. A site follows the last rule that matches it, else it stays dense."""
 
     match: Texts
     """mlp, attn, attn.q (.k, .v, .o; packed: .qkv, .kv, .qk); a site's name; a glob; `re:` and a regular expression."""
@@ -51,19 +51,19 @@ class SiteRule(Section):
     k_min: Whole | Auto = "auto"
     """Fewest learners a token may run; auto: 0 at an MLP with a bypass, else 1."""
     zero: Literal["bypass", "mean"] = "bypass"
-    """Where a token may run none. bypass: only where the output is added to a value that goes around the site. mean:
-    anywhere, k = 0 answers the site's mean output; lower budgets come into reach, and auto is 0."""
+    """Sites at which a token may run no learner. bypass: only those whose output is added to a value that goes around
+    them. mean: all, k = 0 gives the site's mean output; lower budgets come into reach, and k_min auto is 0."""
     activation: str = "auto"
     """auto: the site's own for an MLP, identity for a projection. Else a name or an expression of x."""
     init: Literal["auto", "random"] = "auto"
-    """auto: the converted model answers as the original. random: learners start untrained, as in the paper."""
+    """auto: the converted model's outputs are the original's. random: learners start untrained, as in the paper."""
     lossless: bool = False
     """Keep what k = N needs to be exact; the added parameters are reported."""
     second_layer: Literal["auto", "shared", "shared_top", "per_k", "original"] = "auto"
     """An MLP's second layer; auto: shared, or shared_top when lossless."""
     form: Literal["auto", "svd", "slices"] = "auto"
-    """How a projection is cut into learners: as a low-rank product, or as slices of its own rows or columns. auto: by
-    which the model is expected to be damaged less."""
+    """Form of a projection's learners: a low-rank product, or slices of its own rows or columns. auto: the one with
+    the lower expected damage."""
 
     @field_validator("activation")
     @classmethod
@@ -106,16 +106,16 @@ class BudgetsConfig(Section):
 
 
 class RunConfig(Section):
-    """How a run is carried out; apart from seed and precision it does not change what is learned."""
+    """Settings of a run; apart from seed and precision they do not change what is learned."""
 
     seed: Whole = 0
     """Seed for everything that is drawn: order of examples, augmentation, noise of gates, random starts."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of products while training; parameters stay fp32."""
     save_every: Interval = Every(amount=600, unit="second")
-    """How often the state is saved for --resume."""
+    """Interval between saves of the state for --resume."""
     eval_every: StepInterval = Every(amount=1, unit="epoch")
-    """How often the model is measured while it is finetuned."""
+    """Interval between evaluations while the model is finetuned."""
     eval_batch: Count = 128
     """Examples per forward of evaluations and of what measures budgets after training."""
     workers: Whole = 0
@@ -135,7 +135,7 @@ class RunConfig(Section):
 
 
 class Resolved(Section):
-    """Where a resolved recipe came from; written by a run, of no effect when read."""
+    """Origin of a resolved recipe; written by a run, of no effect when read."""
 
     recipe: str
     """The file or shipped recipe that the run was given."""
@@ -149,7 +149,7 @@ class Resolved(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a recipe was read from: the document with its places, and the `--set` values."""
+    """Source of a recipe: the document with its places, and the `--set` values."""
 
     document: Document
     overrides: tuple[str, ...] = ()
@@ -161,31 +161,31 @@ class Recipe(Section):
     acm: Literal[1]
     """Version of the recipe format."""
     name: Annotated[str, Field(min_length=1)]
-    """What the run is called; its folder is `runs/NAME` unless `--out` says otherwise."""
+    """Name of the run; its folder is `runs/NAME` unless `--out` says otherwise."""
     description: str = ""
     """One line for `acmc recipes`."""
     model: ModelConfig
     """The model to convert."""
     input: InputConfig | None = None
-    """What one example is; unset: what the model's source says."""
+    """Shape of one example; unset: that of the model's source."""
     task: TaskConfig | None = None
-    """What the model is for: loss and metric. Needed by a schedule."""
+    """Task of the model: loss and metric. Needed by a schedule."""
     data: DataSection | None = None
-    """Where examples come from. Needed by a schedule."""
+    """Data sets. Needed by a schedule."""
     expect: ExpectConfig | None = None
-    """What the model must reach before conversion; else no run starts."""
+    """Metric that the model must reach before conversion; else no run starts."""
     sites: Annotated[Many[SiteRule], Field(min_length=1)] = (SiteRule(match=("mlp",)), SiteRule(match=("attn",)))
     """Rules for what is converted and how, in order: the last rule that matches a site decides."""
     gate: GateConfig = GateConfig()
-    """How large gates are."""
+    """Size of gates."""
     budgets: BudgetsConfig = BudgetsConfig()
-    """What the gates are trained for and measured at."""
+    """Budgets that gates are trained for and measured at."""
     schedule: Many[Phase] = ()
     """Phases in the order they run."""
     run: RunConfig = RunConfig()
     """Seed, precision, device, saving."""
     resolved: Resolved | None = None
-    """Where the recipe came from; written by a run, of no effect when read."""
+    """Origin of the recipe; written by a run, of no effect when read."""
     _origin: Origin | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
@@ -212,11 +212,11 @@ class Recipe(Section):
 
     @property
     def origin(self) -> Origin:
-        """What the recipe was read from; an empty document for one that was built in Python."""
+        """The recipe's source; an empty document for one that was built in Python."""
         return self._origin or Origin(document=Document(source=self.name, data={}))
 
     def image_size(self, data: DataConfig) -> tuple[int, int]:
-        """Height and width of the pictures that `data` gives to the model."""
+        """Height and width of the images that `data` gives to the model."""
         if isinstance(data, ImageFolderData) and data.image_size is not None:
             return data.image_size, data.image_size
         if self.input is not None and self.input.image is not None:

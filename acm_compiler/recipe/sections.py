@@ -28,7 +28,7 @@ def data_section(given: str | Mapping[str, Any], *, where: str) -> DataConfig:
 
 
 def read_section(text: str, *, where: str) -> str | dict[str, Any]:
-    """What was typed: a kind, or `{kind: …, key: value}`. UsageError for anything else."""
+    """Read a section that was typed: a kind, or `{kind: …, key: value}`. UsageError for anything else."""
     try:
         found = read_value(text) if text.lstrip().startswith("{") else text.strip()
     except RecipeError as error:

@@ -36,7 +36,7 @@ class CtcTask(Section):
 
     kind: Literal["ctc"]
     unit: Literal["word", "character"] = "word"
-    """What errors are counted in."""
+    """Unit in which errors are counted."""
 
 
 class EmbedTask(Section):
@@ -56,9 +56,9 @@ class MaskedLMTask(Section):
 
     kind: Literal["masked_lm"]
     share: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Of a text's tokens, how many are hidden."""
+    """Share of a text's tokens that are hidden."""
     seed: Whole = 0
-    """Which ones; the same in every epoch and for every model."""
+    """Seed of the choice of tokens; the same in every epoch and for every model."""
 
 
 class PythonTask(Section):
@@ -86,13 +86,13 @@ class ExpectConfig(Section):
     metric: float | None = None
     """About what it reaches, such as 0.81 (accuracies and error rates are shares)."""
     within: NotNegative | None = None
-    """How far from `metric` it may be; the chance of which examples are drawn included."""
+    """Largest distance from `metric`, the chance of which examples are drawn included."""
     at_least: float | None = None
     """The smallest metric that will do; in place of metric and within."""
     at_most: float | None = None
     """The largest metric that will do."""
     examples: Count = 512
-    """How many examples of data.eval, drawn at random, it is measured on."""
+    """Number of examples of data.eval, drawn at random, that it is measured on."""
 
     @model_validator(mode="after")
     def _one_way(self) -> ExpectConfig:
@@ -115,7 +115,7 @@ class ExpectConfig(Section):
         return float("-inf") if low is None else low, float("inf") if high is None else high
 
     def __str__(self) -> str:
-        """As a message says it."""
+        """The text in messages."""
         if self.metric is not None:
             return f"{self.metric:g} within {self.within:g}"
         parts = (("at least", self.at_least), ("at most", self.at_most))
@@ -180,11 +180,11 @@ def _refuse_other_rate(data: DataSection, input_rate: int | None) -> None:
 
 
 def _tasks_of(data: DataConfig) -> tuple[str, tuple[str, ...]]:
-    """What a kind of data holds, and the tasks for that; nothing where a function of the user's decides."""
+    """Content of a kind of data, and the tasks for that; nothing where a function of the user's decides."""
     if isinstance(data, (CommonVoiceData, SpokenDigitsData)):
         return "audio with transcripts", ("ctc",)
     if isinstance(data, (ImageFolderData, ClutteredDigitsData)):
-        return "pictures with classes", ("classify",)
+        return "images with classes", ("classify",)
     if isinstance(data, (TextData, TextRowsData)):
         labelled = data.classes if isinstance(data, TextData) else data.label
         return ("texts with classes", (*_LANGUAGE, "classify")) if labelled else ("texts", _LANGUAGE)
@@ -192,7 +192,7 @@ def _tasks_of(data: DataConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def _classes_hint(data: DataConfig) -> str:
-    """How texts get classes."""
+    """Hint how texts get classes."""
     if isinstance(data, TextData):
         return "; `classes:` names the folders or packages to tell apart"
     return "; `label:` names the rows' key of the class" if isinstance(data, TextRowsData) else ""

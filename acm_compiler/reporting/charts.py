@@ -131,7 +131,7 @@ def _draw_fixed(axes: Axes, results: Sequence[FixedResult], theme: Theme, *, bou
 
 
 def _name_hidden(axes: Axes, found: Evaluation, theme: Theme, *, narrow: bool) -> None:
-    """Say which fixed k lie outside of what is drawn, and where."""
+    """Name the fixed k that lie outside of what is drawn, and where."""
     low, high = axes.get_ylim()
     for outside, place, y in (("below", "bottom", 0.02), ("above", "top", 0.98)):
         hidden = [f for f in found.fixed if (f.metric < low if outside == "below" else f.metric > high)]
@@ -230,7 +230,7 @@ def stretches(foreground: Tensor) -> list[tuple[float, float]]:
 
 
 def _columns(values: np.ndarray) -> list[np.ndarray]:
-    """What each column of the chart shows of a clip."""
+    """Columns of a clip's chart, each the values that it shows."""
     return np.array_split(values, min(_CLIP_COLUMNS, len(values)))
 
 

@@ -73,7 +73,7 @@ def headline_budget(found: Evaluation) -> BudgetResult | None:
 
 
 def is_close(budget: BudgetResult, found: Evaluation) -> bool:
-    """Whether the metric is at most three points worse than the dense model's (3 % of it for what is no share)."""
+    """True if the metric is at most three points worse than the dense model's (3 % of it for what is no share)."""
     dense = found.metric.dense
     if dense is None:
         return False

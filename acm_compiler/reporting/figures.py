@@ -163,7 +163,7 @@ def colours_of_k(learners: int) -> tuple[str, ...]:
 
 
 def key_of_k(learners: Collection[int]) -> list[tuple[str, str]]:
-    """What each colour means, for sites with these N: k where all have the same N, else k / N."""
+    """Legend of the colours, for sites with these N: k where all have the same N, else k / N."""
     most = max(learners)
     alike = len(set(learners)) == 1
     labels = [f"k = {k}" if alike else f"k / N = {k / most:.2f}" for k in range(most + 1)]

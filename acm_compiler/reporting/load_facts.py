@@ -1,4 +1,4 @@
-"""Where the learners run, as the page shows it: maps over images, shaded tokens, and mean k on the foreground.
+"""Loads by place as the page shows them: maps over images, shaded tokens, and mean k on the foreground.
 
 Shapes: H x W pixels, S x S patches.
 """
@@ -33,12 +33,12 @@ def load_colours(maps: LoadMaps, budget: float, example: int) -> Tensor:
 
 
 def is_small(picture: Tensor) -> bool:
-    """Whether a picture [H, W, 3] has so few pixels that they are shown as squares."""
+    """True if an image [H, W, 3] has so few pixels that they are shown as squares."""
     return max(picture.shape[:2]) * 2 <= _PIXELS
 
 
 def picture_png(picture: Tensor) -> bytes:
-    """A picture [H, W, 3] in [0, 1] as PNG, small ones enlarged and large ones reduced to about the same size."""
+    """An image [H, W, 3] in [0, 1] as PNG, small ones enlarged and large ones reduced to about the same size."""
     from PIL import Image
 
     made = Image.fromarray((picture * 255).round().to(torch.uint8).numpy())
@@ -54,14 +54,14 @@ def picture_png(picture: Tensor) -> bytes:
 
 
 def load_chart(maps: LoadMaps, theme: Theme, names: Mapping[float, str]) -> Figure:
-    """All load maps beside their pictures, with the colour scale, as one figure; `names` of the budgets."""
+    """All load maps beside their images, with the colour scale, as one figure; `names` of the budgets."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     rows, columns = len(maps.pictures), 1 + len(maps.loads)
     figure = new_figure(1.25 * columns + 0.9, 1.25 * rows + 0.4)
     axes = figure.add_subplot()
-    for column, title in enumerate(["picture", *(f"budget {names[budget]}" for budget in maps.loads)]):
+    for column, title in enumerate(["image", *(f"budget {names[budget]}" for budget in maps.loads)]):
         axes.text(column + 0.47, -0.1, title, ha="center", fontsize=9, color=theme.ink)
     for row in range(rows):
         pictures = [maps.pictures[row], *(load_colours(maps, budget, row) for budget in maps.loads)]

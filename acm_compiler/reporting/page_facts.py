@@ -50,7 +50,7 @@ def _facts(found: Evaluation, best: BudgetResult) -> list[tuple[str, str, str]]:
 
 
 def cost_caption(found: Evaluation) -> str:
-    """How to read the chart of the metric over cost."""
+    """Caption of the chart of the metric over cost."""
     bars = (
         "Bars: 95 % interval of the difference to the dense model, on the same examples."
         if found.metric.dense is not None
@@ -62,7 +62,7 @@ def cost_caption(found: Evaluation) -> str:
 
 
 def cost_alt(found: Evaluation) -> str:
-    """That chart in words."""
+    """The chart of the metric over cost, as text."""
     name = found.metric.name
     points = "; ".join(
         f"budget {asked}: {wording.percent(b.model_share)} of the dense MACs, {wording.score(b.metric, found.metric)}"
@@ -121,7 +121,7 @@ def _damages(damages: dict[str, dict[int, float]], shared: str) -> Table:
 
 
 def shared_start(names: list[str]) -> str:
-    """What all names start with, up to a dot or underscore; empty for a single name."""
+    """Longest common start of all names, up to a dot or underscore; empty for a single name."""
     length = 0
     while len(names) > 1 and len({name[: length + 1] for name in names}) == 1 and length < len(names[0]):
         length += 1
@@ -172,7 +172,7 @@ _DENSE: dict[DenseFrom | None, str] = {
 
 
 def method_facts(report: Report) -> dict[str, str]:
-    """What was measured, what was modelled, on how many examples, with which versions."""
+    """The method: what was measured, what was modelled, on how many examples, with which versions."""
     found = report.evaluation
     return {
         "Measured": _measured(found),

@@ -165,7 +165,7 @@ def report(
     """Write `index.html`, one page that holds all it needs, and its charts (PNG and SVG) into `directory`.
 
     evaluation: what `acm.evaluate` found for this model.
-    examples: a batch as `acm.evaluate` takes them, to show where the learners run: maps for pictures, and loads along
+    examples: a batch as `acm.evaluate` takes them, to show where the learners run: maps for images, and loads along
     clips or texts. task: what says how the model is called with them, as for `acm.evaluate`; None: by names.
     title: None for the name of the model's class.
     Returns the page's path. Raises PackageMissing without matplotlib, StorageError where nothing can be written.

@@ -26,7 +26,7 @@ _REMEDY = "choose another folder by --out; or replace that model and what was me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a recipe is carried out: where, from where on, and how far.
+    """Options of a run: its folder, its start and its end.
 
     resume: continue from the state in `directory`; a finished result of the same recipe stays as it is. force: replace
     what an earlier run left there. Both: continue an unfinished run, replace a finished one. until: the phase after
@@ -63,7 +63,7 @@ def one_run(directory: Path, machine: Machine, say: Say) -> Iterator[None]:
 
 
 def is_finished(recipe: Recipe, options: RunOptions) -> bool:
-    """Whether there is nothing to resume, because the folder holds the complete result of this very recipe.
+    """True if there is nothing to resume, because the folder holds the complete result of this very recipe.
 
     Raises StorageError for a folder that is not ours, and UsageError, but for `force`, for one whose content a run
     would throw away: an unfinished run that is not resumed, or a saved model; UsageError also where that is to stop
@@ -90,7 +90,7 @@ def is_finished(recipe: Recipe, options: RunOptions) -> bool:
 
 
 def fate(options: RunOptions) -> str | None:
-    """What a run that `is_finished` lets begin does with what it finds in its folder; None where that is nothing."""
+    """Effect of a run that `is_finished` lets begin on what its folder holds; None where that is nothing."""
     if has_state(options.directory):
         if options.resume:
             return f"continues the unfinished run in {options.directory}"
@@ -101,7 +101,7 @@ def fate(options: RunOptions) -> str | None:
 
 
 def still_to_come(phases: Sequence[str], options: RunOptions) -> str:
-    """What is left to do after `options.until`, and how."""
+    """The phases left after `options.until`, and the command that runs them."""
     return f"stopped after {options.until}; still to come: {', '.join(phases)}\n  go on: {options.resume_command}"
 
 
@@ -115,7 +115,7 @@ def _check_same(made_by: Recipe, recipe: Recipe, directory: Path) -> None:
 
 
 def subject_of(directory: Path, data: DataConfig | None, task: TaskConfig | None) -> str | None:
-    """What an evaluation of the model saved in `directory` on this data is of: see `Evaluation.subject`.
+    """Subject of an evaluation of the model saved in `directory` on this data: see `Evaluation.subject`.
 
     It starts with the save, and ends there where data or task are not known.
     """

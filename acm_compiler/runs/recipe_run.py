@@ -52,7 +52,7 @@ class OpenedRecipe:
 
     @property
     def run(self) -> RunConfig:
-        """How the recipe is run; the defaults without one."""
+        """Settings of the recipe's run; the defaults without one."""
         return self.recipe.run if self.recipe else RunConfig()
 
     @property
@@ -119,7 +119,7 @@ class OpenedRecipe:
 
     def _misses(self, section: str) -> UsageError:
         return UsageError(
-            f"nothing says which {section} to take",
+            f"no {section} was named",
             where=self.where or (self.recipe.name if self.recipe else None),
             found=f"a recipe without {section}" if self.recipe else "a model saved without a recipe",
             fix="give both: --data python:my_module:my_data --task classify; or from Python, with batches of your own, "
@@ -143,12 +143,12 @@ class SavedRun:
 
     @property
     def name(self) -> str:
-        """What to call it: the recipe's name, else the folder's."""
+        """Name of the run: the recipe's, else the folder's."""
         return self.recipe.name if self.recipe else self.directory.absolute().name
 
     @property
     def subject(self) -> str | None:
-        """What an evaluation of this run is of; see `Evaluation.subject`."""
+        """Subject of an evaluation of this run; see `Evaluation.subject`."""
         data = self.recipe.data.eval if self.recipe is not None and self.recipe.data is not None else None
         task = self.recipe.task if self.recipe else None
         return subject_of(self.directory, self.given.data or data, self.given.task or task)
@@ -247,5 +247,5 @@ def _dense(recipe: Recipe | None, given: Given, allow_code: bool) -> tuple[nn.Mo
 
 
 def _kept_dense(model: nn.Module) -> bool:
-    """Whether loading found the dense model to be the one that was converted."""
+    """True if loading found the dense model to be the one that was converted."""
     return all(acm.dense is not None for acm in sites(model).values())

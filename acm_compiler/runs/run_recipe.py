@@ -70,7 +70,7 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
 
 
 def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) -> Evaluation | None:
-    """What `run_recipe` does, once no other run is in its folder."""
+    """Carry out `run_recipe`, once no other run is in its folder."""
     if is_finished(recipe, options):
         say("finished before, and left as it is; --force does it again")
         return judged(load_evaluation(options.directory), options)
@@ -103,7 +103,7 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
 
 
 class RecipeRun(OpenedRecipe):
-    """What a recipe's phases and its evaluation need beside task and data: the calls between them."""
+    """Task, data and the calls between them that a recipe's phases and its evaluation need."""
 
     recipe: Recipe
 
@@ -125,7 +125,7 @@ class RecipeRun(OpenedRecipe):
         return self.open_task(self.data.train, self.model)
 
     def prepare(self, options: RunOptions, *, report: Say) -> tuple[nn.Module, nn.Module]:
-        """All that comes before the first phase: the dense model and its rewritten copy; `report` is given the plan.
+        """Prepare the first phase: the dense model and its rewritten copy; `report` is given the plan.
 
         What is wrong with data, task, model or weights is refused here, before any training. A dry run ends here.
         """
@@ -174,7 +174,7 @@ class RecipeRun(OpenedRecipe):
         self.say(f"the dense model's {self.task.metric} is {found:.4g}, expected {wanted}")
 
     def job(self, options: RunOptions) -> Job:
-        """What the schedule is run with."""
+        """The job of the schedule."""
         return Job(
             task=self.task,
             data=self._stream,

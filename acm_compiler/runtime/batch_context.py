@@ -1,4 +1,4 @@
-"""`acm.batch`: what one batch tells the ACMs, its padding mask and its examples' own budgets."""
+"""`acm.batch`: settings of one batch for the ACMs, its padding mask and its examples' own budgets."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a budget means to the gates: the knob, the lowest k, and the share of learner MACs expected."""
+    """Setting of the gates for a budget: the knob, the lowest k, and the share of learner MACs expected."""
 
     knob: float
     k_lo: int
@@ -36,7 +36,7 @@ class Setting:
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a number, of Python or NumPy."""
+    """True if `value` is a number, of Python or NumPy."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -62,7 +62,7 @@ def parse_budget(budget: float | str, plan: Plan) -> float:
 
 
 def list_of_budgets(given: Iterable[Any]) -> list[Any]:
-    """What `given` lists; UsageError for one budget alone, and for what lists none."""
+    """The budgets in `given`; UsageError for one budget alone, and for what lists none."""
     with contextlib.suppress(TypeError):  # arrays without an axis say only when they are read that they are no list
         if not isinstance(given, (str, Mapping)):
             return list(given)
@@ -87,7 +87,7 @@ def share_within(budget: float | str, plan: Plan, *, low: float) -> float | None
 
 
 def _is_printed(budget: float | str, plan: Plan, end: float) -> bool:
-    """Whether `budget` is the share `end` in its own unit, rounded to as many digits as it has."""
+    """True if `budget` is the share `end` in its own unit, rounded to as many digits as it has."""
     unit = None if is_number(budget) else _WITH_UNIT.fullmatch(str(budget))
     if unit is None:
         return abs(float(budget) - end) <= _PRINTED
@@ -100,7 +100,7 @@ def _is_printed(budget: float | str, plan: Plan, end: float) -> bool:
 
 
 def _reading(text: object) -> str | None:
-    """What a budget that cannot be read may have been meant as."""
+    """Likely meaning of a budget that cannot be read."""
     if "FLOP" in str(text):
         return "1 MAC is 2 FLOPs; what papers call GFLOPs of a model are GMACs"
     found = _UNTYPED.fullmatch(str(text))
@@ -187,7 +187,7 @@ def unreachable(
 
 
 def too_much(asked: float | str, plan: Plan, *, low: float) -> str:
-    """What else the user of a budget above 1, or of none at all, may have meant; `low`: the least share in reach."""
+    """Likely meaning of a budget above 1, or of none at all; `low`: the least share in reach."""
     most = max(site.learners for site in plan.sites)
     if not isinstance(asked, str) and not math.isfinite(asked):
         return "a budget is a finite number: the share of the learners' MACs to spend"

@@ -48,7 +48,7 @@ class Relaxed:
 
 
 def run_mode(acm: ACM) -> FixedK | Gated | Relaxed:
-    """How `acm` behaves now, read from its tensors."""
+    """The run mode of `acm` now, read from its tensors."""
     if acm.temperature is not None:
         return Relaxed(acm.temperature)
     k_lo, k_hi = int(acm.k_lo), int(acm.k_hi)
@@ -137,7 +137,7 @@ def set_budget(
 
 
 def _setting(found: Rewritten, wanted: float | str, cap: float | None) -> tuple[Setting, float]:
-    """What the budget `wanted` means to the gates, and the share of learner MACs that it asks for."""
+    """The setting of the gates for the budget `wanted`, and the share of learner MACs that it asks for."""
     if parse_budget(wanted, found.plan) < 1 - TOLERANCE or cap is not None:
         refuse_unfitted(found, f"set_budget({wanted!r})")
     setting, share = setting_of(found.owner, wanted), share_within(wanted, found.plan, low=found.owner.table_min)
@@ -156,7 +156,7 @@ def highest_k(count: int, cap: float | None) -> int:
 
 
 def is_held(acm: ACM, owner: Conversion) -> bool:
-    """Whether every token runs the same k at this site and no budget asks for that."""
+    """True if every token runs the same k at this site and no budget asks for that."""
     k_lo, k_hi = int(acm.k_lo), int(acm.k_hi)
     if k_lo < k_hi or acm.state == "dense":
         return False

@@ -1,4 +1,4 @@
-"""What a model does outside its ACMs, counted call by call while it runs: the MACs of what stays dense.
+"""MACs outside a model's ACMs, counted call by call while it runs: those of what stays dense.
 
 Shapes: B examples, S the size of an axis of tokens.
 """
@@ -88,7 +88,7 @@ def real_work(works: Sequence[Work], lengths: Mapping[int, Tensor | None], *, ba
 
 
 def _real_share(work: Work, real: Mapping[int, Tensor], padded: Tensor, batch: int) -> Tensor:
-    """What part of a work is for real tokens, [B]."""
+    """Share of a work that is for real tokens, [B]."""
     if work.rows:
         rows = work.rows / batch
         near = [size for size in real if (size > 1) == (rows > 1)]
@@ -98,7 +98,7 @@ def _real_share(work: Work, real: Mapping[int, Tensor], padded: Tensor, batch: i
 
 
 class _Here(threading.local):
-    """Where one thread is: how many parts deep in the model, and in ACMs; `opened` is what counts meanwhile."""
+    """Depth of one thread's calls: parts deep in the model, and in ACMs; `opened` is what counts meanwhile."""
 
     depth = 0
     inside_acms = 0
@@ -113,7 +113,7 @@ class _Here(threading.local):
         self.opened = _Counting(self).__enter__()
 
     def close(self) -> dict[Any, list[Work]]:
-        """What was counted since `open`."""
+        """Stop counting; the works counted since `open`."""
         assert self.opened is not None
         counting, self.opened = self.opened, None
         counting.__exit__(None, None, None)

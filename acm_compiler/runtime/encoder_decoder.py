@@ -1,4 +1,4 @@
-"""Whose tokens the parts of an encoder-decoder work on: the decoder's own, or those of the encoder.
+"""Sides of an encoder-decoder: its parts work on the decoder's own tokens, or on those of the encoder.
 
 Shapes: B examples, S the decoder's own tokens of one call, M the encoder's (the decoder's memory).
 """
@@ -27,7 +27,7 @@ Hook = Callable[..., None]
 
 
 class DecoderTokens:
-    """Where a forward is in an encoder-decoder, and what the decoder's latest call said about padding.
+    """Position of a forward in an encoder-decoder, and the padding masks of the decoder's latest call.
 
     `own` and `memory`: for the number of tokens S or M the mask, bool [B, S] or [B, M], True at real tokens, or None.
     `enter`, `leave` and `end` are hooks of the decoder's modules and of the model; graphs leave them out.
@@ -43,7 +43,7 @@ class DecoderTokens:
 
     @property
     def side(self) -> Side | None:
-        """Whose tokens the innermost running part works on; after the decoder, up to the model's end, its own."""
+        """The side whose tokens the innermost running part works on; after the decoder, up to the model's end: own."""
         if self._sides:
             return self._sides[-1]
         return "own" if self._past else None
@@ -80,7 +80,7 @@ class DecoderTokens:
 
 
 class CallPadding:
-    """What the latest call of a model said about padding, for every site that its mask fits."""
+    """Padding mask of the latest call of a model, for every site that it fits."""
 
     def __init__(self, model: nn.Module) -> None:
         self.decoder = DecoderTokens(half_of(model, "decoder"))
@@ -171,7 +171,7 @@ def half_of(model: nn.Module, name: Literal["encoder", "decoder"]) -> nn.Module 
 
 
 def lengths_of(side: Side | None, own: Lengths, others: Lengths) -> Lengths:
-    """By the size of an axis of tokens: what part of it is real, float64 [B], None where all is.
+    """Share of each example that is real, float64 [B], by the size of an axis of tokens; None where all is.
 
     own, others: masks of the decoder's tokens and of all others. Where an axis of either could have that size, work of
     one `side` means its own; products of both have one of each, so that each stands for the root of the two's product.

@@ -28,7 +28,7 @@ class CallMask:
 
     @property
     def is_of_audio(self) -> bool:
-        """Whether the mask speaks of samples of audio [B, R]."""
+        """True if the mask is one of audio samples [B, R]."""
         return self.heard.is_floating_point() and self.heard.shape == self.real_BR.shape
 
     def tokens(self) -> Tensor:
@@ -66,7 +66,7 @@ def _attended(mask: Tensor) -> Tensor:
 
 
 def _outside_key_padding(named: Mapping[str, Any]) -> Tensor | None:
-    """What torch's own padding mask [B, R] leaves: it is True, or minus infinity, at padding.
+    """Mask [B, R] of real tokens from torch's own padding mask, which is True, or minus infinity, at padding.
 
     None beside a target of the same shape: what fits the one's tokens would be taken for the other's too.
     """
@@ -99,7 +99,7 @@ def frame_mask(model: nn.Module, heard: Tensor | None, mask_BR: Tensor) -> Tenso
 
 
 def fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
-    """Whether `mask_BS` speaks of the tokens of an input [*shape, D] of this site."""
+    """True if `mask_BS` masks the tokens of an input [*shape, D] of this site."""
     layout = acm.layout
     if layout is None or layout.folds != 1:
         return False

@@ -82,7 +82,7 @@ def _mode_text(acm: ACM) -> str:
 
 
 def status(model: nn.Module) -> Status:
-    """What each site is and does now; NotRewritten when there are none."""
+    """Table of each site and its current choices; NotRewritten when there are none."""
     found = rewritten(model)
     owner = found.owner
     rows = []

@@ -28,7 +28,7 @@ PADDING = -1
 
 
 class Usage:
-    """What the forwards inside one `acm.record` ran.
+    """Learners and MACs run by the forwards inside one `acm.record`.
 
     `k` maps a site's name to an int tensor [batch, tokens], -1 at padded positions; repeated calls follow each other
     along the token axis. `masked` tells whether a padding mask was known, `counted` whether MACs are.
@@ -168,7 +168,7 @@ class Usage:
         return torch.stack(counts).sum(0)
 
     def __str__(self) -> str:
-        """What was reached, and a row for every site."""
+        """The budget reached, and a row for every site."""
         if not self._calls:
             return "usage: no forward recorded yet"
         rows = []

@@ -55,7 +55,7 @@ def _digits_vit() -> nn.Module:
     """A `VisionTransformer` with 4 layers of width 64; [B, 3, 36, 36] -> logits [B, 10].
 
     36 patches of 6x6 pixels and a class token. The convolutional stem normalises by groups within an image, so
-    that an answer never depends on the rest of the batch, in training either.
+    that an output never depends on the rest of the batch, in training either.
     """
     from torchvision.models.vision_transformer import ConvStemConfig, VisionTransformer
 
@@ -105,7 +105,7 @@ def _llama_docs() -> nn.Module:
 def _modernbert_packages() -> nn.Module:
     """A `ModernBertForSequenceClassification` with 4 layers of width 96; tokens [B, S] -> logits [B, 8].
 
-    It tells which package a paragraph of documentation is from. Its answer is made of the mean over tokens, which are
+    It names the package a paragraph of documentation is from. Its output is made of the mean over tokens, which are
     those of the shipped Llama.
     """
     transformers = _transformers()

@@ -51,7 +51,7 @@ def packed(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `packed` gave as floating tensors; others as they are."""
+    """Floating tensors from those of `packed`; others as they are."""
     found = {}
     for name, tensor in tensors.items():
         if f"{name}{_SCALE}" in tensors:

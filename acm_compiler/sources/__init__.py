@@ -1,4 +1,4 @@
-"""Where models come from: references such as `torchvision:vit_b_16`, and what is built from them.
+"""Sources of models: references such as `torchvision:vit_b_16`, and the models built from them.
 
 `parse_reference` reads one, `build` makes the model, `build_from_record` makes it again for a saved directory.
 """

@@ -59,7 +59,7 @@ _RESERVED = ("weights", "weights_backbone", "pretrained", "pretrained_cfg", "pre
 
 
 def call_builder(builder: Callable[..., Any], config: ModelConfig, **defaults: Any) -> Any:
-    """What `builder` returns for `config.args` and `defaults`; ModelSourceError when it does not take the args."""
+    """Call `builder` with `config.args` and `defaults`; ModelSourceError when it does not take the args."""
     refuse_reserved(config)
     try:
         return builder(**defaults | config.args)

@@ -9,7 +9,7 @@ from acm_compiler.sources.weights import load_own_file, refuse_names
 
 
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
-    """What the function returns, on the device where it puts it: only it knows whether it can do without values."""
+    """Call the function, whose model stays on the device that it chose: it may need values."""
     refuse_names(config)
     function = find_function(config.name)
     check_arguments(function, config)

@@ -188,7 +188,7 @@ def place_of(name: str) -> str:
 
 
 def _is_path(place: str) -> bool:
-    """Whether `place` cannot be meant as a name on the hub, which is NAME or OWNER/NAME."""
+    """True if `place` cannot be meant as a name on the hub, which is NAME or OWNER/NAME."""
     return place.startswith((".", os.sep, "~")) or place.count("/") > 1 or place.endswith("/")
 
 
@@ -202,7 +202,7 @@ def similar_paths(place: str) -> str:
 
 
 def out_of_reach(place: str) -> str | None:
-    """Why nothing can be asked of the hub now; None where it answers, or need not be asked.
+    """Reason why the hub cannot be asked now; None where it answers, or need not be asked.
 
     It is asked once: transformers itself tries for half a minute, for every file.
     """

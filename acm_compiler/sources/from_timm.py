@@ -84,7 +84,7 @@ def _fetch(builder: functools.partial[nn.Module], config: ModelConfig) -> nn.Mod
 
 
 def _out_of_reach(name: str) -> str | None:
-    """Why the hub cannot give the weights of `name` now; None where it can, or where they need not come from there."""
+    """Reason why the hub cannot give the weights of `name` now; None where it can, or where it need not."""
     import timm
     from huggingface_hub import try_to_load_from_cache
 

@@ -95,7 +95,7 @@ def _structure(builder: Any, entry: Any, config: ModelConfig, device: Device) ->
 
 
 def _example(model: nn.Module, *, entry: Any, name: str) -> torch.Tensor | None:
-    """One picture (or clip) of the size the model was trained on; None for kinds that take no plain tensor."""
+    """One image (or clip) of the size the model was trained on; None for kinds that take no plain tensor."""
     size = getattr(model, "image_size", None)
     if isinstance(size, int):
         return torch.zeros(1, 3, size, size)

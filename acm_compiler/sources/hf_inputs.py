@@ -17,7 +17,7 @@ DECODER_TOKENS = 32
 
 
 def is_hf(model: nn.Module) -> bool:
-    """Whether `model` takes its inputs by transformers' names."""
+    """True if `model` takes its inputs by transformers' names."""
     return isinstance(getattr(model, "main_input_name", None), str) and hasattr(model, "config")
 
 
@@ -38,12 +38,12 @@ def default_inputs(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def token_inputs(model: nn.Module, tokens: int) -> dict[str, Tensor]:
-    """A text of that many tokens, for encoder-decoders also as long an answer."""
+    """A text of that many tokens, for encoder-decoders also as long a target."""
     return named(model, torch.ones(1, tokens, dtype=torch.int64), answer=tokens)
 
 
 def pixel_inputs(model: nn.Module) -> dict[str, Tensor] | None:
-    """A picture of the size in the config (or in its vision part), a clip where it has frames."""
+    """An image of the size in the config (or in its vision part), a clip where it has frames."""
     config: Any = getattr(model.config, "vision_config", model.config)
     size = getattr(config, "image_size", None)
     if size is None:

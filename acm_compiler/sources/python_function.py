@@ -45,7 +45,7 @@ def find_function(reference: str) -> Callable[..., Any]:
 
 
 def call_function(reference: str, arguments: Mapping[str, Any]) -> Any:
-    """What the function returns for these keyword arguments. UsageError when it does not take them."""
+    """Call the function with these keyword arguments. UsageError when it does not take them."""
     return run_function(reference, check_call(reference, arguments), arguments)
 
 
@@ -66,6 +66,6 @@ def check_call(reference: str, arguments: Mapping[str, Any]) -> Callable[..., An
 
 
 def run_function(reference: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What `function`, named by `reference`, returns; FunctionFailed, with the user's own frames, where it raises."""
+    """Call `function`, named by `reference`; FunctionFailed, with the user's own frames, where it raises."""
     with users_code(reference, "the function raised"):
         return function(**arguments)

@@ -18,7 +18,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 def is_file(weights: str | None) -> bool:
-    """Whether `weights` means a file and not a name that a source knows."""
+    """True if `weights` means a file and not a name that a source knows."""
     return weights is not None and (weights.endswith(SUFFIXES) or os.sep in weights)
 
 

@@ -1,4 +1,4 @@
-"""What a model is for: its inputs from a batch, its loss, its metric."""
+"""Tasks of a model: its inputs from a batch, its loss, its metric."""
 
 from acm_compiler.tasks.base import Likeness, Task
 from acm_compiler.tasks.open_task import Score, open_task, task_for

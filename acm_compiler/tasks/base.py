@@ -1,6 +1,6 @@
 """The protocol between data, models and training: tasks, metrics, agreement and distance of two models' outputs.
 
-A user's own object is a task, too: what it leaves out is filled in, what it raises is told with the user's lines.
+A user's own object is a task, too: what it leaves out is filled in, what it raises is reported with the user's lines.
 
 Shapes: B examples, E examples of a data set, P pairs of them, D features, C classes, ... tokens or frames.
 """
@@ -37,7 +37,7 @@ class Task:
         raise NotImplementedError
 
     def inputs(self, batch: Batch) -> Inputs:
-        """The arguments of the model's call: the picture, or else all tensors of the batch that are for the model."""
+        """The arguments of the model's call: the image, or else all tensors of the batch that are for the model."""
         return batch["image"] if "image" in batch else named_inputs(batch)
 
     def mask(self, batch: Batch) -> Tensor | None:
@@ -67,7 +67,7 @@ class Task:
 
     @property
     def is_share(self) -> bool:
-        """True of metrics that count right or wrong answers, and read best in percent."""
+        """True of metrics that count right or wrong predictions, and read best in percent."""
         return False
 
     @property
@@ -117,10 +117,10 @@ _COMPARED = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """A second measure beside a task's metric: one number from two models' answers to the same examples.
+    """A second measure beside a task's metric: one number from two models' outputs on the same examples.
 
-    name: what it is called; 1 where both models answer alike. keep: (output, batch) -> [B, ...], what has to be kept
-    of every example. compare: (one model's [E, ...], the other's) -> the number.
+    name: what it is called; 1 where both models agree. keep: (output, batch) -> [B, ...], what has to be kept of every
+    example (or of every token). compare: (one model's [E, ...], the other's) -> the number.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Likeness:
 
 
 def agreement(found_E: Tensor, wanted_E: Tensor) -> float:
-    """The share of examples with the same answer, right or wrong."""
+    """The share of examples (or tokens) with the same prediction, right or wrong."""
     return float((found_E == wanted_E).double().mean())
 
 
@@ -156,7 +156,7 @@ def _ranks(value_P: Tensor) -> Tensor:
 def distance(task: Task, answer: Tensor, wanted: Tensor) -> Tensor:
     """The distance of `answer` from `wanted`, both as `task.answer` gives them; a scalar with its graph, in fp32.
 
-    Where a task answers in logits [B, ..., C]: KL(wanted || answer) in nats, the mean over tokens that are no padding.
+    Where those are logits [B, ..., C]: KL(wanted || answer) in nats, the mean over tokens that are no padding.
     Else |answer - wanted|^2 / |wanted|^2: for vectors of length 1 twice 1 - cosine.
     """
     answer, wanted = answer.float(), wanted.detach().float()
@@ -239,7 +239,7 @@ class UsersTask(Task):
 
     @property
     def is_share(self) -> bool:
-        """As the name of the metric says."""
+        """True if the name of the metric is that of a share."""
         return names_share(self.metric)
 
     @property

@@ -76,7 +76,7 @@ class Classify(Task):
 
     @property
     def likeness(self) -> Likeness:
-        """How often two models name the same class."""
+        """Share of examples for which two models predict the same class."""
         return Likeness(name="agreement", keep=lambda output, batch: self.logits(output).argmax(1), compare=agreement)
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:

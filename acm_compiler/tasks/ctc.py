@@ -135,7 +135,7 @@ def open_ctc(dataset: Any, model: nn.Module | None, *, unit: Unit = "word") -> C
     config = getattr(model, "config", None)
     if frames is None or config is None:
         raise UsageError(
-            "this model does not say how it makes frames of audio",
+            "no facts on how this model makes frames of audio",
             where="task ctc",
             found=type(model).__name__,
             expected="a wav2vec2, HuBERT or WavLM with a CTC head, from transformers",

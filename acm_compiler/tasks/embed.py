@@ -41,7 +41,7 @@ class Embed(Task):
 
     @property
     def likeness(self) -> Likeness:
-        """Whether both models find the same texts similar: the rank correlation of all pairs' similarities."""
+        """Rank correlation of all pairs' similarities: high if both models find the same texts similar."""
         return Likeness(
             name="Spearman",
             keep=lambda output, batch: self.answer(output, self.mask(batch)),

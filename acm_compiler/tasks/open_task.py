@@ -83,7 +83,7 @@ _HEADS = {
     r"ForCausalLM|(?<!With)LMHeadModel": ("causal_lm", "writes the next token, and sees only what came before"),
     r"ForMaskedLM": ("masked_lm", "guesses hidden tokens, and sees what comes after them"),
     r"ForCTC": ("ctc", "writes down audio"),
-    r"For(Sequence|Image|Audio|Video)Classification": ("classify", "answers one class per example"),
+    r"For(Sequence|Image|Audio|Video)Classification": ("classify", "predicts one class per example"),
 }
 
 
@@ -106,7 +106,7 @@ _KINDS = "classify, causal_lm, masked_lm, embed, ctc, python:package.module:func
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnMetric(Task):
-    """What measuring asks of a `Task`: `function(output, batch)` gives one score per example, [B]."""
+    """The part of a `Task` that measuring needs: `function(output, batch)` gives one score per example, [B]."""
 
     function: Score
     metric: str = field()  # without it the property of `Task` would be the default
@@ -114,7 +114,7 @@ class OwnMetric(Task):
 
     @property
     def is_share(self) -> bool:
-        """As its name says: for an accuracy or an error rate."""
+        """True for the name of an accuracy or an error rate."""
         return names_share(self.metric)
 
     def score(self, output: Any, batch: Batch) -> Tensor:

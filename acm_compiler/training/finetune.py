@@ -143,7 +143,7 @@ class Finetune:
         )
 
     def _counts(self, acm: ACM, seen: list[_Seen]) -> Tensor:
-        """How many tokens took each choice of one site, [C]; zeros where none was counted."""
+        """Number of tokens that took each choice of one site, [C]; zeros where none was counted."""
         total = torch.zeros(acm.count - acm.k_min + 1, device=self.machine.device)
         for batch in seen:
             if acm.name in batch.counts:
@@ -226,7 +226,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """Answers batches as the original model does; it is never trained. `wanted`: its answers are the objective."""
+    """The original model, which is never trained. `wanted`: its outputs are the objective."""
 
     model: nn.Module
     task: Task
@@ -251,7 +251,7 @@ class Teacher:
 
     @torch.no_grad()
     def teach(self, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """The batch with what the task remembers of the original's output, and its answer where that is wanted."""
+        """The batch with what the task remembers of the original's output, and `task.answer` of it if wanted."""
         with in_mode(self.model, training=False), self.machine.autocast():
             output = call_model(self.model, self.task.inputs(batch))
         answer = self.task.answer(output, self.task.mask(batch)) if self.wanted else None

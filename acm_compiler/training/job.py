@@ -33,7 +33,7 @@ class Job:
     """Everything a schedule needs beside the model.
 
     budget: the share of learner MACs that finetune aims at. directory: where `metrics.jsonl` and `state/` go.
-    teacher: the model before conversion, for phases that learn from its answers.
+    teacher: the model before conversion, for phases that learn from its outputs.
     decisions: of the recipe, as plain data; a state is continued only by a recipe with the same ones.
     resume_command: shown when interrupted.
     measure: called with the model after each gate and finetune phase, unless the next one frees the gates again; keeps
@@ -42,7 +42,7 @@ class Job:
     evaluate: called every `run.eval_every` of a finetune phase; its figures go into `metrics.jsonl`.
     on_phase_end: called after each phase with the model, its section of the recipe, and the seconds it took.
     All processes make these calls.
-    say: takes a line on how far a phase has come, now and then, where no terminal shows a bar; the log when unset.
+    say: takes a line on a phase's progress, now and then, where no terminal shows a bar; the log when unset.
     """
 
     task: Task

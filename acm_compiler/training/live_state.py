@@ -125,5 +125,5 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
 
 
 def _named_generators(device: torch.device) -> tuple[torch.device, ...]:
-    """How a device module is told which device: by no argument where there is only one."""
+    """Arguments that name a device to its module: none where there is only one."""
     return () if device.type == "mps" else (device,)

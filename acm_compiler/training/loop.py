@@ -1,4 +1,4 @@
-"""The training loop of all phases: steps, learning rate, loss scaling, clipping, and errors that say where."""
+"""The training loop of all phases: steps, learning rate, loss scaling, clipping, and errors with their place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from acm_compiler.training.watch import Interrupts, Watch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What all phases of a run share."""
+    """Parts shared by all phases of a run."""
 
     model: nn.Module
     job: Job
@@ -122,7 +122,7 @@ class PhaseLoop:
             raise self.run.interrupted(f"step {done} of {self.steps} of phase {self.phase.name}")
 
     def _passes(self, every: Every, done: int) -> bool:
-        """Whether step number `done` completes one more of these periods."""
+        """True if step number `done` completes one more of these periods."""
         if every.unit == "second":
             return time.monotonic() - self.saved_at >= every.amount
         period = every.amount
@@ -162,7 +162,7 @@ def learning_rate(config: TrainedPhase, lr: float, step: int, steps: int) -> flo
 
 
 class Optimization:
-    """What turns a phase's losses into steps of its parameters."""
+    """Optimizer, rates and clipping: they turn a phase's losses into steps of its parameters."""
 
     def __init__(self, config: TrainedPhase, groups: Sequence[Group], machine: Machine, *, steps: int) -> None:
         self.config, self.groups, self.steps = config, groups, steps
@@ -193,7 +193,7 @@ class Optimization:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether gradients that are not finite are part of the method (fp16's loss scaling)."""
+        """True if gradients that are not finite are part of the method (fp16's loss scaling)."""
         return self.scaler.is_enabled()
 
     def state_dict(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class SiteChoices:
 
     @property
     def frequency(self) -> Tensor:
-        """How often each choice was taken by the real tokens of each example, a [B, C]."""
+        """Frequency of each choice among the real tokens of each example, a [B, C]."""
         # sums of products, not matrix products: autocast would round counts to 8 bits
         taken_BC = (self.nu * self.real[..., None]).sum(1)
         return taken_BC / self.tokens.clamp_min(1)[:, None]
@@ -102,7 +102,7 @@ class RelaxedChoices:
 
     @property
     def counts(self) -> dict[str, Tensor]:
-        """How many real tokens took each choice, [C] per site."""
+        """Number of real tokens that took each choice, [C] per site."""
         counts: dict[str, Tensor] = {}
         for site in (site for forward in self.forwards for site in forward):
             taken_C = (site.nu.detach() * site.real[..., None]).sum((0, 1))
@@ -167,12 +167,12 @@ def _macs(forwards: Sequence[tuple[SiteChoices, ...]]) -> tuple[Tensor, Tensor]:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """As float32, or what is wider: MACs are too large for half precision."""
+    """Convert to float32, or keep what is wider: MACs are too large for half precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _count_forwards(calls: dict[str, float]) -> int:
-    """How many forwards ran, from each site's number of calls over the plan's; sites may be left out of a lone one."""
+    """Number of forwards, from each site's number of calls over the plan's; sites may be left out of a lone one."""
     most = max(1, int(max(calls.values())))
     uneven = [name for name, count in calls.items() if count != most]
     if most > 1 and uneven:

@@ -1,4 +1,4 @@
-"""Where a run computes: its device, its place among the processes, its precision."""
+"""The machine of a run: its device, its place among the processes, its precision."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Machine:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and shows progress."""
+        """True if this process writes files and shows progress."""
         return self.rank == 0
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -55,7 +55,7 @@ class Machine:
         return tensor
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        """Which of these flags is set on any process."""
+        """Reduce each flag to True if any process has set it."""
         if self.world == 1:
             return flags
         found = self.total(torch.tensor(flags, dtype=torch.int32, device=self.device))

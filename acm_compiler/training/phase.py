@@ -26,7 +26,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one optimizer step of all processes amounts to.
+    """Figures of one optimizer step of all processes.
 
     terms: name -> value, "loss" among them. reached: the share of learner MACs of the gates' choices, None where no
     gate chose. asked: the share this step aimed at, None for the run's. choices: site -> how many real tokens took each
@@ -53,11 +53,11 @@ class Phase(Protocol):
 
     @property
     def answers(self) -> bool:
-        """Whether the model answers by its ACMs meanwhile, so that it can be measured."""
+        """True if the model runs its ACMs meanwhile, so that it can be measured."""
 
     @property
     def same_noise(self) -> bool:
-        """Whether all processes draw the same random numbers, instead of each its own."""
+        """True if all processes draw the same random numbers, instead of each its own."""
 
     def opened(self) -> AbstractContextManager[None]:
         """Inside, the model is ready to run batches; nothing of that stays on it."""

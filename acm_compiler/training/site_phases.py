@@ -58,7 +58,7 @@ class Distill:
     detach: bool = False
 
     def prepare(self, acm: ACM) -> None:
-        """Nothing to change: the dense region answers while its learners learn."""
+        """Nothing to change: the dense region runs while its learners learn."""
 
     def parameters(self, acm: ACM) -> Iterable[nn.Parameter]:
         """The learners; gates have no part in this phase."""
@@ -84,7 +84,7 @@ class Distill:
         return Figures(terms=terms)
 
     def complete(self, acm: ACM) -> None:
-        """From now on the learners answer."""
+        """Run the learners from now on."""
         acm.state = "learners"
 
 
@@ -105,7 +105,7 @@ class GateLabels:
     world: int = 1
 
     def prepare(self, acm: ACM) -> None:
-        """What the gate learns here are logits, whatever its scores meant before."""
+        """Give the gate the rule of logits, which it learns here, whatever its scores meant before."""
         acm.gate.rule = "logits"
 
     def parameters(self, acm: ACM) -> Iterable[nn.Parameter]:

@@ -49,7 +49,7 @@ _FACTS = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a run stands: `step` optimizer steps of phase number `phase` are done."""
+    """Position of a run: `step` optimizer steps of phase number `phase` are done."""
 
     phase: int = 0
     step: int = 0
@@ -57,7 +57,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What `StateStore.load` found, apart from what it wrote into the model.
+    """Facts that `StateStore.load` found, apart from what it wrote into the model.
 
     `optimization` and `generators` are None between phases.
     """
@@ -202,19 +202,19 @@ class StateStore:
 
 
 def has_state(directory: Path) -> bool:
-    """Whether an interrupted run can be continued in `directory`."""
+    """True if an interrupted run can be continued in `directory`."""
     return _latest(directory / "state") is not None
 
 
 def what_remains(directory: Path) -> str:
-    """What a run that stops without saving its state leaves in `directory`."""
+    """Remains, in `directory`, of a run that stops without saving its state, as text."""
     if has_state(directory):
         return "the state saved before is complete: continue it with --resume"
     return "no state had been saved before: the run starts over"
 
 
 def saved_position(directory: Path, decisions: Mapping[str, Any]) -> Position | None:
-    """Where the interrupted run in `directory` stands; None where there is none that `decisions` can continue."""
+    """Position of the interrupted run in `directory`; None where there is none that `decisions` can continue."""
     found = _latest(directory / "state")
     try:
         facts = parse_json((found / _FACTS).read_text()) if found else None

@@ -39,7 +39,7 @@ Sums = dict[str, list[float]]
 
 
 class SiteObjective(Protocol):
-    """What a tapped phase trains, and by which loss."""
+    """Parameters that a tapped phase trains, and its loss."""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class SiteObjective(Protocol):
         """Get a site ready when the phase starts."""
 
     def parameters(self, acm: ACM) -> Iterable[nn.Parameter]:
-        """What is trained of one site."""
+        """The parameters of one site that are trained."""
 
     def width(self, acm: ACM) -> int:
         """m, the number of figures that `loss` gives for this site."""
@@ -94,7 +94,7 @@ class TappedPhase:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, the model answers as the unmodified network."""
+        """Inside, the model runs as the unmodified network."""
         for acm in self.acms.values():
             self.objective.prepare(acm)
         with in_mode(self.model, training=False):
@@ -177,7 +177,7 @@ def _with_targets(acms: Mapping[str, ACM], objective: SiteObjective) -> dict[str
 
 
 def _pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
-    """The dense region answers."""
+    """Run the dense region."""
 
 
 def _scale_gradients(parameters: list[nn.Parameter], factor: float, *, world: int) -> None:

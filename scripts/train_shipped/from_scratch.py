@@ -1,4 +1,4 @@
-"""What the trainers of the shipped models have in common: options, one cycle of AdamW, the files they write."""
+"""Common parts of the trainers of the shipped models: options, one cycle of AdamW, the files they write."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class OneCycle:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where an interrupted training goes on: a file, and the facts of the training that it belongs to."""
+    """File of an interrupted training, and the facts of the training that it belongs to."""
 
     path: Path
     facts: Mapping[str, int | float | str]

@@ -57,7 +57,7 @@ _KEPT_EVERY = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What a model is trained on: its own builder, the task, and how fast and how long it learns."""
+    """Training of one model: its own builder, the task, rate and length."""
 
     build: Callable[[], nn.Module]
     task: Task

@@ -42,7 +42,7 @@ class Int8Tensor(torch.Tensor):
 
 
 def _quantise(model):
-    """What torchao does: the weight of every linear becomes another kind of tensor."""
+    """Quantise as torchao does: the weight of every linear becomes another kind of tensor."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             weight = module.weight.detach()

@@ -68,7 +68,7 @@ def damage(model, batches):
 
 
 def everything_of(model):
-    """All that a failed calibration must leave as it was."""
+    """State that a failed calibration must leave as it was."""
     owner = conversion(model)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = {name: (module.training, len(module._forward_pre_hooks)) for name, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""What calibration keeps of the data: moments, samples, gradients of random projections, padding."""
+"""Data that calibration keeps: moments, samples, gradients of random projections, padding."""
 
 import pytest
 import torch
@@ -75,6 +75,7 @@ def test_examples_are_kept_whole_until_there_is_no_room():
     assert value.example_T.bincount().tolist() == [6, 8, 4]
     assert torch.equal(value.x_TD[:, 0].long(), value.example_T)
     assert value.g_TPO[:7, 0, 0].tolist() == list(range(7))
+    assert value.at_T.tolist() == [*range(14), 14, 15, 25, 26]
     long, none = WholeExamples(2), WholeExamples(2)
     long.offer(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long))(torch.zeros(5, 1))
     assert len(long.value().x_TD) == 5 and none.value() is None
@@ -196,9 +197,10 @@ def test_several_projections_expect_what_one_does_with_less_noise():
     record = shown(6)
     whole = record.whole.value()
     assert whole.g_TPO.shape[:2] == (len(whole.x_TD), 6)
-    torch.testing.assert_close(whole.listens_T, record.sample.weights[: len(whole.x_TD)])
+    listens_T = whole.g_TPO.square().sum((1, 2))
+    torch.testing.assert_close(listens_T, record.sample.weights[whole.at_T])
     torch.testing.assert_close(
-        record.metric.value(12, torch.device("cpu")).trace().float(), whole.listens_T.mean(), rtol=1e-4, atol=0
+        record.metric.value(12, torch.device("cpu")).trace().float(), listens_T.mean(), rtol=1e-4, atol=0
     )
 
 

@@ -14,7 +14,7 @@ from tests.helpers.calibration_tiny import make_tiny, observed, texts
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each of two processes ended with."""
+    """Results of each of two processes."""
     directory = tmp_path_factory.mktemp("ranks")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.helpers.calibration_ranks", str(directory)]

@@ -163,7 +163,7 @@ def test_a_change_of_basis_changes_no_answer_and_costs_nothing(case):
 
 
 def test_the_damage_expected_of_slices_does_not_depend_on_the_scale_of_their_basis():
-    """What v leaves out and what o leaves out are the same coordinates, however small values are."""
+    """Coordinates that v leaves out are those that o leaves out, however small values are."""
     model, x = opened("written_out")
     plan = plan_of(model, x)
     names = {site.role: site.name for site in plan.sites}

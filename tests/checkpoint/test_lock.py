@@ -44,7 +44,7 @@ def machine(rank=0, gathered=None):
 
 
 def refused(folder):
-    """What a run in `folder` is refused with."""
+    """The error that refuses a run in `folder`."""
     with pytest.raises(UsageError) as caught, one_run(folder, machine(), print):
         pass
     assert caught.value.exit_code == 2

@@ -300,7 +300,7 @@ print(kept / (tokens * 4 * width * dtype.itemsize))
     "vectors", [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("avx2", "default"))]
 )
 def test_a_small_call_keeps_no_buffer_larger_than_the_dense_hidden_activation(vectors, tokens, width, dtype):
-    """Of two buffers, hidden values and a panel of weights."""
+    """Two buffers are meant, hidden values and a panel of weights."""
     environment = os.environ if vectors is None else {**os.environ, "ATEN_CPU_CAPABILITY": vectors}
     command = [sys.executable, "-c", SMALL, str(tokens), str(width), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

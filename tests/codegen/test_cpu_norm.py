@@ -46,7 +46,7 @@ class Site:
         return GATED(x, *self.gate.weights(), *bounds, *w.tensors, residual, *norm, **options)
 
     def truth(self, x, k):
-        """With the same k for every token, in float64."""
+        """The output with the same k for every token, in float64."""
         norm = [None if t is None else t.double() for t in self.norm]
         z = F.layer_norm(x.double(), x.shape[1:], *norm, EPS)
         k = torch.full((x.shape[0],), k, dtype=torch.int32)
@@ -189,6 +189,6 @@ print(kept / (tokens * 4 * 128 * dtype.itemsize))
 @pytest.mark.skipif(sys.platform != "linux", reason="it asks glibc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_normalised_rows_take_no_more_room_than_rows_of_the_hidden_layer(dtype):
-    """Of three buffers: hidden values, a panel of weights, and normalised rows, which are half as long here."""
+    """Three buffers are meant: hidden values, a panel of weights, and normalised rows, which are half as long here."""
     done = subprocess.run([sys.executable, "-c", KEPT, dtype], capture_output=True, text=True, check=True)
     assert 1.4 <= float(done.stdout) <= 2.7

@@ -67,7 +67,7 @@ def test_large_calls_are_right_and_bitwise_the_same_twenty_times(case, k, monkey
 
 
 def test_permuted_rows_and_unpipelined_pointers_are_right_too():
-    """What runs on Hopper under a Triton that puts no fence between cp.async and wgmma."""
+    """Kernels on Hopper under a Triton that puts no fence between cp.async and wgmma."""
     from acm_compiler.codegen.gpu import current_machine
     from acm_compiler.codegen.gpu.launch import run
 

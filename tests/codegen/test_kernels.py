@@ -119,7 +119,7 @@ def test_a_gate_is_built_as_designed(arch):
 
 @pytest.mark.parametrize("fold", [ttir.from_left, ttir.from_right, ttir.by_halves])
 def test_the_compiled_choice_of_a_gate_is_legal_whatever_its_utilities_are(fold):
-    """As compiled, an argmax over NaN answers with any column, those that pad it among them."""
+    """A compiled argmax over NaN gives any column, those that pad it among them."""
     text = build(gate_kernel_of(replace(GATE, k_min=1), 90, TOKENS), "bf16", 90).ttir
     name, rows = ttir.utility_of(text), np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
     rows[0], rows[1, 2], rows[2, :5], rows[3, 5:], rows[4] = np.nan, np.nan, np.nan, np.nan, -np.inf

@@ -37,7 +37,7 @@ class Noise(torch.utils.data.Dataset):
 class Failing(Noise):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index == 7:
-            raise DataError("the picture cannot be read", where="seven.png")
+            raise DataError("the image cannot be read", where="seven.png")
         return super().__getitem__(index)
 
 

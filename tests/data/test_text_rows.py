@@ -54,17 +54,17 @@ def frame():
 
 
 def split_of(split: str):
-    """What a function does whose data has no such split; the package datasets says so too."""
+    """Fail as a function does whose data has no such split; the package datasets says so too."""
     raise ValueError(f"Unknown split \"{split}\". Should be one of ['train'].")
 
 
 def splits():
-    """What `datasets.load_from_disk` gives for a folder of several splits."""
+    """Give several splits, as `datasets.load_from_disk` does for a folder of them."""
     return {"train": rows(), "test": rows(8)}
 
 
 def missing():
-    """What a function does whose data is not there."""
+    """Fail as a function does whose data is not there."""
     raise FileNotFoundError("no folder called data")
 
 

@@ -25,7 +25,7 @@ EVERY_KEY = {"asked", "reached", "metric", "model_share", "macs_mean", "macs_p5"
 
 
 class TokenTask(Task):
-    """Whether the mean of the real tokens' outputs is positive."""
+    """True if the mean of the real tokens' outputs is positive."""
 
     metric = "sign"
 

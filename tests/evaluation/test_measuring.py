@@ -32,7 +32,7 @@ def accuracy(output, batch):
 
 
 def pairs(count=12):
-    """What a loader of pictures and labels gives."""
+    """Batches as a loader of images and labels gives them."""
     batch = picture_batch(count)
     return [(batch["image"], batch["label"])]
 
@@ -134,7 +134,7 @@ def test_eval_measures_a_folder_of_save_as_python_does(out, folder):
     # the report needs no data for what was measured already, and draws the times that bench kept
     save_times(out, Times(**{**{name: getattr(TIMES, name) for name in TIMES.__slots__}, "save": save_id(out)}))
     done = acmc("report", out, *BASE)
-    assert done.exit_code == 0 and "nothing says which data" in done.stderr, done.stderr
+    assert done.exit_code == 0 and "no data was named" in done.stderr, done.stderr
     page = (out / "report" / "index.html").read_text()
     assert "Time over budget" in page and "accuracy" in page
     # and measures anew on other data
@@ -190,8 +190,8 @@ def test_bench_measures_a_folder_of_save_and_keeps_its_times(out):
     ("words", "told"),
     [
         ([], "--base-model"),
-        (BASE, "nothing says which data"),
-        ([*BASE, "--data", "python:tests.helpers.tour_model:data"], "nothing says which task"),
+        (BASE, "no data was named"),
+        ([*BASE, "--data", "python:tests.helpers.tour_model:data"], "no task was named"),
         ([*BASE, *ON_DATA[:3], "clasify"], "--task: no such task: unknown kind 'clasify' (did you mean 'classify'?)"),
         (
             [*BASE, "--data", "{kind: imagefolder}", "--task", "classify"],

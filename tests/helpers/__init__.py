@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Helpers of several tests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What each process of a compiled data-parallel run does: `python -m tests.helpers.backend_ranks DIR RANK`."""
+"""One process of a compiled data-parallel run: `python -m tests.helpers.backend_ranks DIR RANK`."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def observed(
     sample: int = 1000,
     projections: int = 1,
 ):
-    """What every site of `model` shows on `batches` while it answers as its dense self, and what all showed."""
+    """Records of every site of `model`, as its dense self, on `batches`, and the totals of the pass."""
     found = rewritten(model)
     dense = read_dense(found)
     records = {site.name: SiteRecord(site, dense[site.name], sample=sample, seed=3) for site in found.plan.sites}

@@ -37,7 +37,7 @@ def node_of(found: Capture, name: str, number: int = 0) -> fx.Node:
 
 
 def depends(node: fx.Node, other: fx.Node) -> bool:
-    """Whether `node` is computed from `other`."""
+    """True if `node` is computed from `other`."""
     return node is other or any(depends(used, other) for used in node.all_input_nodes)
 
 

@@ -46,7 +46,7 @@ def global_state() -> dict[str, object]:
 
 
 def left_behind(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    """What differs, as lines; configs and variables of libraries that were first loaded in between do not count."""
+    """Differences as lines; configs and variables of libraries that were first loaded in between do not count."""
     return [
         f"{name}: {before.get(name)!r}, then {after.get(name)!r}"
         for name in sorted(before | after)

@@ -50,7 +50,7 @@ def run(inputs, machine=HOPPER):
 
 @pytest.mark.parametrize("case", FORMS, ids=str)
 def test_every_form_equals_the_reference(case):
-    """On Hopper in bf16 every form reads by descriptors where it can."""
+    """Every form on Hopper in bf16 reads by descriptors where it can."""
     inputs = inputs_of(dataclasses.replace(case, dtype=torch.bfloat16))
     require_answer(run(inputs), inputs)
 
@@ -299,7 +299,7 @@ def choices_of(x, weights, norm: Norm):
 @pytest.mark.parametrize(("mean", "kind"), [(2.0, "affine"), (100.0, "weight"), (0.0, "bare")])
 @pytest.mark.parametrize("width", [72, 64, 77])
 def test_a_gate_normalises_its_tokens(width, mean, kind, dtype, lost):
-    """In bfloat16 normalised tokens are rounded, as those of a norm by itself."""
+    """Normalised tokens in bfloat16 are rounded, as those of a norm by itself."""
     weights = [torch.randn(24, width) * width**-0.5, torch.randn(24), torch.randn(5, 24), torch.zeros(5)]
     weights = [tensor.to(dtype) for tensor in weights]
     x = (torch.randn(131, width) + mean).to(dtype)

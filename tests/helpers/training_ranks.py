@@ -1,4 +1,4 @@
-"""What the processes of a data-parallel run do: `torchrun -m tests.helpers.training_ranks DIR PHASE…`."""
+"""Processes of a data-parallel run: `torchrun -m tests.helpers.training_ranks DIR PHASE…`."""
 
 from __future__ import annotations
 

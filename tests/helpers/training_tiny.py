@@ -92,7 +92,7 @@ class Points(Dataset):
 
 
 def make_teacher(*, depth: int = 2, seed: int = 0) -> Tiny:
-    """What `make_model` was made from."""
+    """The original of `make_model`."""
     torch.manual_seed(seed)
     return Tiny(depth).requires_grad_(False)
 

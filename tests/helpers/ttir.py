@@ -31,7 +31,7 @@ Fold = Callable[[Callable, list], tuple]
 
 
 def stored(ttir: str, given: dict[str, np.ndarray], fold: Fold) -> np.ndarray:
-    """What the kernel's last `tt.store` writes.
+    """The value that the kernel's last `tt.store` writes.
 
     given: values that are taken as they are. fold: the order of reductions.
     """

@@ -1,4 +1,4 @@
-"""What one analysis of a model computes, and how often."""
+"""One analysis of a model: its results, each computed once."""
 
 import sys
 from collections import Counter

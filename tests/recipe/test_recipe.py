@@ -62,7 +62,7 @@ def recipe_file(tmp_path):
 
 
 def problems_of(path, overrides=()) -> list[str]:
-    """What is wrong with a recipe, without the folder it lies in."""
+    """Faults of a recipe, without the folder it lies in."""
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, overrides)
     assert caught.value.exit_code == 2
@@ -240,7 +240,7 @@ DIGITS = "kind: cluttered_digits, split: train"
 WHAT_DOES_NOT_FIT = [
     ("classify", AUDIO, "", "common_voice gives audio with transcripts, for task ctc"),
     ("causal_lm", SPOKEN, "", "spoken_digits gives audio with transcripts, for task ctc"),
-    ("ctc", DIGITS, "", "cluttered_digits gives pictures with classes, for task classify"),
+    ("ctc", DIGITS, "", "cluttered_digits gives images with classes, for task classify"),
     (
         "classify",
         TEXTS,
@@ -343,7 +343,7 @@ def test_a_task_that_fits_data_and_model_is_taken(recipe_file, task, data, head)
     ("before", "after", "problem"),
     [
         ("epochs: 2}", "epochs: 2, steps: 3}", "r.yaml:9:33: schedule[0]: epochs and steps are both given"),
-        ("epochs: 2}", "lr: 0.1}", "r.yaml:9:5: schedule[0]: neither epochs nor steps says how long"),
+        ("epochs: 2}", "lr: 0.1}", "r.yaml:9:5: schedule[0]: epochs or steps must give the length"),
         ("epochs: 2}", "epochs: 2, accumulate: 5}", "r.yaml:9:33: schedule[0]: accumulate does not divide batch"),
         ("epochs: 2}", "epochs: 2, lr: 1e-7}", "r.yaml:9:5: schedule[0]: lr_min is above lr"),
         ("task: {kind: classify}\n", "", "r.yaml:7:1: a schedule needs task"),

@@ -1,4 +1,4 @@
-"""What a plan says of the sites that it leaves dense: how much they are, and what converting them would buy."""
+"""Advice on sites that a plan leaves dense: how much they are, and what converting them would buy."""
 
 import json
 

@@ -263,7 +263,7 @@ def test_a_run_that_stops_after_its_last_phase_is_finished(folder):
 
 
 def said_by(result) -> str:
-    """What a command said beside its result, on one line."""
+    """Messages of a command beside its result, on one line."""
     return " ".join(result.stderr.split())
 
 
@@ -362,12 +362,12 @@ def test_a_result_that_is_replaced_takes_along_what_was_measured_on_it(folder):
 
 def no_train(folder) -> str:
     os.rename(folder / "train", folder / "elsewhere")
-    return "train: the folder of pictures is missing"
+    return "train: the folder of images is missing"
 
 
 def no_eval(folder) -> str:
     os.rename(folder / "val", folder / "elsewhere")
-    return "val: the folder of pictures is missing"
+    return "val: the folder of images is missing"
 
 
 def empty(folder) -> str:
@@ -384,7 +384,7 @@ def other_classes(folder) -> str:
 def unreadable(folder) -> str:
     for picture in (folder / "train/cross").iterdir():
         picture.write_bytes(b"no picture")
-    return "the picture cannot be read"
+    return "the image cannot be read"
 
 
 @pytest.mark.parametrize("damage", [no_train, no_eval, empty, other_classes, unreadable], ids=lambda f: f.__name__)

@@ -1,4 +1,4 @@
-"""What stays dense, counted as it runs: FlopCounterMode on the dense model is the oracle, at every length."""
+"""MACs that stay dense, counted as they run: FlopCounterMode on the dense model is the oracle, at every length."""
 
 import contextlib
 import copy
@@ -374,7 +374,7 @@ class Halted(Around):
 
 
 def compiles() -> bool:
-    """Whether torch.compile is on: whether it hands a function to its backend."""
+    """True if torch.compile is on and hands a function to its backend."""
     seen = []
     torch.compile(lambda x: x + 1, backend=lambda graph, _: seen.append(graph) or graph.forward)(torch.ones(2))
     return bool(seen)

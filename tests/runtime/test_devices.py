@@ -77,7 +77,7 @@ def test_processes_add_up_sums_of_the_cpu_where_their_group_carries_none(monkeyp
 
 
 class Float64Apart(TorchDispatchMode):
-    """On a device that has no float64 none can be made of its tensors: `to_float64` alone takes them elsewhere."""
+    """A device without float64, to which none can be moved: `to_float64` alone takes tensors elsewhere."""
 
     taken = 0
 
@@ -151,7 +151,7 @@ def test_metrics_and_figures_of_training_need_no_float64_where_the_model_is(monk
 
 
 class MetaHoldsOnes(TorchDispatchMode):
-    """What is copied from `meta` to the CPU is all ones."""
+    """Copies from `meta` to the CPU are all ones."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
@@ -169,7 +169,7 @@ def test_loads_of_a_model_on_two_devices_are_averaged():
 
 
 class Accelerator(SimpleNamespace):
-    """What `torch.xpu` and its like are asked for; draws are counted by `advance`."""
+    """A device module such as `torch.xpu`; draws are counted by `advance`."""
 
     def __init__(self, devices):
         super().__init__(drawn=dict.fromkeys(devices, 0), is_initialized=lambda: True)

@@ -1,4 +1,4 @@
-"""Which tokens are padding, as a call says it: by name, by place, in torch's way."""
+"""Padding masks of a call: by name, by place, in torch's way."""
 
 import copy
 import re
@@ -106,7 +106,7 @@ def encoder() -> nn.Module:
 
 
 def paddings(batches: int = 12) -> list[dict[str, torch.Tensor]]:
-    """What an encoder of torch takes: 8 examples of up to 6 tokens, rubbish where the mask is True."""
+    """Inputs of an encoder of torch: 8 examples of up to 6 tokens, rubbish where the mask is True."""
     lengths = torch.randint(2, 7, (batches, 8, 1), generator=torch.Generator().manual_seed(1))
     x = torch.randn(batches, 8, 6, 8, generator=torch.Generator().manual_seed(2))
     padding = torch.arange(6) >= lengths

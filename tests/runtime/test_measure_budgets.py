@@ -123,3 +123,15 @@ def test_measuring_leaves_mode_and_choices_alone(model):
 def test_no_examples_is_an_error(model):
     with pytest.raises(DataError):
         measure_budgets(model, [])
+
+
+def test_most_budgets_are_found_by_the_first_forward_that_looks_for_them(model):
+    calls = []
+    data = examples()
+    with torch.no_grad():
+        for acm in sites(model).values():
+            acm.gate.rule = "damage"
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    table = measure_budgets(model, data, budgets=(0.33,))
+    handle.remove()
+    assert len(calls) <= 25 * len(data) and len(table.points) >= 12

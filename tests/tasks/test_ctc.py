@@ -134,7 +134,7 @@ def test_clips_of_no_use_are_named_and_counted_together_before_any_is_read(relea
     with caplog.at_level(logging.WARNING):
         dataset = open_dataset(config(release, max_broken=5))
     assert dataset.left_out == {fault: (f"train{i}.wav",) for i, fault in enumerate(faults)}
-    assert len(dataset) == 1 and dataset[0]["labels"] and "train: clips left out: 1 missing (train3.wav)" in caplog.text
+    assert len(dataset) == 1 and dataset[0]["labels"] and "train: excluded clips: 1 missing (train3.wav)" in caplog.text
     order = ((3, "missing"), (0, "unreadable"), (1, "empty"), (4, "too short"), (2, "too long"))
     found = ", ".join(rf"1 {fault} \(train{i}.wav\)" for i, fault in order)
     with pytest.raises(
@@ -234,7 +234,7 @@ def test_transcripts_without_a_letter_are_left_out(release, caplog):
     with (release / "es/train.tsv").open("a", encoding="utf-8") as file:
         file.write("x\ttrain0.wav\t¡¿…?!\t2\n")
     assert len(open_dataset(config(release))) == len(SENTENCES)
-    assert "train: clips left out: 1 without a letter (train0.wav)" in caplog.text
+    assert "train: excluded clips: 1 without a letter (train0.wav)" in caplog.text
     assert len(open_dataset(config(release, max_broken=0))) == len(SENTENCES)
 
 
@@ -290,7 +290,7 @@ def test_word_errors_are_counted_and_divided_by_words_spoken():
 
 def test_other_models_and_vocabularies_are_refused(release):
     batch, dataset = batch_of(release)
-    with pytest.raises(UsageError, match="does not say how it makes frames"):
+    with pytest.raises(UsageError, match="no facts on how this model makes frames"):
         open_task(CtcTask(kind="ctc"), dataset, torch.nn.Linear(2, 2))
     model = model_of(release, vocab_size=4)
     task = open_task(CtcTask(kind="ctc"), dataset, model)

@@ -33,7 +33,7 @@ schedule: [{{phase: calibrate, tokens: 500, batch: 8}}, {{phase: finetune, steps
 
 
 class Marked:
-    """All that the task asks of a data set."""
+    """A data set with no more than the task asks for."""
 
     mask_id, marks = MASK, {PAD, MASK, CLS, SEP}
 
@@ -123,7 +123,7 @@ def test_a_recipe_converts_a_masked_language_model(place):
 
 
 def rows(count: int = 5, key: str = "sentence"):
-    """What a package of data sets would give."""
+    """Rows as a package of data sets would give them."""
     return [{key: f"agrgument bhrgument {'cirgument ' * i}", "kind": i % 2} for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What tasks make of batches and of models' outputs."""
+"""Tasks on batches and on models' outputs."""
 
 from __future__ import annotations
 

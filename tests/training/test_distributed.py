@@ -36,7 +36,7 @@ def launch(launcher, directory, *phases):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What two processes and what one process ended with, and where they wrote their metrics."""
+    """Results of two processes and of one, and where they wrote their metrics."""
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
     ranks = launch(TORCHRUN, two)
     threads = torch.get_num_threads()

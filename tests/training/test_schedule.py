@@ -1,4 +1,4 @@
-"""Which phases may follow each other: refused before the first of them has taken its minutes."""
+"""Phases that may not follow each other are refused before the first of them has taken its minutes."""
 
 import dataclasses
 from typing import get_args

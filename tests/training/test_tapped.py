@@ -23,7 +23,7 @@ def tapped(model, objective):
 
 
 def dense_pass(model, batch):
-    """What every site saw and gave in the unmodified network: (x, o) per call."""
+    """Inputs and outputs of every site in the unmodified network: (x, o) per call."""
     seen = {name: [] for name in sites(model)}
     for acm in sites(model).values():
         acm.tap = lambda acm, x, o: seen[acm.name].append((x.flatten(0, -2), o.flatten(0, -2)))

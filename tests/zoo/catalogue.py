@@ -28,7 +28,7 @@ FAMILIES: dict[str, list[Model]] = {
     "transformers: encoder-decoders": encoder_decoders.MODELS,
     "transformers: mixtures of experts": experts.MODELS,
     "transformers: recurrences and hybrids": hybrids.MODELS,
-    "transformers: pictures and text": multimodal.MODELS,
+    "transformers: images and text": multimodal.MODELS,
     "newcomers": newcomers.MODELS,
     "hand-written": written.MODELS,
 }

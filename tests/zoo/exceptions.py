@@ -1,4 +1,4 @@
-"""What models of the zoo cannot do by themselves, by name and with the reason; nothing is proved of it.
+"""Exceptions of the zoo, by name and with the reason; nothing is proved of these models.
 
 Each entry is checked: where the original does it after all, the proof fails and the entry must go.
 """

@@ -1,4 +1,4 @@
-"""How the models of the zoo are built: small, from a configuration, without weights."""
+"""Makers of the zoo's models: small, from a configuration, without weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def words(batch: int = 2, length: int = 7) -> dict[str, Any]:
 
 
 def word_pairs() -> dict[str, Any]:
-    """What an encoder-decoder takes."""
+    """Inputs of an encoder-decoder."""
     return words() | {"decoder_input_ids": torch.randint(5, VOCABULARY, (2, 5))}
 
 

@@ -1,4 +1,4 @@
-"""transformers' models of pictures and text together."""
+"""transformers' models of images and text together."""
 
 from __future__ import annotations
 

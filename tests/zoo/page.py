@@ -16,7 +16,7 @@ _HEAD = """# Models
 Generated from `tests/zoo` by `ACM_ACCEPT=1 make zoo`; do not edit. Every model here is built small from its
 configuration, without weights. What is stated of its sites was written from the model's source, and every run of
 `make zoo` compares the two: each site once, nothing else, with the right matrices, widths and bypass; the plan's MACs
-equal to torch's own count; the rewritten model's answers equal to the original's.
+equal to torch's own count; the rewritten model's outputs equal to the original's.
 
 *MLP* and *gated MLP* sites are counted by block, *attention* by projection; *packed* are matrices that hold several
 projections (qkv, kv, qk), each one ACM of that width. *Share* is the part of the small model's MACs that lies in sites;
@@ -28,7 +28,7 @@ _NEWCOMERS = """The truths of these eleven models were written and committed bef
 Of their 171 sites the finder as it was then found 163, and none where there is none; of those 157 were right in every
 respect, one had the wrong role (the queries of Hiera's qkv are pooled) and five were said to have no bypass (it was
 made of learned queries, or joined or cut anew). Not found were seven projections of Reformer, whose softmax is written
-out, and one of VOLO, whose windows overlap. Rewritten, all eleven answered as before. The table is from after that was
+out, and one of VOLO, whose windows overlap. Rewritten, all eleven kept their outputs. The table is from after that was
 mended.
 """
 

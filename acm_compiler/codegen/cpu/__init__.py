@@ -22,7 +22,7 @@ _LOG = logging.getLogger("acm_compiler.backend")
 
 
 def take_over() -> bool:
-    """Make the native kernel the implementation on CPUs; False when the reference stays (said in one INFO line).
+    """Make the native kernel the implementation on CPUs; False when the reference stays (logged in one INFO line).
 
     KernelUnavailable when ACM_KERNEL=cpu asks for the kernel and it cannot be had.
     """
@@ -49,7 +49,7 @@ def take_over() -> bool:
 
 
 def not_covered(*, act: str, dtype: torch.dtype) -> str | None:
-    """Why the native kernel hands such an ACM to the reference, None when it does not."""
+    """Reason why the native kernel hands such an ACM to the reference, None when it does not."""
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the native CPU kernel's"
     return gate_not_covered((dtype,))
@@ -62,7 +62,7 @@ def gate_not_covered(dtypes: Iterable[torch.dtype]) -> str | None:
 
 
 def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    """The native kernel's answer after it was compared with the reference's (ACM_CHECK=1)."""
+    """The native kernel's output after it was compared with the reference's (ACM_CHECK=1)."""
     y = torch.ops.acm.learners_cpu(x, k, w_in, *tensors, form=form, act=act)
     require_equal(y, REFERENCE(x, k, w_in, *tensors, form=form, act=act), w_in)
     return y

@@ -77,7 +77,7 @@ def _command() -> list[str]:
 
 
 def _cache() -> Path:
-    """Where libraries are kept: the user's cache, or a private folder of this process where that cannot be written."""
+    """Folder of the libraries: the user's cache, or a private one of this process where that cannot be written."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "acm_compiler"
     try:
         base.mkdir(parents=True, exist_ok=True)

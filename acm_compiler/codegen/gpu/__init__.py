@@ -53,14 +53,14 @@ def take_over() -> bool:
 
 
 def _lacking() -> str | None:
-    """What keeps the kernels from this installation, None when nothing does."""
+    """Obstacle to the kernels in this installation, None where there is none."""
     if torch.version.hip is not None:
         return "the kernels hold instructions of NVIDIA GPUs, and this torch is built for AMD"
     return "Triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
 def learners(x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
-    """The operator; where no kernel fits, the reference, said once."""
+    """Run the operator; where no kernel fits, the reference, logged once."""
     call = LearnersArguments(x, k, *tensors)
     require_learners(call, form=form)
     machine, shape = machine_of(x.device), call.w_in.shape
@@ -118,21 +118,21 @@ def gated_learners(*tensors: Any, norm_eps: float | None = None, form: str, act:
 
 
 def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    """The kernels' answer after it was compared with the reference's (ACM_CHECK=1)."""
+    """The kernels' output after it was compared with the reference's (ACM_CHECK=1)."""
     y = learners(x, k, w_in, *tensors, form=form, act=act)
     require_equal(y, REFERENCE(x, k, w_in, *tensors, form=form, act=act), w_in)
     return y
 
 
 def not_covered(*, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ...], arch: int) -> str | None:
-    """Why such an ACM is handed to the reference, None when the kernels run it. shape: of w_in."""
+    """Reason why such an ACM is handed to the reference, None when the kernels run it. shape: of w_in."""
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the Triton kernels'"
     return _machine_lacks(dtype, arch) or _UNBUILT.get((form, act, dtype, shape))
 
 
 def gate_not_covered(dtypes: tuple[torch.dtype, ...], *, width: int, arch: int) -> str | None:
-    """Why such a gate is handed to the reference, None when the kernel runs it."""
+    """Reason why such a gate is handed to the reference, None when the kernel runs it."""
     from acm_compiler.codegen.gpu.gate_kernel import WIDEST  # imports triton
 
     if width > WIDEST:
@@ -172,7 +172,7 @@ def _say_once(reason: str) -> None:
 
 @lru_cache
 def machine_of(device: torch.device) -> Machine:
-    """What the kernels need to know of a device."""
+    """The facts of a device that kernels depend on."""
     major, minor = torch.cuda.get_device_capability(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Machine(arch=10 * major + minor, processors=processors, fenced=puts_fences())

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter in this process."""
+"""True if kernels run in Triton's interpreter in this process."""
 
 
 @triton.jit

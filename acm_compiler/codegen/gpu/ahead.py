@@ -66,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What a compiled kernel needs of a multiprocessor; `resident` CTAs fit at once. Spills are instructions."""
+    """Use of a multiprocessor by a compiled kernel; `resident` CTAs fit at once. Spills are instructions."""
 
     name: str
     arch: int

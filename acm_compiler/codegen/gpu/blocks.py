@@ -16,7 +16,7 @@ def find_band(
     tile, counts, Q_HI: tl.constexpr, Q_LO: tl.constexpr, N: tl.constexpr, PER_K: tl.constexpr,
     FIXED: tl.constexpr, OWN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile lies: (q, index inside the band, first row tile, row tiles, column tiles, lo, hi, all tiles).
+    """Locate a tile: (q, index inside the band, first row tile, row tiles, column tiles, lo, hi, all tiles).
 
     Bands run from Q_HI down to Q_LO and are PER_K * q + FIXED columns wide. Rows [lo, hi) may be written.
     """

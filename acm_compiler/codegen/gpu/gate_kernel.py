@@ -85,7 +85,7 @@ def _utility(score, k, knob, cost, RULE: tl.constexpr):
 def _best(u, choice, k_lo, k_hi, K_MIN: tl.constexpr, C: tl.constexpr):
     """The best k of every row, as the reference's `choose_k` has it.
 
-    No NaN reaches the argmax, which would be free to answer with a column that is padding, and what it answers is
+    No NaN reaches the argmax, which would be free to give a column that is padding, and what it gives is
     clamped: a k beyond the last would read weights that are not there.
     """
     most = tl.minimum(tl.maximum(k_hi, K_MIN), K_MIN + C - 1)

@@ -49,7 +49,7 @@ class Call:
         return self.order.perm.shape[0]
 
     def grid(self, tile: Tile, row_tiles: int, columns: int) -> tuple[int]:
-        """As many programs as fit the machine at once, or as there are tiles if those are fewer."""
+        """Number of programs: as many as fit the machine at once, or as there are tiles if those are fewer."""
         tiles = row_tiles * triton.cdiv(columns, tile.n)
         return (min(self.machine.processors * tile.resident, tiles),)
 

@@ -74,7 +74,7 @@ def layer1_kernel(
 
 @triton.jit
 def interleaved(index, N: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr):
-    """Where feature `index`, counted learner by learner (N x heads x HEAD), lies in a tensor of heads x N x HEAD."""
+    """Place of feature `index`, counted learner by learner (N x heads x HEAD), in a tensor of heads x N x HEAD."""
     return (index % H) // HEAD * (N * HEAD) + index // H * HEAD + index % HEAD
 
 
@@ -95,7 +95,7 @@ def _start(
 
 @triton.jit
 def _reduction(q, n0, D_IN, H: tl.constexpr, REDUCE: tl.constexpr):
-    """How many columns of `a` a tile of band q needs."""
+    """Number of columns of `a` that a tile of band q needs."""
     if REDUCE == "all":
         return D_IN
     elif REDUCE == "rows":

@@ -1,4 +1,4 @@
-"""What an ACM's GPU kernels are specialised on, and what they are specialised to: hashable values, no tensors."""
+"""Specialisation of an ACM's GPU kernels: its conditions and its results, as hashable values without tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KernelSpec:
     tf32: bool
 
     def __str__(self) -> str:
-        """In one line: form, shape, activation, dtype, and what is fused with it."""
+        """One line: form, shape, activation, dtype, and what is fused with it."""
         second = "" if self.second in ("shared", "none") else f" {self.second}"
         dtype = "tf32" if self.tf32 else self.dtype
         shape = f"{self.d_in} -> {self.learners} x {self.width} -> {self.d_out}"

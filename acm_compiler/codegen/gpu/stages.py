@@ -1,4 +1,4 @@
-"""What a call of `acm::learners` is made of on a GPU: which products, which loads, which constants. No tensors here.
+"""Stages of a call of `acm::learners` on a GPU: its products, loads and constants. No tensors here.
 
 Launching and compiling ahead of time read the same constants, so what is checked is what runs.
 """
@@ -16,14 +16,14 @@ from acm_compiler.codegen.gpu.tiles import Tile
 
 _GROUP = 8
 BULK_COPY_BYTES = 16
-"""What addresses and rows must be a multiple of to be read through a tensor descriptor."""
+"""Alignment of addresses and rows that tensor descriptors need."""
 _WGMMA_ROWS = 64
 _FENCED = (3, 7)
 _SORTED_ONLY = ("Q_HI", "GATHER", "X_DESC", "W_DESC", "GROUP")
 
 
 def puts_fences() -> bool:
-    """Whether the installed Triton orders cp.async before wgmma (from 3.7 on)."""
+    """True if the installed Triton orders cp.async before wgmma (from 3.7 on)."""
     return tuple(int(part) for part in version("triton").split(".")[:2]) >= _FENCED
 
 
@@ -41,7 +41,7 @@ class Machine:
 
     @property
     def bulk_copies(self) -> bool:
-        """Whether tensor descriptors are worth it (TMA)."""
+        """True if tensor descriptors are worth it (TMA)."""
         return self.arch >= 90
 
 
@@ -64,7 +64,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """How a product reads: rows of `a` through the permutation or not, and which operands by bulk copies."""
+    """Loads of a product: rows of `a` through the permutation or not, and operands read by bulk copies."""
 
     gather: bool
     a_desc: bool
@@ -100,7 +100,7 @@ def layer1_bands(spec: KernelSpec) -> int:
 
 @lru_cache
 def loads_of(spec: KernelSpec, machine: Machine, product: Product | None) -> Loads:
-    """How to read the operands of a product of layer 2, or of layer 1 (None)."""
+    """Loads for the operands of a product of layer 2, or of layer 1 (None)."""
     from_x = product is None or product.from_x
     reduction = spec.d_in if from_x else spec.learners * spec.width
     bulk = machine.bulk_copies and on_tensor_cores(spec) and spec.form != "cols"
@@ -114,7 +114,7 @@ def loads_of(spec: KernelSpec, machine: Machine, product: Product | None) -> Loa
 
 
 def permutes_rows(spec: KernelSpec, machine: Machine) -> bool:
-    """Whether x is first copied in sorted order; rows that are normalised first are written in that order."""
+    """True if x is first copied in sorted order; rows that are normalised first are written in that order."""
     if spec.norm:
         return spec.form != "cols"
     plain = on_tensor_cores(spec) and spec.form != "cols" and _aligned(spec.d_in, spec)
@@ -122,7 +122,7 @@ def permutes_rows(spec: KernelSpec, machine: Machine) -> bool:
 
 
 def on_tensor_cores(spec: KernelSpec) -> bool:
-    """Whether products run on tensor cores: fp32 that may not be rounded does not, and loads through pointers."""
+    """True if products run on tensor cores: fp32 that may not be rounded does not, and loads through pointers."""
     return spec.dtype != "fp32" or spec.tf32
 
 

@@ -1,4 +1,4 @@
-"""Which tiles the kernels use: a table by architecture, dtype, kind of layer and number of tokens; nothing is tuned.
+"""Tiles of the kernels: a table by architecture, dtype, kind of layer and number of tokens; nothing is tuned.
 
 Every row says where it comes from. A row that was timed on a device names the card, the versions and the file.
 """
@@ -50,12 +50,13 @@ class Tiles:
     sorts: bool = True
 
     def __post_init__(self) -> None:
-        assert not self.sorts or (self.layer1.m == self.layer2.m and self.layer1.n % self.layer2.k == 0)
+        agree = self.layer1.m == self.layer2.m and self.layer1.n % self.layer2.k == 0
+        assert agree or not self.sorts, f"layer 2 ({self.layer2}) reads what layer 1 ({self.layer1}) has not written"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a row of the table is for: the oldest architecture, kind of dtype, kind of learners, most tokens.
+    """Conditions of a row of the table: the oldest architecture, kind of dtype, kind of learners, most tokens.
 
     kind: plain, gated, sliced, narrow (plain, of a width that wide tiles would round up), or few (one block of tokens
     that need no sorting; its rows are as many as there are tokens).

@@ -89,7 +89,7 @@ def _scaling_axes(shapes: Sequence[_Shape | None]) -> tuple[int, ...]:
 
 
 def _mixes_examples(node: fx.Node, scaling: Mapping[fx.Node, tuple[int, ...]]) -> bool:
-    """Whether an attention runs along a scaling axis: then that is one of tokens, as where T comes before B."""
+    """True if an attention runs along a scaling axis: then that is one of tokens, as where T comes before B."""
     name = op_name(node)
     if name == "softmax":
         axis = argument(node, 1, "dim", -1)
@@ -112,7 +112,7 @@ def _layout(shapes: Mapping[int, _Shape], axes: tuple[int, ...]) -> Layout | Non
 
 
 def _is_adjacent(node: fx.Node, layout: Layout, known: Mapping[str, Layout | None]) -> bool:
-    """Whether the folds of one example are neighbours: `[B, S] -> [B * S]` and not `[S, B] -> [S * B]`.
+    """True if the folds of one example are neighbours: `[B, S] -> [B * S]` and not `[S, B] -> [S * B]`.
 
     Sizes cannot tell the two apart. Reshapes can; other calls keep the order of an operand with as many folds.
     """
@@ -129,7 +129,7 @@ def _is_adjacent(node: fx.Node, layout: Layout, known: Mapping[str, Layout | Non
 
 
 def _stride(node: fx.Node, layout: Layout) -> int:
-    """How many elements further on, in row-major order, the next example begins."""
+    """Number of elements, in row-major order, from one example to the next."""
     assert layout.batch_axis is not None
     return layout.folds * math.prod(node.meta["shape"][layout.batch_axis + 1 :])
 

@@ -61,7 +61,7 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Capture:
 
 
 def _way_out(model: nn.Module) -> str:
-    """What a user can do about a model that cannot be seen."""
+    """Advice for a model that cannot be captured."""
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
         return f"put the module that {scripted[0]} was scripted from in its place: TorchScript hides what it runs"
@@ -141,7 +141,7 @@ def _fake_mode() -> Iterator[Any]:
 
 
 def _pretended_device(model: nn.Module, inputs: Inputs) -> torch.device:
-    """Where tensors on `meta` are said to be: with the model's real tensors or the inputs, else on the CPU."""
+    """Device that tensors on `meta` claim: that of the model's real tensors or of the inputs, else the CPU."""
     owned = (*model.parameters(), *model.buffers(), *tensors(inputs))
     return next((t.device for t in owned if not t.is_meta), torch.device("cpu"))
 
@@ -176,7 +176,7 @@ def _recordable(model: nn.Module) -> Iterator[None]:
 
 
 def _plain_error(model: nn.Module, inputs: Inputs) -> BaseException | None:
-    """What the model itself raises with `inputs`, if anything."""
+    """The exception that the model itself raises with `inputs`, if any."""
     attempt = Attempt()
     with attempt, preserve_state(model), _recordable(model), torch.no_grad():
         call_model(model, map_tensors(inputs, _copy))

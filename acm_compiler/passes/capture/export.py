@@ -42,7 +42,7 @@ def capture_exported(model: nn.Module, inputs: Inputs) -> Capture:
 
 @dataclass(slots=True)
 class _Given:
-    """What a module call was given, and whether it gave a single tensor."""
+    """Arguments of a module call by number and name, and True where it gave a single tensor."""
 
     tensors: int
     others: int

@@ -22,7 +22,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """What went into and came out of one module call.
+    """Inputs and output of one module call.
 
     `inputs`: the graph nodes of the tensor arguments in order, nested ones included (parameters and buffers:
     their `get_attr` node). `others`: how many arguments were no tensors, None included. `keywords`: the names

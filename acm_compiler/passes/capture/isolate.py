@@ -98,7 +98,7 @@ class _State:
             level = [inner for value in found if id(value) not in seen for inner in self._remember(value, seen)]
 
     def _remember(self, value: Any, seen: set[int]) -> Iterable[Any]:
-        """What `value` holds, after taking down how to put it back."""
+        """Note how to put `value` back; its parts, which are remembered next."""
         seen.add(id(value))
         if value is None or isinstance(value, (str, int, float, *_OPAQUE)):
             return ()
@@ -203,7 +203,7 @@ _EMPTY = CellType()
 
 
 class GlobalCaches:
-    """What the files of a model's classes keep, so that fake tensors can be taken out of it after a run.
+    """Values kept by the files of a model's classes, so that fake tensors can be taken out of them after a run.
 
     A mask built once per size and kept in a module-level dict would otherwise be a fake one ever after.
     """
@@ -235,12 +235,12 @@ class GlobalCaches:
 
 
 def is_lru_cache(value: Any) -> bool:
-    """Whether `value` is a function wrapped by `functools.lru_cache` or `cache`."""
+    """True if `value` is a function wrapped by `functools.lru_cache` or `cache`."""
     return isinstance(value, functools._lru_cache_wrapper)
 
 
 def _enclosed(function: Any) -> list[Any]:
-    """What a function carries along from where it was defined, as wrappers do."""
+    """Values that a function carries along from its definition, as wrappers do."""
     cells = getattr(function, "__closure__", None) or ()
     return [cell.cell_contents for cell in cells if cell != _EMPTY]
 

@@ -1,4 +1,4 @@
-"""Which graph node a live tensor currently is, through writes, views and reused memory addresses."""
+"""Graph nodes of live tensors, followed through writes, views and reused memory addresses."""
 
 from __future__ import annotations
 

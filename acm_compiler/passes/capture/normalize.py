@@ -94,7 +94,7 @@ def _unpackable(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
 
 
 def _has_own_weights(module: nn.MultiheadAttention) -> bool:
-    """Whether the packed weights are parameters, not computed as those of pruned or parametrized modules are."""
+    """True if the packed weights are parameters, not computed as those of pruned or parametrized modules are."""
     weights = ("in_proj_weight",) if module._qkv_same_embed_dim else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
     return all(isinstance(module._parameters.get(name), nn.Parameter) for name in weights)
 
@@ -108,5 +108,5 @@ def replace_children(model: nn.Module, replacements: Mapping[nn.Module, nn.Modul
 
 
 def _holds(name: str, other: str) -> bool:
-    """Whether the module called `name` is, or contains, the one called `other`."""
+    """True if the module called `name` is, or contains, the one called `other`."""
     return not name or other == name or other.startswith(f"{name}.")

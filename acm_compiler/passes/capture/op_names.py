@@ -188,7 +188,7 @@ def written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 def _works_in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `inplace` is asked for, by name or, as torch's modules do, by place; not of a dropout in eval mode."""
+    """True if `inplace` is asked for, by name or, as torch's modules do, by place; not of a dropout in eval mode."""
     asked = dict(zip(_parameters(func), args, strict=False)) | dict(kwargs)
     if "dropout" in getattr(func, "__name__", "") and asked.get("training") is False:
         return False
@@ -222,6 +222,6 @@ def _written_arguments(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
 
 
 def _sets_data(func: Callable[..., Any]) -> bool:
-    """Whether `func` is the setter behind `tensor.data = value`."""
+    """True if `func` is the setter behind `tensor.data = value`."""
     prop = getattr(func, "__self__", None)
     return getattr(func, "__name__", "") == "__set__" and getattr(prop, "__name__", "") == "data"

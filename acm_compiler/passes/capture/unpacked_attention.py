@@ -23,7 +23,7 @@ HOOK_TABLES = (
 
 
 class UnpackedAttention(nn.Module):
-    """What `nn.MultiheadAttention` computes, through `q_proj`, `k_proj`, `v_proj` and `out_proj`.
+    """The computation of `nn.MultiheadAttention` through `q_proj`, `k_proj`, `v_proj` and `out_proj`.
 
     Each projection is called as a module, on its input as it was given: [B, T, E] when `batch_first`, else
     [T, B, E]; an input without a batch axis gets one of size 1 in front. Checkpoints with packed weights load.

@@ -33,7 +33,7 @@ _BINARY = op_set("add sub mul div pow") | _REFLECTED.keys()
 
 
 class Inexpressible(Exception):
-    """Why the operations between two linears are not a pointwise function."""
+    """Operations between two linears that are no pointwise function; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def name_of(expression: str) -> str | None:
 
 @functools.cache
 def is_affine(expression: str) -> bool:
-    """Whether `expression` is a x + b, so that nothing non-linear happens between the linears."""
+    """True if `expression` is a x + b, so that nothing non-linear happens between the linears."""
     if expression == "identity":
         return True
     x, y = _values(expression)
@@ -114,7 +114,7 @@ class TermReader:
         self._seen: dict[str, Term] = {}
 
     def term(self, name: str) -> Term:
-        """What `name` computes from the linears above it. Raises Inexpressible with the reason."""
+        """The computation of `name` from the linears above it. Raises Inexpressible with the reason."""
         if name not in self._seen:
             self._seen[name] = self._read(name)
         return self._seen[name]

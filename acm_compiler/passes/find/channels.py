@@ -1,4 +1,4 @@
-"""Which output channels of a linear a value shows, followed through chunks, slices and reshapes.
+"""Output channels of a linear that a value shows, followed through chunks, slices and reshapes.
 
 Packed gated MLPs compute both branches by one linear: `a, b = w(x).chunk(2, -1)`.
 """
@@ -35,7 +35,7 @@ class Channels:
 
     @property
     def size(self) -> int:
-        """How many channels it shows."""
+        """Number of channels shown."""
         return math.prod(entries for entries, _ in self.tail)
 
     def narrowed(self, axis: int, start: int | None, stop: int | None, step: int = 1) -> Channels:
@@ -95,7 +95,7 @@ def _part(flow: Dataflow, value: Value) -> Channels | None:
 
 
 def _trailing(dim: Any, rank: int, channels: Channels) -> int | None:
-    """Which trailing axis the tensor's axis `dim` is; None for a token axis."""
+    """The trailing axis that the tensor's axis `dim` is; None for a token axis."""
     axis = dim % rank - (rank - len(channels.tail))
     return axis if axis >= 0 else None
 

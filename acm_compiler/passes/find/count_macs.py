@@ -1,4 +1,4 @@
-"""How many multiply-adds each operation does, by torch's own count (FlopCounterMode halved)."""
+"""Multiply-adds of each operation, by torch's own count (FlopCounterMode halved)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def work_of(call: Call) -> tuple[Work, ...]:
 
 
 def does_macs(name: str) -> bool:
-    """Whether operations of that name do multiply-adds that torch counts."""
+    """True if operations of that name do multiply-adds that torch counts."""
     return name in _COUNTS
 
 
@@ -77,7 +77,7 @@ def count_macs(capture: Capture) -> dict[str, int]:
 
 
 def not_counted(capture: Capture) -> dict[str, int]:
-    """How often each operation runs that computes new numbers and counts no multiply-adds, the commonest first.
+    """Number of runs of each operation that computes new numbers and counts no multiply-adds, the commonest first.
 
     The softmax inside scaled_dot_product_attention is one of them.
     """
@@ -94,7 +94,7 @@ def not_counted(capture: Capture) -> dict[str, int]:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether the node makes numbers out of tensors, its results perhaps several."""
+    """True if the node makes numbers out of tensors, its results perhaps several."""
     if node.meta.get("shape") is None:
         return any(op_name(user) == "result" for user in node.users)
     dtype = node.meta.get("dtype")

@@ -47,11 +47,11 @@ class Dataflow:
     _bit: dict[str, int] = field(default_factory=dict)
 
     def consumers(self, name: str) -> list[str]:
-        """Who reads the value, each once."""
+        """Values that read the value, each once."""
         return list(self.graph.successors(name))
 
     def live_args(self, name: str) -> list[str]:
-        """What flows into the value and depends on the model's inputs, repeats included."""
+        """Operands of the value that depend on the model's inputs, repeats included."""
         return [a for a in self.values[name].args if self.values[a].live]
 
     def readers(
@@ -78,7 +78,7 @@ class Dataflow:
         return name
 
     def feeds(self, source: str, target: str) -> bool:
-        """Whether `target` is `source` or computed from it: nx.ancestors, kept as bit sets for all values."""
+        """True if `target` is `source` or computed from it: nx.ancestors, kept as bit sets for all values."""
         if not self._ancestors:
             for i, name in enumerate(nx.topological_sort(self.graph)):
                 self._bit[name] = mask = 1 << i
@@ -88,7 +88,7 @@ class Dataflow:
         return bool(self._ancestors[target] & self._bit[source])
 
     def label(self, name: str, weight: str) -> str:
-        """What a user calls an operation: the module that computes nothing else, else its weight's name."""
+        """Name of an operation for users: the module that computes nothing else, else its weight's name."""
         stack = self.values[name].stack
         parts = self.linears[name].nodes if name in self.linears else (name,)
         rest = self.inside.get(stack[-1], frozenset()).difference(parts) if stack else ()

@@ -38,7 +38,7 @@ _BARRIERS = ATTENTION | PRODUCTS | {"softmax", "multi_head_attention_forward"}
 
 @dataclass(slots=True, kw_only=True)
 class _Hidden:
-    """What lies above the last linear, down to the linears that feed it."""
+    """Operations above the last linear, down to the linears that feed it."""
 
     values: list[str] = field(default_factory=list)
     frontier: list[str] = field(default_factory=list)
@@ -67,6 +67,7 @@ def find_mlps(flow: Dataflow, model: nn.Module) -> tuple[list[Region], list[Look
 
 def _hidden_above(flow: Dataflow, last: str) -> _Hidden | None:
     """Walks up from the input of `last` to the linears it comes from; None at attention and above a third linear."""
+    # `down(gelu(up(x)))`, `down(silu(gate(x)) * up(x))`, `a, b = w(x).chunk(2, -1); down(silu(a) * b)`
     hidden, todo, seen = _Hidden(), [flow.linears[last].x], set()
     while todo:
         name = todo.pop()
@@ -103,7 +104,7 @@ def _is_candidate(flow: Dataflow, hidden: _Hidden) -> bool:
 
 
 def _refusal(flow: Dataflow, hidden: _Hidden, last: str) -> str | None:
-    """Why the candidate is no MLP that an ACM can replace, seen from its operations alone."""
+    """Reason why an ACM cannot replace the candidate, seen from its operations alone; None where it can."""
     linears = [flow.linears[name] for name in (*hidden.frontier, last)]
     problem = next((linear.problem for linear in linears if linear.problem), None)
     if problem:
@@ -158,6 +159,7 @@ def _region(flow: Dataflow, hidden: _Hidden, last: str, reader: TermReader) -> R
 
 def _gated(term: Term, shown: list[Leaf]) -> tuple[str, list[Leaf]] | str:
     """(activation, [activated leaf, multiplied leaf]) of `act(a) * b`."""
+    # `0.5 * silu(a) * b`, in any order and nesting: numbers belong to the activation
     factors = _factors(term)
     by_leaf = {leaf: [f for f in factors if leaves(f) == [leaf]] for leaf in shown}
     if any(len(leaves(f)) > 1 for f in factors):

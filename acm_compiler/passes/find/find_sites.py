@@ -154,7 +154,7 @@ def _differing(runs: Sequence[Region]) -> str | None:
 
 
 def _joint_role(runs: Sequence[Region]) -> Role | None:
-    """What a projection is in all its runs together: `qk` where queries and keys share it; None where that is odd."""
+    """Role of a projection in all its runs together: `qk` where queries and keys share it; None for an odd mix."""
     roles = "".join(role for role in "qkvo" if any(run.role is not None and role in run.role for run in runs))
     return next((known for known in get_args(Role) if known == roles), None)
 
@@ -204,7 +204,7 @@ def find_projections(flow: Dataflow, *, without: set[str]) -> tuple[list[Region]
 
 
 def _refusal(flow: Dataflow, linear: Linear, role: str, *, stop: Iterable[str]) -> str | None:
-    """Why the projection cannot be a site."""
+    """Reason why the projection cannot be a site; None where it can."""
     if linear.ref is None:
         return f"attention {role}: {linear.problem}"
     if role not in get_args(Role):

@@ -32,7 +32,7 @@ def fold_norms(values: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _normalised(product: Value, values: Mapping[str, Value]) -> str | None:
-    """What `product` normalises: one operand, the other being one over the size of the same value."""
+    """The value that `product` normalises: one operand, the other being one over the size of the same value."""
     for numerator, scale in (product.args, product.args[::-1]):
         source = _centred(numerator, values)
         if source is not None and source in _measured(scale, values):
@@ -100,7 +100,7 @@ def fold_softmax(values: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _scores(value: Value, values: Mapping[str, Value]) -> str | None:
-    """What `value` is the softmax of, if it is one."""
+    """The value that `value` is the softmax of, if it is one."""
     if value.op == "exp":
         shifted = values[value.args[0]]
         if shifted.op == "sub" and _reduces("logsumexp", shifted, values):
@@ -111,7 +111,7 @@ def _scores(value: Value, values: Mapping[str, Value]) -> str | None:
 
 
 def _reduces(op: str, value: Value, values: Mapping[str, Value]) -> bool:
-    """Whether the second operand of `value` is `op` of the first one over the last axis."""
+    """True if the second operand of `value` is `op` of the first one over the last axis."""
     if len(value.args) != 2:
         return False
     total = values[value.args[1]]

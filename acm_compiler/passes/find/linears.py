@@ -1,4 +1,4 @@
-"""Which operations are linears, however they are written, and which rows of which parameter they use."""
+"""Linears, however they are written, and the rows of the parameters that they use."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _matrix_product(value: Value, values: Mapping[str, Value], views: Mapping[st
 
 
 def scales_only(einsum: fx.Node) -> bool:
-    """Whether the einsum multiplies entries and sums none up, as in `bsd,d->bsd`: one operand has the result's axes."""
+    """True if the einsum multiplies entries and sums none up, as in `bsd,d->bsd`: one operand has the result's axes."""
     equation = argument(einsum, 0, "equation")
     inputs, arrow, output = str(equation).replace(" ", "").partition("->")
     terms = inputs.split(",")

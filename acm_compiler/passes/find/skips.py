@@ -1,4 +1,4 @@
-"""What stays dense and why: reasons for look-alikes, and every multiply-add outside the chosen sites."""
+"""Operations that stay dense: reasons for look-alikes, and every multiply-add outside the chosen sites."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from acm_compiler.passes.find.linears import QUANTISED_LINEAR
 from acm_compiler.passes.find.values import Linear, LookAlike, Region
 from acm_compiler.site import LinearRef, Site, Skip
 
-CLASSIFIER = "classifier: its output has no bypass and is the model's answer"
+CLASSIFIER = "classifier: its output has no bypass and is the model's prediction"
 _NEITHER = "neither a layer of an MLP nor a projection of attention"
 _LORA = "LoRA adapters: merge them into the weights first (merge_and_unload)"
 _ROUTED = "mixture of experts: it sees only the tokens routed to it; experts are not converted"
@@ -38,7 +38,7 @@ _ENDS = PRODUCTS | CONVOLUTIONS | {"linear", "scaled_dot_product_attention", "em
 
 
 def answers_model(flow: Dataflow, region: Region) -> str | None:
-    """The reason, where the region's output becomes the model's answer without passing a bypass or a weight."""
+    """The reason, where the region's output becomes the model's output without passing a bypass or a weight."""
     if find_bypass(flow, region.x, region.output).found:
         return None
     return CLASSIFIER if _reaches_output(flow, region.output) else None
@@ -103,7 +103,7 @@ def _added_to(flow: Dataflow, name: str) -> list[str]:
 
 
 def _reaches_output(flow: Dataflow, name: str) -> bool:
-    """Whether the value flows to the model's output, and into no other weight or attention."""
+    """True if the value flows to the model's output, and into no other weight or attention."""
     readers = [value for _, value in flow.readers(name, lambda value: value.op not in _ENDS)]
     reached = not flow.outputs.isdisjoint([name, *(value.name for value in readers)])
     return reached and all(value.op not in _ENDS for value in readers)
@@ -154,7 +154,7 @@ def kept_dense(flow: Dataflow, sites: Sequence[Site], skips: Iterable[Skip] = ()
 
 
 def operation_name(flow: Dataflow, node: fx.Node) -> str:
-    """What a user calls a convolution or an opaque call."""
+    """Name of a convolution or an opaque call for users."""
     weight = argument(node, 1, "weight")
     param = weight.meta.get("param") if op_name(node) in CONVOLUTIONS and isinstance(weight, fx.Node) else None
     return flow.label(node.name, str(param or ""))
@@ -167,7 +167,7 @@ def _name(flow: Dataflow, node: fx.Node, linear: Linear | None) -> str:
 
 
 def _belongs(linear: Linear, refs: Mapping[str, Sequence[LinearRef]]) -> bool:
-    """Whether a site's ACM takes the linear's place: they share rows of one weight."""
+    """True if a site's ACM takes the linear's place: they share rows of one weight."""
     if linear.ref is None:
         return False
     low, high = linear.ref.rows or (0, linear.d_out)

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """What one captured node computes.
+    """Computation of one captured node.
 
     `args`: the values that flow in. `live`: it depends on the model's inputs. `learned`: on a parameter.
     """
@@ -61,7 +61,7 @@ class Read:
     view: WeightView
 
     def overlaps(self, ref: LinearRef) -> bool:
-        """Whether what is read shares rows with `ref`, of whose weight or bias `view` is one."""
+        """True if the part read shares rows with `ref`, of whose weight or bias `view` is one."""
         axis = 1 if ref.transposed and len(self.view.full) == 2 else 0
         if ref.rows is None or axis not in self.view.axes:
             return True
@@ -70,7 +70,7 @@ class Read:
 
 
 def tokens_of(shape: Shape) -> int:
-    """How many vectors a tensor [..., features] holds."""
+    """Number of vectors in a tensor [..., features]."""
     return math.prod(shape[:-1])
 
 

@@ -55,7 +55,8 @@ Views = WeightView | tuple[WeightView, ...]
 
 
 def view_of(node: fx.Node, op: str, source: Views) -> Views | None:
-    """What `node`, an `op` of the parameter view(s) `source`, shows; None when it is no longer a plain view."""
+    """View shown by `node`, an `op` of the parameter view(s) `source`; None when it is no longer a plain view."""
+    # `w_q, w_k, w_v = self.in_proj_weight.chunk(3)`, `x @ self.w[:d].t()`, `self.w.t().to(x.dtype)`
     if op == "result":
         return source[argument(node, 1, "index")] if isinstance(source, tuple) else None
     if isinstance(source, tuple):
@@ -105,7 +106,7 @@ SPLITS = op_set("chunk split split_with_sizes")
 
 
 def part_spans(node: fx.Node, op: str, size: int) -> list[Span] | None:
-    """Where the parts of a chunk or split of an axis with `size` entries begin and end; None if not by number."""
+    """Spans of the parts of a chunk or split of an axis with `size` entries; None if not by number."""
     how: Any = argument(node, 1, "split_size_or_sections")
     for keyword in ("chunks", "split_size", "split_sizes"):
         how = node.kwargs.get(keyword, how)
@@ -129,7 +130,7 @@ TAKES = op_set("slice narrow select getitem")
 
 
 def taken(node: fx.Node, op: str, rank: int) -> list[int | slice] | None:
-    """What `node`, one of TAKES, takes along each axis of its operand; None for all but numbers and slices."""
+    """Index that `node`, one of TAKES, applies to each axis of its operand; None for all but numbers and slices."""
     items: list[Any]
     if op == "getitem":
         index = argument(node, 1, "index")
@@ -152,6 +153,7 @@ def taken(node: fx.Node, op: str, rank: int) -> list[int | slice] | None:
 
 def _narrowed(node: fx.Node, op: str, source: WeightView) -> WeightView | None:
     """The view without some entries of its axes; single ones of them, or every other one, are no matrix."""
+    # `w[:d]` and `w[d:, :]` are; `w[0]`, `w[::2]` and `w[index]` are not
     items, view = taken(node, op, len(source.axes)), source
     if items is None:
         return None

@@ -67,7 +67,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def keeps_apart(first: fx.Node, last: fx.Node) -> bool:
-    """Whether a call between these two writes to a tensor or switches gradients: then neither moves to the other."""
+    """True if a call between these two writes to a tensor or switches gradients: then neither moves to the other."""
     node = first.next
     while node is not last:
         if writes(node) or node.target in _GRADIENT_SWITCHES:
@@ -77,7 +77,7 @@ def keeps_apart(first: fx.Node, last: fx.Node) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether this call writes to a tensor."""
+    """True if this call writes to a tensor."""
     if node.op not in ("call_function", "call_method"):
         return False
     called: Any = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target

@@ -1,4 +1,4 @@
-"""What a graft left of the calls around a dense region goes: it computes nothing that anyone reads.
+"""Drop the remains of calls around a dense region that a graft left: they compute nothing that anyone reads.
 
 before:  zeros = z.new_zeros(...); hidden = relu(zeros); y = learners(z, ...)
 after:   y = learners(z, ...)

@@ -71,7 +71,7 @@ def _chain(acm: fx.Node) -> list[fx.Node]:
 
 
 def _is_over_features(chain: list[fx.Node], x: Any, weights: tuple[Any, ...], shape: Any) -> bool:
-    """Whether it is the features of each token that are normalised, and nothing is converted on the way."""
+    """True if the features of each token are normalised, and nothing is converted on the way."""
     value = value_of(x)
     if value is None or len(shape) != 1:
         return False
@@ -85,7 +85,7 @@ def _fits(other: Tensor | None, value: Tensor) -> bool:
 
 
 def _has_room(acm: fx.Node) -> bool:
-    """Whether normalised rows are no longer than those of the dense hidden layer (the output, where there is none)."""
+    """True if normalised rows are no longer than those of the dense hidden layer (the output, where there is none)."""
     call = call_of(acm)
     x, w_in, b_out = (value_of(node) for node in (call.x, call.w_in, call.b_out))
     if x is None or w_in is None or b_out is None:

@@ -71,7 +71,7 @@ def _is_plain_add(node: fx.Node) -> bool:
 
 
 def _same_kind(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether adding them neither broadcasts nor converts."""
+    """True if adding them neither broadcasts nor converts."""
     if a is None or b is None or a.dtype != b.dtype or a.dim() != b.dim() or a.device != b.device:
         return False
     return bool(statically_known_true(sym_eq(a.shape, b.shape)))

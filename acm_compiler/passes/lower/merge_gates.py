@@ -39,7 +39,7 @@ def merge_gates(graph: fx.Graph) -> int:
 
 
 def _share(linear: fx.Node, later: fx.Node) -> bool:
-    """Whether both read the same tokens, with the same values in them."""
+    """True if both read the same tokens, with the same values in them."""
     same = _tokens(linear.args[0]) is _tokens(later.args[0]) and _kind(linear) == _kind(later)
     return same and not keeps_apart(linear, later)
 
@@ -64,7 +64,7 @@ def _tokens(node: Any) -> fx.Node:
 
 
 def _kind(linear: fx.Node) -> object:
-    """What must agree beside the tokens: the weights' type and the input's."""
+    """Properties that must agree beside the tokens: the weights' type and the input's."""
     weight, x = value_of(linear.args[1]), value_of(linear.args[0])
     return (weight is not None and weight.dtype, x is not None and (x.dtype, x.dim()))
 

@@ -1,4 +1,4 @@
-"""What became of every ACM of a graph: checked once all passes are done."""
+"""Check, once all passes are done, that every ACM of a graph is still there, and describe its call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from acm_compiler.passes.lower.acm_nodes import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateCall:
-    """What a gate's kernel has to run: the type of its weights and how many columns its hidden layer has."""
+    """Call of a gate's kernel: the type of its weights and the width of its hidden layer."""
 
     dtype: torch.dtype
     width: int
@@ -30,7 +30,7 @@ class GateCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What kernels have to run: form, activation, type of the tokens and of their device, shape of w_in.
+    """Call of the kernels: form, activation, type of the tokens and of their device, shape of w_in.
 
     gate: None where it is no operator, as with budgets of examples: plain operations, which Inductor compiles.
     """

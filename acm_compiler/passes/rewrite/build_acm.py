@@ -54,7 +54,7 @@ def build_acm(site: PlannedSite, *, like: Tensor, unit: float, cls: type[ACM] = 
 def start(acm: ACM, site: PlannedSite, tensors: Mapping[str, Tensor]) -> None:
     """Fill a new ACM's learners from the dense weights and set its state.
 
-    MLPs run their split; linear sites answer by their dense region until a phase has fitted the learners, which
+    MLPs run their split; linear sites run their dense region until a phase has fitted the learners, which
     start at random around the dense bias. `init` "random" is the paper's start, whatever the kind.
     """
     learners = acm.learners

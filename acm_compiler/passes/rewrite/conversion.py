@@ -1,4 +1,4 @@
-"""What belongs to a rewritten model as a whole: its plan and its budget table, shared by all its ACMs."""
+"""State of a rewritten model as a whole: its plan and its budget table, shared by all its ACMs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BudgetPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedBudget:
-    """What the model did at one budget on held-out data: the share it reached, and the task's metric."""
+    """Result at one budget on held-out data: the share reached, and the task's metric."""
 
     asked: float
     knob: float
@@ -168,7 +168,7 @@ def _exported(name: str) -> FixedBudget:
 
 
 def _holds_operators(model: object) -> bool:
-    """Whether a module is made of graphs in which operators of ACMs stand."""
+    """True if a module is made of graphs that call operators of ACMs."""
     if not isinstance(model, nn.Module):
         return False
     graphs = [getattr(part, "graph", None) for part in model.modules()]
@@ -232,7 +232,7 @@ def conversion_of(acm: ACM) -> Conversion:
 
 
 def wholly_rewritten(model: nn.Module, request: str) -> Rewritten:
-    """As `rewritten`, for what holds for all sites of the plan together; UsageError for a part of the model."""
+    """The `rewritten` model, for what holds for all sites of the plan together; UsageError for a part of the model."""
     found = rewritten(model)
     elsewhere = [site.name for site in found.plan.sites if site.name not in found.acms]
     if elsewhere:

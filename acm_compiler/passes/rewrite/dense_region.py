@@ -149,7 +149,7 @@ class DenseWeights:
 
     @property
     def device(self):
-        """Where the weights are."""
+        """The device of the weights."""
         return self.first[0][0].device
 
     def hidden(self, x_TD: Tensor) -> Tensor:
@@ -159,9 +159,11 @@ class DenseWeights:
             h_TF = h_TF * F.linear(x_TD, *up)
         return h_TF
 
-    def output(self, x_TD: Tensor) -> Tensor:
-        """What the dense region answers, [T, O]."""
-        return F.linear(x_TD, *self.first[0]) if self.last is None else F.linear(self.hidden(x_TD), *self.last)
+    def reordered(self, order_F: Tensor) -> DenseWeights:
+        """The same MLP with its hidden neurons in this order."""
+        assert self.last is not None
+        first = tuple((w_FD[order_F], None if b_F is None else b_F[order_F]) for w_FD, b_F in self.first)
+        return DenseWeights(first=first, last=(self.last[0][:, order_F], self.last[1]), act=self.act)
 
 
 def read_dense(found: Rewritten) -> dict[str, DenseWeights]:

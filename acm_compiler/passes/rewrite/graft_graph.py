@@ -113,6 +113,7 @@ def find_in_graph(model: fx.GraphModule, site: Site, tensors: Mapping[str, Tenso
     graph = _Graph(model, tensors, _constants(model.graph))
     last = site.last or site.first[0]
     firsts = {node for ref in site.first for node in _products(graph, ref)}
+    # `h = linear(x, w1, b1); a = gelu(h); y = linear(a, w2, b2)`: from the product with w2 up to those with w1
     regions = []
     for product in _products(graph, last):
         starts = [product] if site.last is None else _above(graph, product, firsts)
@@ -125,7 +126,7 @@ def find_in_graph(model: fx.GraphModule, site: Site, tensors: Mapping[str, Tenso
 
 
 def reads(model: fx.GraphModule, node: fx.Node, tensor: Tensor) -> bool:
-    """Whether `node` reads the parameter `tensor`, by itself or through the module it calls; ACMs do not count."""
+    """True if `node` reads the parameter `tensor`, by itself or through the module it calls; ACMs do not count."""
     if node.op not in ("get_attr", "call_module"):
         return False
     value: Any = model
@@ -137,7 +138,7 @@ def reads(model: fx.GraphModule, node: fx.Node, tensor: Tensor) -> bool:
 
 
 def _inside_called_module(model: fx.GraphModule, tensor: Tensor) -> bool:
-    """Whether a module that is called, and is no plain linear, holds `tensor`."""
+    """True if a module that is called, and is no plain linear, holds `tensor`."""
     for node in model.graph.nodes:
         if node.op == "call_module" and reads(model, node, tensor):
             parameters = dict(model.get_submodule(str(node.target)).named_parameters())
@@ -189,7 +190,7 @@ def _views(node: fx.Node, weight: Tensor) -> dict[fx.Node, Any]:
 
 
 def _overlaps(view: Tensor, ref: LinearRef, weight: Tensor) -> bool:
-    """Whether `view` shows some of the rows of `ref`."""
+    """True if `view` shows some of the rows of `ref`."""
     out_axis = 1 if ref.transposed else 0
     start = view.storage_offset() // weight.stride(out_axis)
     stop = start + view.numel() // weight.shape[1 - out_axis]
@@ -213,7 +214,7 @@ def _with_bias(graph: _Graph, product: fx.Node, ref: LinearRef) -> fx.Node | Non
 
 
 def _keeps_tokens(graph: _Graph, region: GraphRegion) -> bool:
-    """Whether output and input have the same leading axes, which an ACM keeps."""
+    """True if output and input have the same leading axes, which an ACM keeps."""
     before, after = (node.meta.get("val") for node in (region.x, region.output))
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return list(before.shape[:-1]) == list(after.shape[:-1])

@@ -28,7 +28,7 @@ Paths = dict[nn.Module, list[str]]
 
 @dataclass(slots=True, kw_only=True)
 class TakenOut:
-    """What a graft took out of a model, for `revert`.
+    """Parts that a graft took out of a model, for `revert`.
 
     `modules`: what was at each path; None where only the ACM was added. `tensors`: owner and attribute of each
     parameter taken out by itself, with its name before the rewrite. `frozen`: names of the dense region's parameters
@@ -64,7 +64,7 @@ def graft_modules(model: nn.Module, site: Site, acm: ACM, tensors: Mapping[str, 
 
 
 def _before_last(site: Site, acm: ACM) -> Sequence[nn.Module]:
-    """What takes the places of the modules before the last one."""
+    """Stand-ins for the modules before the last one."""
     earlier = range(len(site.graft.modules) - 1)
     if site.graft.kind == "T":
         return [PassThrough(site.name) for _ in earlier]
@@ -77,7 +77,7 @@ def _before_last(site: Site, acm: ACM) -> Sequence[nn.Module]:
 def _show_weights(
     module: nn.Module, stand_in: nn.Module, site: Site, acm: ACM, *, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Let code that asks `module` for its weight's dtype or size, as in `x.to(self.up.weight.dtype)`, get an answer."""
+    """Let code that asks `module` for its weight's dtype or size, as in `x.to(self.up.weight.dtype)`, find them."""
     show_sizes(module, stand_in)
     for leaf, parameter in module._parameters.items():
         for name, axis, use in uses_of(site, acm, tensors):
@@ -108,7 +108,7 @@ def put_module(model: nn.Module, path: str, module: nn.Module | None) -> None:
 
 
 def owners_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each parameter and buffer of the model is registered, by its id; dense regions do not count."""
+    """Owners of each parameter and buffer of the model, by its id; dense regions do not count."""
     owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, DenseRegion):

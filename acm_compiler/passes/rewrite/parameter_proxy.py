@@ -1,7 +1,7 @@
 """Graft R: objects in the place of bare parameters, which turn the functions that use them into the ACM.
 
 before: h = F.gelu(F.linear(x, self.w1, self.b1)); y = h @ self.w2.t()
-after:  the same lines; `self.w1` keeps x and gives a dummy, `self.w2` gives the ACM's answer for the kept x
+after:  the same lines; `self.w1` keeps x and gives a dummy, `self.w2` gives the ACM's output for the kept x
 
 The user's forward runs as it was written, control flow included: nothing is traced.
 """
@@ -27,9 +27,9 @@ Rows = tuple[int, int]
 
 @dataclass(slots=True, kw_only=True)
 class Use:
-    """What `rows` of a parameter are to a site: `part` of its first linears or of its last one.
+    """Use of `rows` of a parameter by a site: `part` of its first linears or of its last one.
 
-    A linear site's only matrix is its last: it answers at once.
+    A linear site's only matrix is its last: the ACM runs at once.
     """
 
     acm: ACM
@@ -56,7 +56,7 @@ class Replaced:
         return next((use for use in self.uses if rows[0] < use.rows[1] and use.rows[0] < rows[1]), None)
 
     def misused(self, how: str) -> AcmError:
-        """The error for what no ACM can answer."""
+        """The error for a call that no ACM can run."""
         return AcmError(
             f"{self.name} was replaced by an ACM, but the model uses it in a way that its plan does not show",
             where=self.uses[0].acm.name,
@@ -73,7 +73,7 @@ class Replaced:
 
 
 class WeightStandIn:
-    """In the place of a matrix or bias whose rows belong to sites; torch functions given it come here.
+    """Stand-in for a matrix or bias whose rows belong to sites; torch functions given it come here.
 
     It shows `rows` of the parameter, whose outputs lie on axis `out_axis` of `shape`.
     """
@@ -89,19 +89,23 @@ class WeightStandIn:
         operands = list(_flat((*args, *kwargs.values())))
         shown = [operand for operand in operands if isinstance(operand, WeightStandIn)]
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+        # a view: `self.w1[:d].t()`
         if not tensors:
             return shown[0]._viewed(func.__name__, args[1:], kwargs)
         leader = _leader(shown)
         use = leader.source.use_of(leader.rows)
+        # rows that stay dense: `x @ self.qkv[:d].t()` beside a site of the rows from d on
         if use is None:
             return func(*_real(args), **_real(kwargs))
-        if func is F.linear and use.part == "last" and len(tensors) == 2:  # with a bias that the model computed
+        # a bias that the model computed: `F.linear(h, self.w2, self.scale * self.offset)`
+        if func is F.linear and use.part == "last" and len(tensors) == 2:
             return use.acm(tensors[0]) + tensors[1]
         if len(tensors) != 1:
             raise leader.source.misused(f"{func.__name__} of {len(tensors)} other tensors")
         if len(leader.shape) == 1:
-            # a bias added by itself: the ACM has added it, and to a dummy it means nothing
+            # a bias added by itself, `h @ self.w2.t() + self.b2`: the ACM has added it, and to a dummy it means nothing
             return tensors[0]
+        # `h @ self.w2.t()` gives the ACM's output, `F.linear(x, self.w1, self.b1)` keeps x
         if use.part == "last":
             return use.acm(tensors[0])
         if use.stash is None:
@@ -196,7 +200,7 @@ def _leader(shown: Sequence[WeightStandIn]) -> WeightStandIn:
 
 
 def dense_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments with the parameters themselves in place of stand-ins; None where an ACM answers the call."""
+    """The arguments with the parameters themselves in place of stand-ins; None where an ACM takes the call."""
     shown = [operand for operand in _flat((*args, *kwargs.values())) if isinstance(operand, WeightStandIn)]
     if shown:
         leader = _leader(shown)

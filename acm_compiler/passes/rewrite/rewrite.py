@@ -35,7 +35,7 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class Undo:
-    """What `rewrite` changed around the ACMs, for `revert`.
+    """Changes that `rewrite` made around the ACMs, for `revert`.
 
     `packed`: by path, the attentions that were unpacked, without their packed weights. `fast_paths`: switches that
     were on. `graph`: the graph of an fx.GraphModule before ACMs were put into it.
@@ -46,7 +46,7 @@ class Undo:
     graph: fx.Graph | None = None
 
     def __reduce__(self) -> tuple[type[Undo], tuple[Any, ...]]:
-        # graphs cannot be pickled; an unpickled model answers all the same, and refuses `revert`
+        # graphs cannot be pickled; an unpickled model runs all the same, and refuses `revert`
         return Undo, (self.packed, self.fast_paths)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Undo:
@@ -57,7 +57,7 @@ class Undo:
 def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     """`model` with an ACM at every site of `plan`: a copy, or the model itself with `inplace`.
 
-    Class, call, and the names in the state dict of what was not replaced stay. It answers as before up to rounding
+    Class, call, and the names in the state dict of what was not replaced stay. Its outputs stay the same up to rounding
     (MLPs run all their learners, linear sites their dense region), but for sites planned with init="random".
     Learners and gates are new parameters, and what they replaced is frozen: make optimizers afterwards.
     Its tensors are ordinary ones also when this is called inside `torch.inference_mode`.
@@ -128,7 +128,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _encloses_module(forward: Any) -> bool:
-    """Whether `forward` is a function, which is not copied, that knows a module or a method of one."""
+    """True if `forward` is a function, which is not copied, that knows a module or a method of one."""
     if not isinstance(forward, types.FunctionType):
         return False
     known = [cell.cell_contents for cell in forward.__closure__ or () if cell != types.CellType()]

@@ -68,7 +68,7 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
 
 
 def _is_of_another_form(acm: ACM, state_dict: dict[str, Any], prefix: str) -> bool:
-    """Whether torch will refuse the learners under `prefix`, strict or not, because their shapes are others."""
+    """True if torch will refuse the learners under `prefix`, strict or not, because their shapes are others."""
     learners = acm.learners.named_parameters(prefix=f"{prefix}learners")
     return any(name in state_dict and state_dict[name].shape != own.shape for name, own in learners)
 

@@ -43,7 +43,7 @@ def dummy(x: Tensor, width: int) -> Tensor:
 
 
 class PassThrough(nn.Module):
-    """In the place of a module that tiles a site's region: hands its input on to the ACM."""
+    """Stand-in for a module that tiles a site's region: hands its input on to the ACM."""
 
     def __init__(self, site: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class PassThrough(nn.Module):
 
 
 class StashInput(nn.Module):
-    """In the place of a site's first linear: keeps x for the ACM and hands on a dummy of the hidden width."""
+    """Stand-in for a site's first linear: keeps x for the ACM and hands on a dummy of the hidden width."""
 
     def __init__(self, site: str, *, stash: Stash | None, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which axis of a captured tensor belongs to the batch."""
+"""Batch axes of captured tensors."""
 
 import pytest
 import torch

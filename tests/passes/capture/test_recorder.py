@@ -1,4 +1,4 @@
-"""What a recording of a live model holds: calls, module calls, parameters, writes, values read."""
+"""Recordings of a live model: calls, module calls, parameters, writes, values read."""
 
 import operator
 from collections import UserDict

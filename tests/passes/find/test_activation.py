@@ -15,7 +15,7 @@ from tests.helpers.models import Mlp, Residual, Stack, example
 
 
 def act_of(function, *, see=capture):
-    """What the site between two linears says its activation is; the reason where there is no site."""
+    """Activation of the site between two linears; the reason where there is no site."""
     model = Stack(Residual(Mlp(function))).eval()
     sites, skips = find_sites(model, see(model, example()))
     return sites[0].act if sites else next(skip.reason for skip in skips if "inner" in skip.name)

@@ -1,4 +1,4 @@
-"""Which linear is query, key, value or output projection, however attention is written."""
+"""Query, key, value and output projections are known, however attention is written."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Whether a site's output is only added to a value that goes around the site: patterns that look alike and differ.
+"""Outputs of sites only added to a value that goes around the site: patterns that look alike and differ.
 
 In every pattern `self.f` is the site (an MLP on [batch, tokens, WIDTH]), and a head follows.
 """

@@ -1,4 +1,4 @@
-"""How an ACM gets into the live model: which modules it replaces, what it has to put back, where it lives."""
+"""Grafts of ACMs into the live model: the modules replaced, what has to be put back, the place of the ACM."""
 
 import pytest
 import torch

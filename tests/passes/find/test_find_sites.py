@@ -1,4 +1,4 @@
-"""Which sites are found in models as users write and publish them: every one once, and nothing else."""
+"""Sites are found in models as users write and publish them: every one once, and nothing else."""
 
 import time
 
@@ -19,7 +19,7 @@ from tests.helpers import models
 from tests.helpers.captures import find_sites
 from tests.helpers.models import HIDDEN, WIDTH, Mlp, PostNorm, Residual, Stack, example
 
-CLASSIFIER = "classifier: its output has no bypass and is the model's answer"
+CLASSIFIER = "classifier: its output has no bypass and is the model's prediction"
 
 
 def look(model, inputs):

@@ -1,4 +1,4 @@
-"""How ACMs get into live models: stand-ins, stashes, hooks, ties."""
+"""ACMs in live models: stand-ins, stashes, hooks, ties."""
 
 import copy
 import threading

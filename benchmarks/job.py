@@ -66,7 +66,7 @@ def questions(run: SavedRun, count: int) -> tuple[list[Tensor], Tensor]:
 
 @torch.no_grad()
 def answers(model: nn.Module, texts: list[Tensor], source_E: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """What the model writes after each first half [E, tokens], and 1 where it chooses the true second half, [E]."""
+    """Continuations of each first half [E, tokens], and 1 where the true second half is chosen, [E]."""
     written, right = [], []
     options = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
     for number, ids in enumerate(texts):

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from acm_compiler.runtime.control import relax as relax
     from acm_compiler.runtime.control import set_budget as set_budget
     from acm_compiler.runtime.control import set_k as set_k
+    from acm_compiler.runtime.generate import Draft as Draft
+    from acm_compiler.runtime.generate import generate as generate
     from acm_compiler.runtime.site_status import status as status
     from acm_compiler.runtime.usage import record as record
     from acm_compiler.training.loss_terms import losses as losses
@@ -52,9 +54,11 @@ _HOMES = {
     "SiteRule": "recipe.schema",
     "batch": "runtime.batch_context",
     "calibrate": "calibration.calibrate",
+    "Draft": "runtime.generate",
     "evaluate": "evaluation.evaluate",
     "explain": "backend.explanation",
     "finalize": "passes.rewrite.revert",
+    "generate": "runtime.generate",
     "load": "checkpoint.load",
     "losses": "training.loss_terms",
     "plan": "pipeline",

@@ -5,7 +5,7 @@ Apple's mps and some XPUs have no float64; there the CPU holds what needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -24,9 +24,10 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def own_types(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Autocast is off inside, on `devices` and on the CPU, where float64 may live."""
+def own_types() -> Iterator[None]:
+    """Autocast is off inside, on the CPU, where float64 may live, and on the accelerator, if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     with ExitStack() as off:
-        for kind in sorted({"cpu", *(device.type for device in devices)}):
+        for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
             off.enter_context(torch.autocast(kind, enabled=False))
         yield

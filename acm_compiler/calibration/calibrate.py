@@ -16,12 +16,13 @@ from acm_compiler.calibration.gates import choose_lowest_k
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors
-from acm_compiler.passes.rewrite.conversion import refuse_inference_tensors, sites, whole_conversion
+from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_inference_tensors, wholly_rewritten
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
 from acm_compiler.runtime.control import set_budget
-from acm_compiler.runtime.measure_budgets import Example, measure_budgets
+from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
+from acm_compiler.runtime.usage import refuse_compiled
 
 
 def calibrate(
@@ -55,10 +56,12 @@ def calibrate(
     (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values that are not finite), LayoutUnknown,
     CompiledModelError, UsageError (a batch that the model does not take); warns where tokens are too few to refit.
     """
+    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
+    found = wholly_rewritten(model, "calibration")
     options = Options(
-        tokens=tokens, budgets=shares_of(model, budgets), answer=default_answer if answer is None else answer
+        tokens=tokens, budgets=shares_of(found.plan, budgets), answer=default_answer if answer is None else answer
     )
-    return calibrate_on(model, masked(batches, mask), options=options, progress=progress)
+    return _calibrate(found, masked(batches, mask), options, progress)
 
 
 def calibrate_on(
@@ -69,25 +72,29 @@ def calibrate_on(
     progress: Say | Progress | None = None,
 ) -> Plan:
     """`calibrate` with (inputs, padding mask or None) pairs and all its options."""
-    options = options or Options()
-    owner = whole_conversion(model, "calibration")
+    return _calibrate(wholly_rewritten(model, "calibration"), batches, options or Options(), progress)
+
+
+def _calibrate(found: Rewritten, batches: Iterable[Example], options: Options, progress: Say | Progress | None) -> Plan:
+    model, owner = found.model, found.owner
     refuse_inference_tensors(model)
     for site in owner.plan.sites:
         check_closed_form(site)
     wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))
     by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
     examples = Examples(_single(batches) if by_one else batches)
-    devices = {acm.k_lo.device for acm in sites(model).values()}
     with (
         torch.inference_mode(False),
-        own_types(devices),
+        own_types(),
         progress_of("calibrate", progress) as work,
         ExitStack() as undo,
     ):
-        fitted = fit_all(model, examples, options, work)
-        install(model, fitted, undo)
+        with undisturbed(model):
+            fitted = fit_all(found, examples, options, work)
+        install(found, fitted, undo)
         scores = {fit.site.name: fit.scores for fit in fitted}
-        k_lo = choose_lowest_k(model, examples.held_out, scores, answer=options.answer, budgets=wanted)
+        with undisturbed(model):
+            k_lo = choose_lowest_k(found, examples.held_out, scores, answer=options.answer, budgets=wanted)
         work.finish(f"lowest k of the budget table: {k_lo}")
         table = measure_budgets(model, examples.held_out, budgets=wanted, k_lo=k_lo, progress=work)
         work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
@@ -24,7 +24,7 @@ from acm_compiler.calibration.fit_learners import fit_learners, resolve_site
 from acm_compiler.calibration.gates import fit_gates
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.calibration.slices import Fit, fit_slices, proven
-from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime.measure_budgets import Example
@@ -64,7 +64,7 @@ def units(planned: Sequence[PlannedSite]) -> Iterator[list[PlannedSite]]:
 
 
 def fit_pairs(
-    model: nn.Module,
+    found: Rewritten,
     pairs: Sequence[Sequence[SiteRecord]],
     judged: Mapping[str, Judged],
     examples: Sequence[Example],
@@ -72,19 +72,23 @@ def fit_pairs(
 ) -> dict[str, Fit]:
     """Slices for the sites of these pairs, by name, without the pairs whose change of basis the model refutes."""
     fits = [fit_slices(first, second, judged) for first, second in pairs]
-    hold = proven(model, fits, examples[0], answer=options.answer) if fits else []
+    hold = proven(found, fits, examples[0], answer=options.answer) if fits else []
     return {part.site.name: part for fit, holds in zip(fits, hold, strict=True) if holds for part in fit}
 
 
 def learn(
-    model: nn.Module,
     records: Sequence[SiteRecord],
     judged: Mapping[str, Judged],
     slices: Mapping[str, Fit],
     options: Options,
+    *,
+    like: Mapping[str, Tensor],
 ) -> list[list[Learned]]:
-    """The learners of a unit in every form it may take; `slices` holds those of the pairs that can be sliced."""
-    learned = [_learned(model, record, _forms(record, judged, slices), options) for record in records]
+    """The learners of a unit in every form it may take; `slices` holds those of the pairs that can be sliced.
+
+    like: by site, a tensor of the type and device that its gate will have.
+    """
+    learned = [_learned(r, _forms(r, judged, slices), options, like=like[r.site.name]) for r in records]
     return [list(unit) for unit in zip(*learned, strict=True)]
 
 
@@ -94,13 +98,13 @@ def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str
     if name in slices and record.site.form == "slices":
         return [slices[name]]
     site = resolve_site(record.site, record.tokens)
-    own = Fit(site=site, weights=fit_learners(site, record.dense, record), judged=judged[name])
+    weights, dense = fit_learners(site, record.dense, record)
+    own = Fit(site=site, weights=weights, judged=replace(judged[name], dense=dense))
     return [own, slices[name]] if name in slices else [own]
 
 
-def _learned(model: nn.Module, record: SiteRecord, fits: Sequence[Fit], options: Options) -> list[Learned]:
+def _learned(record: SiteRecord, fits: Sequence[Fit], options: Options, *, like: Tensor) -> list[Learned]:
     damages = [token_damage(fit.weights, fit.judged, fit.site.k_min) for fit in fits]
-    like = sites(model)[record.site.name].learners.w_in
     # drawn weights would be of no use here, and cost the user's generator
     gates = [
         skip_init(Gate, fit.site.d_in, fit.site.gate_width, fit.site.columns, device=like.device, dtype=like.dtype)

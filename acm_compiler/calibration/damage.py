@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.acm.reference import Weights, all_outputs
+from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration import ranks
-from acm_compiler.calibration.dense_weights import DenseWeights
-from acm_compiler.calibration.records import SiteRecord, Whole
+from acm_compiler.calibration.errors_of_k import ErrorsOfK, errors_of_k
+from acm_compiler.calibration.moments import thin_factors
+from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 _BLOCK = 2048
 # as many examples in which tokens do damage by themselves are imagined beside those seen
@@ -38,18 +40,34 @@ def mean_trace(records: Iterable[SiteRecord]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """Examples kept whole, for what their tokens do together.
+
+    x_TD: the tokens; the sample itself where that holds them, at `at_T`. g_TPR: gradients in coordinates in which
+    their product with an error through the metric is that with the error. listens_T: |g|^2 of each.
+    """
+
+    x_TD: Tensor
+    g_TPR: Tensor
+    listens_T: Tensor
+    example_T: Tensor
+    at_T: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
     """Facts against which a site's learners are judged, in the basis in which they live.
 
-    dense: the weights they replace. metric: G over its trace in the original basis, [O, O]. x_TD: inputs of sampled
-    tokens, listens_T: |g|^2 of each. whole: examples kept whole, None where no gradient reached any.
+    dense: the weights they replace, neurons in the order of the learners. root: R with R R^T = G over its trace in
+    the original basis, [O, R]. x_TD: inputs of sampled tokens, listens_T: |g|^2 of each. whole: examples kept whole,
+    None where no gradient reached any.
     """
 
     dense: DenseWeights
-    metric: Tensor
+    root: Tensor
     x_TD: Tensor
     listens_T: Tensor
-    whole: Whole | None = None
+    whole: Together | None = None
 
     @staticmethod
     def of(record: SiteRecord, *, elsewhere: float) -> Judged:
@@ -58,62 +76,78 @@ class Judged:
         Where no gradient ever reached it, every token and direction of it is taken to matter alike, as much as other
         sites do: `elsewhere` is their mean trace.
         """
-        metric, listens_T = _metric(record), record.sample.weights
-        trace, whole = metric.trace(), record.whole.value()
-        if not trace > 0:
-            whole = None
-            metric, trace = torch.eye(len(metric)).to(metric), metric.new_tensor(len(metric))
+        metric, listens_T, x_TD = _metric(record), record.sample.weights, record.sample.vectors
+        trace, whole = metric.trace(), None
+        if trace > 0:
+            root, inverse = thin_factors(metric / trace)
+            whole = _together(record, x_TD, inverse)
+        else:
+            root = torch.eye(len(metric)).to(metric) / len(metric) ** 0.5
             listens_T = torch.full_like(listens_T, elsewhere)
-        return Judged(
-            dense=record.dense,
-            metric=metric / trace,
-            x_TD=record.sample.vectors,
-            listens_T=listens_T,
-            whole=whole,
-        )
+        return Judged(dense=record.dense, root=root, x_TD=x_TD, listens_T=listens_T, whole=whole)
+
+    @property
+    def metric(self) -> Tensor:
+        """G over its trace in the original basis, [O, O]."""
+        return self.root @ self.root.T
+
+
+def _together(record: SiteRecord, sample_TD: Tensor, inverse_RO: Tensor) -> Together | None:
+    whole = record.whole.value()
+    if whole is None:
+        return None
+    in_sample = record.sample.holds_all and ranks.world() == 1
+    return Together(
+        x_TD=sample_TD if in_sample else whole.x_TD,
+        g_TPR=whole.g_TPO @ inverse_RO.T.to(whole.g_TPO),
+        listens_T=whole.g_TPO.square().sum((1, 2)),
+        example_T=whole.example_T,
+        at_T=whole.at_T if in_sample else torch.arange(len(whole.at_T), device=whole.at_T.device),
+    )
 
 
 @torch.no_grad()
 def token_damage(weights: Weights, judged: Judged, k_min: int) -> Tensor:
     """e_t(k) for the sampled tokens and every k from k_min to N, fp32 [T, C]; never negative."""
-    blocks = []
-    for x in judged.x_TD.split(_BLOCK):
-        d_CTO = all_outputs(x, weights, k_min) - judged.dense.output(x)
-        blocks.append(_size(d_CTO, judged))
-    return torch.cat(blocks).float() * judged.listens_T[:, None] * together(weights, judged, k_min).float()
+    errors = errors_of_k(weights, judged.dense, judged.root)
+    whole = judged.whole
+    size_TC, sums = _measure(errors, judged.x_TD, k_min, whole if whole and whole.x_TD is judged.x_TD else None)
+    if whole is not None and whole.x_TD is not judged.x_TD:
+        sums = _measure(errors, whole.x_TD, k_min, whole)[1]
+    factor_C = _factor(sums, 0 if whole is None else int(whole.example_T.max()) + 1)
+    return (size_TC * judged.listens_T[:, None] * factor_C.to(size_TC)).float()
 
 
-@torch.no_grad()
-def together(weights: Weights, judged: Judged, k_min: int) -> Tensor:
-    """Joint effect of an example's tokens over the sum of each one's alone, for every k from k_min to N, [C]."""
-    choices = weights.learners + 1 - k_min
-    sums = torch.zeros(2, choices, dtype=torch.float64, device=judged.metric.device)
-    examples = 0
-    if judged.whole is not None:
-        sums, examples = _on_whole(weights, judged, judged.whole, k_min), int(judged.whole.example_T.max()) + 1
-    joined, alone = ranks.total(sums)
+def _measure(errors: ErrorsOfK, x_TD: Tensor, k_min: int, whole: Together | None) -> tuple[Tensor, Tensor]:
+    """d^T G d / tr G of every token and choice, [T, C], and of whole examples both their damages, float64 [2, C].
+
+    Both are sums over the examples: what their tokens do together, and what each would do alone.
+    """
+    sizes = []
+    examples, projections = (0, 0) if whole is None else (int(whole.example_T.max()) + 1, whole.g_TPR.shape[1])
+    moved_CEP = x_TD.new_zeros(len(errors.dropped[1]) + 1 - k_min, examples, projections)
+    for first in range(0, len(x_TD), _BLOCK):
+        d_CTR = errors(x_TD[first : first + _BLOCK], k_min)
+        sizes.append(torch.linalg.vector_norm(d_CTR, dim=-1).square().T)
+        if whole is not None:
+            here = (whole.at_T >= first) & (whole.at_T < first + _BLOCK)
+            moved_CTP = torch.einsum("ctr,tpr->ctp", d_CTR[:, whole.at_T[here] - first], whole.g_TPR[here])
+            moved_CEP.index_add_(1, whole.example_T[here], moved_CTP)
+    size_TC = torch.cat(sizes)
+    joined_C = to_float64(moved_CEP).square().sum((1, 2))
+    if whole is None:
+        return size_TC, torch.stack([joined_C, joined_C])
+    alone_C = (to_float64(size_TC[whole.at_T]) * to_float64(whole.listens_T)[:, None]).sum(0)
+    return size_TC, torch.stack([joined_C, alone_C])
+
+
+def _factor(sums: Tensor, examples: int) -> Tensor:
+    """Joint effect of an example's tokens over the sum of each one's alone, for every k, [C]."""
+    joined_C, alone_C = ranks.total(sums)
     examples = sum(ranks.gathered(examples))
     # where k learners are exact, both are rounding
-    seen = torch.where(alone > 0, joined / alone.clamp_min(torch.finfo(alone.dtype).tiny), 1.0)
-    return ((seen * examples + _IMAGINED) / (examples + _IMAGINED)).to(judged.x_TD)
-
-
-def _on_whole(weights: Weights, judged: Judged, whole: Whole, k_min: int) -> Tensor:
-    """Sums over the whole examples of both damages, float64 [2, C]."""
-    examples = int(whole.example_T.max()) + 1
-    moved_CEP = whole.x_TD.new_zeros(weights.learners + 1 - k_min, examples, whole.g_TPO.shape[1])
-    alone_C = moved_CEP.new_zeros(len(moved_CEP))
-    streams = (whole.x_TD, whole.g_TPO, whole.listens_T, whole.example_T)
-    for x_TD, g_TPO, listens_T, example_T in zip(*(t.split(_BLOCK) for t in streams), strict=True):
-        d_CTO = all_outputs(x_TD, weights, k_min) - judged.dense.output(x_TD)
-        moved_CEP.index_add_(1, example_T, torch.einsum("cto,tpo->ctp", d_CTO, g_TPO))
-        alone_C += (_size(d_CTO, judged) * listens_T[:, None]).sum(0)
-    return torch.stack([to_float64(moved_CEP).square().sum((1, 2)), to_float64(alone_C)])
-
-
-def _size(d_CTO: Tensor, judged: Judged) -> Tensor:
-    """d^T G d / tr G of every choice, [T, C]; never negative."""
-    return ((d_CTO @ judged.metric.to(d_CTO)) * d_CTO).sum(-1).T.clamp_min(0)
+    seen_C = torch.where(alone_C > 0, joined_C / alone_C.clamp_min(torch.finfo(alone_C.dtype).tiny), 1.0)
+    return (seen_C * examples + _IMAGINED) / (examples + _IMAGINED)
 
 
 def _metric(record: SiteRecord) -> Tensor:

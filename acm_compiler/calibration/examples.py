@@ -14,11 +14,11 @@ from acm_compiler.data import refuse_no_batches
 from acm_compiler.errors import AcmError, DataError, UsageError
 from acm_compiler.inputs import Inputs, call_model, refuse_labels, split_inputs
 from acm_compiler.passes.capture.graph import tensors
-from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.budgets import is_number, parse_budget, share_within, too_much, unreachable
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.runtime.usage import refuse_compiled
 from acm_compiler.user_code import Attempt, first_line, raising_line, with_frames
 
 # a user's own word on the padding of one batch
@@ -92,12 +92,12 @@ def _said(mask: MaskOf, inputs: Inputs) -> Tensor | None:
     )
 
 
-def run(model: nn.Module, inputs: Inputs) -> Any:
+def run(found: Rewritten, inputs: Inputs) -> Any:
     """The model's output for one batch; UsageError, with the model's own error, where it raises."""
-    refuse_labels(inputs, planned=conversion(model).plan.model.inputs)
+    refuse_labels(inputs, planned=found.plan.model.inputs)
     attempt = Attempt()
     with attempt:
-        return call_model(model, inputs)
+        return call_model(found.model, inputs)
     error = attempt.error
     assert error is not None
     if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
@@ -123,8 +123,8 @@ def mask_in(model: nn.Module, example: Example) -> Tensor | None:
     inputs, mask = example
     if mask is not None:
         return mask.bool()
-    found = call_mask(model, *split_inputs(inputs))
-    return None if found is None else found.tokens()
+    said = call_mask(model, *split_inputs(inputs))
+    return None if said is None else said.tokens()
 
 
 def _plain(value: Any) -> Any:
@@ -173,15 +173,13 @@ def check_tokens(tokens: int) -> None:
         raise UsageError("a calibration needs tokens", found=repr(tokens), expected="at least 1")
 
 
-def shares_of(model: nn.Module, budgets: Sequence[float | str]) -> tuple[float, ...]:
+def shares_of(plan: Plan, budgets: Sequence[float | str]) -> tuple[float, ...]:
     """The `budgets` that a user will ask for, as shares of learner MACs.
 
-    UsageError; BudgetUnreachable for one in "%" or MACs that no setting reaches; CompiledModelError.
+    UsageError; BudgetUnreachable for one in "%" or MACs that no setting reaches.
     """
-    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     if isinstance(budgets, str) or not isinstance(budgets, Sequence):
         raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
-    plan = conversion(model).plan
     least, shares = plan.cost.budget_min, []
     for budget in budgets:
         share = share_within(budget, plan, low=0.0) or parse_budget(budget, plan)

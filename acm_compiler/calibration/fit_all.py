@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.module import State
@@ -18,17 +18,17 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, units
 from acm_compiler.calibration.damage import Judged, mean_trace
-from acm_compiler.calibration.dense_weights import DenseWeights, read_dense
 from acm_compiler.calibration.examples import Examples, Options
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
 from acm_compiler.calibration.observe import Seen, observe, reading
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
-from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites
+from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten
+from acm_compiler.passes.rewrite.dense_region import DenseWeights, read_dense
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
-from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.measure_budgets import Example
 
 Records = dict[str, SiteRecord]
 # sites that see few tokens per example end the reading no later than at this many times the tokens asked for
@@ -48,15 +48,14 @@ _NO_GRADIENT = (
 _SCORED = 2048
 
 
-def fit_all(model: nn.Module, examples: Examples, options: Options, progress: Progress) -> list[FittedSite]:
-    """Fit learners and gate of every site, in the plan's order."""
-    planned = conversion(model).plan.sites
-    dense = read_dense(model, conversion(model).plan)
+def fit_all(found: Rewritten, examples: Examples, options: Options, progress: Progress) -> list[FittedSite]:
+    """Fit learners and gate of every site, in the plan's order; the model must be in eval mode."""
+    planned, dense = found.plan.sites, read_dense(found)
     groups = list(in_memory(planned, options))
     fitted: list[FittedSite] = []
     for number, group in enumerate(groups, start=1):
         records = {site.name: _record(site, dense, options, seed=len(fitted) + i) for i, site in enumerate(group)}
-        seen = _read(model, examples, records, options, progress)
+        seen = _read(found, examples, records, options, progress)
         for record in records.values():
             record.require_tokens()
         least, most = min(r.tokens for r in records.values()), max(r.tokens for r in records.values())
@@ -69,7 +68,7 @@ def fit_all(model: nn.Module, examples: Examples, options: Options, progress: Pr
             f"read {seen.examples:,} examples, {seen_tokens} tokens{fewer} at each of {len(group)} sites{passes}"
         )
         progress.part("site", len(planned), done=len(fitted))
-        fitted += _fit_group(model, records, examples, seen, options, progress)
+        fitted += _fit_group(found, records, examples, seen, options, progress)
         progress.finish(f"learners and gates of {len(fitted)} of {len(planned)} sites fitted")
     order = {site.name: place for place, site in enumerate(planned)}
     fitted.sort(key=lambda fit: order[fit.site.name])
@@ -102,7 +101,7 @@ def _sample(site: PlannedSite, options: Options) -> int:
     return max(options.sample, min(_LARGEST_SAMPLE * options.sample, fits))
 
 
-def _read(model: nn.Module, examples: Examples, records: Records, options: Options, progress: Progress) -> Seen:
+def _read(found: Rewritten, examples: Examples, records: Records, options: Options, progress: Progress) -> Seen:
     """One pass; the first one decides how many batches all of them use."""
 
     def enough() -> bool:
@@ -115,15 +114,14 @@ def _read(model: nn.Module, examples: Examples, records: Records, options: Optio
 
     progress.part("token", options.tokens)
     batches: Iterator[Example] = iter(examples.fitted) if examples.fitted else examples.read(enough)
-    with undisturbed(model):
-        seen = observe(
-            model,
-            reading(batches, report),
-            records,
-            answer=options.answer,
-            seed=options.seed + ranks.rank(),
-            projections=options.projections,
-        )
+    seen = observe(
+        found,
+        reading(batches, report),
+        records,
+        answer=options.answer,
+        seed=options.seed + ranks.rank(),
+        projections=options.projections,
+    )
     for record in records.values():
         record.join()
     parts = ranks.gathered(seen)
@@ -140,31 +138,31 @@ def _damage_unit(seen: Seen) -> float:
 
 
 def _fit_group(
-    model: nn.Module, records: Records, examples: Examples, seen: Seen, options: Options, progress: Progress
+    found: Rewritten, records: Records, examples: Examples, seen: Seen, options: Options, progress: Progress
 ) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
     elsewhere = mean_trace(records.values())
     judged = {name: Judged.of(record, elsewhere=elsewhere) for name, record in records.items()}
     groups = list(units([record.site for record in records.values()]))
     pairs = [[records[site.name] for site in unit] for unit in groups if len(unit) == 2]
-    slices = fit_pairs(model, pairs, judged, examples.fitted, options)
+    slices = fit_pairs(found, pairs, judged, examples.fitted, options)
     pairs.clear()
-    candidates = []
+    candidates, like = [], {name: acm.learners.w_in for name, acm in found.acms.items()}
     for unit in groups:
         parts = [records.pop(site.name) for site in unit]
-        candidates.append(learn(model, parts, judged, slices, options))
+        candidates.append(learn(parts, judged, slices, options, like=like))
         progress.advance(parts[-1].site.name, to=progress.done + len(parts))
     judged.clear()
     chosen = choose_forms(candidates)
     candidates.clear()
     for learned in [part for unit in chosen for part in unit]:
-        yield _fitted(model, learned, seen)
+        yield _fitted(learned, seen, like=like[learned.site.name])
 
 
-def _fitted(model: nn.Module, learned: Learned, seen: Seen) -> FittedSite:
+def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:
     site, gate = learned.site, learned.gate
     unit = _damage_unit(seen)
-    learners = as_module(learned.weights, site, sites(model)[site.name].learners.w_in)
+    learners = as_module(learned.weights, site, like)
     ranks.from_first([learners])
     with torch.no_grad():
         gate.outer.bias.add_(math.log(unit))
@@ -203,13 +201,13 @@ class FittedSite:
     scores: Tensor
 
 
-def install(model: nn.Module, fitted: Sequence[FittedSite], undo: ExitStack) -> None:
+def install(found: Rewritten, fitted: Sequence[FittedSite], undo: ExitStack) -> None:
     """Give every ACM its new learners and gate, and the model its resolved plan; `undo` takes all of it back."""
-    acms, owner = sites(model), conversion(model)
+    owner = found.owner
     unit = learner_unit(tuple(fit.site for fit in fitted))
     undo.callback(_restore_conversion, owner, dataclasses.replace(owner))
     for fit in fitted:
-        acm = acms[fit.site.name]
+        acm = found.acms[fit.site.name]
         undo.callback(acm.set_run_time, acm.run_time())
         undo.callback(_put, acm, acm.learners, acm.gate, acm.state, acm.cost)
         for part, before in ((fit.learners, acm.learners), (fit.gate, acm.gate)):

@@ -14,11 +14,11 @@ from torch import Tensor
 from acm_compiler.acm import Learners
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.mlp_learners import Hidden, fit_second_layer, neuron_order, variance_order
 from acm_compiler.calibration.moments import mean_diagonal, square_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import new_learners
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.planner import matched_width
 
@@ -37,12 +37,12 @@ def resolve_site(site: PlannedSite, tokens: int) -> PlannedSite:
 
 
 @torch.no_grad()
-def fit_learners(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weights:
-    """The learners of a resolved `site`, in the type of `dense`."""
-    return _fit_linear(site, dense, record) if site.kind == "linear" else _fit_mlp(site, dense, record)
+def fit_learners(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> tuple[Weights, DenseWeights]:
+    """The learners of a resolved `site`, in the type of `dense`, and `dense` with its neurons in their order."""
+    return (_fit_linear(site, dense, record), dense) if site.kind == "linear" else _fit_mlp(site, dense, record)
 
 
-def _fit_mlp(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weights:
+def _fit_mlp(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> tuple[Weights, DenseWeights]:
     assert dense.last is not None
     w_OF, b_O = to_float64(dense.last[0]), _bias(dense.last)
     c_FF = record.moments.covariance
@@ -58,9 +58,10 @@ def _fit_mlp(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weig
             c_FF, weighted_OF, min(len(c_FF), (site.learners - (1 if _holds_all(site) else 0)) * site.width)
         )
     fit = fit_second_layer(hidden, order, site.second_layer, learners=site.learners, width=site.width)
-    ins = [_split(weight, bias, order, site) for weight, bias in dense.first]
+    dense = dense.reordered(order.to(dense.device))
+    ins = [_split(weight, bias, site) for weight, bias in dense.first]
     (w_in, b_in), (w_up, b_up) = ins[0], ins[1] if len(ins) > 1 else (None, None)
-    return Weights(
+    weights = Weights(
         w_in=w_in,
         b_in=b_in,
         w_up=w_up,
@@ -71,6 +72,7 @@ def _fit_mlp(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weig
         act=site.learner_act,
         form="gated" if len(ins) > 1 else "mlp",
     )
+    return weights, dense
 
 
 def _holds_all(site: PlannedSite) -> bool:
@@ -78,16 +80,16 @@ def _holds_all(site: PlannedSite) -> bool:
     return site.learners * site.width >= site.dense_width
 
 
-def _split(w_FD: Tensor, b_F: Tensor | None, order: Tensor, site: PlannedSite) -> tuple[Tensor, Tensor | None]:
-    """The first layer in the order of the learners: w [N, H, D], b [N, H] (None where no branch has one)."""
-    order = order[: site.learners * site.width].to(w_FD.device)
-    w = w_FD.new_zeros(site.learners * site.width, w_FD.shape[1])
-    w[: len(order)] = w_FD[order]
+def _split(w_FD: Tensor, b_F: Tensor | None, site: PlannedSite) -> tuple[Tensor, Tensor | None]:
+    """The first layer, cut into learners: w [N, H, D], b [N, H] (None where no branch has one)."""
+    held = site.learners * site.width
+    w = w_FD.new_zeros(held, w_FD.shape[1])
+    w[: len(w_FD)] = w_FD[:held]
     b = None
     if site.has_bias_in:
-        b = w_FD.new_zeros(site.learners * site.width)
+        b = w_FD.new_zeros(held)
         if b_F is not None:
-            b[: len(order)] = b_F[order]
+            b[: len(b_F)] = b_F[:held]
         b = b.unflatten(0, (site.learners, site.width))
     return w.unflatten(0, (site.learners, site.width)), b
 

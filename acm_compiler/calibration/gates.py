@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
@@ -16,13 +16,12 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import choose_k, utilities
 from acm_compiler.calibration import ranks
 from acm_compiler.calibration.damage import Answer, answers, energy
-from acm_compiler.calibration.examples import mask_in
+from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.observe import tapped
-from acm_compiler.inputs import call_model
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.runtime.usage import record
 
 _BATCH, _CLIP = 1024, 1.0
@@ -144,7 +143,7 @@ class _Trial:
 
 
 def choose_lowest_k(
-    model: nn.Module,
+    found: Rewritten,
     examples: Sequence[Example],
     scores: Mapping[str, Tensor],
     *,
@@ -154,19 +153,19 @@ def choose_lowest_k(
     """0, or 1 where one learner for every token brings the model's outputs nearer to the original's at low budgets.
 
     scores: the gates' scores [T, C] of some tokens of every site, to guess knobs by. Budgets in `budgets` stay
-    reachable. The two are compared at equal shares of learner MACs, on `examples`.
+    reachable. The two are compared at equal shares of learner MACs, on `examples`, in eval mode; this leaves the last
+    choices tried behind.
     """
-    plan = conversion(model).plan
+    plan = found.plan
     if all(site.k_min > 0 for site in plan.sites):
         return 0
     floor = plan.cost.least_share(1)
     if floor >= 1 or any(budget < floor for budget in budgets):
         return 0
     targets = [floor + place * (1 - floor) for place in _PLACES]
-    trials = {k_lo: [_Trial(knob=_guess_knob(model, scores, t, k_lo), k_lo=k_lo) for t in targets] for k_lo in (0, 1)}
-    with undisturbed(model):
-        for example in examples:
-            _run(model, example, [trial for row in trials.values() for trial in row], answer)
+    trials = {k_lo: [_Trial(knob=_guess_knob(found, scores, t, k_lo), k_lo=k_lo) for t in targets] for k_lo in (0, 1)}
+    for example in examples:
+        _try(found, example, [trial for row in trials.values() for trial in row], answer)
     for row in trials.values():
         for trial in row:
             trial.join()
@@ -176,20 +175,20 @@ def choose_lowest_k(
     return 1 if sum(gains) / len(gains) > _WORTH else 0
 
 
-def _run(model: nn.Module, example: Example, trials: Sequence[_Trial], answer: Answer) -> None:
+def _try(found: Rewritten, example: Example, trials: Sequence[_Trial], answer: Answer) -> None:
     """Add what every trial does to one batch."""
-    mask_BS = mask_in(model, example)
-    with batch_context(model, mask=example[1]):
-        with tapped(model, {}):
-            wanted = answers(call_model(model, example[0]), answer, mask_BS)
+    mask_BS = mask_in(found.model, example)
+    with batch_context(found.model, mask=example[1]):
+        with tapped(found.acms, {}):
+            wanted = answers(run(found, example[0]), answer, mask_BS)
         for trial in trials:
-            for acm in sites(model).values():
+            for acm in found.acms.values():
                 acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
-            with record(model, macs=False) as usage:
-                found = answers(call_model(model, example[0]), answer, mask_BS)
+            with record(found.model, macs=False) as usage:
+                given = answers(run(found, example[0]), answer, mask_BS)
             trial.examples += len(usage.real_shares)
             trial.shares += float(usage.real_shares.sum())
-            trial.damage += energy([f - w for f, w in zip(found, wanted, strict=True)], mask_BS)
+            trial.damage += energy([g - w for g, w in zip(given, wanted, strict=True)], mask_BS)
 
 
 def _log_damage(trials: Sequence[_Trial], share: float) -> float:
@@ -198,20 +197,19 @@ def _log_damage(trials: Sequence[_Trial], share: float) -> float:
     return y0 if abs(x1 - x0) < 1e-6 else y0 + (share - x0) / (x1 - x0) * (y1 - y0)
 
 
-def _guess_knob(model: nn.Module, scores: Mapping[str, Tensor], share: float, k_lo: int) -> float:
+def _guess_knob(found: Rewritten, scores: Mapping[str, Tensor], share: float, k_lo: int) -> float:
     """The knob at which the gates would reach `share` on the tokens whose scores are given."""
     low, high = -100.0, 100.0
     for _ in range(30):
         knob = (low + high) / 2
-        low, high = (knob, high) if _share_of(model, scores, knob, k_lo) > share else (low, knob)
+        low, high = (knob, high) if _share_of(found, scores, knob, k_lo) > share else (low, knob)
     return (low + high) / 2
 
 
-def _share_of(model: nn.Module, scores: Mapping[str, Tensor], knob: float, k_lo: int) -> float:
-    plan, acms = conversion(model).plan, sites(model)
+def _share_of(found: Rewritten, scores: Mapping[str, Tensor], knob: float, k_lo: int) -> float:
     runs = []
     for name, score_TC in scores.items():
-        acm, site = acms[name], plan.site(name)
+        acm, site = found.acms[name], found.plan.site(name)
         there = score_TC.device
         utility_TC = utilities(score_TC, torch.tensor(knob, device=there), acm.choice_costs(there), acm.gate.rule)
         lowest = torch.tensor(max(acm.k_min, min(k_lo, acm.count)), device=there)

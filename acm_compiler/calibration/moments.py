@@ -158,6 +158,11 @@ class Reservoir:
             self.size = self.seen = len(self._vectors)
 
     @property
+    def holds_all(self) -> bool:
+        """True where every token of the stream was kept, in its order."""
+        return self.seen <= self.size
+
+    @property
     def vectors(self) -> Tensor:
         """The sample, [R, F]."""
         return self._vectors[: min(self.seen, self.size)]
@@ -221,6 +226,9 @@ class SymmetricSum:
         self._upper_FF = value_FF
 
 
+_ROUNDING = 1e-7
+
+
 def mean_diagonal(c_FF: Tensor) -> Tensor:
     """Mean of the diagonal, a positive scalar also for a zero matrix."""
     return c_FF.diagonal().mean().clamp_min(_TINY)
@@ -243,6 +251,14 @@ def cholesky(a_FF: Tensor) -> Tensor:
         factor, failed = torch.linalg.cholesky_ex(a_FF + ridge * torch.eye(len(a_FF), dtype=a_FF.dtype).to(a_FF))
         ridge = ridge * 10
     return factor
+
+
+def thin_factors(c_FF: Tensor) -> tuple[Tensor, Tensor]:
+    """R [F, rank] and its left inverse with R R^T = c, without directions in which `c`, summed in fp32, is rounding."""
+    values, vectors = torch.linalg.eigh(c_FF)
+    kept = values > _ROUNDING * values[-1]
+    values, vectors = values[kept].sqrt(), vectors[:, kept]
+    return vectors * values, (vectors / values).T
 
 
 def square_factors(c_FF: Tensor, ridge: float) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.damage import Answer, answers, energy, random_projection
-from acm_compiler.calibration.dense_weights import broken_weights
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.dense_region import broken_weights
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import real_tokens
 from acm_compiler.runtime.measure_budgets import Example
@@ -41,7 +41,7 @@ class Seen:
 
 
 def observe(
-    model: nn.Module,
+    found: Rewritten,
     examples: Iterable[Example],
     records: Mapping[str, SiteRecord],
     *,
@@ -57,11 +57,11 @@ def observe(
     finite.
     """
     seen = Seen()
-    with tapped(model, records) as taps, _differentiable(model) as carriers:
+    with tapped(found.acms, records) as taps, _differentiable(found) as carriers:
         for example in examples:
-            taps.mask_BS, taps.first = mask_in(model, example), seen.examples
-            with batch_context(model, mask=example[1]):
-                outputs = answers(run(model, example[0]), answer, taps.mask_BS)
+            taps.mask_BS, taps.first = mask_in(found.model, example), seen.examples
+            with batch_context(found.model, mask=example[1]):
+                outputs = answers(run(found, example[0]), answer, taps.mask_BS)
                 for number in range(projections):
                     loss = random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
                     if loss.requires_grad:
@@ -69,7 +69,7 @@ def observe(
                         wanted, more = [*carriers, *taps.leaves], number < projections - 1
                         _differentiate(loss / projections**0.5, wanted, more)
             taps.leaves.clear()
-            _settle(model, records)
+            _settle(found, records)
             seen.examples += outputs[0].shape[0]
             seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
     return seen
@@ -99,13 +99,13 @@ def _differentiate(loss: Tensor, wanted: list[Tensor], more: bool) -> None:
         ) from error
 
 
-def _settle(model: nn.Module, records: Mapping[str, SiteRecord]) -> None:
+def _settle(found: Rewritten, records: Mapping[str, SiteRecord]) -> None:
     """After a batch: TrainingFailed where a site saw what is not finite, at the weights that this came from, if any."""
     try:
         for record in records.values():
             record.settle()
     except TrainingFailed as seen:
-        broken = broken_weights(model, conversion(model).plan)
+        broken = broken_weights(found)
         if not broken:
             raise
         name, tensor = next(iter(broken.items()))
@@ -136,33 +136,32 @@ class _Taps:
         if record is not None:
             x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), real_tokens(acm, x, self.mask_BS)
             example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name).to(x.device) + self.first
-            with own_types((x.device,)):  # the model may autocast by itself
+            with own_types():  # the model may autocast by itself
                 record.take(x_TD, output, real_T, example_T)
 
 
 @contextmanager
-def tapped(model: nn.Module, records: Mapping[str, SiteRecord]) -> Iterator[_Taps]:
+def tapped(acms: Mapping[str, ACM], records: Mapping[str, SiteRecord]) -> Iterator[_Taps]:
     """While open, every ACM passes its dense region's output on, and `records` see theirs."""
     taps = _Taps(records)
-    acms = list(sites(model).values())
     try:
-        for acm in acms:
+        for acm in acms.values():
             acm.tap = taps
         yield taps
     finally:
-        for acm in acms:
+        for acm in acms.values():
             acm.tap = None
 
 
 @contextmanager
-def _differentiable(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+def _differentiable(found: Rewritten) -> Iterator[list[nn.Parameter]]:
     """Inside, gradients flow from the model's output to every ACM's, and to as few parameters as that takes.
 
     One small parameter per dense region requires gradients, so that the region's output has a graph and may be worked
     on in place; no other does. Yields those parameters.
     """
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    carriers = {id(p): p for acm in sites(model).values() if (p := _smallest(acm.dense)) is not None}
+    flags = [(parameter, parameter.requires_grad) for parameter in found.model.parameters()]
+    carriers = {id(p): p for acm in found.acms.values() if (p := _smallest(acm.dense)) is not None}
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(id(parameter) in carriers)

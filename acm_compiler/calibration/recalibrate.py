@@ -12,13 +12,13 @@ from torch import nn
 from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked, run, shares_of
 from acm_compiler.errors import NoBudgetTable, NothingRecorded
 from acm_compiler.inputs import Inputs
-from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, gates_digest, sites, whole_conversion
+from acm_compiler.passes.rewrite.conversion import BudgetTable, Rewritten, conversion, gates_digest, wholly_rewritten
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say, progress_of
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import is_held, refuse_unfitted, set_budget
 from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
-from acm_compiler.runtime.usage import PADDING, record
+from acm_compiler.runtime.usage import PADDING, record, refuse_compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +55,20 @@ def recalibrate(
     DataError without batches, SitesNotFitted, NoBudgetTable where nothing has trained the gates, TrainingFailed for
     values that are not finite.
     """
-    asked = shares_of(model, budgets)
+    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
+    found = wholly_rewritten(model, "calibration")
+    owner, asked = found.owner, shares_of(found.plan, budgets)
     check_tokens(tokens)
-    owner = whole_conversion(model, "calibration")
-    refuse_unfitted(model, "recalibrate")
-    if owner.table is None and owner.start_gates == gates_digest(sites(model).values()):
+    refuse_unfitted(found, "recalibrate")
+    if owner.table is None and owner.start_gates == gates_digest(found.acms.values()):
         raise NoBudgetTable(
             "nothing has trained this model's gates: what they choose is chance, and so would be a table of it",
             fix="run acm.calibrate(model, batches), or a recipe's gate phase; acm.set_k(model, k) works without gates",
         )
     k_lo = owner.table.points[0].k_lo if owner.table else 0
-    held = {acm: acm.run_time() for acm in sites(model).values() if is_held(acm, owner)}
+    held = {acm: acm.run_time() for acm in found.acms.values() if is_held(acm, owner)}
     with torch.inference_mode(False):
-        examples = _enough_of(model, masked(batches, mask), tokens)
+        examples = _enough_of(found, masked(batches, mask), tokens)
         default = () if owner.default_budget is None else (owner.default_budget,)
         wanted = (*asked, *default, *owner.budgets_set)
         with progress_of("recalibrate", progress) as work:
@@ -85,14 +86,14 @@ def recalibrate(
     )
 
 
-def _enough_of(model: nn.Module, batches: Iterable[Example], tokens: int) -> list[Example]:
+def _enough_of(found: Rewritten, batches: Iterable[Example], tokens: int) -> list[Example]:
     """The first batches with so many tokens, all of them for measuring."""
     seen: dict[str, int] = {}
     examples = Examples(batches, held_out=False)
-    with undisturbed(model):
+    with undisturbed(found.model):
         for inputs, mask in examples.read(lambda: max(seen.values(), default=0) >= tokens):
-            with batch_context(model, mask=mask), record(model, macs=False) as usage:
-                run(model, inputs)
+            with batch_context(found.model, mask=mask), record(found.model, macs=False) as usage:
+                run(found, inputs)
             for name, k_BS in usage.k.items():
                 seen[name] = seen.get(name, 0) + int((k_BS != PADDING).sum())
     return examples.fitted

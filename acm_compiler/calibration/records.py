@@ -14,9 +14,9 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import float64_device
 from acm_compiler.calibration import ranks
-from acm_compiler.calibration.dense_weights import DenseWeights
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.errors import DataError, TrainingFailed
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
 
 # tokens of the examples that are kept whole, as a part of the sample
@@ -127,13 +127,13 @@ class SiteRecord:
 class Whole:
     """x_TD: inputs of the tokens, g_TPO: gradients at their outputs, example_T: to which example each belongs.
 
-    listens_T: |g|^2 of each token, summed over P, in the model's own basis, whatever basis `g_TPO` is in.
+    at_T: the place of each among the tokens of the site.
     """
 
     x_TD: Tensor
     g_TPO: Tensor
-    listens_T: Tensor
     example_T: Tensor
+    at_T: Tensor
 
 
 class WholeExamples:
@@ -141,8 +141,8 @@ class WholeExamples:
 
     def __init__(self, tokens: int) -> None:
         self._left = tokens
-        self._until = self._next = 0
-        self._kept: list[tuple[Tensor, Tensor, list[Tensor]]] = []
+        self._until = self._next = self._seen = 0
+        self._kept: list[tuple[Tensor, Tensor, Tensor, list[Tensor]]] = []
 
     def offer(self, x_TD: Tensor, example_T: Tensor) -> Callable[[Tensor], None]:
         """Keep what belongs to kept examples; gradients [T, O] of all of `x_TD` go to what comes back, each in a call.
@@ -152,11 +152,13 @@ class WholeExamples:
         if len(example_T) and int(example_T.max()) >= self._next:
             self._decide(example_T)
         kept_T = example_T < self._until
+        at_T = self._seen + torch.arange(len(kept_T), device=kept_T.device)
+        self._seen += len(kept_T)
         if not kept_T.any():
             return _nothing
         x_TD = x_TD[kept_T]
         gradients: list[Tensor] = []
-        self._kept.append((x_TD, example_T[kept_T], gradients))
+        self._kept.append((x_TD, example_T[kept_T], at_T[kept_T], gradients))
 
         def take(g_TO: Tensor) -> None:
             gradients.append(g_TO[kept_T].to(x_TD))
@@ -174,16 +176,11 @@ class WholeExamples:
 
     def value(self) -> Whole | None:
         """Everything kept; None where nothing was."""
-        heard = [(x_TD, example_T, torch.stack(g, 1)) for x_TD, example_T, g in self._kept if g]
+        heard = [(*parts, torch.stack(g, 1)) for *parts, g in self._kept if g]
         if not heard:
             return None
-        x_TD, example_T, g_TPO = (torch.cat(parts) for parts in zip(*heard, strict=True))
-        return Whole(
-            x_TD=x_TD,
-            g_TPO=g_TPO,
-            listens_T=g_TPO.square().sum((1, 2)),
-            example_T=example_T.unique(return_inverse=True)[1],
-        )
+        x_TD, example_T, at_T, g_TPO = (torch.cat(parts) for parts in zip(*heard, strict=True))
+        return Whole(x_TD=x_TD, g_TPO=g_TPO, example_T=example_T.unique(return_inverse=True)[1], at_T=at_T)
 
 
 def _nothing(g_TO: Tensor) -> None:

@@ -16,22 +16,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from acm_compiler.acm import ACM, Learners
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Answer, Judged, answers, energy
-from acm_compiler.calibration.dense_weights import DenseWeights
-from acm_compiler.calibration.examples import mask_in
+from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.fit_learners import as_module
 from acm_compiler.calibration.moments import square_factors
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.inputs import call_model
-from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.measure_budgets import Example
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +93,7 @@ def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     b_KO = torch.where(fits_KN1, b_O.unflatten(0, parts), mean_O.unflatten(0, parts)).flatten(1)
     w_NGhD = w_OD.unflatten(0, parts).movedim(1, 0)
     dense = _dense(record.dense, w_OD, b_O)
-    whole = judged.whole
-    if whole is not None:
-        turned_TO = bases.turned_columns(to_float64(whole.g_TPO.flatten(0, 1)))
-        whole = dataclasses.replace(whole, g_TPO=turned_TO.view_as(whole.g_TPO).to(whole.g_TPO))
-    turned = dataclasses.replace(judged, dense=dense, metric=bases.turned_metric(judged.metric), whole=whole)
+    turned = dataclasses.replace(judged, dense=dense, root=bases.turned_columns(judged.root.T).T)
     return Fit(site=site, weights=_weights(w_NGhD, b_KO, "rows", like=judged.x_TD), judged=turned)
 
 
@@ -117,10 +112,10 @@ def _columns(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
     left_out_NO = torch.einsum("ognh,gnh->no", w_OGNh, mean_D.unflatten(0, parts))
     missing_KO = torch.cat([left_out_NO.flip(0).cumsum(0).flip(0), torch.zeros_like(b_O)[None]])
     dense = _dense(record.dense, w_OD, b_O)
-    whole = judged.whole
+    x_TD, whole = bases.turned(judged.x_TD), judged.whole
     if whole is not None:
-        whole = dataclasses.replace(whole, x_TD=bases.turned(whole.x_TD))
-    turned = dataclasses.replace(judged, dense=dense, x_TD=bases.turned(judged.x_TD), whole=whole)
+        whole = dataclasses.replace(whole, x_TD=x_TD if whole.x_TD is judged.x_TD else bases.turned(whole.x_TD))
+    turned = dataclasses.replace(judged, dense=dense, x_TD=x_TD, whole=whole)
     weights = _weights(w_OGNh.movedim(2, 0), b_O + missing_KO, "cols", like=judged.x_TD)
     return Fit(site=site, weights=weights, judged=turned)
 
@@ -161,11 +156,6 @@ class HeadBases:
     def turned_columns(self, w_OD: Tensor) -> Tensor:
         """A weight [O, G * d] that reads its input in the new coordinates."""
         return torch.einsum("ogj,gji->ogi", w_OD.unflatten(1, self.turn.shape[:2]), self.back).flatten(1)
-
-    def turned_metric(self, g_FF: Tensor) -> Tensor:
-        """A metric [G * d, G * d] of the old coordinates, for the new ones."""
-        columns = self.turned_columns(g_FF)
-        return self.turned_columns(columns.T).T
 
 
 def bases_of_scores(second_q: Tensor, covariance_k: Tensor) -> tuple[HeadBases, HeadBases]:
@@ -228,35 +218,35 @@ _LOG = logging.getLogger(__name__)
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def proven(model: nn.Module, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
+def proven(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
     """Prove each pair: True if it leaves the output as it is; the others are named in the log.
 
     All pairs run all their slices in one forward. Only where that moves the output is every pair tried alone.
     """
-    acms = sites(model)
+    acms = found.acms
     tolerances = [_TOLERANCE[acms[pair[0].site.name].learners.w_in.dtype] for pair in pairs]
     learners = [
         {part.site.name: as_module(part.weights, part.site, acms[part.site.name].learners.w_in) for part in pair}
         for pair in pairs
     ]
-    mask_BS = mask_in(model, example)
-    wanted = _answers(model, {}, example, answer)
+    mask_BS = mask_in(found.model, example)
+    wanted = _answers(found, {}, example, answer)
     everywhere = {name: module for pair in learners for name, module in pair.items()}
-    if _moved(wanted, _answers(model, everywhere, example, answer), mask_BS) <= min(tolerances):
+    if _moved(wanted, _answers(found, everywhere, example, answer), mask_BS) <= min(tolerances):
         return [True] * len(pairs)
     hold = []
     for pair, tolerance in zip(learners, tolerances, strict=True):
-        error = _moved(wanted, _answers(model, pair, example, answer), mask_BS)
+        error = _moved(wanted, _answers(found, pair, example, answer), mask_BS)
         hold.append(error <= tolerance)
         if not hold[-1]:
             _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", " and ".join(pair), error)
     return hold
 
 
-def _answers(model: nn.Module, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
+def _answers(found: Rewritten, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
     """The model's output when these sites run all their slices and others are dense."""
-    with undisturbed(model), batch_context(model, mask=example[1]), _trial(model, learners):
-        return answers(call_model(model, example[0]), answer, mask_in(model, example))
+    with batch_context(found.model, mask=example[1]), _trial(found.acms, learners):
+        return answers(run(found, example[0]), answer, mask_in(found.model, example))
 
 
 def _moved(wanted: list[Tensor], found: list[Tensor], mask_BS: Tensor | None) -> float:
@@ -266,9 +256,8 @@ def _moved(wanted: list[Tensor], found: list[Tensor], mask_BS: Tensor | None) ->
 
 
 @contextmanager
-def _trial(model: nn.Module, learners: Mapping[str, Learners]) -> Iterator[None]:
+def _trial(acms: Mapping[str, ACM], learners: Mapping[str, Learners]) -> Iterator[None]:
     """While open, the named sites run all of these learners, and all others their dense regions."""
-    acms = sites(model)
     before = {name: (acm.learners, acm.state, acm.tap) for name, acm in acms.items()}
     try:
         for name, acm in acms.items():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.context import Said, batch_held, batch_of
 from acm_compiler.errors import UsageError
-from acm_compiler.passes.rewrite.conversion import conversion, sites, whole_conversion
+from acm_compiler.passes.rewrite.conversion import rewritten, wholly_rewritten
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import highest_k, refuse_unfitted
 
@@ -29,12 +29,13 @@ def batch(
     Raises UsageError when another `acm.batch` is open here; for budgets also what `set_budget` does, such as
     BudgetUnreachable. The call itself raises LayoutUnknown where either does not fit a site's tokens.
     """
-    owner, device = conversion(model), next(iter(sites(model).values())).k_lo.device
+    found = rewritten(model)
+    owner, device = found.owner, next(iter(found.acms.values())).k_lo.device
     if batch_of(owner) is not None:
         raise UsageError("acm.batch is already open on this model", fix="close it first; it does not nest")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise UsageError("a padding mask of another kind", found=found, expected="a tensor [batch, tokens]")
+        given = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise UsageError("a padding mask of another kind", found=given, expected="a tensor [batch, tokens]")
     said = {} if budgets is None else _settings(model, budgets)
     if mask is not None:
         said["mask"] = mask.bool()
@@ -52,8 +53,9 @@ def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict
             expected="a tensor or list [batch]",
             fix="one budget for all of them: acm.set_budget(model, 0.4)",
         )
-    refuse_unfitted(model, "budgets per example")
-    owner = whole_conversion(model, "a budget")
+    found = wholly_rewritten(model, "a budget")
+    refuse_unfitted(found, "budgets per example")
+    owner = found.owner
     settings = [setting_of(owner, budget) for budget in each]
     most = max(site.learners for site in owner.plan.sites)
     return {

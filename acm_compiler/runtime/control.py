@@ -16,7 +16,7 @@ from torch import nn
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Phase
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError, a_few_of
-from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites, whole_conversion
+from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten, rewritten, wholly_rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
 from acm_compiler.runtime.encoder_decoder import unwatch_padding, watch_padding
@@ -62,31 +62,31 @@ def set_k(model: nn.Module, k: int | None) -> None:
     rewritten model: then only the sites in it change. UsageError outside [0, largest N]; SitesNotFitted while sites
     without fitted learners exist and `k` is below N; FixedBudget as `set_budget`.
     """
-    acms = sites(model)
+    found = rewritten(model)
     if k is None:
-        _hand_to_gates(model)
+        _hand_to_gates(found)
         return
-    most = max(acm.count for acm in acms.values())
+    most = max(acm.count for acm in found.acms.values())
     if isinstance(k, bool) or not isinstance(k, Integral):
         raise UsageError("k is one whole number, for all sites", found=repr(k), expected=f"0 to {most}, or None")
     if not 0 <= k <= most:
         raise UsageError("no site has that many learners", found=k, expected=f"a whole number from 0 to {most}")
     if k < most:
-        refuse_unfitted(model, f"set_k({k})")
-    for acm in acms.values():
+        refuse_unfitted(found, f"set_k({k})")
+    for acm in found.acms.values():
         acm.set_choices(knob=acm.knob_value, k_lo=int(k), k_hi=int(k))
 
 
-def _hand_to_gates(model: nn.Module) -> None:
-    owner = conversion(model)
+def _hand_to_gates(found: Rewritten) -> None:
+    owner = found.owner
     if isinstance(owner.budget, dict):
         for phase in PHASES:
-            _write_setting(model, setting_of(owner, owner.budget[phase]), owner.cap, phase)
+            _write_setting(found, setting_of(owner, owner.budget[phase]), owner.cap, phase)
         return
     if owner.budget is not None:
-        _write_setting(model, setting_of(owner, owner.budget), owner.cap)
+        _write_setting(found, setting_of(owner, owner.budget), owner.cap)
         return
-    for acm in sites(model).values():
+    for acm in found.acms.values():
         lowest = acm.count if acm.state == "dense" else acm.k_min
         acm.set_choices(knob=acm.knob_value, k_lo=lowest, k_hi=acm.count)
 
@@ -116,41 +116,37 @@ def set_budget(
     no phase has measured the gates, SitesNotFitted, LayoutUnknown where the phases cannot be told apart, FixedBudget
     for exported graphs and for models frozen for good, UsageError for a part of a rewritten model.
     """
-    owner = whole_conversion(model, "a budget")
+    found = wholly_rewritten(model, "a budget")
+    owner = found.owner
     if cap is not None and not (is_number(cap) and 0 < cap <= 1):
         raise UsageError("a cap outside its range", found=repr(cap), expected="a share of N in (0, 1]")
     wanted = owner.default_budget if budget is None else budget
     if wanted is None:
         raise _no_own_budget(owner)
     if not isinstance(wanted, Mapping):
-        setting = _setting(model, wanted, cap)
-        _write_setting(model, setting, cap)
-        owner.budget, owner.cap = _share(owner, wanted), cap
-        return min(setting.share, _largest_share(model))
-    phases = _check_phases(model, wanted)
-    settings = {phase: _setting(model, wanted[phase], cap) for phase in phases}
-    for phase in phases:
-        _write_setting(model, settings[phase], cap, phase)
-    owner.budget, owner.cap = {phase: _share(owner, wanted[phase]) for phase in phases}, cap
-    return {phase: min(setting.share, _largest_share(model)) for phase, setting in settings.items()}
+        setting, share = _setting(found, wanted, cap)
+        _write_setting(found, setting, cap)
+        owner.budget, owner.cap = share, cap
+        return min(setting.share, _largest_share(found))
+    phases = {phase: _setting(found, wanted[phase], cap) for phase in _check_phases(found, wanted)}
+    for phase, (setting, _) in phases.items():
+        _write_setting(found, setting, cap, phase)
+    owner.budget, owner.cap = {phase: share for phase, (_, share) in phases.items()}, cap
+    most = _largest_share(found)
+    return {phase: min(setting.share, most) for phase, (setting, _) in phases.items()}
 
 
-def _share(owner: Conversion, wanted: float | str) -> float:
-    """The share of learner MACs that `wanted`, a budget in reach, asks for."""
-    share = share_within(wanted, owner.plan, low=owner.table_min)
+def _setting(found: Rewritten, wanted: float | str, cap: float | None) -> tuple[Setting, float]:
+    """The setting of the gates for the budget `wanted`, and the share of learner MACs that it asks for."""
+    if parse_budget(wanted, found.plan) < 1 - TOLERANCE or cap is not None:
+        refuse_unfitted(found, f"set_budget({wanted!r})")
+    setting, share = setting_of(found.owner, wanted), share_within(wanted, found.plan, low=found.owner.table_min)
     assert share is not None
-    return share
+    return setting, share
 
 
-def _setting(model: nn.Module, wanted: float | str, cap: float | None) -> Setting:
-    owner = conversion(model)
-    if parse_budget(wanted, owner.plan) < 1 - TOLERANCE or cap is not None:
-        refuse_unfitted(model, f"set_budget({wanted!r})")
-    return setting_of(owner, wanted)
-
-
-def _write_setting(model: nn.Module, setting: Setting, cap: float | None, phase: Phase | None = None) -> None:
-    for acm in sites(model).values():
+def _write_setting(found: Rewritten, setting: Setting, cap: float | None, phase: Phase | None = None) -> None:
+    for acm in found.acms.values():
         acm.set_choices(knob=setting.knob, k_lo=setting.k_lo, k_hi=highest_k(acm.count, cap), phase=phase)
 
 
@@ -168,18 +164,18 @@ def is_held(acm: ACM, owner: Conversion) -> bool:
     return budget is None or (k_lo, k_hi) != acm.within(setting_of(owner, budget).k_lo, highest_k(acm.count, owner.cap))
 
 
-def _largest_share(model: nn.Module) -> float:
+def _largest_share(found: Rewritten) -> float:
     """The share of learner MACs when every token runs as many learners as it may."""
-    plan, acms = conversion(model).plan, sites(model)
-    most, full = learner_macs((site, site.runs * int(acms[site.name].k_hi), site.runs) for site in plan.sites)
+    k_hi = {name: int(acm.k_hi) for name, acm in found.acms.items()}
+    most, full = learner_macs((site, site.runs * k_hi[site.name], site.runs) for site in found.plan.sites)
     return most / full
 
 
-def _check_phases(model: nn.Module, wanted: Mapping[str, float | str]) -> tuple[Phase, ...]:
+def _check_phases(found: Rewritten, wanted: Mapping[str, float | str]) -> tuple[Phase, ...]:
     """Both phases. UsageError for other names, LayoutUnknown where a site cannot tell them apart."""
     if set(wanted) != set(PHASES):
         raise UsageError("budgets per phase name both phases", found=", ".join(wanted), expected=", ".join(PHASES))
-    for name, acm in sites(model).items():
+    for name, acm in found.acms.items():
         if acm.layout is None or acm.layout.folds != 1:
             raise LayoutUnknown(
                 "how many tokens of each sequence a call holds is not known at this site",
@@ -209,18 +205,19 @@ def relax(model: nn.Module, temperature: float | None) -> None:
     """
     if temperature is not None and not (is_number(temperature) and 0 < temperature < math.inf):
         raise UsageError("a temperature must be positive", found=repr(temperature), expected="a number such as 0.8")
+    found = rewritten(model)
     if temperature is not None:
-        refuse_unfitted(model, "relax")
+        refuse_unfitted(found, "relax")
     unwatch_padding(model)
-    conversion(model).padding = None if temperature is None else watch_padding(model)
-    for acm in sites(model).values():
+    found.owner.padding = None if temperature is None else watch_padding(model)
+    for acm in found.acms.values():
         acm.temperature = temperature
         acm.choices.clear()
 
 
-def refuse_unfitted(model: nn.Module, request: str) -> None:
+def refuse_unfitted(found: Rewritten, request: str) -> None:
     """Raise SitesNotFitted, naming them, while sites run their dense region (docs/semantics.md, The start)."""
-    names = [name for name, acm in sites(model).items() if acm.state == "dense"]
+    names = [name for name, acm in found.acms.items() if acm.state == "dense"]
     if names:
         raise SitesNotFitted(
             f"{request} needs learners, but {len(names)} sites still run their dense region",

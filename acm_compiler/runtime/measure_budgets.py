@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,24 +17,26 @@ from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.inputs import Inputs, call_model, in_mode
-from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Conversion, conversion, sites
+from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
+from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.progress import Progress
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import NEAR
 from acm_compiler.runtime.control import refuse_unfitted
-from acm_compiler.runtime.usage import PADDING, Usage, record
+from acm_compiler.runtime.expected_share import STRONGEST_KNOB, Probe, expected_between, quantiles, turning_knobs
+from acm_compiler.runtime.usage import PADDING, record
 
 _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names, so that interpolation between rows stays short
-GRID = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
+GRID = (0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 # rows that nobody asked for only have to be somewhere near: a row says what share it reached
 _NEAR = 0.006
 # a wider gap between two rows that the search could not halve is a jump: no knob leads into it
 _JUMP = 0.02
-# rows further apart than this leave budgets between them to a straight line that may miss by more than .02
-_WIDE = 0.05
-_STEPS = 14
-_STRONGEST_KNOB = 2.0**12
+# budgets between two rows are reached by a straight line, which is expected to miss by no more than so much; rows
+# further apart than _WIDE leave too much to expectation
+_STRAIGHT, _WIDE = 0.015, 0.15
+_STEPS, _MARGIN = 14, 1e-4
 
 Example = tuple[Inputs, Tensor | None]
 
@@ -45,23 +49,25 @@ def measure_budgets(
     k_lo: int = 0,
     progress: Progress | None = None,
 ) -> BudgetTable:
-    """Find the knob of each budget by bisection and keep the table in the model's conversion.
+    """Find the knob of each budget by trial forwards and keep the table in the model's conversion.
 
     batches: (inputs, mask or None) pairs; all are run at every step, in eval mode, so a few hundred examples are
     enough. k_lo: the lowest k of every row; a site's own k_min holds where it is above. The mode and the choices of
     the model are restored, and a table from before stays where this raises: SitesNotFitted where learners are missing,
     TrainingFailed where gates score a real token nan or infinity.
     """
-    refuse_unfitted(model, "measuring budgets")
+    found = rewritten(model)
+    refuse_unfitted(found, "measuring budgets")
     examples = list(batches)
     if not examples:
         raise DataError("no examples to measure budgets on")
     progress = progress or Progress("budgets", shown=False)
-    search = _Search(model, examples, k_lo)
+    search = _Search(found, examples, k_lo)
     with undisturbed(model):
-        least, most = search.push(1.0), search.push(-1.0)
-        exactly = {target: NEAR for target in (least + NEAR, *budgets, most - NEAR)}
-        wanted = sorted((dict.fromkeys(GRID, _NEAR) | exactly).items(), key=lambda row: (-row[1], row[0]))
+        least, most = search.probe(STRONGEST_KNOB), search.probe(-STRONGEST_KNOB)
+        exactly = dict.fromkeys(budgets, NEAR) | dict.fromkeys((least + NEAR, most - NEAR), NEAR / 2)
+        # those in the middle first: each is looked for between the ones before it
+        wanted = sorted((dict.fromkeys(GRID, _NEAR) | exactly).items(), key=lambda row: (-row[1], abs(row[0] - 0.5)))
         wanted = [(target, within) for target, within in wanted if least < target < most]
         progress.part("budget", len(wanted))
         for target, within in wanted:
@@ -69,57 +75,64 @@ def measure_budgets(
             progress.advance(f"{target:.3f}")
         search.fill()
         jumps = search.jumps()
-    owner = conversion(model)
-    rule = next(iter(sites(model).values())).gate.rule
-    owner.table = BudgetTable(rule=rule, points=search.points(), examples=search.count, jumps=jumps)
+    rule = next(iter(found.acms.values())).gate.rule
+    table = BudgetTable(rule=rule, points=search.points(), examples=search.count, jumps=jumps)
     if jumps:
         _LOG.info("shares that no setting reaches follow %s", ", ".join(f"{share:.3f}" for share in jumps))
-    return owner.table
+    found.owner.table = table
+    return table
 
 
 class _Search:
     """Probes of one model, each a knob and the share of learner MACs that it reaches; the share falls with the knob."""
 
-    def __init__(self, model: nn.Module, examples: list[Example], k_lo: int) -> None:
-        self.model, self.examples, self.k_lo = model, examples, k_lo
-        self.device = next(iter(sites(model).values())).k_lo.device
-        self.probes: dict[float, float] = {}
+    def __init__(self, found: Rewritten, examples: list[Example], k_lo: int) -> None:
+        self.found, self.examples, self.k_lo = found, examples, k_lo
+        self.device = next(iter(found.acms.values())).k_lo.device
+        self.least = found.plan.cost.least_share(k_lo)
+        self.probes: dict[float, Probe] = {}
         self.missed: list[float] = []
         self.count = 0
 
     def probe(self, knob: float) -> float:
         """The share reached with `knob`: the mean over examples of their shares, padding left out."""
         if knob not in self.probes:
-            for acm in sites(self.model).values():
+            for acm in self.found.acms.values():
                 acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
-            shares = torch.cat([self._shares(number) for number in range(len(self.examples))])
-            self.count = shares.numel()
-            self.probes[knob] = _mean_over_ranks(shares, self.device)
-            _LOG.debug("knob %+.3f: budget %.3f", knob, self.probes[knob])
-        return self.probes[knob]
+            shares, turning = zip(*(self._run(number) for number in range(len(self.examples))), strict=True)
+            self.count = sum(len(part) for part in shares)
+            self.probes[knob] = Probe(
+                knob=knob,
+                share=_mean_over_ranks(torch.cat(shares), self.device),
+                turning=_averaged_over_ranks(quantiles(chain.from_iterable(turning)), self.device).numpy(),
+                least=self.least,
+            )
+            _LOG.debug("knob %+.3f: budget %.3f", knob, self.probes[knob].share)
+        return self.probes[knob].share
 
-    def _shares(self, number: int) -> Tensor:
-        """The shares of one batch's examples. TrainingFailed for scores that are not finite.
+    def _run(self, number: int) -> tuple[Tensor, list[tuple[Tensor, float]]]:
+        """The shares of one batch's examples, and by site the knobs at which its tokens turn, see `quantiles`.
 
-        They are looked at with the first knob alone: nan and infinity in data or weights show with every knob.
+        TrainingFailed for scores that are not finite.
         """
         inputs, mask = self.examples[number]
-        broken: dict[str, list[Tensor]] = {}
-        watched = nullcontext() if self.probes else _scored(conversion(self.model), broken)
-        with batch_context(self.model, mask=mask), record(self.model, macs=False) as usage, watched:
-            call_model(self.model, inputs)
-        _refuse_broken(broken, usage, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
-        return usage.real_shares
+        model, calls = self.found.model, defaultdict[str, list[Tensor]](list)
 
-    def push(self, knob: float) -> float:
-        """The share at the end of the knob's range: raised until every gate is at its bound, or for good.
+        def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
+            lowest = acm.within(self.k_lo, acm.count)[0] - acm.k_min
+            scores, costs = acm.gate(x.reshape(-1, x.shape[-1])), acm.choice_costs(x.device)
+            knobs_Tn = turning_knobs(scores[:, lowest:], costs[lowest:], acm.gate.rule)
+            calls[acm.name].append(tokens.to_batch(knobs_Tn, x.shape[:-1], acm.layout, site=acm.name))
 
-        A few tokens that never run all learners are no reason to go on: budget 1 is set without a knob.
-        """
-        limit, near = (conversion(self.model).plan.cost.least_share(self.k_lo), 1e-6) if knob > 0 else (1.0, NEAR)
-        while abs(self.probe(knob) - limit) > near and abs(knob) < _STRONGEST_KNOB:
-            knob *= 4
-        return self.probe(knob)
+        watched = observed(self.found.owner, see)
+        with batch_context(model, mask=mask), record(model, macs=False) as usage, watched:
+            call_model(model, inputs)
+        turning = []
+        for name, parts in calls.items():
+            knobs_Rn = torch.cat(parts, dim=1)[usage.k[name] != PADDING]
+            _refuse_broken(name, knobs_Rn, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
+            turning.append((knobs_Rn.flatten(), float(macs_per_learner(self.found.plan.site(name)))))
+        return usage.real_shares, turning
 
     def bisect(self, target: float, within: float) -> None:
         """Add probes until one lies `within` of `target` or the steps are used up.
@@ -128,27 +141,45 @@ class _Search:
         crosses it, and next in the middle of the knobs around it.
         """
         for step in range(_STEPS):
-            knobs = sorted(self.probes)
-            shares = [self.probes[knob] for knob in knobs]
-            if min(abs(share - target) for share in shares) <= within:
+            rows = self._rows()
+            if min(abs(row.share - target) for row in rows) <= within:
                 return
-            right = bisect_left([-share for share in shares], -target)
-            if right in (0, len(knobs)):
+            right = bisect_left([-row.share for row in rows], -target)
+            if right in (0, len(rows)):
                 return
-            # the middle, and by turns where a straight line would cross: halves the forwards
-            place = 0.5 if step % 2 else (shares[right - 1] - target) / (shares[right - 1] - shares[right])
-            self.probe(knobs[right - 1] + min(max(place, 0.1), 0.9) * (knobs[right] - knobs[right - 1]))
+            low, high = rows[right - 1], rows[right]
+            knobs, shares = expected_between(low, high)
+            guess = float(np.interp(-target, -shares, knobs))
+            # where scores do not tell, each probe leaves more of the gap behind it
+            margin = min(_MARGIN * 4**step, (high.knob - low.knob) / 2)
+            self.probe(min(max(guess, low.knob + margin), high.knob - margin))
         self.missed.append(target)
 
+    def _rows(self) -> list[Probe]:
+        return [self.probes[knob] for knob in sorted(self.probes)]
+
     def fill(self) -> None:
-        """Add probes until no two rows are far apart, but for gaps that no knob leads into."""
+        """Add probes until a straight line from row to row is near enough, but for gaps that no knob leads into."""
         for _ in range(_STEPS):
-            wide = [(low.share, high.share) for low, high in pairwise(self.points()) if high.share - low.share > _WIDE]
-            wide = [(low, high) for low, high in wide if not any(low < target < high for target in self.missed)]
-            if not wide:
+            bends = [bend for low, high in pairwise(self._rows()) if (bend := self._bend(low, high)) is not None]
+            if not bends:
                 return
-            for low, high in wide:
-                self.bisect((low + high) / 2, (high - low) / 4)
+            for target, within in bends:
+                self.bisect(target, within)
+
+    def _bend(self, low: Probe, high: Probe) -> tuple[float, float] | None:
+        """The share at which a straight line between two neighbouring rows misses most, and how near it is to be met.
+
+        None where the line is near enough, and in a gap that no knob leads into.
+        """
+        if any(high.share < target < low.share for target in self.missed):
+            return None
+        knobs, shares = expected_between(low, high)
+        line = low.share + (high.share - low.share) * (knobs - low.knob) / (high.knob - low.knob)
+        most, spent = abs(shares - line).argmax(), low.share - high.share
+        if spent <= _WIDE and abs(shares - line)[most] <= _STRAIGHT:
+            return None
+        return float(shares[most].clip(high.share + spent / 8, low.share - spent / 8)), spent / 10
 
     def jumps(self) -> tuple[float, ...]:
         """The shares of the rows before gaps that no knob leads into.
@@ -170,46 +201,33 @@ class _Search:
     def points(self) -> tuple[BudgetPoint, ...]:
         """The probes as table rows: rising share, falling knob; of equal shares the knob nearest to the next row."""
         rows: list[BudgetPoint] = []
-        for knob in sorted(self.probes, reverse=True):
-            share = self.probes[knob]
-            if rows and share < rows[-1].share:
+        for probe in reversed(self._rows()):
+            if rows and probe.share < rows[-1].share:
                 continue
-            if rows and share == rows[-1].share:
+            if rows and probe.share == rows[-1].share:
                 rows.pop()
-            rows.append(BudgetPoint(share=share, knob=knob, k_lo=self.k_lo))
+            rows.append(BudgetPoint(share=probe.share, knob=probe.knob, k_lo=self.k_lo))
         return tuple(rows)
 
 
-def _scored(owner: Conversion, broken: dict[str, list[Tensor]]) -> AbstractContextManager[object]:
-    """While open, each call of an ACM adds, by site, which tokens have scores that are not finite, [batch, tokens]."""
-
-    def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
-        broken_T = ~acm.gate(x.reshape(-1, x.shape[-1])).isfinite().all(-1)
-        broken.setdefault(acm.name, []).append(tokens.to_batch(broken_T, x.shape[:-1], acm.layout, site=acm.name))
-
-    return observed(owner, see)
-
-
-def _refuse_broken(broken: Mapping[str, list[Tensor]], usage: Usage, which: str) -> None:
+def _refuse_broken(name: str, knobs_Rn: Tensor, which: str) -> None:
     """TrainingFailed where the score of a real token is not finite; `which` batch it was."""
-    for name, calls in broken.items():
-        real_BS = usage.k[name] != PADDING
-        count = int((torch.cat(calls, dim=1) & real_BS).sum())
-        if count:
-            raise TrainingFailed(
-                "the gate's scores are not finite, so what it chooses is chance",
-                where=name,
-                found=f"nan or infinity at {count:,} of {int(real_BS.sum()):,} tokens of {which}",
-                fix="look for such values in the data and in the model's weights, or run it in a wider floating type",
-            )
+    count = int(knobs_Rn.isnan().any(1).sum())
+    if count:
+        raise TrainingFailed(
+            "the gate's scores are not finite, so what it chooses is chance",
+            where=name,
+            found=f"nan or infinity at {count:,} of {len(knobs_Rn):,} tokens of {which}",
+            fix="look for such values in the data and in the model's weights, or run it in a wider floating type",
+        )
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients; the mode, the choices, the budget and the cap set come back at the end."""
-    owner = conversion(model)
+    found = rewritten(model)
+    owner, choices = found.owner, {acm: acm.run_time() for acm in found.acms.values()}
     budget, cap = owner.budget, owner.cap
-    choices = {acm: acm.run_time() for acm in sites(model).values()}
     try:
         with torch.no_grad(), in_mode(model, training=False):
             yield
@@ -220,11 +238,22 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _mean_over_ranks(shares: Tensor, device: torch.device) -> float:
-    """The mean over all processes, which talk to each other by tensors on `device`: NCCL knows no others."""
-    total = torch.stack([shares.sum(), shares.new_tensor(float(shares.numel()))])
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        total = total.to(device)
-        torch.distributed.all_reduce(total)
+    """The mean over all processes."""
+    total = _added_over_ranks(torch.stack([shares.sum(), shares.new_tensor(float(shares.numel()))]), device)
     if not total[1]:
         raise DataError("the examples to measure budgets on hold no real token", fix="give batches that are not empty")
     return float(total[0] / total[1])
+
+
+def _averaged_over_ranks(values: Tensor, device: torch.device) -> Tensor:
+    """The mean of each value over all processes, on the CPU: all of them are to search alike."""
+    total = _added_over_ranks(torch.cat([values, values.new_ones(1)]), device)
+    return total[:-1] / total[-1]
+
+
+def _added_over_ranks(values: Tensor, device: torch.device) -> Tensor:
+    """The sum over all processes, which talk to each other by tensors on `device`: NCCL knows no others."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        values = values.to(device)
+        torch.distributed.all_reduce(values)
+    return values.cpu()

@@ -8,7 +8,7 @@ from tabulate import tabulate
 from torch import nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.runtime.control import Gated, is_held, run_mode
 
 
@@ -83,9 +83,10 @@ def _mode_text(acm: ACM) -> str:
 
 def status(model: nn.Module) -> Status:
     """Table of each site and its current choices; NotRewritten when there are none."""
-    owner = conversion(model)
+    found = rewritten(model)
+    owner = found.owner
     rows = []
-    for name, acm in sites(model).items():
+    for name, acm in found.acms.items():
         planned = owner.plan.site(name)
         rows.append(
             SiteStatus(
@@ -105,5 +106,5 @@ def status(model: nn.Module) -> Status:
         budget_range=measured,
         model_range=of_model,
         cap=owner.cap,
-        held=sum(is_held(acm, owner) for acm in sites(model).values()),
+        held=sum(is_held(acm, owner) for acm in found.acms.values()),
     )

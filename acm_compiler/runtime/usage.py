@@ -16,7 +16,7 @@ from acm_compiler.acm.context import observed, only
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
 from acm_compiler.passes.find.count_macs import Work
-from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, sites
+from acm_compiler.passes.rewrite.conversion import refuse_no_module, rewritten
 from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, learner_macs
 from acm_compiler.planning.cost_table import unit_of
 from acm_compiler.planning.decisions import PlannedSite
@@ -219,15 +219,14 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
-    owner, acms = conversion(model), sites(model)
-    padding = CallPadding(model)
-    usage = Usage(owner.plan, padding, counted=macs)
+    found, padding = rewritten(model), CallPadding(model)
+    usage = Usage(found.plan, padding, counted=macs)
 
     def observe(acm: ACM, *what: Any) -> None:
-        if acm.name in acms:  # `model` may be a part
+        if acm.name in found.acms:  # `model` may be a part
             usage.observe(acm, *what)
 
-    with observed(owner, observe) as is_here, ExitStack() as hooks:
+    with observed(found.owner, observe) as is_here, ExitStack() as hooks:
         for handle in padding.watch(lambda hook: only(is_here, hook)):
             hooks.callback(handle.remove)
         if macs:

@@ -18,7 +18,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import call_model, in_mode
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import refuse_unfitted, relax, set_budget
@@ -73,7 +73,7 @@ class Finetune:
     def opened(self) -> Iterator[None]:
         """Inside, the model is in train mode with relaxed gates or, for learners alone, in eval mode."""
         before = next(iter(self.acms.values())).temperature
-        refuse_unfitted(self.model, "finetune")
+        refuse_unfitted(rewritten(self.model), "finetune")
         relax(self.model, self.config.temperature if self.sampled else None)
         self._set_gates()
         wrapped = self.step_module

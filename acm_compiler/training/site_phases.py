@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.phases import DistillPhase, GatePhase, LabelRule, TrainedPhase
@@ -34,11 +34,12 @@ def distill_phase(model: nn.Module, config: DistillPhase, job: Job, machine: Mac
 
 def gate_phase(model: nn.Module, config: GatePhase, job: Job, machine: Machine) -> TappedPhase:
     """The gate phase of one model. SitesNotFitted."""
-    refuse_unfitted(model, "a gate phase")
+    found = rewritten(model)
+    refuse_unfitted(found, "a gate phase")
     objective = GateLabels(
         labels=config.labels,
         temperature=config.temperature,
-        plan=conversion(model).plan,
+        plan=found.plan,
         rank=machine.rank,
         world=machine.world,
     )

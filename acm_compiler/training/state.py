@@ -33,7 +33,7 @@ from acm_compiler.training.live_state import (
     generator_states,
     live_facts,
     live_tensors,
-    restore_facts,
+    restore_live_facts,
     restore_structure,
     restore_tensors,
 )
@@ -150,7 +150,7 @@ class StateStore:
             self._check(facts, model)
             restore_structure(model, facts["model"])
             restore_tensors(model, found / "model.safetensors")
-            restore_facts(model, facts["model"])
+            restore_live_facts(model, facts["model"])
             optimization = found / "optimization.pt"
             running = optimization.exists()
             generators = torch.load(found / "generators.pt", weights_only=True)["generators"]

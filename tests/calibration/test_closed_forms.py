@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration.damage import Judged, together, token_damage
-from acm_compiler.calibration.dense_weights import DenseWeights
+from acm_compiler.calibration.damage import Judged, Together, token_damage
 from acm_compiler.calibration.fit_learners import nested_factors, prefix_biases
 from acm_compiler.calibration.mlp_learners import (
     RIDGE,
@@ -21,7 +20,7 @@ from acm_compiler.calibration.mlp_learners import (
     weight_of_k,
 )
 from acm_compiler.calibration.moments import solve, square_factors
-from acm_compiler.calibration.records import Whole
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 N, H, F, OUT, T = 3, 4, 12, 5, 400
 
@@ -350,12 +349,20 @@ def test_tokens_that_are_wrong_alike_do_damage_together():
     found = []
     for g_TO in (same_TO, own_TO):
         listens_T = g_TO.square().sum(1)
-        whole = Whole(x_TD=x_TD, g_TPO=g_TO[:, None], listens_T=listens_T, example_T=example_T)
-        judged = Judged(dense=dense, metric=torch.eye(width) / width, x_TD=x_TD, listens_T=listens_T, whole=whole)
-        found.append(float(together(weights, judged, 1)[0]))
+        root_OR = torch.eye(width, dtype=torch.float64) / width**0.5
+        whole = Together(
+            x_TD=x_TD, g_TPR=g_TO[:, None] * width**0.5, listens_T=listens_T, example_T=example_T,
+            at_T=torch.arange(len(x_TD)),
+        )  # fmt: skip
+        judged = Judged(dense=dense, root=root_OR, x_TD=x_TD, listens_T=listens_T, whole=whole)
         # what is expected of an example is what its tokens do together
         d_TO = x_TD @ half - x_TD
         moved = torch.zeros(examples).index_add_(0, example_T, (d_TO * g_TO).sum(1)).square().mean()
-        expected = tokens * float(token_damage(weights, judged, 1).mean())
+        damage_TC = token_damage(weights, judged, 1)
+        expected = tokens * float(damage_TC.mean())
         assert expected == pytest.approx(float(moved), rel=0.15)
+        found.append(float(damage_TC.mean() / (d_TO.square().mean(1) * listens_T).mean()))
+        # the same with examples that are no part of the sample
+        apart = replace(judged, whole=replace(whole, x_TD=x_TD.clone()))
+        torch.testing.assert_close(token_damage(weights, apart, 1), damage_TC)
     assert found[0] > 8 and found[1] < 2

@@ -6,13 +6,13 @@ from torch import nn
 
 from acm_compiler.calibration.calibrate import calibrate
 from acm_compiler.calibration.damage import answers, default_answer, energy, random_projection
-from acm_compiler.calibration.dense_weights import read_dense
 from acm_compiler.calibration.examples import Examples, Options, masked, run
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord, WholeExamples
 from acm_compiler.errors import DataError, LayoutUnknown, UsageError
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import rewritten, sites
+from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.pipeline import plan
 from acm_compiler.site import Layout
@@ -21,8 +21,9 @@ from tests.helpers.models import Mlp, Residual, Stack, example
 
 
 def records_of(model):
-    dense = read_dense(model, conversion(model).plan)
-    return {s.name: SiteRecord(s, dense[s.name], sample=1000, seed=3) for s in conversion(model).plan.sites}
+    found = rewritten(model)
+    dense = read_dense(found)
+    return {s.name: SiteRecord(s, dense[s.name], sample=1000, seed=3) for s in found.plan.sites}
 
 
 def test_moments_of_a_stream_are_those_of_all_of_it():
@@ -74,6 +75,7 @@ def test_examples_are_kept_whole_until_there_is_no_room():
     assert value.example_T.bincount().tolist() == [6, 8, 4]
     assert torch.equal(value.x_TD[:, 0].long(), value.example_T)
     assert value.g_TPO[:7, 0, 0].tolist() == list(range(7))
+    assert value.at_T.tolist() == [*range(14), 14, 15, 25, 26]
     long, none = WholeExamples(2), WholeExamples(2)
     long.offer(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long))(torch.zeros(5, 1))
     assert len(long.value().x_TD) == 5 and none.value() is None
@@ -195,9 +197,10 @@ def test_several_projections_expect_what_one_does_with_less_noise():
     record = shown(6)
     whole = record.whole.value()
     assert whole.g_TPO.shape[:2] == (len(whole.x_TD), 6)
-    torch.testing.assert_close(whole.listens_T, record.sample.weights[: len(whole.x_TD)])
+    listens_T = whole.g_TPO.square().sum((1, 2))
+    torch.testing.assert_close(listens_T, record.sample.weights[whole.at_T])
     torch.testing.assert_close(
-        record.metric.value(12, torch.device("cpu")).trace().float(), whole.listens_T.mean(), rtol=1e-4, atol=0
+        record.metric.value(12, torch.device("cpu")).trace().float(), listens_T.mean(), rtol=1e-4, atol=0
     )
 
 
@@ -237,7 +240,7 @@ def test_a_mask_given_explicitly_must_fit():
     model = make_tiny()
     (example,) = texts(1)
     with pytest.raises(LayoutUnknown, match=r"blocks\.0\.proj"):
-        observe(model, [(example, torch.ones(4, 9))], records_of(model), answer=default_answer, seed=0)
+        observe(rewritten(model), [(example, torch.ones(4, 9))], records_of(model), answer=default_answer, seed=0)
 
 
 def test_observing_leaves_no_trace():
@@ -374,12 +377,12 @@ class _Masked(nn.Module):
 def test_labels_in_a_batch_are_refused_and_not_passed_on(labels):
     dense = _Masked().eval()
     model = rewrite(dense, plan(dense, example()))
-    for act in (calibrate, lambda rewritten, batches: run(rewritten, batches[0])):
+    for act in (calibrate, lambda model, batches: run(rewritten(model), batches[0])):
         with pytest.raises(UsageError, match="looks like labels") as caught:
             act(model, [[example(), labels]])
         assert "for x, label in loader" in caught.value.fix
-    run(model, {"x": example(), "mask": labels})  # named, they are meant
-    run(rewrite(dense, plan(dense, (example(), labels))), (example(), labels))
+    run(rewritten(model), {"x": example(), "mask": labels})  # named, they are meant
+    run(rewritten(rewrite(dense, plan(dense, (example(), labels)))), (example(), labels))
 
 
 @torch.library.custom_op("acm_tests::doubled", mutates_args=())

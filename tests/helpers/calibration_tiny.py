@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.calibration.damage import Answer, default_answer
-from acm_compiler.calibration.dense_weights import read_dense
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
-from acm_compiler.passes.rewrite.conversion import Conversion, conversion
+from acm_compiler.passes.rewrite.conversion import Conversion, rewritten
+from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime.measure_budgets import undisturbed
@@ -116,11 +116,11 @@ def observed(
     projections: int = 1,
 ):
     """Records of every site of `model`, as its dense self, on `batches`, and the totals of the pass."""
-    plan = conversion(model).plan
-    dense = read_dense(model, plan)
-    records = {site.name: SiteRecord(site, dense[site.name], sample=sample, seed=3) for site in plan.sites}
+    found = rewritten(model)
+    dense = read_dense(found)
+    records = {site.name: SiteRecord(site, dense[site.name], sample=sample, seed=3) for site in found.plan.sites}
     with undisturbed(model):
-        seen = observe(model, masked(batches), records, answer=answer, seed=seed, projections=projections)
+        seen = observe(found, masked(batches), records, answer=answer, seed=seed, projections=projections)
         return records, seen
 
 

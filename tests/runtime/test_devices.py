@@ -15,7 +15,7 @@ from acm_compiler.calibration import gates, ranks
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.passes.capture.capture import capture
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.runtime import measure_budgets as measure
 from acm_compiler.runtime.encoder_decoder import CallPadding
 from acm_compiler.runtime.measure_budgets import _mean_over_ranks, _Search
@@ -40,7 +40,7 @@ def test_knobs_are_guessed_where_the_scores_are(rule, monkeypatch):
     for acm in sites(model).values():
         acm.gate.rule = rule
     scores = {name: torch.empty(7, acm.count - acm.k_min + 1, device="meta") for name, acm in sites(model).items()}
-    assert gates._share_of(model, scores, 0.3, 1) == pytest.approx(0.5)
+    assert gates._share_of(rewritten(model), scores, 0.3, 1) == pytest.approx(0.5)
     assert [(k_T.device.type, k_T.shape) for k_T in chosen] == [("meta", (7,))] * 2
 
 
@@ -54,7 +54,7 @@ def test_processes_add_up_shares_on_the_models_device(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", send)
-    search = _Search(stack_of(planned_site("a")).to("meta"), [], 0)
+    search = _Search(rewritten(stack_of(planned_site("a")).to("meta")), [], 0)
     with pytest.raises(Sent, match="meta"):
         _mean_over_ranks(torch.rand(3, dtype=torch.float64), search.device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -49,14 +49,6 @@ class BudgetTable:
     evaluated: tuple[EvaluatedBudget, ...] = ()
     jumps: tuple[float, ...] = ()
 
-    @classmethod
-    def from_plain(cls, facts: Mapping[str, Any]) -> BudgetTable:
-        """The table that `dataclasses.asdict` took apart."""
-        points = tuple(BudgetPoint(**point) for point in facts["points"])
-        evaluated = tuple(EvaluatedBudget(**budget) for budget in facts.get("evaluated", ()))
-        jumps = tuple(facts.get("jumps", ()))  # not known to tables that were written before there were any
-        return cls(rule=facts["rule"], points=points, examples=facts["examples"], evaluated=evaluated, jumps=jumps)
-
 
 @dataclass(slots=True, kw_only=True)
 class Conversion:
@@ -94,27 +86,54 @@ class Conversion:
         return self.table.points[0].share if self.table else self.plan.cost.budget_min
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewritten:
+    """A rewritten model, or a part of one, with what one search of it finds: its ACMs by site name, its conversion."""
+
+    model: nn.Module
+    acms: dict[str, ACM]
+    owner: Conversion
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions for all sites, as they are now: calibration resolves them."""
+        return self.owner.plan
+
+
 def sites(model: nn.Module) -> dict[str, ACM]:
-    """The ACMs of `model` by site name, in the plan's order; also for wrapped (DDP, compiled) models.
+    """The ACMs of `model` by site name, in the plan's order; errors as of `rewritten`."""
+    return rewritten(model).acms
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """The conversion of a rewritten model, or of a part of one; errors as of `rewritten`."""
+    return rewritten(model).owner
+
+
+def rewritten(model: nn.Module) -> Rewritten:
+    """The ACMs of `model`, in the plan's order, and their conversion; also for wrapped (DDP, compiled) models.
 
     NotRewritten when there are none, FixedBudget for graphs made of a rewritten model (exported, or frozen for good),
     UsageError where several rewritten models are parts of one.
     """
     refuse_no_module(model)
-    found = {module.name: module for module in model.modules() if isinstance(module, ACM)}
-    if not found:
+    acms = [module for module in model.modules() if isinstance(module, ACM)]
+    if not acms:
         raise _no_acms(model)
-    for name, acm in found.items():
-        _refuse_discarded(name, acm)
-    owners = {id(module.conversion) for module in model.modules() if isinstance(module, ACM)}
+    for acm in acms:
+        _refuse_discarded(acm)
+    owners = {id(acm.conversion) for acm in acms}
     if len(owners) > 1:
         raise UsageError(
             f"this {type(model).__name__} holds {len(owners)} models that were rewritten one by one",
             expected="one plan and one budget for the whole model",
             fix="name the part, as in acm.set_budget(model.encoder, 0.4); or rewrite the whole model at once",
         )
-    order = {site.name: i for i, site in enumerate(conversion_of(next(iter(found.values()))).plan.sites)}
-    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+    owner = conversion_of(acms[0])
+    order = {site.name: i for i, site in enumerate(owner.plan.sites)}
+    return Rewritten(
+        model=model, acms={acm.name: acm for acm in sorted(acms, key=lambda acm: order[acm.name])}, owner=owner
+    )
 
 
 def refuse_no_module(model: object, *, where: str | None = None) -> None:
@@ -157,13 +176,43 @@ def _holds_operators(model: object) -> bool:
     return any(node.op == "call_function" and str(node.target).startswith("acm.") for node in nodes)
 
 
-def _refuse_discarded(name: str, acm: ACM) -> None:
+def _refuse_discarded(acm: ACM) -> None:
     if type(acm.knob).__name__ == "ErasedTensor":  # what Inductor's freezing_discard_parameters leaves of a model
         raise FixedBudget(
             "Inductor froze this model and discarded its parameters: it keeps the budget or k that it had then",
-            where=name,
+            where=acm.name,
             fix="load the model anew, acm.set_budget, then compile; or freeze without freezing_discard_parameters",
         )
+
+
+def plain_facts(found: Rewritten) -> dict[str, Any]:
+    """Results of training and measuring a model beside tensors and plan, as JSON holds it.
+
+    Saved folders, state dicts and the state of a run keep these, with what is theirs alone.
+    """
+    owner = found.owner
+    return {
+        "sites": {name: {"state": acm.state, "rule": acm.gate.rule} for name, acm in found.acms.items()},
+        "table": None if owner.table is None else asdict(owner.table),
+        "damage": owner.damage,
+        "default_budget": owner.default_budget,
+    }
+
+
+def restore_facts(owner: Conversion, acms: Mapping[str, ACM], facts: Mapping[str, Any]) -> None:
+    """Write what `plain_facts` gave into a model's conversion and ACMs."""
+    for name, acm in acms.items():
+        acm.state, acm.gate.rule = facts["sites"][name]["state"], facts["sites"][name]["rule"]
+    owner.table = None if facts["table"] is None else _table(facts["table"])
+    owner.damage = {name: tuple(values) for name, values in facts["damage"].items()}
+    owner.default_budget = facts["default_budget"]
+
+
+def _table(facts: Mapping[str, Any]) -> BudgetTable:
+    points = tuple(BudgetPoint(**point) for point in facts["points"])
+    evaluated = tuple(EvaluatedBudget(**budget) for budget in facts.get("evaluated", ()))
+    jumps = tuple(facts.get("jumps", ()))  # not known to tables that were written before there were any
+    return BudgetTable(rule=facts["rule"], points=points, examples=facts["examples"], evaluated=evaluated, jumps=jumps)
 
 
 @torch.no_grad()
@@ -182,23 +231,18 @@ def conversion_of(acm: ACM) -> Conversion:
     return acm.conversion
 
 
-def conversion(model: nn.Module) -> Conversion:
-    """The conversion of a rewritten model; NotRewritten when it is not one."""
-    return conversion_of(next(iter(sites(model).values())))
-
-
-def whole_conversion(model: nn.Module, request: str) -> Conversion:
-    """The `conversion`, for what holds for all sites of the plan together; UsageError for a part of the model."""
-    owner, here = conversion(model), sites(model)
-    elsewhere = [site.name for site in owner.plan.sites if site.name not in here]
+def wholly_rewritten(model: nn.Module, request: str) -> Rewritten:
+    """The `rewritten` model, for what holds for all sites of the plan together; UsageError for a part of the model."""
+    found = rewritten(model)
+    elsewhere = [site.name for site in found.plan.sites if site.name not in found.acms]
     if elsewhere:
         raise UsageError(
             f"{request} is for the whole rewritten model, whose plan and budget table belong together",
-            found=f"{type(model).__name__} with {len(here)} of its {len(owner.plan.sites)} sites, "
+            found=f"{type(model).__name__} with {len(found.acms)} of its {len(found.plan.sites)} sites, "
             f"without {elsewhere[0]}",
             fix="name the model that acm.rewrite or acm.load gave; acm.set_k(part, k) fixes the sites of a part",
         )
-    return owner
+    return found
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:

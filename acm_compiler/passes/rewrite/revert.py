@@ -11,7 +11,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.errors import NoDenseRegion, UsageError, a_few_of
 from acm_compiler.passes.capture.normalize import replace_children, restore_fast_path
 from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention
-from acm_compiler.passes.rewrite.conversion import sites, whole_conversion
+from acm_compiler.passes.rewrite.conversion import sites, wholly_rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseRegion
 from acm_compiler.passes.rewrite.graft_modules import move_hooks, put_module, registry_of
 from acm_compiler.passes.rewrite.saving_hooks import drop_budgets, unguard_saving
@@ -25,8 +25,8 @@ def revert(model: nn.Module) -> nn.Module:
     NotRewritten without ACMs; UsageError for a part of a rewritten model; NoDenseRegion after `finalize`, or after a
     load without the base model.
     """
-    undo, acms = whole_conversion(model, "acm.revert").undo, sites(model)
-    gone = [name for name, acm in acms.items() if acm.dense is None]
+    found = wholly_rewritten(model, "acm.revert")
+    undo, gone = found.owner.undo, [name for name, acm in found.acms.items() if acm.dense is None]
     if gone:
         raise NoDenseRegion(
             f"the dense regions of {len(gone)} sites are not there any more",
@@ -36,7 +36,7 @@ def revert(model: nn.Module) -> nn.Module:
     root = rewritten_root(model)
     if isinstance(root, fx.GraphModule) and undo.graph is None:
         raise NoDenseRegion("the graph from before the rewrite was not pickled", fix="use acm.save and acm.load")
-    for acm in acms.values():
+    for acm in found.acms.values():
         _put_back(root, acm)
     if isinstance(root, fx.GraphModule):
         root.graph = undo.graph

@@ -1,0 +1,86 @@
+"""The share of learner MACs that gates would spend at any knob, expected from their scores in one forward.
+
+It is exact for the knob of that forward. With another one sites read what other numbers of learners made before them,
+so what is expected only says where to measure next.
+Shapes: T tokens, C choices of k from the lowest allowed one to N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acm_compiler.acm.precision import to_float64
+from acm_compiler.acm.reference import GateRule
+
+STRONGEST_KNOB = 2.0**12
+_LEVELS = 1025
+
+
+@torch.no_grad()
+def turning_knobs(score_TC: Tensor, cost_C: Tensor, rule: GateRule) -> Tensor:
+    """The knobs [T, C - 1] from which on a token runs at most the first, the second, ... choice but the last.
+
+    Gates choose argmin_k e_k + lambda c_k with e the expected damage, or minus the logit. One of the choices j <= n is
+    as good as all i > n from lambda = min_j max_i (e_j - e_i) / (c_i - c_j) on. Rows of scores that are not finite are
+    nan; a knob that would have to be below the strongest one is that one.
+    """
+    score_TC, cost_C = to_float64(score_TC), to_float64(cost_C)
+    scale_T1 = score_TC.amax(1, keepdim=True)
+    error_TC = (score_TC - scale_T1).exp() if rule == "damage" else -score_TC
+    price_Tji = (error_TC[:, :, None] - error_TC[:, None, :]) / (cost_C - cost_C[:, None])
+    least = [price_Tji[:, :n, n:].amax(2).amin(1) for n in range(1, len(cost_C))]
+    price_Tn = torch.stack(least, 1) if least else score_TC[:, :0]
+    knob_Tn = price_Tn.clamp_min(0).log() + scale_T1 if rule == "damage" else price_Tn
+    knob_Tn = torch.where(score_TC.isfinite().all(1, keepdim=True), knob_Tn, torch.nan)
+    return knob_Tn.clamp(-STRONGEST_KNOB, STRONGEST_KNOB)
+
+
+def quantiles(knobs: Iterable[tuple[Tensor, float]]) -> Tensor:
+    """The knobs, from low to high, above which 1, ..., 0 of all weight lies; each tensor with the weight of one knob.
+
+    float64 [levels].
+    """
+    parts = [(knobs_R.cpu(), torch.full((len(knobs_R),), weight, dtype=torch.float64)) for knobs_R, weight in knobs]
+    values, order = torch.cat([values for values, _ in parts]).sort()
+    weights = torch.cat([weights for _, weights in parts])[order]
+    if not len(values):
+        return torch.zeros(_LEVELS, dtype=torch.float64)
+    below = (weights.cumsum(0) - weights / 2) / weights.sum()
+    return torch.from_numpy(np.interp(np.linspace(0, 1, _LEVELS), below.numpy(), values.numpy()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A forward's knob, the share measured, and the knobs [levels] by which tokens would run fewer learners.
+
+    least: the share of all tokens at their lowest k.
+    """
+
+    knob: float
+    share: float
+    turning: np.ndarray
+    least: float
+
+    def expected(self, knobs: np.ndarray) -> np.ndarray:
+        """The shares at other knobs if every site read what it read here; at the probe's own, what was measured."""
+        below = np.interp([self.knob, *knobs], self.turning, np.linspace(0, 1, len(self.turning)))
+        return self.share - (1 - self.least) * (below[1:] - below[0])
+
+
+def expected_between(low: Probe, high: Probe) -> tuple[np.ndarray, np.ndarray]:
+    """Knobs from that of `low` to that of `high`, and the shares expected of them; falling, as measured at both ends.
+
+    What sites read changes from the one forward to the other, by as much as the share has moved.
+    """
+    knobs = np.union1d(low.turning, high.turning)
+    knobs = np.array([low.knob, *knobs[(knobs > low.knob) & (knobs < high.knob)], high.knob])
+    from_low, from_high = low.expected(knobs), high.expected(knobs)
+    behind, ahead = low.share - from_low, from_high - high.share
+    moved = behind / np.maximum(behind + ahead, 1e-12)
+    shares = from_low + moved * (from_high - from_low)
+    return knobs, np.minimum.accumulate(shares).clip(high.share, low.share)

@@ -35,7 +35,7 @@ def plan_sites(found: Sequence[Site], chosen: Mapping[str, SiteRule], gate: Gate
     """The sites that have a rule, each with its sizes, in the model's order; UsageError where sizes do not fit."""
     planned = [_plan_site(site, chosen[site.name], gate) for site in found if site.name in chosen]
     known = {site.name: site for site in planned}
-    return tuple(_settle_form(site, known, asked=chosen[site.name].form) for site in planned)
+    return tuple(_choose_form(site, known, asked=chosen[site.name].form) for site in planned)
 
 
 def notes_on(planned: Sequence[PlannedSite], chosen: Mapping[str, SiteRule]) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def _refuse_narrow(site: PlannedSite) -> None:
         )
 
 
-def _settle_form(site: PlannedSite, known: Mapping[str, PlannedSite], *, asked: str) -> PlannedSite:
+def _choose_form(site: PlannedSite, known: Mapping[str, PlannedSite], *, asked: str) -> PlannedSite:
     """`site` with its pair only where both can be slices. UsageError where slices are asked for and cannot be."""
     if site.kind != "linear" or site.init == "random":
         return dataclasses.replace(site, pair=None, form="svd") if site.kind == "linear" else site

@@ -62,9 +62,9 @@ def check_derived(text: str, derived: dict[str, Any]) -> None:
 
 
 def _contradictions(document: dict[str, Any], derived: dict[str, Any]) -> Iterator[tuple[str, object, Any]]:
-    said = {name: document[name] for name in _DERIVED if name in document}
-    said["sites"] = [{name: site[name] for name in _DERIVED_OF_SITES if name in site} for site in document["sites"]]
-    for path, found, expected in differing(said, derived, same=_is_same_number):
+    given = {name: document[name] for name in _DERIVED if name in document}
+    given["sites"] = [{name: site[name] for name in _DERIVED_OF_SITES if name in site} for site in document["sites"]]
+    for path, found, expected in differing(given, derived, same=_is_same_number):
         if found is not ABSENT:  # what the text leaves out contradicts nothing
             yield show_path(path), found, None if expected is ABSENT else expected
 

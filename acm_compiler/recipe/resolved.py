@@ -107,7 +107,7 @@ def differences(before: Any, after: Any) -> list[str]:
     return [f"{show_path(path)}: {_shown(old)} -> {_shown(new)}" for path, old, new in differing(before, after)]
 
 
-def told_differences(before: Any, after: Any) -> str:
+def first_differences(before: Any, after: Any) -> str:
     """The first eight differences, one a line, for a message; empty where there are none."""
     changed = differences(before, after)
     more = [f"and {len(changed) - _TOLD} more"] if len(changed) > _TOLD else []

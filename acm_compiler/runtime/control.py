@@ -188,7 +188,7 @@ def _check_phases(found: Rewritten, wanted: Mapping[str, float | str]) -> tuple[
 def _no_own_budget(owner: Conversion) -> NoBudgetTable:
     example = "acm.set_budget(model, 0.6)"
     return NoBudgetTable(
-        "None means the budget of the recipe that made this model, and no recipe gave it one",
+        "this model has no default budget",
         expected=f"a budget from {owner.table_min:.3f} to 1" if owner.table else None,
         fix=f"name a budget: {example}"
         if owner.table

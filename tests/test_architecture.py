@@ -210,6 +210,7 @@ _OTHER_WRITES = {
     "acm_compiler/checkpoint/lock.py": "into the very file that is locked",
     "acm_compiler/codegen/gpu/ahead.py": "into a temporary folder, for a tool to read",
     "acm_compiler/reporting/figures.py": "into memory",
+    "acm_compiler/sources/from_gguf.py": "into a temporary folder, to read what transformers writes",
     "acm_compiler/training/job.py": "line by line, at the end of what is there",
     "benchmarks/gpu.py": "row by row, so that an interruption loses none",
 }

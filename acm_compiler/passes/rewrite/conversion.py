@@ -186,7 +186,7 @@ def _refuse_discarded(acm: ACM) -> None:
 
 
 def plain_facts(found: Rewritten) -> dict[str, Any]:
-    """Results of training and measuring a model beside tensors and plan, as JSON holds it.
+    """Facts that training and measuring gave a model beside tensors and plan, as JSON holds them.
 
     Saved folders, state dicts and the state of a run keep these, with what is theirs alone.
     """

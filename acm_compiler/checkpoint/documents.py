@@ -5,6 +5,7 @@ What else the files say is refused by its key.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,13 +17,23 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.acm.reference import GateRule
 from acm_compiler.errors import StorageError
-from acm_compiler.passes.rewrite.conversion import BudgetPoint, EvaluatedBudget, conversion, sites
+from acm_compiler.passes.rewrite.conversion import (
+    BudgetPoint,
+    Conversion,
+    EvaluatedBudget,
+    Rewritten,
+    conversion,
+    plain_facts,
+    restore_facts,
+    sites,
+)
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.messages import checked_json, wrong_entry
 from acm_compiler.runtime.control import PHASES, set_budget
 from acm_compiler.runtime.site_status import status
 from acm_compiler.site import Share, Whole
 
+FORMAT = 1
 _FIX = "copy the folder again from where it is whole, or save the model again"
 _Phase = Literal["prefill", "decode"]
 
@@ -96,6 +107,35 @@ def check_budgets(text: str, plan: Plan, where: str) -> None:
         if len(phases) != 2:
             expected = "both phases, prefill and decode"
             raise wrong_entry(f"choices.sites.{name}", list(phases), expected, what=what, where=where, fix=_FIX)
+
+
+def budgets_document(found: Rewritten) -> dict[str, Any]:
+    """budgets.json of a model: what the plan says too is left out, and each budget evaluated has a place of its own."""
+    owner, facts = found.owner, plain_facts(found)
+    table = facts["table"]
+    return {
+        "format": FORMAT,
+        "teacher": owner.teacher,
+        "start_gates": owner.start_gates,
+        "default_budget": facts["default_budget"],
+        "choices": collect_choices(found.model),
+        "damage": facts["damage"],
+        "rules": {name: site["rule"] for name, site in facts["sites"].items()},
+        "table": table and {**table, "evaluated": ()},
+        "budgets": table["evaluated"] if table else (),
+    }
+
+
+def restore_document(owner: Conversion, acms: Mapping[str, ACM], document: Mapping[str, Any]) -> None:
+    """Write what `budgets_document` gave, but for the choices, into a model's conversion and ACMs."""
+    table = document["table"]
+    sites = {
+        name: {"state": acm.state, "rule": document["rules"].get(name, acm.gate.rule)} for name, acm in acms.items()
+    }
+    measured = table and {**table, "evaluated": document.get("budgets", ())}
+    restore_facts(owner, acms, {**document, "sites": sites, "table": measured})
+    owner.teacher = document["teacher"]
+    owner.start_gates = document.get("start_gates")  # not known to folders that were written before there was one
 
 
 def collect_choices(model: nn.Module) -> dict[str, Any] | None:

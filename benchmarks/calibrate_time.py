@@ -3,7 +3,7 @@
     python benchmarks/calibrate_time.py tokens      a BERT of 3 layers of width 128, 5,000, 10,000 and 20,000 tokens
     python benchmarks/calibrate_time.py layers      a BERT of 3, 6 and 12 layers of width 128, 5,000 tokens
     python benchmarks/calibrate_time.py layers 12   only that one
-    python benchmarks/calibrate_time.py vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 pictures
+    python benchmarks/calibrate_time.py vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 images
     python benchmarks/calibrate_time.py vit 1 2000  one layer of it, all sites, 2,000 tokens: the price of a layer
 
 Weights and inputs are random: what is computed does not depend on them. CPU seconds of all threads together, in all
@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 
 import acm_compiler as acm
 
-BATCH, LENGTH, PICTURES = 16, 34, 8
+BATCH, LENGTH, IMAGES = 16, 34, 8
 PARTS = ("read", "learners and gates", "lowest k", "budgets")  # how calibrate's lines about a finished part begin
 
 
@@ -52,17 +52,23 @@ Case = tuple[str, nn.Module, Any, Iterator[Any], int, list[str]]
 def over_tokens(*sizes: int) -> Iterator[Case]:
     """One model, more and more tokens."""
     for tokens in sizes or (5_000, 10_000, 20_000):
-        yield "BERT, 3 layers of 128", bert(3, 128), sentence(), sentences(), tokens, ["mlp", "attn"]
+        yield bert_case(3, tokens)
 
 
 def over_layers(*sizes: int) -> Iterator[Case]:
     """More and more layers, the same tokens."""
     for layers in sizes or (3, 6, 12):
-        yield f"BERT, {layers} layers of 128", bert(layers, 128), sentence(), sentences(), 5_000, ["mlp", "attn"]
+        yield bert_case(layers, 5_000)
+
+
+def bert_case(layers: int, tokens: int) -> Case:
+    """A BERT of width 128, all its sites."""
+    batches = (sentences(BATCH) for _ in count())
+    return f"BERT, {layers} layers of 128", bert(layers, 128), sentences(1), batches, tokens, ["mlp", "attn"]
 
 
 def of_vit(*sizes: int) -> Iterator[Case]:
-    """A ViT-B/16 on pictures of noise; `sizes`: its layers, and tokens, for all sites."""
+    """A ViT-B/16 on images of noise; `sizes`: its layers, and tokens, for all sites."""
     from torchvision.models import VisionTransformer
 
     torch.manual_seed(0)
@@ -70,7 +76,8 @@ def of_vit(*sizes: int) -> Iterator[Case]:
     model = VisionTransformer(224, 16, num_layers=layers, num_heads=12, hidden_dim=768, mlp_dim=3072)
     torch.nn.init.normal_(model.heads.head.weight, std=0.03)  # torchvision's zeros would give no gradient
     sites = ["mlp", "attn"] if sizes else ["mlp"]
-    yield f"ViT-B/16, {layers} layers", model.eval(), torch.randn(1, 3, 224, 224), pictures(), tokens, sites
+    images = (torch.randn(IMAGES, 3, 224, 224) for _ in count())
+    yield f"ViT-B/16, {layers} layers", model.eval(), torch.randn(1, 3, 224, 224), images, tokens, sites
 
 
 def timed(model: nn.Module, example: Any, batches: Iterator[Any], *, tokens: int, sites: list[str]) -> str:
@@ -102,21 +109,9 @@ def bert(layers: int, width: int) -> nn.Module:
     return BertModel(config, add_pooling_layer=False).eval()
 
 
-def sentence() -> dict[str, torch.Tensor]:
-    """One example."""
-    return {"input_ids": torch.randint(1000, 30_000, (1, LENGTH))}
-
-
-def sentences() -> Iterator[dict[str, torch.Tensor]]:
-    """Batches without end."""
-    while True:
-        yield {"input_ids": torch.randint(1000, 30_000, (BATCH, LENGTH))}
-
-
-def pictures() -> Iterator[torch.Tensor]:
-    """Batches without end."""
-    while True:
-        yield torch.randn(PICTURES, 3, 224, 224)
+def sentences(batch: int) -> dict[str, torch.Tensor]:
+    """A batch of drawn tokens."""
+    return {"input_ids": torch.randint(1000, 30_000, (batch, LENGTH))}
 
 
 if __name__ == "__main__":

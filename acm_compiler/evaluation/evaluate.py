@@ -191,7 +191,14 @@ class _Runs:
         """Units of every example, and its source; DataError without examples."""
         if not self._groups:
             raise DataError("no examples to evaluate on")
-        return Sample(task=self.task, units_E=torch.cat(self._units), groups_E=torch.cat(self._groups))
+        units_E = torch.cat(self._units)
+        if not units_E.any():
+            raise DataError(
+                "examples must hold something to score, got padding alone",
+                found=f"{len(units_E)} examples of 0 units of {self.task.metric}",
+                fix="give longer texts, and an attention_mask that is 1 at real tokens",
+            )
+        return Sample(task=self.task, units_E=units_E, groups_E=torch.cat(self._groups))
 
     @property
     def dense_scores(self) -> Tensor | None:

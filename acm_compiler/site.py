@@ -18,24 +18,24 @@ Whole = Annotated[int, Ge(0), Le(2**63 - 1)]
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
 Learners = Annotated[int, Ge(1), Le(64)]
 Share = Annotated[float, Ge(0), Le(1)]
-# an `act` is one of these names, or an expression
-ACTIVATIONS = (
-    "identity",
-    "relu",
-    "relu6",
-    "relu2",
-    "gelu",
-    "gelu_tanh",
-    "quick_gelu",
-    "silu",
-    "tanh",
-    "sigmoid",
-    "elu",
-    "leaky_relu",
-    "hardswish",
-    "mish",
-    "softplus",
-)
+# an `act` is one of these names, or an expression; what follows a name is what it stands for, torch's own where nothing
+ACTIVATIONS: dict[str, str | None] = {
+    "identity": "x",
+    "relu": None,
+    "relu6": None,
+    "relu2": "square(relu(x))",
+    "gelu": None,
+    "gelu_tanh": None,
+    "quick_gelu": "mul(x, sigmoid(mul(x, 1.702)))",
+    "silu": None,
+    "tanh": None,
+    "sigmoid": None,
+    "elu": None,
+    "leaky_relu": None,
+    "hardswish": None,
+    "mish": None,
+    "softplus": None,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

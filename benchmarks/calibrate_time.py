@@ -3,7 +3,7 @@
     python benchmarks/calibrate_time.py tokens      a BERT of 3 layers of width 128, 5,000, 10,000 and 20,000 tokens
     python benchmarks/calibrate_time.py layers      a BERT of 3, 6 and 12 layers of width 128, 5,000 tokens
     python benchmarks/calibrate_time.py layers 12   only that one
-    python benchmarks/calibrate_time.py vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 pictures
+    python benchmarks/calibrate_time.py vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 images
     python benchmarks/calibrate_time.py vit 1 2000  one layer of it, all sites, 2,000 tokens: the price of a layer
     python benchmarks/calibrate_time.py decoder     SmolLM2-135M's shape, MLP sites, 40,000 tokens
     python benchmarks/calibrate_time.py decoder 5 4000 1000  the same with 5 layers, 4,000 tokens, 1,000 with gradients
@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import nn
 
 import acm_compiler as acm
 
-BATCH, LENGTH, PICTURES = 16, 34, 8
+BATCH, LENGTH, IMAGES = 16, 34, 8
 VOCABULARY, CONTEXTS, CONTEXT = 49_152, 4, 256
 PARTS = ("read", "learners and gates", "lowest k", "budgets")  # how calibrate's lines about a finished part begin
 
@@ -56,17 +56,23 @@ Case = tuple[str, nn.Module, Any, Iterator[Any], int, list[str], int | None]
 def over_tokens(*sizes: int) -> Iterator[Case]:
     """One model, more and more tokens."""
     for tokens in sizes or (5_000, 10_000, 20_000):
-        yield "BERT, 3 layers of 128", bert(3, 128), sentence(), sentences(), tokens, ["mlp", "attn"], None
+        yield bert_case(3, tokens)
 
 
 def over_layers(*sizes: int) -> Iterator[Case]:
     """More and more layers, the same tokens."""
     for layers in sizes or (3, 6, 12):
-        yield f"BERT, {layers} layers of 128", bert(layers, 128), sentence(), sentences(), 5_000, ["mlp", "attn"], None
+        yield bert_case(layers, 5_000)
+
+
+def bert_case(layers: int, tokens: int) -> Case:
+    """A BERT of width 128, all its sites."""
+    batches = (sentences(BATCH) for _ in count())
+    return f"BERT, {layers} layers of 128", bert(layers, 128), sentences(1), batches, tokens, ["mlp", "attn"], None
 
 
 def of_vit(*sizes: int) -> Iterator[Case]:
-    """A ViT-B/16 on pictures of noise; `sizes`: its layers, and tokens, for all sites."""
+    """A ViT-B/16 on images of noise; `sizes`: its layers, and tokens, for all sites."""
     from torchvision.models import VisionTransformer
 
     torch.manual_seed(0)
@@ -74,7 +80,8 @@ def of_vit(*sizes: int) -> Iterator[Case]:
     model = VisionTransformer(224, 16, num_layers=layers, num_heads=12, hidden_dim=768, mlp_dim=3072)
     torch.nn.init.normal_(model.heads.head.weight, std=0.03)  # torchvision's zeros would give no gradient
     sites = ["mlp", "attn"] if sizes else ["mlp"]
-    yield f"ViT-B/16, {layers} layers", model.eval(), torch.randn(1, 3, 224, 224), pictures(), tokens, sites, None
+    images = (torch.randn(IMAGES, 3, 224, 224) for _ in count())
+    yield f"ViT-B/16, {layers} layers", model.eval(), torch.randn(1, 3, 224, 224), images, tokens, sites, None
 
 
 def of_decoder(*sizes: int) -> Iterator[Case]:
@@ -87,8 +94,8 @@ def of_decoder(*sizes: int) -> Iterator[Case]:
         hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
         num_key_value_heads=3, vocab_size=VOCABULARY, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
-    model, example = LlamaForCausalLM(config).eval(), {"input_ids": torch.randint(VOCABULARY, (1, CONTEXT))}
-    yield f"SmolLM2-135M's shape, {layers} layers", model, example, contexts(), tokens, ["mlp"], with_gradients
+    model, batches = LlamaForCausalLM(config).eval(), (contexts(CONTEXTS) for _ in count())
+    yield f"SmolLM2-135M's shape, {layers} layers", model, contexts(1), batches, tokens, ["mlp"], with_gradients
 
 
 def timed(
@@ -123,27 +130,14 @@ def bert(layers: int, width: int) -> nn.Module:
     return BertModel(config, add_pooling_layer=False).eval()
 
 
-def sentence() -> dict[str, torch.Tensor]:
-    """One example."""
-    return {"input_ids": torch.randint(1000, 30_000, (1, LENGTH))}
+def sentences(batch: int) -> dict[str, torch.Tensor]:
+    """A batch of drawn tokens."""
+    return {"input_ids": torch.randint(1000, 30_000, (batch, LENGTH))}
 
 
-def sentences() -> Iterator[dict[str, torch.Tensor]]:
-    """Batches without end."""
-    while True:
-        yield {"input_ids": torch.randint(1000, 30_000, (BATCH, LENGTH))}
-
-
-def contexts() -> Iterator[dict[str, torch.Tensor]]:
-    """Batches without end."""
-    while True:
-        yield {"input_ids": torch.randint(VOCABULARY, (CONTEXTS, CONTEXT))}
-
-
-def pictures() -> Iterator[torch.Tensor]:
-    """Batches without end."""
-    while True:
-        yield torch.randn(PICTURES, 3, 224, 224)
+def contexts(batch: int) -> dict[str, torch.Tensor]:
+    """A batch of drawn tokens for the decoder."""
+    return {"input_ids": torch.randint(VOCABULARY, (batch, CONTEXT))}
 
 
 if __name__ == "__main__":

@@ -67,35 +67,22 @@ def measured(dense: nn.Module, converted: nn.Module, batch: int, tokens: int, ro
     prompt = torch.randint(1, VOCABULARY, (batch, PROMPT))
     calls: dict[str, Callable[[], object]] = {"dense": lambda: write(dense, prompt, tokens)}
     for k in range(1, N + 1):
-        calls[f"{k / N:.2f}"] = lambda k=k: write_at(converted, k, prompt, tokens)
+        calls[f"{k / N:.2f}"] = lambda k=k: (acm.set_k(converted, k), write(converted, prompt, tokens))
     found = interleave(calls, base="dense", rounds=rounds, warmup=1)
-    rate = 1000 * batch * tokens / found["dense"].time_ms
+    rates = {name: 1000 * batch * tokens / timing.time_ms for name, timing in found.items()}
     cost = conversion(converted).plan.cost
     rows = []
     for k in range(1, N + 1):
         timing = found[f"{k / N:.2f}"]
-        shown = [
-            1000 * batch * tokens / timing.time_ms,
-            rate,
-            1 / timing.ratio,
-            1 / timing.ratio_q3,
-            1 / timing.ratio_q1,
-        ]
-        rows.append(
-            [str(batch), f"{k / N:.2f}", *(f"{number:.3g}" for number in shown), f"{cost.model_share(k / N):.0%}"]
-        )
+        speedups = [1 / ratio for ratio in (timing.ratio, timing.ratio_q3, timing.ratio_q1)]
+        shown = [f"{number:.3g}" for number in (rates[f"{k / N:.2f}"], rates["dense"], *speedups)]
+        rows.append([str(batch), f"{k / N:.2f}", *shown, f"{cost.model_share(k / N):.0%}"])
     return rows
 
 
 def write(model: nn.Module, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
     """So many more tokens."""
     return model.generate(prompt, max_new_tokens=tokens, do_sample=False)  # type: ignore[operator]
-
-
-def write_at(model: nn.Module, k: int, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The same, every token running k learners."""
-    acm.set_k(model, k)
-    return write(model, prompt, tokens)
 
 
 if __name__ == "__main__":

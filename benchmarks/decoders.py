@@ -1,13 +1,15 @@
 """Perplexity of converted decoders at every budget, beside the dense model and a fixed k: docs/results/decoders.md.
 
-    python benchmarks/decoders.py --model gpt2 --width 192 --out runs/decoders      trains it first, or loads it
-    python benchmarks/decoders.py --model llama --width 256 --out runs/decoders
-    python benchmarks/decoders.py --model llama_docs                                the shipped Llama
-    python benchmarks/decoders.py --model FOLDER --texts 96                         a causal model of transformers'
+    python -m benchmarks.decoders --model gpt2 --width 192 --out runs/decoders      trains it first, or loads it
+    python -m benchmarks.decoders --model llama --width 256 --out runs/decoders
+    python -m benchmarks.decoders --model llama_docs                                the shipped Llama
+    python -m benchmarks.decoders --model FOLDER --texts 96                         a causal model of transformers'
+    python -m benchmarks.decoders --model runs/smollm2 --against teal wina          a finished run, as it was measured
 
 GPT-2 and GPT-NeoX have GELU MLPs, Llama SwiGLU. They are trained on documentation of installed packages as the shipped
 language model is, one file per size below `--out`; the same command goes on with a training that was interrupted.
-FOLDER is one with config.json, weights and tokenizer.json. Nothing is trained after the conversion.
+FOLDER is one with config.json, weights and tokenizer.json. Nothing is trained after the conversion. `--against` adds
+activation sparsity at the same shares on the same texts (benchmarks/sparse_activations.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,16 +32,22 @@ import acm_compiler as acm
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options
 from acm_compiler.data import Batch, BatchStream
+from acm_compiler.data.texts import TextSet
+from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.evaluate import evaluate
-from acm_compiler.evaluation.results import BudgetResult, Interval
+from acm_compiler.evaluation.results import BudgetResult, Evaluation, Interval, load_evaluation
 from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.datasets import TextData
+from acm_compiler.runs.recipe_run import open_saved_run
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY
 from acm_compiler.shipped.open_weights import load_shipped
+from acm_compiler.tasks import Task
 from acm_compiler.tasks.language import CausalLM
+from benchmarks.sparse_activations import WEIGHTS, rivals
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
-from scripts.train_shipped.text import Lesson, LikeLengths, texts, train
+from scripts.train_shipped.text import Lesson, texts, train
 
 BUDGETS = (0.25, 0.4, 0.6, 0.75, 1.0)
 TASK, RATE = CausalLM(), 3e-3
@@ -50,6 +59,10 @@ def main() -> None:
     options = arguments().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("acm_compiler.calibration").setLevel(logging.WARNING)
+    if (Path(options.model) / "eval.json").is_file():
+        for row in of_run(Path(options.model), options.against):
+            say(row)
+        return
     model, tokenizer = decoder(options)
     size = sum(p.numel() for p in model.parameters())
     say(f"{type(model).__name__}, {size / 1e6:.1f} M parameters, {torch.get_num_threads()} threads, {sys.argv[1:]}")
@@ -69,6 +82,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--learners", type=int, default=8)
     parser.add_argument("--lossless", action="store_true")
     parser.add_argument("--tokens", type=int, default=20_000, help="to calibrate on")
+    parser.add_argument("--against", nargs="+", choices=tuple(WEIGHTS), default=[], help="measured beside ours")
     parser.add_argument("--texts", type=int, default=400, help="to judge by")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("runs/decoders"))
@@ -160,18 +174,48 @@ def measured(model: nn.Module, tokenizer: Path, kinds: list[str], options: argpa
     forms = [site.form if site.kind == "linear" else site.second_layer for site in planned]
     yield f"\n{' and '.join(kinds)}: { ({form: forms.count(form) for form in forms}) }, N = {options.learners}, "
     yield f"{added:+.1%} parameters, {options.tokens} tokens, calibrated in {seconds:.0f} s of CPU time, "
-    table, load = conversion(converted).table, os.getloadavg()[0]
-    yield f"lowest k {table.points[0].k_lo if table else None}, load {load:.1f}\n"
+    budgets, load = conversion(converted).table, os.getloadavg()[0]
+    yield f"lowest k {budgets.points[0].k_lo if budgets else None}, load {load:.1f}\n"
     held_out = BatchStream(dataset=documentation(tokenizer, "eval", options.texts), batch=options.batch)
     quarters = [FixedK(options.learners * part // 4) for part in (1, 2, 3, 4)]
     found = evaluate(converted, held_out.epoch(), TASK, budgets=[*BUDGETS, *quarters], dense=model)
-    yield f"| setting | share | of dense MACs | perplexity, dense {found.metric.dense:.2f} | to dense | to fixed k |"
+    yield from table(found)
+    judged = partial(task_rivals, fit=lambda: calibration_batches(tokenizer, options.batch), judge=held_out.epoch)
+    yield from judged(model, conversion(converted).plan, options.against, TASK)
+
+
+def of_run(folder: Path, methods: list[str]) -> Iterator[str]:
+    """The rows that a finished run has measured, and those of other methods on its texts."""
+    run = open_saved_run(folder)
+    found, recipe = load_evaluation(folder), run.recipe
+    if found is None or recipe is None or recipe.data is None or run.dense is None:
+        raise UsageError("the run must be finished, with a recipe that names data", where=str(folder))
+    yield from table(found)
+    train, batch = run.opened.dataset(recipe.data.train), recipe.run.eval_batch
+    shown = BatchStream(dataset=train, batch=batch, seed=recipe.run.seed, shuffle=True)
+    held_out = BatchStream(dataset=run.data, batch=batch)
+    plan = conversion(run.model).plan
+    yield from task_rivals(run.dense, plan, methods, run.task, fit=shown.epoch, judge=held_out.epoch)
+
+
+def table(found: Evaluation) -> Iterator[str]:
+    """A row of Markdown for every budget and every k."""
+    metric = f"{found.metric.name}, dense {found.metric.dense:.2f}"
+    yield f"| setting | share | of dense MACs | {metric} | to dense | to fixed k |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for result in (*found.budgets, *found.fixed):
         setting = f"{result.asked:g}" if isinstance(result, BudgetResult) else f"k = {result.k} everywhere"
         control = result.over_fixed if isinstance(result, BudgetResult) else None
         moved = " | ".join(part_of(found.metric.dense, change) for change in (result.difference, control))
         yield f"| {setting} | {result.reached:.3f} | {result.model_share:.1%} | {result.metric:.2f} | {moved} |"
+
+
+def task_rivals(dense: nn.Module, plan: Plan, methods: list[str], task: Task, **batches: Any) -> Iterator[str]:
+    """A row of the same table for every method and share."""
+    for row in rivals(dense, plan, methods, shares=BUDGETS[:-1][::-1], task=task, **batches):
+        moved = part_of(row.metric - row.difference.mean, row.difference)
+        setting = f"{row.method}, {row.share:g} | {row.reached:.3f} | {row.model_share:.1%}"
+        yield f"| {setting} | {row.metric:.2f} | {moved} | |"
 
 
 def part_of(dense: float, change: Interval | None) -> str:
@@ -199,9 +243,9 @@ def calibration_batches(tokenizer: Path, batch: int) -> Iterator[Batch]:
         yield batches[place]
 
 
-def documentation(tokenizer: Path, split: Any, count: int) -> LikeLengths:
+def documentation(tokenizer: Path, split: Any, count: int) -> TextSet:
     """Paragraphs of the packages that the shipped language model knows; files are in one split each."""
-    return LikeLengths(
+    return TextSet(
         TextData(
             kind="texts",
             split=split,

@@ -160,8 +160,10 @@ def test_texts_use_the_words_of_the_field():
     texts = [(path, 0, path.read_text()) for path in pages]
     for path in sources():
         strings = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
-        texts += [(path, node.lineno, node.value) for node in strings if isinstance(node.value, str)]
-    found = [f"{path.name}:{line}: {word}" for path, line, text in texts for word in pattern.findall(text)]
+        texts += [(path, node.lineno, " ".join(node.value.split())) for node in strings if isinstance(node.value, str)]
+    found = [
+        f"{path.name}:{line}: {word}" for path, line, text in texts for word in pattern.findall(" ".join(text.split()))
+    ]
     assert not found
 
 
@@ -208,6 +210,7 @@ _OTHER_WRITES = {
     "acm_compiler/checkpoint/lock.py": "into the very file that is locked",
     "acm_compiler/codegen/gpu/ahead.py": "into a temporary folder, for a tool to read",
     "acm_compiler/reporting/figures.py": "into memory",
+    "acm_compiler/sources/from_gguf.py": "into a temporary folder, to read what transformers writes",
     "acm_compiler/training/job.py": "line by line, at the end of what is there",
     "benchmarks/gpu.py": "row by row, so that an interruption loses none",
 }

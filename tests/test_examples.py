@@ -13,6 +13,7 @@ import acm_compiler as acm
 from acm_compiler.recipe import load_recipe
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import run_recipe
+from tests.helpers.gguf_files import small_llama, write_gguf
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -27,7 +28,7 @@ SLOW = {
 
 
 def test_every_example_is_run_here():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*QUICK, *SLOW, "ddp", "my_project"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*QUICK, *SLOW, "ddp", "my_project", "side_by_side"}
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -61,6 +62,37 @@ def test_a_recipe_with_your_own_model_data_and_task(tmp_path, monkeypatch):
     found = run_recipe(recipe, RunOptions(directory=tmp_path / "run"), say=lambda text: None)
     assert found is not None and [round(budget.asked, 2) for budget in found.budgets] == [0.5, 1.0]
     assert len(acm.sites(acm.load(tmp_path / "run", allow_code=True))) == 2
+
+
+RECIPE = """acm: 1
+name: small
+model: {{source: hf, name: {0}, gguf: small.gguf}}
+input: {{tokens: 32}}
+task: {{kind: causal_lm}}
+data:
+  train: {{kind: texts, split: train, classes: [networkx], tokenizer: {0}/small.gguf, count: 100, max_tokens: 64}}
+  eval: {{kind: texts, split: eval, classes: [networkx], tokenizer: {0}/small.gguf, count: 16, max_tokens: 64}}
+sites: [{{match: mlp, learners: 4}}]
+budgets: {{report: [0.6, 1.0]}}
+schedule: [{{phase: calibrate, tokens: 1200, batch: 8}}]
+"""
+
+
+def test_a_run_from_a_gguf_file_is_shown_at_its_budgets_and_beside_others(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("gguf")
+    pytest.importorskip("transformers")
+    from benchmarks.decoders import of_run
+
+    write_gguf(tmp_path / "small.gguf", small_llama(max_position_embeddings=256))
+    (tmp_path / "small.yaml").write_text(RECIPE.format(tmp_path))
+    run_recipe(load_recipe(tmp_path / "small.yaml"), RunOptions(directory=tmp_path / "run"), say=lambda _: None)
+    rows = [row.split(" |")[0] for row in of_run(tmp_path / "run", ["teal"])]
+    assert rows[2:4] == ["| 0.6", "| 1"] and rows[-4:] == [f"| teal, {share}" for share in (0.75, 0.6, 0.4, 0.25)]
+    arguments = [str(tmp_path / "run"), "the cat", "--tokens", "4", "--budgets", "1", ".6"]
+    monkeypatch.setattr(sys, "argv", ["side_by_side.py", *arguments])
+    runpy.run_path(str(EXAMPLES / "side_by_side.py"))
+    shown = capsys.readouterr().out
+    assert "the cat" in shown and "| 1 (1" in shown and "| 0.6 (" in shown
 
 
 def test_the_first_steps_of_the_readme_are_the_example():

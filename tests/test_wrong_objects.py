@@ -27,6 +27,7 @@ MODELS = {
     "evaluate": lambda odd, made: acm.evaluate(odd, [made[1]], metric=lambda *_: 0),
     "explain": lambda odd, made: acm.explain(odd),
     "finalize": lambda odd, made: acm.finalize(odd),
+    "generate": lambda odd, made: acm.generate(odd, draft=0.5),
     "load": lambda odd, made: acm.load(made[4], base_model=odd),
     "losses": lambda odd, made: acm.losses(odd, budget=0.5),
     "plan": lambda odd, made: acm.plan(odd, made[1]),

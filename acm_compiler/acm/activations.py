@@ -7,6 +7,7 @@ A site's activation travels in plans and saved directories, so it is a string, n
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,21 +25,6 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return torch.relu(x).square()
-
-
-_NOT_IN_TORCH = {"identity": _identity, "relu2": _relu2, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}
-NAMES: dict[str, Activation] = {name: _NOT_IN_TORCH.get(name) or getattr(F, name) for name in ACTIVATIONS}
-
 _BINARY: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
@@ -47,8 +33,8 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
     "pow": torch.pow,
 }
 _POINTWISE: dict[str, Callable[..., Tensor]] = {
-    name: function for name, function in NAMES.items() if name != "identity"
-} | {
+    **{name: getattr(F, name) for name, meaning in ACTIVATIONS.items() if meaning is None and name != "gelu_tanh"},
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "neg": torch.neg,
     "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt,
@@ -66,10 +52,6 @@ _POINTWISE: dict[str, Callable[..., Tensor]] = {
     "clamp": torch.clamp,
     "softsign": F.softsign,
 }
-FUNCTIONS = frozenset(_POINTWISE) | frozenset(_BINARY)
-
-
-_COMPILED: dict[str, Activation] = dict(NAMES)
 
 
 def resolve(act: str) -> Activation:
@@ -109,9 +91,10 @@ def _compile_call(name: str, args: list[ast.expr], act: str) -> Callable[[Tensor
     if name in _POINTWISE and callable(parts[0]) and not any(callable(p) for p in parts[1:]):
         inner, numbers, function = parts[0], parts[1:], _POINTWISE[name]
         return lambda x: function(inner(x), *numbers)
+    functions = sorted(_POINTWISE.keys() | _BINARY.keys())
     raise UsageError(
-        f"activation {act!r}: {name} with {len(parts)} arguments{did_you_mean(name, FUNCTIONS)}",
-        expected=f"one of {', '.join(sorted(FUNCTIONS))}",
+        f"activation {act!r}: {name} with {len(parts)} arguments{did_you_mean(name, functions)}",
+        expected=f"one of {', '.join(functions)}",
     )
 
 
@@ -141,3 +124,11 @@ def _illegal(node: ast.expr, act: str) -> UsageError:
         f"activation {act!r}: {ast.unparse(node)!r} is not allowed",
         expected="calls of pointwise functions on x and numbers",
     )
+
+
+NAMES: dict[str, Activation] = {
+    name: _POINTWISE[name] if meaning is None else _compile(ast.parse(meaning, mode="eval").body, meaning)
+    for name, meaning in ACTIVATIONS.items()
+}
+_POINTWISE |= {name: function for name, function in NAMES.items() if name != "identity"}
+_COMPILED: dict[str, Activation] = dict(NAMES)

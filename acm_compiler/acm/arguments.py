@@ -5,9 +5,11 @@ Operators take them flat: `GatedArguments(*tensors)` names those of a call, `GAT
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 class GateWeights(NamedTuple):
@@ -80,6 +82,18 @@ class GatedArguments(NamedTuple):
     residual: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
+
+
+def held(names: Sequence[str], *modules: nn.Module, kind: str = "_parameters") -> list[Any]:
+    """Tensors of these names that modules hold, in eager code past torch's search, which outlasts a small kernel.
+
+    kind: torch's own dict of such tensors.
+    """
+    if torch.compiler.is_compiling():  # Dynamo guards what it reads of a dict
+        return [getattr(module, name) for module in modules for name in names]
+    pairs = [(module, module.__dict__[kind]) for module in modules]
+    # another tool may compute one (parametrizations, pruning), and absent ones are plain attributes
+    return [found[name] if name in found else getattr(module, name) for module, found in pairs for name in names]
 
 
 Part = TypeVar("Part", GateWeights, LearnerWeights, GateArguments)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.acm.arguments import GateWeights
+from acm_compiler.acm.arguments import GateWeights, held
 from acm_compiler.acm.reference import GateRule
 
 
@@ -31,4 +31,4 @@ class Gate(nn.Module):
 
     def weights(self) -> GateWeights:
         """Weight and bias of both linears, as the operator takes them."""
-        return GateWeights(self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias)
+        return GateWeights(*held(("weight", "bias"), self.inner, self.outer))

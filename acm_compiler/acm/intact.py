@@ -6,6 +6,8 @@ of tensor there, which the operators could not read, or would leave out without 
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -16,27 +18,35 @@ _OUTSIDE = (
     "apply such a tool to the layers outside of ACMs only (acm.sites(model) names the ACMs), or, for adapters, to the "
     "original model: merge them, then acm.rewrite"
 )
+_KIND, _DTYPE = frozenset((nn.Parameter,)), attrgetter("dtype")
+_FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _WEIGHTS = ("w_in", "b_in", "w_up", "b_up", "w_out", "b_out", "w_top")  # of acm/learners
 
 
-def refuse_changed(name: str, layers: tuple[nn.Module, ...], tensors: nn.Module) -> None:
-    """Raise UsageError where `layers` are not plain linears, or they or the module `tensors` hold no plain weights.
+def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.Module) -> None:
+    """Raise UsageError where a gate's `layers` are not plain linears, or they or `learners` hold no plain weights.
 
     name: of the ACM, for the message.
     """
-    if torch.jit.is_tracing():
-        raise _not_torchscript(name)
     for layer in layers:
         kind = type(layer)
         if kind.forward is not nn.Linear.forward:
             raise _changed(name, f"a layer of its gate is a {kind.__module__}.{kind.__name__}", "torch.nn.Linear")
-    for module in (*layers, tensors):
-        for key in _WEIGHTS if module is tensors else ("weight", "bias"):
-            # by key: of a dict that is iterated Dynamo guards every key and value, at each call
-            parameter = module._parameters.get(key)
-            if parameter is not None and not _is_plain(parameter):
-                found = type(parameter).__name__ if _is_wrapped(parameter) else f"a weight of {parameter.dtype}"
-                raise _changed(name, found, "floating-point weights of torch's own kind")
+    if torch.compiler.is_compiling():
+        # by key: of a dict that is iterated Dynamo guards every key and value, at each call
+        held = [layer._parameters.get(key) for layer in layers for key in ("weight", "bias")]
+        held += [learners._parameters.get(key) for key in _WEIGHTS]
+    else:
+        if torch._C._get_tracing_state() is not None:
+            raise _not_torchscript(name)
+        held = [*layers[0]._parameters.values(), *layers[1]._parameters.values(), *learners._parameters.values()]
+        # a call of a function for each of them would take longer than a small site's kernel
+        if _KIND.issuperset(map(type, held)) and _FLOATS.issuperset(map(_DTYPE, held)):
+            return
+    for parameter in held:
+        if parameter is not None and not _is_plain(parameter):
+            found = type(parameter).__name__ if _is_wrapped(parameter) else f"a weight of {parameter.dtype}"
+            raise _changed(name, found, "floating-point weights of torch's own kind")
 
 
 def refuse_scripting(name: str) -> None:

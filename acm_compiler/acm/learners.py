@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm.arguments import LearnerWeights, held
 from acm_compiler.acm.reference import Weights
 
 
@@ -55,17 +56,7 @@ class Learners(nn.Module):
 
     def weights(self) -> Weights:
         """The tensors as the reference and the operators take them."""
-        return Weights(
-            w_in=self.w_in,
-            b_in=self.b_in,
-            w_up=self.w_up,
-            b_up=self.b_up,
-            w_out=self.w_out,
-            b_out=self.b_out,
-            w_top=self.w_top,
-            act=self.act,
-            form=self.form,
-        )
+        return Weights(*LearnerWeights(*held(LearnerWeights._fields, self)), act=self.act, form=self.form)
 
     @torch.no_grad()
     def start_random(self) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
+from acm_compiler.acm.arguments import held
 from acm_compiler.acm.context import Said, batch_of, observers_of, recomputing
 from acm_compiler.acm.data_parallel import refuse_idle
 from acm_compiler.acm.gate import Gate
@@ -90,7 +91,8 @@ class ACM(nn.Module):
             self.register_buffer(name, _scalar(start, learners.w_in.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        refuse_changed(self.name, (self.gate.inner, self.gate.outer), self.learners)
+        gate, learners = self.gate, self.learners
+        refuse_changed(self.name, (gate.inner, gate.outer), learners)
         said = batch_of(self.conversion)
         if said is not None:  # what nobody reads must fit, too
             tokens.check_fit(said.mask, said.knob, x.shape[:-1], self.layout, site=self.name)
@@ -109,7 +111,7 @@ class ACM(nn.Module):
         elif self.training and self.temperature is not None:
             y = self._run_relaxed(x, self.temperature)
         else:
-            weights = self.learners.weights()
+            weights = learners.weights()
             if x.dtype != weights.w_in.dtype:
                 refuse_type(x, weights.w_in.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
@@ -149,8 +151,9 @@ class ACM(nn.Module):
             return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
         knob, k_lo, k_hi = self._choices_for(shape)
         if ops.gate_is_operator(x_TD):
-            tensors = (x_TD, *self.gate.weights(), knob, k_lo, k_hi)
-            return ops.run_gate(*tensors, cost=self.cost, k_min=self.k_min, rule=self.gate.rule)
+            gate = self.gate
+            tensors = (x_TD, *gate.weights(), knob, k_lo, k_hi)
+            return ops.run_gate(*tensors, cost=self.cost, k_min=self.k_min, rule=gate.rule)
         return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
 
     def _of_examples(self, values_B: Tensor, shape: torch.Size) -> Tensor:
@@ -159,14 +162,12 @@ class ACM(nn.Module):
 
     def _choices_for(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         """knob, k_lo and k_hi for an input [*shape, D]."""
-        one_each = tokens.is_one_each(shape, self.layout)
+        names = RUN_TIME[3:] if tokens.is_one_each(shape, self.layout) else RUN_TIME[:3]
         if ops.is_freezing():  # a graph that keeps what it reads: Dynamo guards on numbers, and others make another
-            names = RUN_TIME[3:] if one_each else RUN_TIME[:3]
             knob, k_lo, k_hi = (_scalar(self.written[name], self.knob.device) for name in names)
-            return knob.view(torch.float32), k_lo, k_hi
-        if one_each:
-            return self.decode_knob.view(torch.float32), self.decode_k_lo, self.decode_k_hi
-        return self.knob.view(torch.float32), self.k_lo, self.k_hi
+        else:
+            knob, k_lo, k_hi = held(names, self, kind="_buffers")
+        return knob.view(torch.float32), k_lo, k_hi
 
     def utilities(self, x_TD: Tensor, knob: Tensor) -> Tensor:
         """Utilities [T, C] of the allowed k; fp32 or float64."""

@@ -51,10 +51,11 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
             return learners(x_TD.to(dtype), k_T, cast_weights(weights, dtype))
     tensors, form, act = weights.tensors, weights.form, weights.act
     pushed_forward = forward_ad._current_level >= 0  # the operator has no rule for tangents
-    mapped, transformed = (False, False) if torch.compiler.is_compiling() else transforms()
+    compiling = torch.compiler.is_compiling()
+    mapped, transformed = (False, False) if compiling else transforms()
     if mapped and (transformed or pushed_forward):
         return branchless_output(x_TD, k_T, weights)
-    if mapped or torch.compiler.is_compiling():
+    if mapped or compiling:
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
     if observed() or differentiated or pushed_forward:
@@ -99,7 +100,10 @@ def transforms() -> tuple[bool, bool]:
 
     Alone it takes the operator, whose rule makes one call of all copies; with others it needs plain operations.
     """
-    kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
+    levels = torch._C._functorch.get_interpreter_stack()
+    if not levels:
+        return False, False
+    kinds = {level.key() for level in levels}
     vmap = torch._C._functorch.TransformType.Vmap
     return vmap in kinds, bool(kinds - {vmap})
 

@@ -73,7 +73,10 @@ def _compile(graph_module: fx.GraphModule, example_inputs: list[Any], mode: str 
     own, patches = split_options(options, torch._inductor.list_options())
     _require_types(patches)
     if mode:
-        _require_mode(mode, list(torch._inductor.list_mode_options()))
+        known = list(torch._inductor.list_mode_options())
+        if mode not in known:
+            what = f"unknown mode {mode!r} of backend 'acm'{did_you_mean(mode, known)}"
+            raise UsageError(what, expected=" | ".join(known))
         patches = {**torch._inductor.list_mode_options(mode), **patches}
     lowered = lower(graph_module, own)
     keep_graph_order()
@@ -153,13 +156,6 @@ def split_options(options: dict[str, Any], inductors: list[str]) -> tuple[dict[s
             raise UsageError(f"option {plain!r}: no such value{hint}", found=repr(value), expected=expected)
         own[plain] = value
     return own, others
-
-
-def _require_mode(mode: str, known: list[str]) -> None:
-    if mode not in known:
-        raise UsageError(
-            f"unknown mode {mode!r} of backend 'acm'{did_you_mean(mode, known)}", expected=" | ".join(known)
-        )
 
 
 def _require_types(patches: dict[str, Any]) -> None:

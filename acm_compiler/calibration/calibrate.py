@@ -16,7 +16,7 @@ from acm_compiler.calibration.gates import choose_lowest_k
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors
-from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_inference_tensors, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import refuse_inference_tensors, wholly_rewritten
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
@@ -59,15 +59,13 @@ def calibrate(
     (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values that are not finite), LayoutUnknown,
     CompiledModelError, UsageError (a batch that the model does not take); warns where tokens are too few to refit.
     """
-    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
-    found = wholly_rewritten(model, "calibration")
     options = Options(
         tokens=tokens,
         gradient_tokens=gradient_tokens,
-        budgets=shares_of(found.plan, budgets),
+        budgets=budgets,
         answer=default_answer if answer is None else answer,
     )
-    return _calibrate(found, masked(batches, mask), options, progress)
+    return calibrate_on(model, masked(batches, mask), options=options, progress=progress)
 
 
 def calibrate_on(
@@ -78,15 +76,14 @@ def calibrate_on(
     progress: Say | Progress | None = None,
 ) -> Plan:
     """`calibrate` with (inputs, padding mask or None) pairs and all its options."""
-    return _calibrate(wholly_rewritten(model, "calibration"), batches, options or Options(), progress)
-
-
-def _calibrate(found: Rewritten, batches: Iterable[Example], options: Options, progress: Say | Progress | None) -> Plan:
-    model, owner = found.model, found.owner
+    options = options or Options()
+    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
+    found = wholly_rewritten(model, "calibration")
+    owner, asked = found.owner, shares_of(found.plan, options.budgets)
     refuse_inference_tensors(model)
     for site in owner.plan.sites:
         check_closed_form(site)
-    wanted = (*options.budgets, *(() if owner.default_budget is None else (owner.default_budget,)))
+    wanted = (*asked, *(() if owner.default_budget is None else (owner.default_budget,)))
     by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
     examples = Examples(_single(batches) if by_one else batches)
     with (

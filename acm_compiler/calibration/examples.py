@@ -143,16 +143,16 @@ class Options:
     """Data, time and memory of a calibration, and its purpose.
 
     tokens: real tokens to fit each site on. gradient_tokens: how many of them are run with gradients, the rest forward
-    alone, for the moments; None: all. budgets: shares of learner MACs that will be asked for; the lowest k is raised
-    only where they stay reachable. answer: (model output, padding mask or None) -> the tensors by which sites are
-    judged. projections: random projections of the answer, and so backward passes, per batch. sample: tokens of each
-    site kept for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what
-    the statistics of all sites may take at once; beyond it the data is passed over more than once.
+    alone, for the moments; None: all. budgets: what will be asked for, as of `set_budget`; the lowest k is raised only
+    where they stay reachable. answer: (model output, padding mask or None) -> the tensors by which sites are judged.
+    projections: random projections of the answer, and so backward passes, per batch. sample: tokens of each site kept
+    for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what the
+    statistics of all sites may take at once; beyond it the data is passed over more than once.
     """
 
     tokens: int = 20_000
     gradient_tokens: int | None = None
-    budgets: tuple[float, ...] = ()
+    budgets: Sequence[float | str] = ()
     answer: Answer = default_answer
     projections: int = 3
     sample: int = 8192
@@ -167,8 +167,6 @@ class Options:
         if not callable(self.answer):
             expected = "a function answer(output, mask) of what the model gives for a batch"
             raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)
-        for budget in self.budgets:
-            _check_share(budget)
 
 
 def check_tokens(tokens: int) -> None:
@@ -189,12 +187,9 @@ def shares_of(plan: Plan, budgets: Sequence[float | str]) -> tuple[float, ...]:
         share = share_within(budget, plan, low=0.0) or parse_budget(budget, plan)
         if isinstance(budget, str) and not 0 < share <= 1:
             raise unreachable(budget, plan, low=least)
-        _check_share(share, advice=too_much(budget, plan, low=least) if share > 1 else None)
+        if not 0 < share <= 1:
+            fix = too_much(budget, plan, low=least) if share > 1 else None
+            expected = "a share of learner MACs in (0, 1]"
+            raise UsageError("a budget outside its range", found=share, expected=expected, fix=fix)
         shares.append(share)
     return tuple(shares)
-
-
-def _check_share(share: float, *, advice: str | None = None) -> None:
-    if not 0 < share <= 1:
-        expected = "a share of learner MACs in (0, 1]"
-        raise UsageError("a budget outside its range", found=share, expected=expected, fix=advice)

@@ -117,7 +117,7 @@ class SiteRecord:
             raise DataError(
                 "this site never saw a token of the calibration data",
                 where=self.site.name,
-                fix="give batches that use this part of the model, or exclude the site from the plan",
+                fix="give batches that use this part of the model and are no padding alone, or exclude the site",
             )
 
     @staticmethod

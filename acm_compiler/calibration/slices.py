@@ -78,7 +78,11 @@ def _double(record: SiteRecord) -> tuple[Tensor, Tensor]:
 
 
 def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
-    """Slices of the output of q, k or v."""
+    """Slices of the output of q, k or v.
+
+    Learner n gives coordinates n * h to (n + 1) * h of every head of `T @ (w @ x + b)`; those of learners that do not
+    run are their means, so `b_out[k] = where(runs, b, w @ mean(x) + b)`.
+    """
     site = sliced_site(record.site)
     weight, bias = _double(record)
     w_OD, b_O = bases.turned_rows(weight), bases.turned_rows(bias[:, None])[:, 0]
@@ -94,7 +98,11 @@ def _rows(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
 
 
 def _columns(record: SiteRecord, bases: HeadBases, judged: Judged) -> Fit:
-    """Slices of what o reads."""
+    """Slices of what o reads.
+
+    Learner n is `w[:, slice_n] @ x[slice_n]` in the values' basis; where it does not run, `b_out[k]` holds
+    `w[:, slice_n] @ mean(x)[slice_n]`.
+    """
     site = sliced_site(record.site)
     weight, b_O = _double(record)
     w_OD = bases.turned_columns(weight)

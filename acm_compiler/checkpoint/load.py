@@ -10,16 +10,23 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from acm_compiler.checkpoint.documents import check_budgets, check_description, choices_in_words, restore_choices
+from acm_compiler.checkpoint.documents import (
+    FORMAT,
+    check_budgets,
+    check_description,
+    choices_in_words,
+    restore_choices,
+    restore_document,
+)
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
 from acm_compiler.checkpoint.hf_files import restore_generation
-from acm_compiler.checkpoint.save import FORMAT, digest, file_digest, graph_digest
+from acm_compiler.checkpoint.save import digest, file_digest, graph_digest
 from acm_compiler.checkpoint.source import first_difference
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
 from acm_compiler.errors import PlanMismatch, StorageError
 from acm_compiler.files import folder_at, parse_json
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
-from acm_compiler.passes.rewrite.conversion import BudgetTable, Conversion, sites
+from acm_compiler.passes.rewrite.conversion import Conversion, rewritten, sites
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert, copied
 from acm_compiler.planning.plan import Plan, fits, warn_of_class
 from acm_compiler.runtime.control import set_budget
@@ -61,7 +68,7 @@ def saved_conversion(directory: str | os.PathLike[str]) -> Conversion:
     """The plan, budget table and default budget of a saved model, without its weights. StorageError as `load`."""
     _, plan, budgets = _read(folder_at(directory))
     owner = Conversion(plan=plan)
-    _restore_facts(owner, budgets)
+    restore_document(owner, {}, budgets)
     return owner
 
 
@@ -244,23 +251,11 @@ def _give_values(model: nn.Module, stored: Stored, folder: Path) -> None:
 
 
 def _restore_budgets(model: nn.Module, budgets: dict[str, Any], folder: Path) -> None:
-    acms = sites(model)
-    owner: Conversion = next(iter(acms.values())).conversion
-    for name, rule in budgets["rules"].items():
-        acms[name].gate.rule = rule
-    _restore_facts(owner, budgets)
+    found = rewritten(model)
+    restore_document(found.owner, found.acms, budgets)
     # folders that were written before there were choices may have budgets of phases
     if phases := budgets.get("phase_budgets"):
         set_budget(model, phases)
     else:
-        restore_choices(model, budgets.get("choices"), where=folder / BUDGETS)
-    _LOG.info("%s: %s", folder, choices_in_words(model))
-
-
-def _restore_facts(owner: Conversion, budgets: dict[str, Any]) -> None:
-    table = budgets["table"]
-    if table is not None:
-        owner.table = BudgetTable.from_plain(table | {"evaluated": budgets.get("budgets", ())})
-    owner.damage = {name: tuple(values) for name, values in budgets["damage"].items()}
-    owner.teacher, owner.default_budget = budgets["teacher"], budgets["default_budget"]
-    owner.start_gates = budgets.get("start_gates")  # not known to folders that were written before there was one
+        restore_choices(found, budgets.get("choices"), where=folder / BUDGETS)
+    _LOG.info("%s: %s", folder, choices_in_words(found))

@@ -8,25 +8,22 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from acm_compiler.checkpoint.documents import collect_choices
+from acm_compiler.checkpoint.documents import FORMAT, budgets_document
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, checked_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.source import source_of
 from acm_compiler.checkpoint.tensors import collect, write_tensors
 from acm_compiler.files import whole_file
-from acm_compiler.passes.rewrite.conversion import Conversion, conversion, sites
+from acm_compiler.passes.rewrite.conversion import Conversion, rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
 from acm_compiler.passes.rewrite.saving_hooks import refuse_part
-from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.resolved import installed_versions
 
-FORMAT = 1
 _LOG = logging.getLogger(__name__)
 
 
@@ -47,13 +44,14 @@ def save(
     Raises NotRewritten, UsageError for a part of a rewritten model, and StorageError for a folder that holds files of
     others or cannot be written.
     """
-    owner, root = conversion(model), rewritten_root(model)
-    extra = checked_extra(extra)
-    refuse_part(root, whole=len(sites(root)) == len(owner.plan.sites))
+    root = rewritten_root(model)
+    found = rewritten(root)
+    owner, extra = found.owner, checked_extra(extra)
+    refuse_part(root, whole=len(found.acms) == len(owner.plan.sites))
     tensors, aliases = collect(root)
     save_id = uuid.uuid4().hex
-    plan = _plan_now(root, owner)
-    texts = {PLAN: plan.to_json(), BUDGETS: _json(_budgets(root, owner))}
+    plan = found.reached
+    texts = {PLAN: plan.to_json(), BUDGETS: _json(budgets_document(found))}
     source = source_of(root, plan)
     extra = hf_files(root, source) | extra
     files = [*extra, *texts, MODEL, WEIGHTS]
@@ -96,26 +94,6 @@ def _write_description(path: Path, description: Mapping[str, Any]) -> None:
     """Write model.json beside the weights, whose digest it holds with those of the texts."""
     digests = description["digests"] | {WEIGHTS: file_digest(path.with_name(WEIGHTS))}
     _writes(_json({**description, "digests": digests}))(path)
-
-
-def _plan_now(root: nn.Module, owner: Conversion) -> Plan:
-    """The plan with the states that the ACMs have reached."""
-    states = {name: acm.state for name, acm in sites(root).items()}
-    return replace(owner.plan, sites=tuple(replace(site, state=states[site.name]) for site in owner.plan.sites))
-
-
-def _budgets(root: nn.Module, owner: Conversion) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "teacher": owner.teacher,
-        "start_gates": owner.start_gates,
-        "default_budget": owner.default_budget,
-        "choices": collect_choices(root),
-        "damage": owner.damage,
-        "rules": {name: acm.gate.rule for name, acm in sites(root).items()},
-        "table": None if owner.table is None else asdict(replace(owner.table, evaluated=())),
-        "budgets": [] if owner.table is None else [asdict(budget) for budget in owner.table.evaluated],
-    }
 
 
 def _description(

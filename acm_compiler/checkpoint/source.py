@@ -21,8 +21,9 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.sources import build_from_record
 
 _PLAIN = (bool, int, float, str, type(None))
-# modes, and a number that `resize_token_embeddings` sets at the outermost module alone: the shapes tell it
-_UNLIKE = frozenset(["training", "gradient_checkpointing", "vocab_size"])
+# modes, how weights were stored, and a number that `resize_token_embeddings` sets at the outermost module alone: the
+# shapes tell it
+_UNLIKE = frozenset(["training", "gradient_checkpointing", "is_quantized", "quantization_method", "vocab_size"])
 Record = dict[str, Any]
 
 

@@ -19,17 +19,22 @@ _BACKEND = "acm"
 
 def doctor(json: JsonOption = False) -> None:
     """Print the facts; exit code 1 when something is broken that every run needs."""
+    from acm_compiler.codegen.cpu.build import find_compiler
+
     out = Output(json=json)
     versions, devices, backend = _versions(), _devices(), _backend()
-    compiler, kernel_compiler, recipes = _inductors_compiler(), _kernels_compiler(), _recipes()
+    compiler, recipes = _inductors_compiler(), _recipes()
+    kernel_compiler = _with_version(path) if (path := find_compiler()) else None
+    named = f" (CXX={name})" if (name := os.environ.get("CXX")) else ""
     rows = [(name, version or "not installed") for name, version in versions.items()]
     rows += [("device", device) for device in devices]
     rows += [("backend", backend["error"] or f"torch.compile(model, backend={_BACKEND!r}) finds it")]
-    rows += [("C++ compiler of Inductor", compiler or f"none found{_named()}: graphs run uncompiled on the CPU")]
+    rows += [("C++ compiler of Inductor", compiler or f"none found{named}: graphs run uncompiled on the CPU")]
     rows += [("C++ compiler of the CPU kernel", kernel_compiler or "none found: ACMs run on plain torch operations")]
     rows += [("recipes", ", ".join(recipes) or "none found")]
     out.table(rows)
-    problems = _problems(backend, recipes)
+    missing = None if recipes else "the shipped recipes are missing"
+    problems = [f"{problem}; reinstall acm_compiler" for problem in (backend["error"], missing) if problem]
     compilers = {"compiler": compiler, "kernel_compiler": kernel_compiler}
     facts = {"versions": versions, "devices": devices, "backend": backend, **compilers, "recipes": recipes}
     out.document({**facts, "problems": problems})
@@ -76,22 +81,10 @@ def _inductors_compiler() -> str | None:
         return None
 
 
-def _kernels_compiler() -> str | None:
-    from acm_compiler.codegen.cpu.build import find_compiler
-
-    path = find_compiler()
-    return None if path is None else _with_version(path)
-
-
 def _with_version(command: str) -> str:
     call = [*shlex.split(command), "--version"]
     answer = subprocess.run(call, capture_output=True, text=True, check=False, timeout=20)
     return f"{command} ({answer.stdout.splitlines()[0]})" if answer.stdout else command
-
-
-def _named() -> str:
-    name = os.environ.get("CXX")
-    return f" (CXX={name})" if name else ""
 
 
 def _recipes() -> list[str]:
@@ -102,10 +95,3 @@ def _recipes() -> list[str]:
         return list(shipped_recipes())
     except StorageError:
         return []
-
-
-def _problems(backend: dict[str, Any], recipes: list[str]) -> list[str]:
-    problems = [backend["error"]] if backend["error"] else []
-    if not recipes:
-        problems.append("the shipped recipes are missing")
-    return [f"{problem}; reinstall acm_compiler" for problem in problems]

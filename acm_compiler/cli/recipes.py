@@ -110,23 +110,26 @@ def _note_device(loaded: Recipe) -> list[str]:
 
 
 def _check_model(loaded: Recipe) -> list[str]:
-    """RecipeError where no registry has the model, looked up there only when a look at its files does not find it.
+    """RecipeError where no registry or folder has the model, looked up only when a look at files does not find it.
 
     Returns what cannot be told here, for a note.
     """
-    from acm_compiler.errors import ModelSourceError, RecipeError
+    from acm_compiler.errors import RecipeError, UsageError
+    from acm_compiler.recipe.load import expand, unset_in
     from acm_compiler.recipe.registries import is_installed, is_known
 
-    if is_known(loaded.model):
+    model = loaded.model if unset_in(loaded.model) else expand(loaded.model)
+    if is_known(model):
         return []
-    place = loaded.origin.document.place_of_value(("model", "name"))
-    if not is_installed(loaded.model):
-        return [f"{place}: {loaded.model.source} is not installed here, so the model's name was not looked up"]
+    key, needed = ("gguf", f"{model.name} or the package gguf") if model.gguf else ("name", model.source)
+    place = loaded.origin.document.place_of_value(("model", key))
+    if not is_installed(model):
+        return [f"{place}: {needed} is not installed here, so the model's {key} was not looked up"]
     from acm_compiler.sources.build import check_name
 
     try:
-        check_name(loaded.model)
-    except ModelSourceError as error:
+        check_name(model)
+    except UsageError as error:
         raise RecipeError([f"{place}: {str(error).partition(chr(10))[0]}"], fix=error.fix) from error
     return []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +29,7 @@ def relative_error(y: Tensor, expected: Tensor) -> float:
     if not torch.allclose(y[odd], expected[odd], equal_nan=True):
         return float("inf")
     lost, size = ((values.masked_fill(odd, 0)).square() for values in (y - expected, expected))
-    return max(_largest(part(lost), part(size)) for part in (_by_token, _by_block, torch.sum))
-
-
-def _by_token(squares_TO: Tensor) -> Tensor:
-    return squares_TO.sum(1)
+    return max(_largest(part(lost), part(size)) for part in (partial(torch.sum, dim=1), _by_block, torch.sum))
 
 
 def _by_block(squares_TO: Tensor) -> Tensor:

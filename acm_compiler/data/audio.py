@@ -109,7 +109,7 @@ def left_out(dataset: Any) -> dict[str, tuple[str, ...]]:
     return {fault: tuple(names) for fault, names in getattr(dataset, "left_out", {}).items()}
 
 
-def told(found: LeftOut) -> str:
+def excluded_text(found: LeftOut) -> str:
     """Counts and a few names: `2 missing (a.mp3, b.mp3), 1 empty (c.mp3)`."""
     return ", ".join(
         f"{len(names):,} {fault} ({', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''})"

@@ -10,6 +10,7 @@ first are read by `Facts`):
 
 - `classes`: the names of the classes, in the order of the labels;
 - `rate`: samples per second of its `input_values`; `pieces(ids)`: the text of each token of its `input_ids`;
+- `largest_token`: the highest number in its `input_ids`, which the model's vocabulary must hold;
 - `left_out`: the names of excluded examples that were met so far, by fault;
 - `prepare()`: called before the first batch of an epoch, in the process that asks, not in those that load ahead;
 - `batch(indices) -> Batch`: many examples at once, where that is faster than one by one;
@@ -103,7 +104,7 @@ class Facts:
 
     classes: their names, in the order of the labels. vocabulary: the text of every label of audio. mask_id: the token
     that hides others. marks: the tokens that stand for no text. rate: samples per second of `input_values`.
-    pieces: the text of each token of `input_ids`.
+    pieces: the text of each token of `input_ids`. largest_token: the highest number among these tokens.
     """
 
     classes: Sequence[str] | None = None
@@ -112,6 +113,7 @@ class Facts:
     marks: Collection[int] = ()
     rate: int | None = None
     pieces: Callable[[Sequence[int]], Sequence[str]] | None = None
+    largest_token: int | None = None
 
     @staticmethod
     def of(dataset: object) -> Facts:

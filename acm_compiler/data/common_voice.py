@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from acm_compiler.data.audio import LeftOutLedger, collate_clips, load_clip, promised_seconds, standardise, told
+from acm_compiler.data.audio import (
+    LeftOutLedger,
+    collate_clips,
+    excluded_text,
+    load_clip,
+    promised_seconds,
+    standardise,
+)
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UnusableClip, nearest
 from acm_compiler.files import parse_json
@@ -63,7 +70,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         self.clips = self._usable(self._present(rows))
         self._refuse_too_many()  # not before all are checked: faults are reported together
         if self.left_out:
-            _LOG.warning("%s: excluded clips: %s", config.split, told(self.left_out))
+            _LOG.warning("%s: excluded clips: %s", config.split, excluded_text(self.left_out))
         if not self.clips:
             raise self._no_clip()
 
@@ -160,7 +167,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
             raise DataError(
                 "too many clips cannot be used",
                 where=f"{self.config.root}, {self.config.split}",
-                found=told(found),
+                found=excluded_text(found),
                 expected=f"at most {most:,} together",
                 fix=f"repair the release, or raise max_broken{long}",
             )
@@ -169,7 +176,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
         return DataError(
             "the data set is empty",
             where=self.config.root,
-            found=f"no usable clip in {self.config.split}.tsv; {told(self.left_out) or 'no rows'}",
+            found=f"no usable clip in {self.config.split}.tsv; {excluded_text(self.left_out) or 'no rows'}",
         )
 
     def _normalise(self, sentence: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from acm_compiler.data.audio import left_out, told
+from acm_compiler.data.audio import excluded_text, left_out
 from acm_compiler.data.batch import Batch, assemble
 from acm_compiler.data.draws import derive, seeded
 from acm_compiler.errors import AcmError, DataError, UsageError
@@ -30,8 +30,8 @@ class BatchStream:
     """The batches of one data set, epoch by epoch; `batch` counts the examples of all ranks together.
 
     With `drop_last` (for training) every batch is full, and `batch` must be a multiple of `world`. Without it the
-    last batch may be smaller, and a rank that has no share of it does not get it. An example that is None (one of no
-    use) is left out; where batches must be full, the next one that is of use takes its place. `workers` processes
+    last batch may be smaller, and a rank that has no share of it does not get it. An unusable example,
+    which is None, is excluded; where batches must be full, the next usable one takes its place. `workers` processes
     load data ahead; 0 loads in this one. The global random generators are the same after a batch as before.
     """
 
@@ -101,7 +101,7 @@ class BatchStream:
                 empty = False
                 yield fetched
         if empty and shares:
-            raise _none_of_use(self.dataset)
+            raise _none_usable(self.dataset)
 
     def _shares(self, epoch: int) -> list[_Share]:
         order = list(range(self.examples))
@@ -131,7 +131,7 @@ class _Share:
 
 
 class _Fetch(Dataset[Any]):
-    """Makes a share's batch, None where nothing of it is of use.
+    """Makes a share's batch, None where nothing of it is usable.
 
     A refusal comes back as a value: raised in a worker it would arrive as a traceback.
     """
@@ -171,13 +171,13 @@ class _Fetch(Dataset[Any]):
             return self.dataset[index]
 
     def _next(self, epoch: int, index: int) -> tuple[int, Any]:
-        """The first example of use after one that is not, and its number. DataError where there is none."""
+        """The first usable example after one that is not, and its number. DataError where there is none."""
         count = count_examples(self.dataset)
         for other in (*range(index + 1, count), *range(index)):
             example = self._example(epoch, other)
             if example is not None:
                 return other, example
-        raise _none_of_use(self.dataset)
+        raise _none_usable(self.dataset)
 
 
 def users_data(dataset: Dataset[Any]) -> AbstractContextManager[None]:
@@ -191,11 +191,11 @@ def count_examples(dataset: Dataset[Any]) -> int:
         return len(dataset)  # type: ignore[arg-type]
 
 
-def _none_of_use(dataset: Dataset[Any]) -> DataError:
+def _none_usable(dataset: Dataset[Any]) -> DataError:
     return DataError(
         "no example of the data set can be used",
         where=type(dataset).__name__,
-        found=told(left_out(dataset)) or "None for every one",
+        found=excluded_text(left_out(dataset)) or "None for every one",
         expected="examples as mappings, or pairs (image, label)",
     )
 

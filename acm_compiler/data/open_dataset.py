@@ -43,13 +43,9 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
     if isinstance(config, CommonVoiceData):
         return CommonVoice(config)
     if isinstance(config, SpokenDigitsData):
-        return _utterances(config)
+        voices(config.split)  # a missing synthesiser is reported now, not at the first batch
+        return UtteranceSet(config.split, count=config.count, most_words=config.most_words, seed=config.seed)
     return _users(config.kind, config.args)
-
-
-def _utterances(config: SpokenDigitsData) -> Dataset[Any]:
-    voices(config.split)  # a missing synthesiser is reported now, not at the first batch
-    return UtteranceSet(config.split, count=config.count, most_words=config.most_words, seed=config.seed)
 
 
 def _canvases(config: ClutteredDigitsData, image_size: Size) -> Dataset[Any]:

@@ -161,8 +161,8 @@ def _nothing_found(root: str | None, split: str, name: str | None) -> DataError:
         fix = "give more files: each is in one split, which its name draws (about a quarter are for eval)"
     else:
         left_out = [("not UTF-8", parts.count(None)), *Counter(flaws).most_common()]
-        told = [_count(files, "file"), *(f"{flaw}: {count:,}" for flaw, count in left_out if count)]
-        what, found = "no paragraphs of prose", ", ".join(told)
+        counts = [_count(files, "file"), *(f"{flaw}: {count:,}" for flaw, count in left_out if count)]
+        what, found = "no paragraphs of prose", ", ".join(counts)
     return DataError(f"{what} for data.{split}", where=where, found=found, expected=expected, fix=fix)
 
 

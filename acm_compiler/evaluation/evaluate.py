@@ -148,11 +148,12 @@ class _Runs:
 
     def __init__(self, model: nn.Module, task: Task, dense: nn.Module | None) -> None:
         self.model, self.task, self.dense = model, task, dense
-        self.device = next(iter(sites(model).values())).k_lo.device
+        acms = list(sites(model).values())
+        self.device = acms[0].k_lo.device
         if dense is not None:
             refuse_no_module(dense, where="dense")
         self.dense_from: DenseFrom | None = "original" if dense is not None else None
-        if dense is None and all(acm.dense is not None for acm in sites(model).values()):
+        if dense is None and all(acm.dense is not None for acm in acms):
             self.dense_from = "regions"
         self._dense_scores: list[Tensor] = []
         self._dense_kept: list[Tensor] = []
@@ -190,7 +191,14 @@ class _Runs:
         """Units of every example, and its source; DataError without examples."""
         if not self._groups:
             raise DataError("no examples to evaluate on")
-        return Sample(task=self.task, units_E=torch.cat(self._units), groups_E=torch.cat(self._groups))
+        units_E = torch.cat(self._units)
+        if not units_E.any():
+            raise DataError(
+                "examples must hold something to score, got padding alone",
+                found=f"{len(units_E)} examples of 0 units of {self.task.metric}",
+                fix="give longer texts, and an attention_mask that is 1 at real tokens",
+            )
+        return Sample(task=self.task, units_E=units_E, groups_E=torch.cat(self._groups))
 
     @property
     def dense_scores(self) -> Tensor | None:

@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 from acm_compiler.errors import StorageError
 from acm_compiler.evaluation.wording import budget_names, evaluation_table
-from acm_compiler.files import parse_json, storing, write_file
+from acm_compiler.files import parse_json, read_result, storing, write_file
 from acm_compiler.recipe.messages import checked_json
 from acm_compiler.tasks.base import names_share
 
 SCHEMA = 1
 FILE = "eval.json"
+_UNREADABLE, _AGAIN = "an evaluation that cannot be read", "measure again: acmc eval DIR"
 DenseFrom = Literal["original", "regions", "recorded"]
 Places = Literal["patches", "frames"]
 
@@ -182,14 +183,8 @@ class Evaluation:
         """The evaluation that `to_json` wrote; StorageError when it is something else or of a newer schema."""
         found = _schema_of(text)
         if found != SCHEMA:
-            raise StorageError(
-                "an evaluation that cannot be read",
-                found=f"schema {found}",
-                expected=f"schema {SCHEMA}",
-                fix="measure again: acmc eval DIR",
-            )
-        what = "an evaluation that misses or misnames an entry"
-        return checked_json(Evaluation, text, what=what, fix="measure again: acmc eval DIR")
+            raise StorageError(_UNREADABLE, found=f"schema {found}", expected=f"schema {SCHEMA}", fix=_AGAIN)
+        return checked_json(Evaluation, text, what="an evaluation that misses or misnames an entry", fix=_AGAIN)
 
 
 def _schema_of(text: str) -> object:
@@ -211,15 +206,8 @@ def save_evaluation(directory: Path, evaluation: Evaluation) -> Path:
 
 def load_evaluation(directory: Path) -> Evaluation | None:
     """The directory's `eval.json`, None when there is none; StorageError when it cannot be read."""
-    path = directory / FILE
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        fix = "check its permissions, or measure again: acmc eval DIR"
-        raise StorageError("an evaluation that cannot be read", where=str(path), found=str(error), fix=fix) from None
-    return Evaluation.from_json(text)
+    text = read_result(directory / FILE, _UNREADABLE, fix=f"check its permissions, or {_AGAIN}")
+    return None if text is None else Evaluation.from_json(text)
 
 
 _SAME_DENSE = 1e-3  # other batch sizes round otherwise, and a prediction in a thousand may tip over

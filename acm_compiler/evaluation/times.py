@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from acm_compiler.errors import StorageError
 from acm_compiler.evaluation.wording import budget_names
-from acm_compiler.files import write_file
+from acm_compiler.files import read_result, write_file
 from acm_compiler.recipe.messages import checked_json
 
 SCHEMA = 1
@@ -76,10 +75,5 @@ def save_times(directory: Path, times: Times) -> Path:
 def load_times(directory: Path) -> Times | None:
     """The directory's `bench.json`, None when there is none; StorageError when it cannot be read."""
     path, what, fix = directory / FILE, "times that cannot be read", "measure again: acmc bench DIR"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(what, where=str(path), found=error, fix=fix) from None
-    return checked_json(Times, text, what=what, where=str(path), fix=fix)
+    text = read_result(path, what, fix=fix)
+    return None if text is None else checked_json(Times, text, what=what, where=str(path), fix=fix)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tabulate import tabulate
 
-from acm_compiler.data.audio import told
+from acm_compiler.data.audio import excluded_text
 from acm_compiler.planning.cost_table import unit_of
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def evaluation_table(found: Evaluation) -> str:
     rows = [[name, *(column.of(result) for column in shown.values())] for name, result in named]
     rows.append(["dense", *(column.of_dense for column in shown.values())])
     table = tabulate(rows, headers=["budget", *shown], disable_numparse=True, colalign=("right",) * (1 + len(shown)))
-    excluded = [f"counted nowhere: {told(found.left_out)}"] if found.left_out else []
+    excluded = [f"counted nowhere: {excluded_text(found.left_out)}"] if found.left_out else []
     control = [f"to fixed k: {CONTROL}"] if found.fixed else []
     return "\n".join([table, _basis(found), *excluded, *control, *_foreground(found), *_missed(found)])
 

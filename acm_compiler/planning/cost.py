@@ -41,12 +41,13 @@ class SiteCost:
 
 def site_cost(site: PlannedSite) -> SiteCost:
     """The cost of one site."""
+    gate = site.gate_width * (site.d_in + 1) + site.columns * (site.gate_width + 1)
     return SiteCost(
         dense_macs=site.runs * dense_macs_per_token(site),
         learner_macs=site.runs * site.learners * macs_per_learner(site),
         gate_macs=site.runs * gate_macs_per_token(site),
         dense_params=_dense_params(site),
-        acm_params=_learner_params(site) + _gate_params(site),
+        acm_params=_learner_params(site) + gate,
     )
 
 
@@ -117,10 +118,6 @@ def _learner_params(site: PlannedSite) -> int:
     if site.has_top:
         params += site.d_out * (site.d_in if site.kind == "linear" else hidden)
     return params
-
-
-def _gate_params(site: PlannedSite) -> int:
-    return site.gate_width * (site.d_in + 1) + site.columns * (site.gate_width + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from acm_compiler.errors import a_few_of
+
 if TYPE_CHECKING:
     from acm_compiler.planning.cost import CostReport, SiteCost
     from acm_compiler.planning.decisions import PlannedSite
@@ -173,7 +175,7 @@ def _kept(plan: Plan) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for kept in plan.kept:
         reasons.setdefault(kept.reason, []).append(kept.name)
-    shown = [f"{_and_more(names)} ({reason})" for reason, names in list(reasons.items())[:_SHOWN_REASONS]]
+    shown = [f"{a_few_of(names, 1)} ({reason})" for reason, names in list(reasons.items())[:_SHOWN_REASONS]]
     return ["kept dense: " + " · ".join([*shown, *_hidden(reasons)])]
 
 
@@ -186,12 +188,8 @@ def _skipped(plan: Plan) -> list[str]:
             continue
         reasons.setdefault(skip.reason, []).append(skip.name)
     for reason, names in list(reasons.items())[:_SHOWN_REASONS]:
-        lines.append(f"skipped: {_and_more(names)} ({reason})")
+        lines.append(f"skipped: {a_few_of(names, 1)} ({reason})")
     return lines + [f"skipped: {text}" for text in _hidden(reasons)]
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def _hidden(reasons: Mapping[str, object]) -> list[str]:

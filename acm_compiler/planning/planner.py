@@ -7,7 +7,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from acm_compiler.errors import SelectionError, UsageError, nearest
+from acm_compiler.errors import SelectionError, UsageError, a_few_of, nearest
 from acm_compiler.planning.cost import dense_macs_per_token, size_limits
 from acm_compiler.planning.decisions import PlannedSite, SecondLayer
 from acm_compiler.recipe.schema import GateConfig, SiteRule
@@ -35,7 +35,7 @@ def plan_sites(found: Sequence[Site], chosen: Mapping[str, SiteRule], gate: Gate
     """The sites that have a rule, each with its sizes, in the model's order; UsageError where sizes do not fit."""
     planned = [_plan_site(site, chosen[site.name], gate) for site in found if site.name in chosen]
     known = {site.name: site for site in planned}
-    return tuple(_settle_form(site, known, asked=chosen[site.name].form) for site in planned)
+    return tuple(_choose_form(site, known, asked=chosen[site.name].form) for site in planned)
 
 
 def notes_on(planned: Sequence[PlannedSite], chosen: Mapping[str, SiteRule]) -> tuple[str, ...]:
@@ -43,9 +43,8 @@ def notes_on(planned: Sequence[PlannedSite], chosen: Mapping[str, SiteRule]) -> 
     raised = [site.name for site in planned if site.k_min > 0 and chosen[site.name].k_min == 0]
     if not raised:
         return ()
-    where = f"{raised[0]} and {len(raised) - 1} more" if len(raised) > 1 else raised[0]
     why = "its output is not added straight to what goes around it"
-    return (f"k_min is 1, not 0 as asked, at {where}: {why}; zero: mean allows 0 there",)
+    return (f"k_min is 1, not 0 as asked, at {a_few_of(raised, 1)}: {why}; zero: mean allows 0 there",)
 
 
 def _selected(found: Sequence[Site], rule: SiteRule) -> list[str]:
@@ -166,7 +165,7 @@ def _refuse_narrow(site: PlannedSite) -> None:
         )
 
 
-def _settle_form(site: PlannedSite, known: Mapping[str, PlannedSite], *, asked: str) -> PlannedSite:
+def _choose_form(site: PlannedSite, known: Mapping[str, PlannedSite], *, asked: str) -> PlannedSite:
     """`site` with its pair only where both can be slices. UsageError where slices are asked for and cannot be."""
     if site.kind != "linear" or site.init == "random":
         return dataclasses.replace(site, pair=None, form="svd") if site.kind == "linear" else site

@@ -14,7 +14,7 @@ from acm_compiler.errors import AcmError, StorageError
 from acm_compiler.files import parse_json
 from acm_compiler.planning.cost import SiteCost, size_limits
 from acm_compiler.planning.decisions import SCHEMA, ModelFacts, PlannedSite
-from acm_compiler.recipe.document import KeyPath, show_path, show_value
+from acm_compiler.recipe.document import ABSENT, differing, show_path, show_value
 from acm_compiler.recipe.messages import checked_json, wrong_entry
 from acm_compiler.site import Skip
 
@@ -61,19 +61,12 @@ def check_derived(text: str, derived: dict[str, Any]) -> None:
         raise wrong_entry(path, found, expected, what=_WHAT, fix=f"leave out {path}, which is for readers; or {_FIX}")
 
 
-def _contradictions(document: dict[str, Any], derived: dict[str, Any]) -> Iterator[Fault]:
-    said: list[tuple[KeyPath, object, Any]]
-    said = [((name,), document[name], derived[name]) for name in _DERIVED if name in document]
-    for i, (site, cost) in enumerate(zip(document["sites"], derived["sites"], strict=True)):
-        said += [(("sites", i, name), site[name], cost[name]) for name in _DERIVED_OF_SITES if name in site]
-    while said:
-        path, found, expected = said.pop(0)
-        if isinstance(found, dict) and isinstance(expected, dict):
-            said += [((*path, name), value, expected.get(name)) for name, value in found.items()]
-        elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
-            said += [((*path, i), *pair) for i, pair in enumerate(zip(found, expected, strict=True))]
-        elif not _is_same_number(found, expected):
-            yield show_path(path), found, expected
+def _contradictions(document: dict[str, Any], derived: dict[str, Any]) -> Iterator[tuple[str, object, Any]]:
+    given = {name: document[name] for name in _DERIVED if name in document}
+    given["sites"] = [{name: site[name] for name in _DERIVED_OF_SITES if name in site} for site in document["sites"]]
+    for path, found, expected in differing(given, derived, same=_is_same_number):
+        if found is not ABSENT:  # what the text leaves out contradicts nothing
+            yield show_path(path), found, None if expected is ABSENT else expected
 
 
 def _is_same_number(found: Any, expected: Any) -> bool:

@@ -13,7 +13,7 @@ from acm_compiler.recipe.models import InputConfig as InputConfig
 from acm_compiler.recipe.models import ModelConfig as ModelConfig
 from acm_compiler.recipe.resolved import decisions as decisions
 from acm_compiler.recipe.resolved import differences as differences
+from acm_compiler.recipe.resolved import first_differences as first_differences
 from acm_compiler.recipe.resolved import recipe_hash as recipe_hash
 from acm_compiler.recipe.resolved import resolved_yaml as resolved_yaml
-from acm_compiler.recipe.resolved import told_differences as told_differences
 from acm_compiler.recipe.schema import Recipe as Recipe

@@ -64,7 +64,7 @@ class TextData(Section):
 
     kind: Literal["texts"]
     tokenizer: PathText
-    """A tokenizer.json or the folder that holds one; `package:NAME/FOLDER` for one in an installed package."""
+    """A tokenizer.json, the folder that holds one, or a GGUF file; `package:NAME/FILE` for one in a package."""
     root: PathText | None = None
     """A folder of .txt, .md and .rst files; unset: docstrings and text files of the installed packages."""
     classes: Texts = ()
@@ -89,7 +89,7 @@ class TextRowsData(Section):
     args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     tokenizer: PathText
-    """A tokenizer.json or the folder that holds one; `package:NAME/FOLDER` for one in an installed package."""
+    """A tokenizer.json, the folder that holds one, or a GGUF file; `package:NAME/FILE` for one in a package."""
     text: str = "text"
     """The rows' key of the text."""
     label: str | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,26 @@ class Document:
 
 def show_path(path: KeyPath) -> str:
     """`schedule[0].lr`; `the recipe` for the empty path."""
-    return "".join(_parts(path)).removeprefix(".") or "the recipe"
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".") or "the recipe"
 
 
-def _parts(path: KeyPath) -> Iterator[str]:
-    for part in path:
-        yield f"[{part}]" if isinstance(part, int) else f".{part}"
+ABSENT = object()
+"""Value of a key that one of two documents lacks."""
+
+
+def differing(
+    before: Any, after: Any, path: KeyPath = (), *, same: Callable[[Any, Any], bool] = operator.eq
+) -> Iterator[tuple[KeyPath, Any, Any]]:
+    """The smallest parts in which two documents of plain data differ, with their paths."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys([*before, *after]):
+            yield from differing(before.get(key, ABSENT), after.get(key, ABSENT), (*path, key), same=same)
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            yield from differing(old, new, (*path, i), same=same)
+    elif not same(before, after):
+        yield path, before, after
 
 
 def show_value(value: Any) -> str:
@@ -217,7 +232,8 @@ class _Walk:
             return self._unknown_tag(node)
         self._open.append(node)
         if isinstance(node, MappingNode):
-            data: Any = self._mapping(node, path)
+            data: Any = {}
+            self._fill(data, node, path)
         else:
             data = [self.construct(item, (*path, index)) for index, item in enumerate(node.value)]
         self._open.pop()
@@ -233,11 +249,6 @@ class _Walk:
             return self._scalars.construct_object(node)
         except ValueError:
             return self._fault(node, f"not a value of type {tag.removeprefix(_TAG)}: {node.value!r}")
-
-    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        data: dict[str, Any] = {}
-        self._fill(data, node, path)
-        return data
 
     def _fill(self, data: dict[str, Any], mapping: MappingNode, path: KeyPath, *, is_merged: bool = False) -> None:
         """Add the keys of a mapping; of one that `<<` names, those that `data` does not have itself."""

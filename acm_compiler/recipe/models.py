@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from acm_compiler.errors import did_you_mean
-from acm_compiler.recipe.fields import FUNCTION, Count, Many, PathLike, Positive, Section, Texts, Three
+from acm_compiler.recipe.fields import FUNCTION, Count, Many, PathLike, Positive, Section, Texts, Three, refusal
 
 SOURCES = ("torchvision", "timm", "hf", "python", "shipped", "directory")
 AUTO_CLASSES = tuple(
@@ -53,6 +53,8 @@ class ModelConfig(Section):
     (.safetensors, .pt, .pth). null: a random start."""
     auto_class: str | None = None
     """Transformers class that builds it (hf); unset: the one the model's config names."""
+    gguf: Annotated[str | None, Field(pattern=r"\.gguf$"), PathLike()] = None
+    """GGUF file with config, weights and tokenizer, in the folder or installed Python package `name` (hf)."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model (hf). Only for repositories whose code you have read."""
     args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
@@ -64,9 +66,11 @@ class ModelConfig(Section):
     def _keys_fit_source(self) -> ModelConfig:
         if self.source == "python" and not re.fullmatch(f"(python:)?{FUNCTION}", self.name):
             raise PydanticCustomError("acm", "name is no package.module:function", {"key": "name"})
-        for key in ("auto_class", "trust_remote_code"):
+        for key in ("auto_class", "trust_remote_code", "gguf"):
             if getattr(self, key) and self.source != "hf":
                 raise PydanticCustomError("acm", "{key} belongs to source: hf", {"key": key})
+        if self.source == "hf" and self.gguf is None and self.name.endswith(".gguf"):
+            raise refusal("name must be the folder or package that holds the GGUF file, and gguf the file", "name")
         if self.auto_class is not None and self.auto_class not in AUTO_CLASSES:
             hint = did_you_mean(self.auto_class, AUTO_CLASSES) or f"; known: {', '.join(AUTO_CLASSES)}"
             context = {"key": "auto_class", "name": self.auto_class, "hint": hint}

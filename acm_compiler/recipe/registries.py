@@ -7,6 +7,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from acm_compiler.recipe import gguf
+from acm_compiler.recipe.load import unset_in
 from acm_compiler.recipe.models import ModelConfig
 
 # each is a `ShippedModel` of acm_compiler/shipped/models.py, under its name in capitals
@@ -17,8 +19,11 @@ REGISTRIES = ("torchvision", "timm")
 def is_known(model: ModelConfig) -> bool:
     """True if a quick look finds the model that `model` names, its weights included, without loading the registry.
 
-    Models of other sources count as found: they are files, functions and places that a recipe may be far from.
+    Models of other sources count as found: they are files, functions and places that a recipe may be far from. A GGUF
+    file is looked for where its folder or package is here.
     """
+    if model.gguf:
+        return bool(unset_in(model)) or gguf.is_found(model)
     if model.source == "shipped":
         return model.name in SHIPPED
     if model.source not in REGISTRIES:
@@ -32,7 +37,9 @@ def is_known(model: ModelConfig) -> bool:
 
 
 def is_installed(model: ModelConfig) -> bool:
-    """True if the package that knows the names of such models is installed."""
+    """True if the package that knows the names of such models is installed; for GGUF files, their folder and reader."""
+    if model.gguf:
+        return gguf.is_here(model)
     return model.source not in REGISTRIES or find_spec(model.source) is not None
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import io
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import BaseRepresenter
 
-from acm_compiler.recipe.document import KeyPath, show_path
+from acm_compiler.recipe.document import ABSENT, differing, show_path
 from acm_compiler.recipe.fields import Every
 from acm_compiler.recipe.schema import Recipe, Resolved
 
@@ -99,37 +99,24 @@ def _styled(value: Any) -> Any:
     return value
 
 
-_ABSENT = object()
 _TOLD = 8
 
 
 def differences(before: Any, after: Any) -> list[str]:
     """`schedule[0].lr: 0.001 -> 0.01` for every value that differs between two recipes as plain data."""
-    return [f"{show_path(path)}: {_shown(old)} -> {_shown(new)}" for path, old, new in _pairs(before, after, ())]
+    return [f"{show_path(path)}: {_shown(old)} -> {_shown(new)}" for path, old, new in differing(before, after)]
 
 
-def told_differences(before: Any, after: Any) -> str:
+def first_differences(before: Any, after: Any) -> str:
     """The first eight differences, one a line, for a message; empty where there are none."""
     changed = differences(before, after)
     more = [f"and {len(changed) - _TOLD} more"] if len(changed) > _TOLD else []
     return "\n  ".join([*changed[:_TOLD], *more])
 
 
-def _pairs(before: Any, after: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:
-    """The smallest parts that differ, with their paths."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in dict.fromkeys([*before, *after]):
-            yield from _pairs(before.get(key, _ABSENT), after.get(key, _ABSENT), (*path, key))
-    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        for i, (old, new) in enumerate(zip(before, after, strict=True)):
-            yield from _pairs(old, new, (*path, i))
-    elif before != after:
-        yield path, before, after
-
-
 def _shown(value: Any) -> str:
     """A value in a few words; a phase, a data set or a task by its kind."""
-    if value is _ABSENT:
+    if value is ABSENT:
         return "nothing"
     if isinstance(value, dict):
         return str(value.get("phase") or value.get("kind") or "a section")

@@ -87,7 +87,7 @@ def dress_top(axes: SecondaryAxis, theme: Theme) -> None:
     axes.xaxis.label.set_color(theme.gates)
 
 
-def settle(figure: Figure) -> None:
+def fix_layout(figure: Figure) -> None:
     """Lay the figure out once and for all, for figures that are saved in several formats."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from acm_compiler.data.audio import told
+from acm_compiler.data.audio import excluded_text
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, Result, SiteUse
 from acm_compiler.evaluation.statistics import DRAWS
@@ -74,18 +74,18 @@ def cost_alt(found: Evaluation) -> str:
 
 def budget_table(found: Evaluation) -> Table:
     """A row for every budget, every fixed k and the dense model."""
-    told = wording.columns(found)
-    share, spread = told.pop(wording.SHARE), told.pop(wording.SPREAD)
-    told["share of dense MACs"] = share
-    told[wording.SPREAD] = spread._replace(of=lambda result: _in_two(spread.of(result)))
+    columns = wording.columns(found)
+    share, spread = columns.pop(wording.SHARE), columns.pop(wording.SPREAD)
+    columns["share of dense MACs"] = share
+    columns[wording.SPREAD] = spread._replace(of=lambda result: _in_two(spread.of(result)))
 
     def row(name: str, result: Result) -> list[Cell]:
-        return [name, *(column.of(result) for column in told.values())]
+        return [name, *(column.of(result) for column in columns.values())]
 
     gates = [row(found.names[budget.asked], budget) for budget in found.budgets]
     fixed = [row(f"every k = {fixed.k}", fixed) for fixed in found.fixed]
-    dense: list[Cell] = ["dense", *(column.of_dense for column in told.values())]
-    return Table(f"{found.metric.name} and cost", ["budget", *told], [gates, fixed, [dense]], wide=True)
+    dense: list[Cell] = ["dense", *(column.of_dense for column in columns.values())]
+    return Table(f"{found.metric.name} and cost", ["budget", *columns], [gates, fixed, [dense]], wide=True)
 
 
 def _in_two(spread: str) -> str:
@@ -187,7 +187,7 @@ def method_facts(report: Report) -> dict[str, str]:
 
 def _measured(found: Evaluation) -> str:
     what = f"{found.metric.name.capitalize()} of {found.model.rpartition('.')[2]}"
-    excluded = f" Excluded examples, which count nowhere: {told(found.left_out)}." if found.left_out else ""
+    excluded = f" Excluded examples, which count nowhere: {excluded_text(found.left_out)}." if found.left_out else ""
     examples = wording.count(found.n, "example")
     return f"{what} on {examples}, every budget on the same ones, and the k that each token ran.{excluded}"
 

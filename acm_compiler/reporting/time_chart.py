@@ -54,7 +54,8 @@ def time_facts(times: Times) -> dict[str, Any]:
     rows: list[list[Cell]] = []
     for batch in sorted({row.batch for row in times.rows}):
         dense, ours = times.of(BASE, batch), {row.budget: row for row in times.of(OURS, batch)}
-        cells = [_time(ours[budget]) if budget in ours else "" for budget in names]
+        timed = [ours.get(budget) for budget in names]
+        cells = [f"{row.time_ms:.3g} ms ({wording.percent(row.ratio, 0)})" if row else "" for row in timed]
         rows.append([str(batch), *(f"{row.time_ms:.3g} ms" for row in dense[:1]), *cells])
     headers = ["batch", "dense, Inductor", *(f"budget {name}" for name in names.values())]
     return {"caption": _caption(times), "table": Table("time by batch size and budget", headers, [rows], wide=True)}
@@ -76,10 +77,6 @@ def _break_even(times: Times) -> str:
     if times.break_even_batch is not None:
         where = f"from batch {times.break_even_batch} on"
     return f"At budget {times.names[times.break_even_budget]} it is faster than the dense model {where}."
-
-
-def _time(row: Row) -> str:
-    return f"{row.time_ms:.3g} ms ({wording.percent(row.ratio, 0)})"
 
 
 def time_alt(times: Times) -> str:

@@ -31,8 +31,8 @@ from acm_compiler.reporting.figures import (
     as_png,
     as_svg,
     drawing,
+    fix_layout,
     require_matplotlib,
-    settle,
     variables,
 )
 from acm_compiler.reporting.load_facts import foreground_facts, load_chart, map_facts, text_facts
@@ -102,7 +102,7 @@ def write_report(directory: Path, report: Report) -> Path:
     with drawing():
         for name, draw in _charts(report).items():
             figure = draw(LIGHT)
-            settle(figure)
+            fix_layout(figure)
             files |= {f"{name}.png": as_png(figure, LIGHT.surface), f"{name}.svg": as_svg(figure)}
         files["index.html"] = page(report, _pictures(report, files)).encode()
     with storing(directory):

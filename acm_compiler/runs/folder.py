@@ -13,7 +13,7 @@ from acm_compiler.checkpoint import check_own_folder, holds_model, locked, save_
 from acm_compiler.errors import AcmError, BudgetMissed, RunInterrupted, UsageError
 from acm_compiler.evaluation.results import FILE, Evaluation
 from acm_compiler.progress import Say
-from acm_compiler.recipe import Recipe, decisions, expand_paths, load_recipe, told_differences
+from acm_compiler.recipe import Recipe, decisions, expand_paths, first_differences, load_recipe
 from acm_compiler.recipe.datasets import DataConfig
 from acm_compiler.recipe.tasks import TaskConfig
 from acm_compiler.training.machine import Machine
@@ -106,7 +106,7 @@ def still_to_come(phases: Sequence[str], options: RunOptions) -> str:
 
 
 def _check_same(made_by: Recipe, recipe: Recipe, directory: Path) -> None:
-    if changed := told_differences(decisions(expand_paths(made_by)), decisions(recipe)):
+    if changed := first_differences(decisions(expand_paths(made_by)), decisions(recipe)):
         raise UsageError(
             f"the folder holds the finished result of another recipe (there -> now):\n  {changed}",
             where=str(directory),

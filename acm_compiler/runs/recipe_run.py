@@ -199,7 +199,7 @@ def open_saved_run(
         _refuse_code(directory, recipe, given)
     dense, no_dense = _dense(recipe, given, allow_code)
     model = load(directory, base_model=dense, allow_code=allow_code)
-    if dense is not None and not _kept_dense(model):
+    if dense is not None and any(acm.dense is None for acm in sites(model).values()):
         dense, no_dense = None, "its source now gives other weights than those that were converted"
     return SavedRun(
         directory=directory,
@@ -244,8 +244,3 @@ def _dense(recipe: Recipe | None, given: Given, allow_code: bool) -> tuple[nn.Mo
         return build(expand_paths(recipe).model, example=recipe.input, allow_code=allow_code).model, ""
     except AcmError as error:
         return None, error.what
-
-
-def _kept_dense(model: nn.Module) -> bool:
-    """True if loading found the dense model to be the one that was converted."""
-    return all(acm.dense is not None for acm in sites(model).values())

@@ -15,7 +15,7 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Phase
-from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError
+from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError, a_few_of
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten, rewritten, wholly_rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
@@ -188,7 +188,7 @@ def _check_phases(found: Rewritten, wanted: Mapping[str, float | str]) -> tuple[
 def _no_own_budget(owner: Conversion) -> NoBudgetTable:
     example = "acm.set_budget(model, 0.6)"
     return NoBudgetTable(
-        "None means the budget of the recipe that made this model, and no recipe gave it one",
+        "this model has no default budget",
         expected=f"a budget from {owner.table_min:.3f} to 1" if owner.table else None,
         fix=f"name a budget: {example}"
         if owner.table
@@ -219,9 +219,8 @@ def refuse_unfitted(found: Rewritten, request: str) -> None:
     """Raise SitesNotFitted, naming them, while sites run their dense region (docs/semantics.md, The start)."""
     names = [name for name, acm in found.acms.items() if acm.state == "dense"]
     if names:
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise SitesNotFitted(
             f"{request} needs learners, but {len(names)} sites still run their dense region",
-            found=shown,
+            found=a_few_of(names),
             fix="fit them: acm.calibrate(model, batches), a recipe's distill phase, or acm.plan(..., init='random')",
         )

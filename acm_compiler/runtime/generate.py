@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.errors import UsageError
+from acm_compiler.passes.rewrite.conversion import refuse_no_module
 from acm_compiler.runtime.batch_context import batch
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, draft: float | s
     several sequences, and for options that name another way to draft.
     """
     chosen = draft if isinstance(draft, Draft) else Draft(budget=draft)
+    refuse_no_module(model)
     model = getattr(model, "_orig_mod", model)  # as a compiled model's own generate, whose forward is the eager one
     _refuse_others(model, inputs, options)
     with batch(model, budgets=[chosen.budget]):

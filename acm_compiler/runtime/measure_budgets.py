@@ -142,7 +142,11 @@ class _Search:
         return usage.real_shares, turning
 
     def bisect(self, target: float, within: float) -> None:
-        """Add probes until one lies `within` of `target` or the steps are used up."""
+        """Add probes until one lies `within` of `target` or the steps are used up.
+
+        Between the knobs -1, of share .9, and 4, of share .3, a target of .5 is tried at 2.3, where a straight line
+        crosses it, and next in the middle of the knobs around it.
+        """
         for step in range(_STEPS):
             rows = self._rows()
             if min(abs(row.share - target) for row in rows) <= within:
@@ -187,7 +191,8 @@ class _Search:
     def jumps(self) -> tuple[float, ...]:
         """The shares of the rows before gaps that no knob leads into.
 
-        Where a target was missed so, there may be more of it: then all wide gaps are searched.
+        Where all tokens score alike they change from k = 1 to k = 2 at one knob: no knob leads to .40 between .25 and
+        .50, and .25 is returned. Where a target was missed so, there may be more gaps: then all wide ones are searched.
         """
         searched: set[tuple[float, float]] = set()
         while True:

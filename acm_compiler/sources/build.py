@@ -12,6 +12,7 @@ from torch import nn
 from acm_compiler.errors import ModelSourceError, StorageError, did_you_mean
 from acm_compiler.files import parse_json
 from acm_compiler.inputs import Inputs
+from acm_compiler.recipe.gguf import SUFFIX
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
@@ -29,6 +30,7 @@ _BUILDERS: dict[str, Callable[..., Found]] = {
 _CHECKS: dict[str, Callable[[ModelConfig], None]] = {
     "torchvision": from_torchvision.check,
     "timm": from_timm.check,
+    "hf": from_hf.check,
     "shipped": from_package.check,
 }
 # what libraries raise for arguments and configs that do not fit
@@ -83,7 +85,7 @@ def build(
 
 
 def check_name(config: ModelConfig) -> None:
-    """ModelSourceError where the registry that `config` means has no such model, tag or weights."""
+    """UsageError where the registry or file that `config` means has no such model, tag or weights."""
     if config.source in _CHECKS:
         _CHECKS[config.source](config)
 
@@ -151,7 +153,10 @@ def _read_record(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-FORMS = "torchvision:NAME, timm:NAME, hf:PATH_OR_NAME, python:package.module:function, shipped:NAME, a saved directory"
+FORMS = (
+    "torchvision:NAME, timm:NAME, hf:PATH_OR_NAME, hf:FOLDER_OR_PACKAGE/FILE.gguf, python:package.module:function, "
+    "shipped:NAME, a saved directory"
+)
 
 
 def parse_reference(text: str, **settings: Any) -> ModelConfig:
@@ -162,6 +167,9 @@ def parse_reference(text: str, **settings: Any) -> ModelConfig:
     source, colon, name = text.partition(":")
     if name.startswith("~/"):
         name = str(Path(name).expanduser())  # the shell leaves it after a colon
+    if source == "hf" and name.endswith(SUFFIX) and "gguf" not in settings:
+        name, _, settings["gguf"] = name.rpartition("/")
+        name = name or "."
     if colon and source in SOURCES and name:
         try:
             return ModelConfig.model_validate({"source": source, "name": name, **settings})
@@ -184,4 +192,5 @@ def _directory(text: str, folder: Path) -> ModelConfig:
 
 def show_reference(config: ModelConfig) -> str:
     """The reference as a user would type it."""
-    return config.name if config.source == "directory" else f"{config.source}:{config.name}"
+    file = f"/{config.gguf}" if config.gguf else ""
+    return config.name if config.source == "directory" else f"{config.source}:{config.name}{file}"

@@ -1,16 +1,19 @@
-"""`hf:PATH_OR_NAME`: models of transformers, from a local folder, a config file, or the hub."""
+"""`hf:PATH_OR_NAME`: models of transformers, from a local folder, a config file, a GGUF file, or the hub."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, did_you_mean, nearest
+from acm_compiler.recipe.gguf import gguf_file
 from acm_compiler.recipe.load import installed_path
 from acm_compiler.recipe.models import AUTO_CLASSES, ModelConfig
+from acm_compiler.sources import from_gguf
 from acm_compiler.sources.built import Device, Found, build_on, refuse_reserved
 from acm_compiler.sources.hf_inputs import default_inputs
 from acm_compiler.sources.weights import load_own_file, refuse_names
@@ -19,16 +22,20 @@ from acm_compiler.sources.weights import load_own_file, refuse_names
 _UNSAFE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "trust_remote_code")
 
 
+def check(config: ModelConfig) -> None:
+    """UsageError where the GGUF file that `config` names is not here, or is of another format."""
+    if config.gguf:
+        gguf_file(config)
+
+
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     """The model at `config.name`, built by its auto class; code that comes with it runs only if `config` says so."""
-    place = place_of(config.name)
-    _import_transformers()
     refuse_names(config)
-    offline = out_of_reach(place)
-    settings = _settings(config, place, offline=offline)
-    auto = _auto_class(config.auto_class or _named_class(settings), settings)
+    opened = _open_gguf(config) if config.gguf else _open(config)
+    settings = opened.settings
+    auto = _auto_class(config.auto_class or opened.auto_class, settings)
     if weights and config.weights == "default":
-        model = _fetch(auto, settings, config, place, offline=offline)
+        model = opened.fetch(auto)
     else:
         model = build_on(device, lambda: auto.from_config(settings, trust_remote_code=config.trust_remote_code))
         if weights:
@@ -36,6 +43,35 @@ def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     is_own_code = type(model).__module__.startswith("transformers.")
     facts = {"auto_class": auto.__name__, "config": settings.to_dict(), "trust_remote_code": not is_own_code}
     return Found(model=model, example=default_inputs, facts=facts)
+
+
+class _Opened(NamedTuple):
+    """A model's config, the auto class that builds it unless another is asked for, and a function that loads it."""
+
+    settings: Any
+    auto_class: str
+    fetch: Callable[[Any], nn.Module]
+
+
+def _open(config: ModelConfig) -> _Opened:
+    """The model in a folder or on the hub."""
+    place = place_of(config.name)
+    _import_transformers()
+    offline = out_of_reach(place)
+    settings = _settings(config, place, offline=offline)
+    return _Opened(
+        settings, _named_class(settings), lambda auto: _fetch(auto, settings, config, place, offline=offline)
+    )
+
+
+def _open_gguf(config: ModelConfig) -> _Opened:
+    """The model in a GGUF file."""
+    path = gguf_file(config)
+    _import_transformers()
+    refuse_reserved(config)
+    settings, unknown = from_gguf.read_config(path, **config.args)
+    _refuse_unknown(unknown, settings, config)
+    return _Opened(settings, from_gguf.writer_of(settings), lambda auto: from_gguf.read_model(path, auto, settings))
 
 
 def rebuild(record: dict[str, Any], *, device: Device) -> Found:
@@ -87,10 +123,14 @@ def _settings(config: ModelConfig, place: str, *, offline: str | None) -> Any:
             found=_why(error, offline),
             fix="give a folder or config.json on this machine, or a name on the hub while it can be reached",
         ) from error
-    for key in unused:
+    _refuse_unknown(unused, settings, config)
+    return settings
+
+
+def _refuse_unknown(keys: Iterable[str], settings: Any, config: ModelConfig) -> None:
+    for key in keys:
         hint = did_you_mean(key, settings.to_dict())
         raise ModelSourceError(f"the config of {config.name} has no key {key!r}{hint}")
-    return settings
 
 
 def _why(error: Exception, offline: str | None) -> str:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.recipe.gguf import gguf_file
 from acm_compiler.recipe.load import installed_path
 from acm_compiler.recipe.models import ModelConfig
+from acm_compiler.sources.from_gguf import tokenizer_files
 
 TOKENS = 128
 AUDIO_SECONDS = 10
@@ -71,7 +73,9 @@ PROCESSOR_FILES = frozenset(
 
 
 def processor_files(config: ModelConfig) -> dict[str, bytes]:
-    """The files in the folder of an `hf:` model that `pipeline()` needs beside the weights; by name."""
+    """The files that `pipeline()` needs beside the weights of an `hf:` model, from its folder or GGUF file; by name."""
+    if config.gguf:
+        return tokenizer_files(gguf_file(config))
     folder = Path(installed_path(config.name)) if config.source == "hf" else None
     if folder is None or not folder.is_dir():
         return {}

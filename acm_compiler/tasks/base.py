@@ -119,8 +119,8 @@ _COMPARED = 1024
 class Likeness:
     """A second measure beside a task's metric: one number from two models' outputs on the same examples.
 
-    name: what it is called; 1 where both models agree. keep: (output, batch) -> [B, ...], what has to be kept
-    of every example. compare: (one model's [E, ...], the other's) -> the number.
+    name: what it is called; 1 where both models agree. keep: (output, batch) -> [B, ...], what has to be kept of every
+    example (or of every token). compare: (one model's [E, ...], the other's) -> the number.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Likeness:
 
 
 def agreement(found_E: Tensor, wanted_E: Tensor) -> float:
-    """The share of examples with the same prediction, right or wrong."""
+    """The share of examples (or tokens) with the same prediction, right or wrong."""
     return float((found_E == wanted_E).double().mean())
 
 

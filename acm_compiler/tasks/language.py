@@ -20,7 +20,7 @@ from acm_compiler.data.draws import uniform
 from acm_compiler.errors import DataError
 from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.tasks import MaskedLMTask
-from acm_compiler.tasks.base import Task, entry_of, named_inputs, part_of
+from acm_compiler.tasks.base import Likeness, Task, agreement, entry_of, named_inputs, part_of
 
 
 class TokenLogits(Task, ABC):
@@ -74,6 +74,16 @@ class LanguageModel(TokenLogits):
     def scale(self, mean: Tensor) -> Tensor:
         """Perplexity, from the mean cross entropy."""
         return mean.exp()
+
+    @property
+    def likeness(self) -> Likeness:
+        """Share of guessed tokens for which two models find the same one likeliest."""
+        return Likeness(name="agreement", keep=self._likeliest, compare=agreement)
+
+    def _likeliest(self, output: Any, batch: Batch) -> Tensor:
+        """The likeliest token of each guess of all texts, [guesses]."""
+        guessed_BG = self.guessed(batch)
+        return self._logits(output)[:, : guessed_BG.shape[1]].argmax(-1)[guessed_BG]
 
     def _surprise(self, output: Any, batch: Batch) -> Tensor:
         """-log p of what stands at every guessed token, [B, S - ahead]; 0 elsewhere."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from acm_compiler.data.batch import Batch, Facts
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.sections import task_section
 from acm_compiler.recipe.tasks import (
     TEXTS,
@@ -41,6 +41,7 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn
     auto_class = _auto_class(config, dataset)
     if model is not None and not isinstance(config, PythonTask):
         refuse_other_head(config.kind, model, auto_class=auto_class)
+        _refuse_foreign_tokens(dataset, model)
     if isinstance(config, ClassifyTask):
         classes = Facts.of(dataset).classes
         count = len(classes) if classes else None
@@ -63,6 +64,22 @@ def _auto_class(config: TaskConfig, dataset: Any) -> str:
     if isinstance(config, ClassifyTask) and Facts.of(dataset).pieces is not None:
         return TEXTS
     return " or ".join(fitting_classes(config.kind))
+
+
+def _refuse_foreign_tokens(dataset: Any, model: Any) -> None:
+    """DataError where the data set holds tokens that the model's vocabulary lacks."""
+    largest = Facts.of(dataset).largest_token
+    if largest is None or not hasattr(model, "get_input_embeddings"):
+        return
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if size is not None and largest >= size:
+        raise DataError(
+            "the data's tokens must be in the model's vocabulary",
+            where=type(model).__name__,
+            found=f"token {largest}",
+            expected=f"tokens below {size}",
+            fix="give data the tokenizer that belongs to the model (data.train.tokenizer, data.eval.tokenizer)",
+        )
 
 
 def _users(reference: str, arguments: dict[str, Any]) -> Task:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from acm_compiler.data.draws import derive
 from acm_compiler.passes.rewrite.build_acm import build_acm
-from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, sites
+from acm_compiler.passes.rewrite.conversion import plain_facts, restore_facts, rewritten, sites
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.plan import Plan
 
@@ -60,16 +59,9 @@ def _match(what: str, saved: set[str], here: set[str]) -> None:
 
 
 def live_facts(model: nn.Module) -> dict[str, Any]:
-    """States, gate rules and budgets as plain values."""
-    owner = conversion(model)
-    return {
-        "plan": owner.plan.to_json(),
-        "damage": owner.damage,
-        "sites": {name: {"state": acm.state, "rule": acm.gate.rule} for name, acm in sites(model).items()},
-        "table": None if owner.table is None else asdict(owner.table),
-        "budget": owner.budget,
-        "default_budget": owner.default_budget,
-    }
+    """The plan, the budget set, states, gate rules and measured budgets as plain values."""
+    found = rewritten(model)
+    return {"plan": found.plan.to_json(), "budget": found.owner.budget, **plain_facts(found)}
 
 
 def restore_structure(model: nn.Module, facts: dict[str, Any]) -> None:
@@ -77,24 +69,22 @@ def restore_structure(model: nn.Module, facts: dict[str, Any]) -> None:
 
     ValueError for a plan of other sites.
     """
-    owner, plan = conversion(model), Plan.from_json(facts["plan"])
-    _match("sites", {site.name for site in plan.sites}, set(sites(model)))
+    found, plan = rewritten(model), Plan.from_json(facts["plan"])
+    _match("sites", {site.name for site in plan.sites}, set(found.acms))
     unit = learner_unit(plan.sites)
-    for name, acm in sites(model).items():
+    for name, acm in found.acms.items():
         site = plan.site(name)
-        if site != owner.plan.site(name):
+        if site != found.plan.site(name):
             shaped = build_acm(site, like=acm.learners.w_in, unit=unit)
             acm.learners, acm.gate = shaped.learners, shaped.gate
-    owner.plan, owner.damage = plan, {name: tuple(values) for name, values in facts["damage"].items()}
+    found.owner.plan = plan
 
 
-def restore_facts(model: nn.Module, facts: dict[str, Any]) -> None:
+def restore_live_facts(model: nn.Module, facts: dict[str, Any]) -> None:
     """Write what else `live_facts` gave into the model."""
-    for name, acm in sites(model).items():
-        acm.state, acm.gate.rule = facts["sites"][name]["state"], facts["sites"][name]["rule"]
-    owner = conversion(model)
-    table = None if facts["table"] is None else BudgetTable.from_plain(facts["table"])
-    owner.table, owner.budget, owner.default_budget = table, facts["budget"], facts["default_budget"]
+    found = rewritten(model)
+    restore_facts(found.owner, found.acms, facts)
+    found.owner.budget = facts["budget"]
 
 
 def seed_generators(*names: int) -> None:

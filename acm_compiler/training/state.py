@@ -28,12 +28,12 @@ from torch import nn
 from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.files import parse_json, remedy, whole_file
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.recipe import differences, told_differences
+from acm_compiler.recipe import differences, first_differences
 from acm_compiler.training.live_state import (
     generator_states,
     live_facts,
     live_tensors,
-    restore_facts,
+    restore_live_facts,
     restore_structure,
     restore_tensors,
 )
@@ -150,7 +150,7 @@ class StateStore:
             self._check(facts, model)
             restore_structure(model, facts["model"])
             restore_tensors(model, found / "model.safetensors")
-            restore_facts(model, facts["model"])
+            restore_live_facts(model, facts["model"])
             optimization = found / "optimization.pt"
             running = optimization.exists()
             generators = torch.load(found / "generators.pt", weights_only=True)["generators"]
@@ -177,7 +177,7 @@ class StateStore:
         for name, (what, value) in expected.items():
             if facts[name] != value:
                 raise self._foreign(what, found=facts[name], expected=value)
-        if changed := told_differences(facts["recipe"], self.decisions):
+        if changed := first_differences(facts["recipe"], self.decisions):
             raise self._foreign(f"belongs to another recipe (saved -> now):\n  {changed}")
         if facts["torch"] != torch.__version__:
             log.warning(

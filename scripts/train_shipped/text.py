@@ -51,7 +51,6 @@ WARMUP = 0.08
 EMA_DECAY = 0.99
 TEXTS, HELD_OUT = 40_000, 1000
 MARKS = ("<pad>", "<s>", "</s>")
-_POOL = 16
 _KEPT_EVERY = 100
 
 
@@ -71,15 +70,6 @@ LESSONS = {
         build=MODERNBERT_PACKAGES.build_model, task=Classify(classes=len(PACKAGES)), lr=2e-3, steps=1000
     ),
 }
-
-
-class LikeLengths(TextSet):
-    """The same texts, in batches with less padding."""
-
-    def group(self, order: Sequence[int], batch: int) -> list[int]:
-        """The same order, with texts of like length brought together within every 16 batches."""
-        pools = [order[start : start + _POOL * batch] for start in range(0, len(order), _POOL * batch)]
-        return [index for pool in pools for index in sorted(pool, key=lambda i: -len(self.tokens[i]))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,7 +113,7 @@ def texts(tokenizer: Path, split: Literal["train", "eval"]) -> TextSet:
         count=TEXTS if split == "train" else HELD_OUT,
         max_tokens=TOKENS,
     )
-    return LikeLengths(config)
+    return TextSet(config)
 
 
 def learn_tokenizer(path: Path, *, seed: int) -> None:

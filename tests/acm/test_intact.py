@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -126,6 +127,20 @@ def test_parametrized_gates_still_run(rewritten):
     for part in acm.sites(model).values():
         torch.nn.utils.parametrize.register_parametrization(part.gate.inner, "weight", nn.Identity())
     assert torch.equal(model(x), expected)
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_learners_with_computed_weights_run_these(rewritten):
+    model, expected, x = copy.deepcopy(rewritten), copy.deepcopy(rewritten), example()
+    for part, plain in zip(acm.sites(model).values(), acm.sites(expected).values(), strict=True):
+        torch.nn.utils.parametrize.register_parametrization(part.learners, "w_in", _Doubled())
+        torch.nn.utils.prune.identity(part.gate.outer, "bias")
+        plain.learners.w_in.data *= 2
+    assert torch.equal(model(x), expected(x)) and not torch.equal(model(x), rewritten(x))
 
 
 def test_quantised_weights_of_a_dense_model_are_skips_with_the_reason(dense):

@@ -1,6 +1,8 @@
 """The ACM module: choices, state, dtypes, compiled graphs."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import acm_compiler
 from acm_compiler.acm import tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.acm.reference import run_learners
@@ -16,6 +19,7 @@ from acm_compiler.errors import LayoutUnknown, NoDenseRegion, UsageError
 from acm_compiler.site import Layout
 from tests.helpers.build import acm_for, planned_site, sliced_site, stack_of
 
+PACKAGE = Path(acm_compiler.__file__).parent
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -216,3 +220,23 @@ def test_gates_that_take_no_part_are_refused_where_data_parallel_training_waits_
     model.acms[0].state, model.acms[0].dense = "dense", nn.Linear(8, 8)
     with pytest.raises(UsageError, match=r"a: learners that were never fitted take no part (?s:.*) acm\.calibrate"):
         steps()
+
+
+def test_an_eager_forward_makes_few_calls_of_python():
+    """Beside a small kernel they are what its time goes into; torch's search for an attribute is the dearest."""
+    acm, calls = acm_for(planned_site()).eval(), []
+
+    def see(frame, event, _):
+        if event == "call":
+            calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    with torch.no_grad():
+        acm(torch.randn(1, 4, 8))
+        sys.setprofile(see)
+        try:
+            acm(torch.randn(1, 4, 8))
+        finally:
+            sys.setprofile(None)
+    own = [name for file, name in calls if Path(file).is_relative_to(PACKAGE)]
+    searches = [name for _, name in calls if name == "Module.__getattr__"]
+    assert len(own) + len(searches) <= 40, [name for _, name in calls]

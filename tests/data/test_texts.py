@@ -85,6 +85,16 @@ def test_batches_are_padded_to_their_longest(folder):
     assert {"source", "index"} <= batch.keys()
 
 
+def test_a_batch_of_an_epoch_holds_texts_of_like_length(folder):
+    read = texts(folder)
+    order = read.group(list(range(len(read)))[::-1], 2)
+    lengths = [len(read.tokens[index]) for index in order]
+    assert sorted(order) == list(range(len(read)))
+    assert all(
+        lengths[start : start + 32] == sorted(lengths[start : start + 32])[::-1] for start in range(0, len(order), 32)
+    )
+
+
 def test_a_missing_tokenizer_is_told(folder, tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.json"):
         texts(folder, tokenizer=str(tmp_path))

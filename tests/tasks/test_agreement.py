@@ -12,6 +12,7 @@ from acm_compiler.evaluation.wording import evaluation_table
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.tasks.base import agreement, pairwise_spearman
 from acm_compiler.tasks.embed import Embed
+from acm_compiler.tasks.language import CausalLM
 from tests.helpers.pictures import OPEN, TASK, picture_batch, picture_model
 
 
@@ -56,6 +57,19 @@ def test_an_evaluation_says_how_often_the_dense_model_answers_the_same():
     assert found.fixed[0].likeness == wanted != 1
     assert "agreement" in evaluation_table(found)
     assert Evaluation.from_json(json.dumps(found.as_json())) == found
+
+
+def test_a_language_models_agreement_is_over_guessed_tokens():
+    ids, mask = torch.randint(0, 9, (3, 7)), torch.ones(3, 7, dtype=torch.int64)
+    mask[1, 4:] = mask[2, :2] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    logits, others = torch.randn(2, 3, 7, 9)
+    likeness = CausalLM().likeness
+    kept = likeness.keep({"logits": logits}, batch)
+    wanted = [logits[text, s].argmax() for text in range(3) for s in range(6) if mask[text, s] and mask[text, s + 1]]
+    assert kept.tolist() == wanted
+    same = [k == o for k, o in zip(kept, likeness.keep({"logits": others}, batch), strict=True)]
+    assert likeness.compare(kept, likeness.keep({"logits": others}, batch)) == pytest.approx(sum(same) / len(same))
 
 
 def test_without_a_dense_model_nothing_is_compared():

@@ -55,6 +55,16 @@ def test_the_loss_is_the_models_own_where_nothing_is_padded():
     torch.testing.assert_close(TASK.answer(output).mean(-1), torch.zeros(3, 9), atol=1e-5, rtol=0)
 
 
+def test_padding_alone_is_no_data():
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, eos_token_id=0)).eval()
+    batch = {"input_ids": torch.randint(0, 40, (3, 9)), "attention_mask": torch.zeros(3, 9, dtype=torch.int64)}
+    model = acm.rewrite(model, acm.plan(model, {"input_ids": batch["input_ids"][:1]}, learners=2, sites="mlp"))
+    with pytest.raises(DataError, match="something to score, got padding alone"):
+        acm.evaluate(model, [batch], budgets=[1.0], task="causal_lm")
+    with pytest.raises(DataError, match="padding"):
+        acm.calibrate(model, [batch] * 6, tokens=60)
+
+
 def test_calibration_judges_by_the_divergence_of_probabilities():
     torch.manual_seed(0)
     logits, mask = torch.randn(2, 3, 12, dtype=torch.float64) * 3, torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()

@@ -16,7 +16,7 @@ from acm_compiler.errors import RunInterrupted, StorageError, UsageError
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.runtime.measure_budgets import measure_budgets
-from acm_compiler.training.live_state import live_facts, restore_facts
+from acm_compiler.training.live_state import live_facts, restore_live_facts
 from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.state import has_state
 from tests.helpers import ROOT
@@ -351,7 +351,7 @@ def test_states_rules_and_budgets_survive(tmp_path):
     owner = conversion(model)
     owner.table = BudgetTable(rule="damage", points=(BudgetPoint(share=0.25, knob=-1.5, k_lo=1),), examples=7)
     owner.budget, owner.default_budget = 0.4, 0.6
-    restore_facts(other, json.loads(json.dumps(live_facts(model))))
+    restore_live_facts(other, json.loads(json.dumps(live_facts(model))))
     assert conversion(other) == conversion(model)
     assert live_facts(other) == live_facts(model)
 

@@ -16,13 +16,36 @@ inline Vec between(const Vec& v, float low, float high) {
   return at::vec::minimum(at::vec::maximum(v, Vec(low)), Vec(high));
 }
 
-enum class Act {
-  identity, relu, relu6, relu2, gelu, gelu_tanh, quick_gelu, silu, tanh, sigmoid, elu, leaky_relu, hardswish, mish,
-  softplus
-};
-constexpr std::string_view kActNames[] = {
-    "identity", "relu", "relu6", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh", "sigmoid", "elu",
-    "leaky_relu", "hardswish", "mish", "softplus"};
+inline Vec relu(const Vec& v) { return at::vec::maximum(v, Vec(0.f)); }
+inline Vec gelu_tanh(const Vec& v) {
+  const Vec inner = Vec(0.79788456080286536f) * (v + Vec(0.044715f) * v * v * v);
+  return Vec(0.5f) * v * (Vec(1.f) + inner.tanh());
+}
+
+// one line an activation: is(its name, its value at v)
+#define ACM_ACTIVATIONS(is) \
+  is(identity, v) \
+  is(relu, relu(v)) \
+  is(relu6, between(v, 0.f, 6.f)) \
+  is(relu2, relu(v) * relu(v)) \
+  is(gelu, v * Vec(0.5f) * (Vec(1.f) + (v * Vec(0.70710678118654752f)).erf())) \
+  is(gelu_tanh, gelu_tanh(v)) \
+  is(quick_gelu, v * sigmoid(v * Vec(1.702f))) \
+  is(silu, v / (Vec(1.f) + v.neg().exp())) \
+  is(tanh, v.tanh()) \
+  is(sigmoid, sigmoid(v)) \
+  is(elu, Vec::blendv(v.expm1(), v, v > Vec(0.f))) \
+  is(leaky_relu, Vec::blendv(v * Vec(0.01f), v, v > Vec(0.f))) \
+  is(hardswish, v * between(v + Vec(3.f), 0.f, 6.f) / Vec(6.f)) \
+  is(mish, v * softplus(v).tanh()) \
+  is(softplus, softplus(v))
+
+#define ACM_NAME(name, value) name,
+enum class Act { ACM_ACTIVATIONS(ACM_NAME) };
+#undef ACM_NAME
+#define ACM_TEXT(name, value) #name,
+constexpr std::string_view kActNames[] = {ACM_ACTIVATIONS(ACM_TEXT)};
+#undef ACM_TEXT
 
 std::optional<Act> find_act(std::string_view name) {
   const auto* found = std::find(std::begin(kActNames), std::end(kActNames), name);
@@ -33,27 +56,10 @@ std::optional<Act> find_act(std::string_view name) {
 // calls use(f), f the activation as a function of a vector
 template <typename Use>
 void with_act(Act act, const Use& use) {
-  const Vec zero(0.f), half(0.5f), one(1.f);
-  switch (act) {
-    case Act::identity: return use([](const Vec& v) { return v; });
-    case Act::relu: return use([=](const Vec& v) { return at::vec::maximum(v, zero); });
-    case Act::relu6: return use([](const Vec& v) { return between(v, 0.f, 6.f); });
-    case Act::relu2: return use([=](const Vec& v) { const Vec r = at::vec::maximum(v, zero); return r * r; });
-    case Act::gelu: return use([=](const Vec& v) { return v * half * (one + (v * Vec(0.70710678118654752f)).erf()); });
-    case Act::gelu_tanh: return use([=](const Vec& v) {
-      const Vec inner = Vec(0.79788456080286536f) * (v + Vec(0.044715f) * v * v * v);
-      return half * v * (one + inner.tanh());
-    });
-    case Act::quick_gelu: return use([](const Vec& v) { return v * sigmoid(v * Vec(1.702f)); });
-    case Act::silu: return use([=](const Vec& v) { return v / (one + v.neg().exp()); });
-    case Act::tanh: return use([](const Vec& v) { return v.tanh(); });
-    case Act::sigmoid: return use([](const Vec& v) { return sigmoid(v); });
-    case Act::elu: return use([=](const Vec& v) { return Vec::blendv(v.expm1(), v, v > zero); });
-    case Act::leaky_relu: return use([=](const Vec& v) { return Vec::blendv(v * Vec(0.01f), v, v > zero); });
-    case Act::hardswish: return use([](const Vec& v) { return v * between(v + Vec(3.f), 0.f, 6.f) / Vec(6.f); });
-    case Act::mish: return use([](const Vec& v) { return v * softplus(v).tanh(); });
-    case Act::softplus: return use([](const Vec& v) { return softplus(v); });
-  }
+#define ACM_CASE(name, value) \
+  case Act::name: return use([](const Vec& v) { return value; });
+  switch (act) { ACM_ACTIVATIONS(ACM_CASE) }
+#undef ACM_CASE
 }
 
 }  // namespace

@@ -10,9 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from acm_compiler.errors import KernelUnavailable
 
@@ -37,7 +40,9 @@ def library_file() -> Path:
     text = "\n".join([*(file.read_text() for file in (SOURCE, *_HEADERS)), version, *command])
     target = _cache() / f"learners-{hashlib.sha256(text.encode()).hexdigest()[:20]}.so"
     if not target.is_file():
-        _compile(command, target)
+        with _alone(target):
+            if not target.is_file():
+                _compile(command, target)
     return target
 
 
@@ -81,6 +86,17 @@ def _cache() -> Path:
     return base if os.access(base, os.W_OK) else Path(tempfile.mkdtemp(prefix="acm_compiler-"))
 
 
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """While open, no other process makes `target`; one that takes too long, or cannot lock, is not waited for."""
+    file = target.with_suffix(".lock")
+    with ExitStack() as held:
+        with suppress(Timeout, OSError, NotImplementedError):  # as on file systems without locks
+            held.enter_context(FileLock(file, timeout=_TIMEOUT_S))
+            held.callback(file.unlink, missing_ok=True)
+        yield
+
+
 def _compile(command: list[str], target: Path) -> None:
     _LOG.info("compiling the CPU kernel, once for this machine: takes about 20 seconds")
     start = time.monotonic()
@@ -93,7 +109,7 @@ def _compile(command: list[str], target: Path) -> None:
             raise _failed(command[0], str(error)) from error
         if done.returncode:
             raise _failed(command[0], done.stderr)
-        # another process may have been as far: either library will do
+        # where nothing could be locked another process may have been as far: either library will do
         made.replace(target)
     _LOG.info("compiled the CPU kernel in %.0f seconds: %s", time.monotonic() - start, target)
 

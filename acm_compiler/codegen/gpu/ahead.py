@@ -90,21 +90,11 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
         return rows + _few_kernels(spec, machine, tiles)
     kernels = _dispatch_kernels(spec) + rows
     if layer1_bands(spec):
-        loads = loads_of(spec, machine, None)
-        kernels.append(
-            Kernel(
-                name="layer1",
-                function=layer1_kernel,
-                constants=layer1_constants(spec, tiles.layer1, loads, interpret=False) | _absent(spec),
-                options=build_options(spec, tiles.layer1, loads, machine),
-                operands={
-                    **_operand("x", loads.a_desc, tiles.layer1.m, tiles.layer1.k),
-                    **_operand("w_in", loads.w_desc, tiles.layer1.n, tiles.layer1.k),
-                    **_operand("w_up", loads.w_desc, tiles.layer1.n, tiles.layer1.k),
-                },
-                tile=tiles.layer1,
-            )
-        )
+        tile, loads = tiles.layer1, loads_of(spec, machine, None)
+        made = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
+        blocks = {"x": loads.a_desc and tile.m, "w_in": loads.w_desc and tile.n, "w_up": loads.w_desc and tile.n}
+        options = build_options(spec, tile, loads, machine)
+        kernels.append(_product("layer1", *made, spec=spec, tile=tile, options=options, blocks=blocks))
     return kernels + _layer2_kernels(spec, machine, tiles.layer2)
 
 
@@ -112,41 +102,45 @@ def _layer2_kernels(spec: KernelSpec, machine: Machine, tile: Tile) -> list[Kern
     kernels = []
     for product in products_of(spec):
         loads = loads_of(spec, machine, product)
-        constants = layer2_constants(spec, tile, loads, product, interpret=False)
-        kernels.append(
-            Kernel(
-                name=f"layer2 {product.weight}",
-                function=layer2_kernel,
-                constants=constants if spec.residual else constants | {"residual": None},
-                options=build_options(spec, tile, loads, machine),
-                operands={
-                    **_operand("a", loads.a_desc, tile.m, tile.k),
-                    **_operand("w", loads.w_desc, tile.n, tile.k),
-                },
-                tile=tile,
-            )
-        )
+        made = layer2_kernel, layer2_constants(spec, tile, loads, product, interpret=False)
+        blocks = {"a": loads.a_desc and tile.m, "w": loads.w_desc and tile.n}
+        options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
+        kernels.append(_product(name, *made, spec=spec, tile=tile, options=options, blocks=blocks))
     return kernels
 
 
 def _few_kernels(spec: KernelSpec, machine: Machine, tiles: Tiles) -> list[Kernel]:
-    constants = few1_constants(spec, tiles.layer1, interpret=False) | _absent(spec)
-    first = Kernel(
-        name="few1",
-        function=few1_kernel,
-        constants=constants,
-        options=build_options(spec, tiles.layer1, POINTERS, machine),
-        tile=tiles.layer1,
+    layers = {
+        "few1": (few1_kernel, few1_constants(spec, tiles.layer1, interpret=False), tiles.layer1),
+        "few2": (few2_kernel, few2_constants(spec, tiles.layer2, interpret=False), tiles.layer2),
+    }
+    return [
+        _product(name, *made, spec=spec, tile=tile, options=build_options(spec, tile, POINTERS, machine), blocks={})
+        for name, (*made, tile) in layers.items()
+    ]
+
+
+def _product(
+    name: str,
+    function: Any,
+    constants: dict[str, Any],
+    *,
+    spec: KernelSpec,
+    tile: Tile,
+    options: dict[str, Any],
+    blocks: dict[str, int],
+) -> Kernel:
+    """A kernel of layer 1 or 2; operands that the spec does not have are constants.
+
+    blocks: rows of the blocks by which operands are read, if by tensor descriptors; 0: by pointers.
+    """
+    gated = spec.form == "gated"
+    here = {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in, "residual": spec.residual}
+    absent = {operand: None for operand in function.arg_names if not here.get(operand, True)}
+    operands = {operand: f"tensordesc<{{dtype}}[{rows},{tile.k}]>" for operand, rows in blocks.items() if rows}
+    return Kernel(
+        name=name, function=function, constants=constants | absent, options=options, operands=operands, tile=tile
     )
-    constants = few2_constants(spec, tiles.layer2, interpret=False)
-    second = Kernel(
-        name="few2",
-        function=few2_kernel,
-        constants=constants if spec.residual else constants | {"residual": None},
-        options=build_options(spec, tiles.layer2, POINTERS, machine),
-        tile=tiles.layer2,
-    )
-    return [first, second]
 
 
 def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
@@ -174,17 +168,6 @@ def _rows_kernel(spec: KernelSpec, in_order: bool) -> Kernel:
 def _machine(arch: int) -> Machine:
     """Any machine of that architecture, with the Triton that is installed."""
     return Machine(arch=arch, processors=1, fenced=puts_fences())
-
-
-def _absent(spec: KernelSpec) -> dict[str, None]:
-    """Operands of layer 1 that a spec does not have."""
-    gated = spec.form == "gated"
-    here = {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in}
-    return {name: None for name, present in here.items() if not present}
-
-
-def _operand(name: str, descriptor: bool, rows: int, columns: int) -> dict[str, str]:
-    return {name: f"tensordesc<{{dtype}}[{rows},{columns}]>"} if descriptor else {}
 
 
 def gate_kernel_of(spec: GateSpec, arch: int, tokens: int) -> Kernel:

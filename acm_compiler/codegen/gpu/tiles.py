@@ -50,7 +50,8 @@ class Tiles:
     sorts: bool = True
 
     def __post_init__(self) -> None:
-        assert not self.sorts or (self.layer1.m == self.layer2.m and self.layer1.n % self.layer2.k == 0)
+        agree = self.layer1.m == self.layer2.m and self.layer1.n % self.layer2.k == 0
+        assert agree or not self.sorts, f"layer 2 ({self.layer2}) reads what layer 1 ({self.layer1}) has not written"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,11 @@ from acm_compiler.passes.find.values import Value
 _MOVED = COPIES | RESHAPES | MOVES | SCALES
 _WRITES = op_set("setitem copy overwritten index_put")
 _JOINS = op_set("cat stack view_as_complex view_as_real where result complex") | _WRITES
+# pooled queries and keys: `max_pool3d(q(x))`; windows that overlap: `unfold(v(x))`
 _POOLS = op_set("max amax mean max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d")
 _FOLDS = op_set("fold im2col col2im")
 _KEEPS_ROLE = _MOVED | NORMS | ACTIVATIONS | SUMS | _JOINS | _POOLS | _FOLDS
+# capped scores: `30 * tanh(q @ k.mT / 30)`
 _CAPS = op_set("tanh clamp maximum max where")
 _TO_SOFTMAX = _MOVED | SUMS | _CAPS | _WRITES | {"cat", "baddbmm"}
 _FROM_SOFTMAX = _MOVED | NORMS | _WRITES | {"where", "cat"}
@@ -47,6 +49,7 @@ def attention_role(flow: Dataflow, linear: str, *, stop: Iterable[str]) -> str |
 
 def other_layer(flow: Dataflow, linear: str, *, stop: Iterable[str]) -> str | None:
     """The linear that reads a part of what the projection `linear` gives, where that part goes to no attention."""
+    # `q, k, v, up = w(x).split(sizes, -1)`, with up read by `down(gelu(up))`
     packing = COPIES | RESHAPES | PACKING | {"result"}
     for _, part in flow.readers(linear, lambda value: value.op in packing):
         shown = channels_of(flow, part.name) if part.op in packing else None
@@ -69,6 +72,9 @@ def _next_linear(flow: Dataflow, name: str) -> str | None:
 
 
 def _forward_roles(flow: Dataflow, linear: str, stop: set[str]) -> set[str]:
+    # fused:        `scaled_dot_product_attention(q, k, v)`
+    # written out:  `(q @ k.mT).softmax(-1) @ v`
+    # linear:       `q.softmax(-1) @ (k.softmax(-2).mT @ v)`
     roles: set[str] = set()
     for name, value in flow.readers(linear, lambda value: value.op in _KEEPS_ROLE, stop=stop):
         if value.op in ATTENTION:
@@ -95,10 +101,12 @@ def _product_roles(flow: Dataflow, value: Value, name: str) -> set[str]:
     operands = list(value.args[-2:])
     if value.op == "rmatmul":
         operands.reverse()
+    # scores, `q @ k.mT`: a softmax reads the product
     softmax = _softmax_below(flow, value.name)
     if softmax is not None:
         keys = _key_operand(value, softmax, operands)
         return {"k" if operand == keys else "q" for operand in operands if operand == name}
+    # `q @ context`, the context being `k.softmax(-2).mT @ v`; then `scores.softmax(-1) @ v`
     others = [o for o in operands if o != name] if name in operands else []
     if any(_is_attended(flow, o) for o in others):
         return {"q"}
@@ -120,6 +128,7 @@ def _roles_without_scores(flow: Dataflow, softmax: str) -> set[str]:
 
 def _joined(flow: Dataflow, softmax: str, linear: str) -> bool:
     """True if something else was added on the way to `softmax`, as a bias is to scores."""
+    # `(q @ k.mT + bias(x)).softmax(-1)`: bias(x) reaches the softmax and is no query
     name = softmax
     while name != linear and len(live := flow.live_args(name)) == 1:
         name = live[0]
@@ -139,6 +148,7 @@ def _is_attended(flow: Dataflow, name: str) -> bool:
 
 def _key_operand(scores: Value, softmax: Value, operands: list[str]) -> str:
     """The operand that owns the axis over which softmax normalises; the other holds the queries."""
+    # `(q @ k.mT).softmax(-1)`: the right operand; `(k @ q.mT).softmax(-2)`: the left one
     rank = len(scores.shape or ())
     dim = argument(softmax.node, 1, "dim", -1) if op_name(softmax.node) == "softmax" else -1  # as written out
     axis = (-1 if dim is None else dim) % rank - rank if rank else -1
@@ -169,12 +179,15 @@ def _softmax_above(flow: Dataflow, name: str) -> bool:
 
 def _mixes_heads(flow: Dataflow, value: Value) -> bool:
     """True if the linear `value` mixes the heads of scores: [batch, queries, keys, heads] to the same."""
+    # `mix(scores.permute(0, 2, 3, 1))`, before or after the softmax
     linear = flow.linears.get(value.name)
     return linear is not None and len(value.shape or ()) >= 4 and linear.d_in == linear.d_out
 
 
 def _reads_attention(flow: Dataflow, x: str) -> bool:
     """True if `x` is attention's result, not yet added to the value that went around it."""
+    # `o(norm(attend(q, k, v)).flatten(2))` and `o(q + attend(q, k, v))`, with pooled q: yes
+    # `up(x + attend(q(x), k(x), v(x)))`: no, x went around
     todo, seen = [x], {x}
     attended: list[str] = []
     beside: list[str] = []
@@ -195,8 +208,7 @@ def _reads_attention(flow: Dataflow, x: str) -> bool:
             fresh = [a for a in live if a not in seen]
             seen.update(fresh)
             todo += fresh
-    # in a residual sum one operand feeds the attention whose result is the other, through projections: a query that is
-    # itself added to what it attended to, as pooled queries are, is no residual
+    # in a residual sum one operand feeds the attention whose result is the other, through projections
     around = [o for o in beside if _forward_roles(flow, o, set()) != {"q"}]
     return any(not any(o != name and flow.feeds(o, name) for o in around) for name in attended)
 

@@ -37,6 +37,9 @@ def find_bypass(flow: Dataflow, x: str, output: str) -> Bypass:
     is computed from, or the same tokens of a longer one. A sum with something else (a parallel branch, a bias)
     is passed.
     """
+    # `x + gamma * f(norm(x))`: found; `norm(x + f(x))`: found; `x + norm(f(x))`: found, with a norm between
+    # `x + (f(z) + g(z))`: the sum with g(z) is passed, the sum with x is the bypass
+    # `sigmoid(f(x)) + x`: not found, since f(x) = 0 would not leave x as it is
     sums: set[str] = set()
     after_norm: dict[str, bool] = {output: False}
     todo, found, norm, free = [output], False, False, False
@@ -73,12 +76,14 @@ def _is_bypass_sum(flow: Dataflow, value: Value, name: str, x: str) -> bool:
 
 def _asks(flow: Dataflow, learned: str, x: str) -> bool:
     """True if attention's queries for `x` are made from the value `learned`, which depends on no input."""
+    # `latents + o(attend(q(latents), k(x), v(x)))`: the site reads x, what goes around it are the latents
     queries = (name for name in flow.linears if not flow.values[name].live)
     return any(flow.feeds(learned, name) and flow.feeds(name, x) for name in queries)
 
 
 def _holds_bypass(flow: Dataflow, other: str, x: str) -> bool:
     """True if a leaf of the sum tree `other` is `x` or something x is computed from, of the same size."""
+    # `(a + b) + f(norm(a + b))`: the other operand is a sum itself; `x[:, :1] + f(x)[:, :1]`: the same tokens of x
     todo, seen = [(other, math.prod(flow.values[other].shape or ()))], {other}
     while todo and len(seen) < _SEARCH_LIMIT:
         name, size = todo.pop(0)
@@ -97,6 +102,7 @@ def _holds_bypass(flow: Dataflow, other: str, x: str) -> bool:
 
 def _computed_alike(flow: Dataflow, value: Value) -> list[str]:
     """The value and those that join the same values in the same way: a block may do so once for each use."""
+    # `cat([x, skip]) + f(cat([x, skip]))`: two nodes, one value
     if value.op != "cat":
         return [value.name]
     users = (flow.values[user] for user in flow.consumers(value.args[0]))

@@ -127,6 +127,7 @@ def _graft(place: _Place) -> Graft:
 
 def _whole(place: _Place) -> Graft | None:
     """The outermost module that computes the region and nothing more than copies of its input and output."""
+    # `self.mlp(x)` around `down(gelu(up(x)))` and a dropout
     for call in place.stack(place.region.output):
         signature = place.signature(call)
         inside = place.inside(call)
@@ -146,6 +147,7 @@ def _whole(place: _Place) -> Graft | None:
 
 def _tiles(place: _Place) -> Graft | None:
     """Modules one after the other that compute the region and nothing else, with no function between them."""
+    # `self.down(self.act(self.up(x)))`
     last = _innermost(place, place.region.output)
     if last is None or len(place.region.linears) != 2 or not place.sees_dropout:
         return None
@@ -166,6 +168,7 @@ def _tiles(place: _Place) -> Graft | None:
 
 def _stash(place: _Place) -> Graft | None:
     """The modules of the first linears, which see the site's input, and that of the last."""
+    # `self.down(F.silu(self.gate(x)) * self.up(x))`
     last = _innermost(place, place.region.output)
     firsts = dict.fromkeys(_outermost(place, name) for name in place.region.linears[:-1])
     if last is None or not firsts:
@@ -186,6 +189,7 @@ def _stash(place: _Place) -> Graft | None:
 
 def _retrace(place: _Place) -> Graft:
     """The innermost module whose forward holds the whole region."""
+    # `F.linear(F.gelu(F.linear(x, self.w1)), self.w2)`
     common = ""
     for calls in zip(*(place.stack(name) for name in _in_order(place, place.nodes)), strict=False):
         if len(set(calls)) > 1:

@@ -67,6 +67,7 @@ def find_mlps(flow: Dataflow, model: nn.Module) -> tuple[list[Region], list[Look
 
 def _hidden_above(flow: Dataflow, last: str) -> _Hidden | None:
     """Walks up from the input of `last` to the linears it comes from; None at attention and above a third linear."""
+    # `down(gelu(up(x)))`, `down(silu(gate(x)) * up(x))`, `a, b = w(x).chunk(2, -1); down(silu(a) * b)`
     hidden, todo, seen = _Hidden(), [flow.linears[last].x], set()
     while todo:
         name = todo.pop()
@@ -84,16 +85,12 @@ def _hidden_above(flow: Dataflow, last: str) -> _Hidden | None:
         live = flow.live_args(name)
         if value.op in NORMS:
             hidden.norms.append(value)
-        elif value.op not in _POINTWISE or (value.op == "result" and _is_foreign(flow, value)):
+        elif value.op not in _POINTWISE or (value.op == "result" and flow.values[value.args[0]].op not in PACKING):
             hidden.foreign.append(value)
         hidden.activated |= value.op in ACTIVATIONS or (value.op == "mul" and len(live) == 2)
         todo += live
     hidden.frontier.sort(key=flow.position.__getitem__)
     return hidden
-
-
-def _is_foreign(flow: Dataflow, result: Value) -> bool:
-    return flow.values[result.args[0]].op not in PACKING
 
 
 def _is_candidate(flow: Dataflow, hidden: _Hidden) -> bool:
@@ -158,6 +155,7 @@ def _region(flow: Dataflow, hidden: _Hidden, last: str, reader: TermReader) -> R
 
 def _gated(term: Term, shown: list[Leaf]) -> tuple[str, list[Leaf]] | str:
     """(activation, [activated leaf, multiplied leaf]) of `act(a) * b`."""
+    # `0.5 * silu(a) * b`, in any order and nesting: numbers belong to the activation
     factors = _factors(term)
     by_leaf = {leaf: [f for f in factors if leaves(f) == [leaf]] for leaf in shown}
     if any(len(leaves(f)) > 1 for f in factors):

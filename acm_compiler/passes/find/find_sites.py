@@ -149,8 +149,8 @@ def _differing(runs: Sequence[Region]) -> str | None:
     """Runs that share their matrices but not what they do with them."""
     if len({(run.kind, run.act) for run in runs}) == 1 and (runs[0].kind != "linear" or _joint_role(runs)):
         return None
-    told = sorted(f"{run.kind} {run.role or run.act}" for run in runs)
-    return f"its weights are used in different ways: {', '.join(dict.fromkeys(told))}"
+    ways = sorted(f"{run.kind} {run.role or run.act}" for run in runs)
+    return f"its weights are used in different ways: {', '.join(dict.fromkeys(ways))}"
 
 
 def _joint_role(runs: Sequence[Region]) -> Role | None:

@@ -51,6 +51,7 @@ def find_pairs(flow: Dataflow, outputs: Mapping[str, Site]) -> dict[str, Pair | 
 
 def _follow(flow: Dataflow, name: str, channels: Tensor) -> _End | str:
     """Follow `channels`, shaped like the value `name`, to what first computes with them."""
+    # `q(x).view(B, T, H, d).transpose(1, 2) * d**-0.5`, up to the product or the attention that reads it
     while True:
         # what nothing reads was computed for naught
         users = [flow.values[u] for u in flow.consumers(name) if flow.consumers(u) or u in flow.outputs]
@@ -79,6 +80,7 @@ def _moved(flow: Dataflow, value: Value, name: str, channels: Tensor) -> Tensor 
     def concrete(node: fx.Node) -> Any:
         return channels if node.name == name else node
 
+    # the model's own move, done to the numbers of channels: they end where the channels end
     args, kwargs = fx.map_arg((value.node.args, value.node.kwargs), concrete)
     rest: list[Any] = []
     fx.map_arg((args, kwargs), rest.append)
@@ -110,6 +112,7 @@ def _scores_pair(site: Site, q: _End, keys: Mapping[Site, _End | str]) -> dict[s
 
 def _matrix(end: _End) -> Tensor:
     """The channels with the axis that scores are summed over last: [..., tokens, channels of a head]."""
+    # `q @ k.mT` sums over the last axis of its left operand and over the last but one of its right
     if end.value.op in ATTENTION or end.operand == end.value.args[-2]:
         return end.channels
     return end.channels.transpose(-2, -1)
@@ -145,6 +148,7 @@ def _paired(one: Site, ones: Tensor, other: Site, others: Tensor) -> dict[str, P
 
 def _values_pair(flow: Dataflow, site: Site, v: _End, outputs: Mapping[str, Site]) -> dict[str, Pair | str]:
     """The output projection that reads what attention makes of the values of `site`."""
+    # `o((weights @ v).transpose(1, 2).flatten(2))`
     value, heads = v.value, _heads(v.channels)
     is_right = value.op in ATTENTION or (value.op in _MATRIX_PRODUCTS and value.args[-1] == v.operand)
     if heads is None or not is_right or value.shape is None:

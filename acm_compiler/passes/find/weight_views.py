@@ -56,6 +56,7 @@ Views = WeightView | tuple[WeightView, ...]
 
 def view_of(node: fx.Node, op: str, source: Views) -> Views | None:
     """View shown by `node`, an `op` of the parameter view(s) `source`; None when it is no longer a plain view."""
+    # `w_q, w_k, w_v = self.in_proj_weight.chunk(3)`, `x @ self.w[:d].t()`, `self.w.t().to(x.dtype)`
     if op == "result":
         return source[argument(node, 1, "index")] if isinstance(source, tuple) else None
     if isinstance(source, tuple):
@@ -152,6 +153,7 @@ def taken(node: fx.Node, op: str, rank: int) -> list[int | slice] | None:
 
 def _narrowed(node: fx.Node, op: str, source: WeightView) -> WeightView | None:
     """The view without some entries of its axes; single ones of them, or every other one, are no matrix."""
+    # `w[:d]` and `w[d:, :]` are; `w[0]`, `w[::2]` and `w[index]` are not
     items, view = taken(node, op, len(source.axes)), source
     if items is None:
         return None

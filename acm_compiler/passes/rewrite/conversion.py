@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,14 +48,6 @@ class BudgetTable:
     examples: int
     evaluated: tuple[EvaluatedBudget, ...] = ()
     jumps: tuple[float, ...] = ()
-
-    @classmethod
-    def from_plain(cls, facts: Mapping[str, Any]) -> BudgetTable:
-        """The table that `dataclasses.asdict` took apart."""
-        points = tuple(BudgetPoint(**point) for point in facts["points"])
-        evaluated = tuple(EvaluatedBudget(**budget) for budget in facts.get("evaluated", ()))
-        jumps = tuple(facts.get("jumps", ()))  # not known to tables that were written before there were any
-        return cls(rule=facts["rule"], points=points, examples=facts["examples"], evaluated=evaluated, jumps=jumps)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +98,12 @@ class Rewritten:
     def plan(self) -> Plan:
         """The decisions for all sites, as they are now: calibration resolves them."""
         return self.owner.plan
+
+    @property
+    def reached(self) -> Plan:
+        """The plan with the states that the ACMs have reached."""
+        sites = tuple(replace(site, state=self.acms[site.name].state) for site in self.plan.sites)
+        return replace(self.plan, sites=sites)
 
 
 def sites(model: nn.Module) -> dict[str, ACM]:
@@ -191,6 +189,36 @@ def _refuse_discarded(acm: ACM) -> None:
             where=acm.name,
             fix="load the model anew, acm.set_budget, then compile; or freeze without freezing_discard_parameters",
         )
+
+
+def plain_facts(found: Rewritten) -> dict[str, Any]:
+    """Facts that training and measuring gave a model beside tensors and plan, as JSON holds them.
+
+    Saved folders, state dicts and the state of a run keep these, with what is theirs alone.
+    """
+    owner = found.owner
+    return {
+        "sites": {name: {"state": acm.state, "rule": acm.gate.rule} for name, acm in found.acms.items()},
+        "table": None if owner.table is None else asdict(owner.table),
+        "damage": owner.damage,
+        "default_budget": owner.default_budget,
+    }
+
+
+def restore_facts(owner: Conversion, acms: Mapping[str, ACM], facts: Mapping[str, Any]) -> None:
+    """Write what `plain_facts` gave into a model's conversion and ACMs."""
+    for name, acm in acms.items():
+        acm.state, acm.gate.rule = facts["sites"][name]["state"], facts["sites"][name]["rule"]
+    owner.table = None if facts["table"] is None else _table(facts["table"])
+    owner.damage = {name: tuple(values) for name, values in facts["damage"].items()}
+    owner.default_budget = facts["default_budget"]
+
+
+def _table(facts: Mapping[str, Any]) -> BudgetTable:
+    points = tuple(BudgetPoint(**point) for point in facts["points"])
+    evaluated = tuple(EvaluatedBudget(**budget) for budget in facts.get("evaluated", ()))
+    jumps = tuple(facts.get("jumps", ()))  # not known to tables that were written before there were any
+    return BudgetTable(rule=facts["rule"], points=points, examples=facts["examples"], evaluated=evaluated, jumps=jumps)
 
 
 @torch.no_grad()

@@ -113,6 +113,7 @@ def find_in_graph(model: fx.GraphModule, site: Site, tensors: Mapping[str, Tenso
     graph = _Graph(model, tensors, _constants(model.graph))
     last = site.last or site.first[0]
     firsts = {node for ref in site.first for node in _products(graph, ref)}
+    # `h = linear(x, w1, b1); a = gelu(h); y = linear(a, w2, b2)`: from the product with w2 up to those with w1
     regions = []
     for product in _products(graph, last):
         starts = [product] if site.last is None else _above(graph, product, firsts)

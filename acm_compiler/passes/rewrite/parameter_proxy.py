@@ -89,19 +89,23 @@ class WeightStandIn:
         operands = list(_flat((*args, *kwargs.values())))
         shown = [operand for operand in operands if isinstance(operand, WeightStandIn)]
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+        # a view: `self.w1[:d].t()`
         if not tensors:
             return shown[0]._viewed(func.__name__, args[1:], kwargs)
         leader = _leader(shown)
         use = leader.source.use_of(leader.rows)
+        # rows that stay dense: `x @ self.qkv[:d].t()` beside a site of the rows from d on
         if use is None:
             return func(*_real(args), **_real(kwargs))
-        if func is F.linear and use.part == "last" and len(tensors) == 2:  # with a bias that the model computed
+        # a bias that the model computed: `F.linear(h, self.w2, self.scale * self.offset)`
+        if func is F.linear and use.part == "last" and len(tensors) == 2:
             return use.acm(tensors[0]) + tensors[1]
         if len(tensors) != 1:
             raise leader.source.misused(f"{func.__name__} of {len(tensors)} other tensors")
         if len(leader.shape) == 1:
-            # a bias added by itself: the ACM has added it, and to a dummy it means nothing
+            # a bias added by itself, `h @ self.w2.t() + self.b2`: the ACM has added it, and to a dummy it means nothing
             return tensors[0]
+        # `h @ self.w2.t()` gives the ACM's output, `F.linear(x, self.w1, self.b1)` keeps x
         if use.part == "last":
             return use.acm(tensors[0])
         if use.stash is None:

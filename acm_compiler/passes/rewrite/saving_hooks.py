@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.errors import UsageError
 from acm_compiler.files import parse_json
-from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion, sites
+from acm_compiler.passes.rewrite.conversion import plain_facts, restore_facts, rewritten
 
 KEY = "_extra_state"
 _FORMAT = 1
@@ -38,15 +37,9 @@ def drop_budgets(model: nn.Module) -> None:
 
 
 def _add(model: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    owner = conversion(model)
-    if owner.table is not None:
-        facts = {
-            "format": _FORMAT,
-            "sites": {name: {"state": acm.state, "rule": acm.gate.rule} for name, acm in sites(model).items()},
-            "table": asdict(owner.table),
-            "damage": owner.damage,
-            "default_budget": owner.default_budget,
-        }
+    found = rewritten(model)
+    if found.owner.table is not None:
+        facts = {"format": _FORMAT, **plain_facts(found)}
         state_dict[prefix + KEY] = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
 
 
@@ -64,18 +57,14 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
     if text is None or other:
         return
     facts = parse_json(bytes(text.cpu().tolist()))
-    acms = sites(model)
+    found = rewritten(model)
     if facts["format"] != _FORMAT:
         errors.append(f"the budget table has format {facts['format']}, this version reads {_FORMAT}: update it")
-    elif facts["sites"].keys() != acms.keys():
-        odd = min(facts["sites"].keys() ^ acms.keys())
+    elif facts["sites"].keys() != found.acms.keys():
+        odd = min(facts["sites"].keys() ^ found.acms.keys())
         errors.append(f"the budget table is of a model with other sites, such as {odd}: rewrite with the same plan")
     else:
-        for name, acm in acms.items():
-            acm.state, acm.gate.rule = facts["sites"][name]["state"], facts["sites"][name]["rule"]
-        owner = conversion(model)
-        owner.table, owner.default_budget = BudgetTable.from_plain(facts["table"]), facts["default_budget"]
-        owner.damage = {name: tuple(values) for name, values in facts["damage"].items()}
+        restore_facts(found.owner, found.acms, facts)
 
 
 def _is_of_another_form(acm: ACM, state_dict: dict[str, Any], prefix: str) -> bool:

@@ -1,0 +1,117 @@
+"""GGUF files: config, weights and tokenizer, each as transformers reads it. No hub is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import nn
+
+from acm_compiler.errors import ModelSourceError, a_few_of
+from acm_compiler.recipe.gguf import check_magic
+
+# what transformers and gguf raise for files that are cut off, damaged, or of an architecture they do not know
+_FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
+    *(MemoryError, TypeError, ValueError, struct.error),
+)
+# classes of models that write text, the one with the most models first
+_WRITERS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+
+
+def read_config(path: Path, **changes: Any) -> tuple[Any, list[str]]:
+    """The config of the model in a GGUF file, with `changes`, and the keys of `changes` that it lacks."""
+    from transformers import AutoConfig
+
+    with _reading(path, "model"):
+        settings, unused = AutoConfig.from_pretrained(
+            str(path.parent), gguf_file=path.name, return_unused_kwargs=True, local_files_only=True, **changes
+        )
+    return settings, [key for key in unused if key in changes]
+
+
+def read_model(path: Path, auto: Any, settings: Any) -> nn.Module:
+    """The model in a GGUF file with its weights unpacked, by an auto class of transformers.
+
+    ModelSourceError where the file lacks a weight of the model, or has one of another shape.
+    """
+    with _reading(path, "weights"):
+        model, found = auto.from_pretrained(
+            str(path.parent),
+            gguf_file=path.name,
+            config=settings,
+            local_files_only=True,
+            output_loading_info=True,
+            **_unpacked(),
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise ModelSourceError(
+            "the GGUF file lacks weights of the model",
+            where=str(path),
+            found=a_few_of(missing),
+            fix="give the file of the whole model (not a part of a split one), or another auto_class",
+        )
+    return model
+
+
+def _unpacked() -> dict[str, Any]:
+    """The arguments that keep transformers from leaving weights packed, where it has learned to."""
+    import transformers
+
+    known = getattr(transformers, "GgufConfig", None)
+    return {} if known is None else {"quantization_config": known(dequantize=True)}
+
+
+def writer_of(settings: Any) -> str:
+    """The auto class of a model that writes text, as GGUF files hold; AutoModel where it writes none."""
+    import transformers
+
+    classes = (name for name in _WRITERS if type(settings) in getattr(transformers, name)._model_mapping)
+    return next(classes, "AutoModel")
+
+
+def tokenizer_text(path: Path) -> str:
+    """The tokenizer in a GGUF file, as a tokenizer.json."""
+    return tokenizer_files(path)["tokenizer.json"].decode()
+
+
+def tokenizer_files(path: Path) -> dict[str, bytes]:
+    """The files that transformers writes for the tokenizer in a GGUF file; by name."""
+    check_magic(path)
+    return _tokenizer_files(path.absolute(), path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=2)  # each data set of a run asks for it, and it takes seconds
+def _tokenizer_files(path: Path, _: int) -> dict[str, bytes]:
+    """Files of the tokenizer in a GGUF file that was last written at a time.
+
+    AutoTokenizer of early releases chooses a class by the model's architecture, which may add a first token.
+    """
+    with _reading(path, "tokenizer"), TemporaryDirectory() as folder:
+        from transformers import PreTrainedTokenizerFast
+
+        read = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+        read.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+
+
+@contextlib.contextmanager
+def _reading(path: Path, part: str) -> Iterator[None]:
+    """Turns what transformers raises at a GGUF file, or without the package that reads it, into a ModelSourceError."""
+    if find_spec("gguf") is None:
+        raise ModelSourceError("the package gguf is not installed", where=str(path), fix="pip install gguf")
+    try:
+        yield
+    except _FAILURES as error:
+        raise ModelSourceError(
+            f"transformers cannot read the {part} in this GGUF file",
+            where=str(path),
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            fix="give a whole file, of an architecture and quantization that transformers reads",
+        ) from error

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import RUN_TIME
@@ -22,10 +21,8 @@ from acm_compiler.passes.rewrite.conversion import (
     Conversion,
     EvaluatedBudget,
     Rewritten,
-    conversion,
     plain_facts,
     restore_facts,
-    sites,
 )
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.messages import checked_json, wrong_entry
@@ -118,7 +115,7 @@ def budgets_document(found: Rewritten) -> dict[str, Any]:
         "teacher": owner.teacher,
         "start_gates": owner.start_gates,
         "default_budget": facts["default_budget"],
-        "choices": collect_choices(found.model),
+        "choices": collect_choices(found),
         "damage": facts["damage"],
         "rules": {name: site["rule"] for name, site in facts["sites"].items()},
         "table": table and {**table, "evaluated": ()},
@@ -138,20 +135,20 @@ def restore_document(owner: Conversion, acms: Mapping[str, ACM], document: Mappi
     owner.start_gates = document.get("start_gates")  # not known to folders that were written before there was one
 
 
-def collect_choices(model: nn.Module) -> dict[str, Any] | None:
+def collect_choices(found: Rewritten) -> dict[str, Any] | None:
     """`{"budget", "cap", "sites": {name: {phase: [knob, k_lo, k_hi]}}}`; None where nothing was set: every k is N."""
-    owner, acms = conversion(model), sites(model)
-    if owner.budget is None and all(_runs_all(acm) for acm in acms.values()):
+    if _nothing_set(found):
         return None
-    return {"budget": owner.budget, "cap": owner.cap, "sites": {name: _by_phase(acm) for name, acm in acms.items()}}
+    sites = {name: _by_phase(acm) for name, acm in found.acms.items()}
+    return {"budget": found.owner.budget, "cap": found.owner.cap, "sites": sites}
 
 
-def restore_choices(model: nn.Module, choices: dict[str, Any] | None, *, where: Path) -> None:
+def restore_choices(found: Rewritten, choices: dict[str, Any] | None, *, where: Path) -> None:
     """Set again what `collect_choices` gave, else the recipe's own budget, if the model has one."""
-    owner, acms = conversion(model), sites(model)
+    owner, acms = found.owner, found.acms
     if choices is None:
         if owner.table is not None and owner.default_budget is not None:
-            set_budget(model, None)
+            set_budget(found.model, None)
         return
     if choices["sites"].keys() != acms.keys():
         odd = min(choices["sites"].keys() ^ acms.keys())
@@ -163,15 +160,15 @@ def restore_choices(model: nn.Module, choices: dict[str, Any] | None, *, where: 
     owner.budget, owner.cap = choices["budget"], choices["cap"]
 
 
-def choices_in_words(model: nn.Module) -> str:
+def choices_in_words(found: Rewritten) -> str:
     """The choices that a loaded model runs until something else is set, as text."""
-    if conversion(model).budget is None and all(_runs_all(acm) for acm in sites(model).values()):
-        return "no budget was set, every token runs all learners"
-    return status(model).choice
+    return "no budget was set, every token runs all learners" if _nothing_set(found) else status(found.model).choice
 
 
-def _runs_all(acm: ACM) -> bool:
-    return all(acm.written[name] == acm.count for name in RUN_TIME if name.endswith("k_lo"))
+def _nothing_set(found: Rewritten) -> bool:
+    """True where no budget was set and every token runs all learners."""
+    lowest = [(acm.written[name], acm.count) for acm in found.acms.values() for name in RUN_TIME if "k_lo" in name]
+    return found.owner.budget is None and all(k_lo == count for k_lo, count in lowest)
 
 
 def _by_phase(acm: ACM) -> dict[str, list[float]]:

@@ -257,5 +257,5 @@ def _restore_budgets(model: nn.Module, budgets: dict[str, Any], folder: Path) ->
     if phases := budgets.get("phase_budgets"):
         set_budget(model, phases)
     else:
-        restore_choices(model, budgets.get("choices"), where=folder / BUDGETS)
-    _LOG.info("%s: %s", folder, choices_in_words(model))
+        restore_choices(found, budgets.get("choices"), where=folder / BUDGETS)
+    _LOG.info("%s: %s", folder, choices_in_words(found))

@@ -8,7 +8,6 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.source import source_of
 from acm_compiler.checkpoint.tensors import collect, write_tensors
 from acm_compiler.files import whole_file
-from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten, rewritten
+from acm_compiler.passes.rewrite.conversion import Conversion, rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
 from acm_compiler.passes.rewrite.saving_hooks import refuse_part
-from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.resolved import installed_versions
 
 _LOG = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ def save(
     refuse_part(root, whole=len(found.acms) == len(owner.plan.sites))
     tensors, aliases = collect(root)
     save_id = uuid.uuid4().hex
-    plan = _plan_now(found)
+    plan = found.reached
     texts = {PLAN: plan.to_json(), BUDGETS: _json(budgets_document(found))}
     source = source_of(root, plan)
     extra = hf_files(root, source) | extra
@@ -96,12 +94,6 @@ def _write_description(path: Path, description: Mapping[str, Any]) -> None:
     """Write model.json beside the weights, whose digest it holds with those of the texts."""
     digests = description["digests"] | {WEIGHTS: file_digest(path.with_name(WEIGHTS))}
     _writes(_json({**description, "digests": digests}))(path)
-
-
-def _plan_now(found: Rewritten) -> Plan:
-    """The plan with the states that the ACMs have reached."""
-    sites = tuple(replace(site, state=found.acms[site.name].state) for site in found.plan.sites)
-    return replace(found.plan, sites=sites)
 
 
 def _description(

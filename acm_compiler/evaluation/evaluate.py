@@ -148,11 +148,12 @@ class _Runs:
 
     def __init__(self, model: nn.Module, task: Task, dense: nn.Module | None) -> None:
         self.model, self.task, self.dense = model, task, dense
-        self.device = next(iter(sites(model).values())).k_lo.device
+        acms = list(sites(model).values())
+        self.device = acms[0].k_lo.device
         if dense is not None:
             refuse_no_module(dense, where="dense")
         self.dense_from: DenseFrom | None = "original" if dense is not None else None
-        if dense is None and all(acm.dense is not None for acm in sites(model).values()):
+        if dense is None and all(acm.dense is not None for acm in acms):
             self.dense_from = "regions"
         self._dense_scores: list[Tensor] = []
         self._dense_kept: list[Tensor] = []

@@ -15,7 +15,7 @@ from acm_compiler.data import Batch
 from acm_compiler.data.batch import Facts
 from acm_compiler.evaluation.loads import ClipLoads, Text, find_clip_loads, find_text_loads, patch_k, usage_at
 from acm_compiler.evaluation.results import Evaluation
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.tasks import Task
 
 EXAMPLES, BUDGETS = 6, 4
@@ -54,14 +54,14 @@ def find_load_maps(model: nn.Module, batch: Batch, task: Task, budgets: Sequence
     image = batch.get("image")
     if image is None or image.dim() != 4 or not budgets:
         return None
-    rows, plan = _different(batch), conversion(model).plan
+    rows, searched = _different(batch), rewritten(model)
     used = usage_at(model, {name: value[rows] for name, value in batch.items()}, task, budgets)
-    placed = {budget: patch_k(usage.k, plan, *image.shape[-2:]) for budget, usage in used.items()}
+    placed = {budget: patch_k(usage.k, searched.plan, *image.shape[-2:]) for budget, usage in used.items()}
     found = len(placed[budgets[0]])
     if not found:
         return None
     loads = {budget: _mean_load(model, at_budget) for budget, at_budget in placed.items()}
-    return LoadMaps(pictures=_for_eyes(image[rows]), loads=loads, sites=found, of_sites=len(sites(model)))
+    return LoadMaps(pictures=_for_eyes(image[rows]), loads=loads, sites=found, of_sites=len(searched.acms))
 
 
 def spread(budgets: Sequence[float], own: float | None = None) -> list[float]:

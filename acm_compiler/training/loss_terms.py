@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from acm_compiler.acm.module import Choices
 from acm_compiler.errors import NothingRecorded, UsageError
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.planning.decisions import PlannedSite
 
@@ -135,9 +135,9 @@ def losses(model: nn.Module, budget: float) -> dict[str, Tensor]:
 
 def take_choices(model: nn.Module) -> RelaxedChoices:
     """The relaxed choices of `model` since the last call, which are forgotten. NothingRecorded when there are none."""
-    acms = sites(model)
-    taken = {name: tuple(acm.choices) for name, acm in acms.items()}
-    for acm in acms.values():
+    found = rewritten(model)
+    taken = {name: tuple(acm.choices) for name, acm in found.acms.items()}
+    for acm in found.acms.values():
         acm.choices.clear()
     if not any(taken.values()):
         raise NothingRecorded(
@@ -149,7 +149,7 @@ def take_choices(model: nn.Module) -> RelaxedChoices:
             "several threads ran relaxed forwards of this model since the last call of losses",
             fix="train from one thread, and call acm.losses after every forward",
         )
-    plan = conversion(model).plan
+    plan = found.plan
     forwards = _count_forwards({name: len(calls) / plan.site(name).calls for name, calls in taken.items()})
     grouped = []
     for i in range(forwards):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from acm_compiler.calibration.calibrate import check_closed_form
 from acm_compiler.data import BatchStream
 from acm_compiler.data.draws import derive
 from acm_compiler.errors import RunInterrupted, SitesNotFitted, UsageError, did_you_mean
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
@@ -243,9 +242,8 @@ def _check(model: nn.Module, schedule: Sequence[PhaseConfig], job: Job, until: s
     if "calibrate" in names and job.calibrate is None:
         raise UsageError("this run cannot carry out the phase 'calibrate'", expected="distill, gate, finetune")
     check_phase(until, schedule)
-    owner, acms = conversion(model), sites(model)
-    now = [dataclasses.replace(site, state=acms[site.name].state) for site in owner.plan.sites]
-    check_schedule(schedule, now, measured=owner.table is not None)
+    found = rewritten(model)
+    check_schedule(schedule, found.reached.sites, measured=found.owner.table is not None)
 
 
 def refuse_past(until: str, schedule: Sequence[PhaseConfig], position: Position, *, where: Path) -> None:

@@ -26,7 +26,7 @@ from acm_compiler.acm.reference import Weights, hidden, prefix_output
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import call_model, in_mode
-from acm_compiler.passes.rewrite.conversion import conversion, sites
+from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.recipe.phases import TrainedPhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.tasks import Task
@@ -79,10 +79,10 @@ class TappedPhase:
 
     def __init__(self, model: nn.Module, objective: SiteObjective, task: Task, machine: Machine, *, batch: int) -> None:
         self.model, self.objective, self.task, self.machine = model, objective, task, machine
-        self.every = sites(model)
+        found = rewritten(model)
+        self.every, plan = found.acms, found.plan
         self.acms = _with_targets(self.every, objective)
         self.groups = [Group(parameters=unique(p for acm in self.acms.values() for p in objective.parameters(acm)))]
-        plan = conversion(model).plan
         # losses are sums until the step ends; a constant near their number of tokens keeps fp16 gradients in range
         self.units = {name: max(1.0, plan.site(name).tokens / plan.model.batch * batch) for name in self.acms}
         self.sums = self._no_sums()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,12 @@ class Rewritten:
     def plan(self) -> Plan:
         """The decisions for all sites, as they are now: calibration resolves them."""
         return self.owner.plan
+
+    @property
+    def reached(self) -> Plan:
+        """The plan with the states that the ACMs have reached."""
+        sites = tuple(replace(site, state=self.acms[site.name].state) for site in self.plan.sites)
+        return replace(self.plan, sites=sites)
 
 
 def sites(model: nn.Module) -> dict[str, ACM]:

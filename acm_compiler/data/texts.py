@@ -72,9 +72,19 @@ class TokenizedTexts(Dataset[Batch]):
         }
 
     def group(self, order: Sequence[int], batch: int) -> list[int]:
-        """The same order, with texts of like length brought together within every 16 batches, which saves padding."""
-        pools = [order[start : start + _POOL * batch] for start in range(0, len(order), _POOL * batch)]
-        return [index for pool in pools for index in sorted(pool, key=lambda i: -len(self.tokens[i]))]
+        """The same order, with texts of like length brought together within every 16 batches, which saves padding.
+
+        The batches themselves come in no order of length, since often only the first are read.
+        """
+        place = {index: number for number, index in enumerate(order)}
+        whole, size = len(order) - len(order) % batch, _POOL * batch
+        pools = [
+            sorted(order[start : min(start + size, whole)], key=lambda index: (-len(self.tokens[index]), index))
+            for start in range(0, whole, size)
+        ]
+        batches = [pool[start : start + batch] for pool in pools for start in range(0, len(pool), batch)]
+        batches.sort(key=lambda part: min(place[index] for index in part))
+        return [index for part in batches for index in part] + list(order[whole:])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token, with a space where a word begins if the tokenizer tells words from their parts."""

@@ -6,7 +6,8 @@
 The texts are paragraphs of the documentation of eight installed packages (`data: {kind: texts, classes: …}`), of the
 train split's files. With `--tokenizer FILE` a byte-level BPE is learned from them first; else the shipped one is used.
 The metric is that of files that were held out, after rounding to 16 bits as the weights are stored. Other versions of
-the packages give other texts and so other weights. The shipped ones were made with the defaults. The same command goes
+the packages give other texts and so other weights. The shipped ones were made with the defaults,
+when batches came in another order. The same command goes
 on with a training that was interrupted, from the last hundred steps that were done.
 """
 

@@ -87,12 +87,26 @@ def test_batches_are_padded_to_their_longest(folder):
 
 def test_a_batch_of_an_epoch_holds_texts_of_like_length(folder):
     read = texts(folder)
-    order = read.group(list(range(len(read)))[::-1], 2)
-    lengths = [len(read.tokens[index]) for index in order]
-    assert sorted(order) == list(range(len(read)))
-    assert all(
-        lengths[start : start + 32] == sorted(lengths[start : start + 32])[::-1] for start in range(0, len(order), 32)
-    )
+    order = torch.randperm(len(read), generator=torch.Generator().manual_seed(0)).tolist()
+    grouped = read.group(order, 5)
+    batches = [
+        [len(read.tokens[index]) for index in grouped[start : start + 5]] for start in range(0, len(order) - 4, 5)
+    ]
+    assert sorted(grouped) == sorted(order)
+    assert all(batch == sorted(batch, reverse=True) for batch in batches)
+    padded = sum(len(batch) * batch[0] for batch in batches)
+    assert padded < 1.1 * sum(map(sum, batches))
+    assert [batch[0] for batch in batches] != sorted((batch[0] for batch in batches), reverse=True)
+
+
+def test_the_first_batches_are_as_long_as_all(folder):
+    read = texts(folder)
+    generator, first = torch.Generator().manual_seed(0), []
+    for _ in range(300):
+        grouped = read.group(torch.randperm(len(read), generator=generator).tolist(), 5)
+        first += [len(read.tokens[index]) for index in grouped[:5]]
+    mean = sum(map(len, read.tokens)) / len(read)
+    assert sum(first) / len(first) == pytest.approx(mean, rel=0.03)
 
 
 def test_a_missing_tokenizer_is_told(folder, tmp_path):

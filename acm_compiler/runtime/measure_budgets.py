@@ -27,7 +27,7 @@ from acm_compiler.runtime.expected_share import STRONGEST_KNOB, Probe, expected_
 from acm_compiler.runtime.usage import PADDING, record
 
 _LOG = logging.getLogger(__name__)
-# measured beside whatever budgets the caller names, so that interpolation between rows stays short
+# measured beside whatever budgets the caller names: those that are asked for most are met best
 GRID = (0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 # rows that nobody asked for only have to be somewhere near: a row says what share it reached
 _NEAR = 0.006
@@ -36,6 +36,7 @@ _JUMP = 0.02
 # budgets between two rows are reached by a straight line, which is expected to miss by no more than so much; rows
 # further apart than _WIDE leave too much to expectation
 _STRAIGHT, _WIDE = 0.015, 0.15
+# a search ends after so many probes; the first keeps this far from its neighbours, each later one four times as far
 _STEPS, _MARGIN = 14, 1e-4
 # tokens of each site, in whole examples, whose scores say where to look next
 _SCORED = 4096

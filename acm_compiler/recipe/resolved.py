@@ -103,8 +103,12 @@ _TOLD = 8
 
 
 def differences(before: Any, after: Any) -> list[str]:
-    """`schedule[0].lr: 0.001 -> 0.01` for every value that differs between two recipes as plain data."""
-    return [f"{show_path(path)}: {_shown(old)} -> {_shown(new)}" for path, old, new in differing(before, after)]
+    """`schedule[0].lr: 0.001 -> 0.01` for every value that differs between two recipes as plain data.
+
+    A key that one of them lacks was not known to the version that wrote it: it is null there.
+    """
+    found = differing(before, after, same=lambda old, new: old == new or all(v in (ABSENT, None) for v in (old, new)))
+    return [f"{show_path(path)}: {_shown(old)} -> {_shown(new)}" for path, old, new in found]
 
 
 def first_differences(before: Any, after: Any) -> str:

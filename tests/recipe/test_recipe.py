@@ -590,4 +590,8 @@ def test_what_differs_between_two_recipes_is_told_by_key(recipe_file):
     assert differences(plain(), plain("run.save_every=1h", "run.workers=3", "run.eval_batch=4")) == []
     told = differences(plain(), plain("gate.share=0.02", "run.seed=9"))
     assert told == ["gate.share: 0.01 -> 0.02", "run.seed: 0 -> 9"]
-    assert differences({"a": [{"phase": "gate"}]}, {"a": [], "b": None}) == ["a: [gate] -> []", "b: nothing -> null"]
+    assert differences({"a": [{"phase": "gate"}]}, {"a": [], "b": 1}) == ["a: [gate] -> []", "b: nothing -> 1"]
+
+
+def test_a_key_that_an_earlier_version_did_not_know_is_null_there():
+    assert differences({"a": [{}], "c": None}, {"a": [{"b": None}]}) == []

@@ -173,8 +173,13 @@ def _refuse_inputs(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _named(site: Lowered, names: list[str]) -> Lowered:
-    """Replace the path below whatever module was compiled by the plan's name."""
-    fitting = [name for name in names if name == site.site or name.endswith(f".{site.site}")]
+    """Replace the path as Dynamo saw it by the plan's name.
+
+    It starts below whatever module was compiled, or, under a forward that a library has wrapped, above the model.
+    """
+    below = [name for name in names if f".{name}".endswith(f".{site.site}")]
+    above = [name for name in names if f".{site.site}".endswith(f".{name}")]
+    fitting = below or sorted(above, key=len)[-1:]
     return replace(site, site=fitting[0]) if len(fitting) == 1 else site
 
 

@@ -52,15 +52,15 @@ def bench(
     given = Given.read(task, data, base_model)
     asked = None if budgets is None else read_budgets(directory, budgets)
     run = open_saved_run(directory, given=given, allow_code=allow_code, device=device)
+    inputs = [(size, run.inputs(size)) for size in sizes]
     contest = _contest(run, output, allow_code=allow_code)
     output.progress("compiling, and comparing outputs at every k")
-    error = check_answers(contest, run.inputs(sizes[-1]))
+    error = check_answers(contest, inputs[-1][1])
     output.say(f"compiled and eager outputs agree at every k: largest relative error {error:.1e}")
     if verify:
         output.document({**_machine(run), "verified": True, "error": error, "rows": []})
         return
     shares = asked or [float(share) for share in reachable(run.model, _BUDGETS, say=output.note)]
-    inputs = [(size, run.inputs(size)) for size in sizes]
     rows = measure_model(contest, inputs, budgets=shares, rounds=rounds, progress=output.progress)
     least = min(shares)
     even: dict[str, Any] = {"break_even_budget": least, "break_even_batch": break_even(rows, least)}

@@ -180,7 +180,9 @@ class SavedRun:
         UsageError when the recipe names no task or data, or the data has fewer examples.
         """
         if (have := count_examples(self.data)) < count:
-            raise UsageError("more examples than the data has", found=count, expected=f"at most {have}")
+            raise UsageError(
+                "more examples than the data has", found=count, expected=f"at most {have}", fix="name smaller batches"
+            )
         batch = next(BatchStream(dataset=self.data, batch=count, drop_last=True).epoch())
         return fit_to(self.model, self.task.inputs(batch))
 

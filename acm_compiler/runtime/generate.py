@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import refuse_no_module
 from acm_compiler.runtime.batch_context import batch
+from acm_compiler.runtime.budgets import is_number
 
 _log = logging.getLogger(__name__)
 # transformers' method that chooses who drafts, and the option that makes it ask without a second model
 _HOOK, _ASKED = "_get_candidate_generator", "prompt_lookup_num_tokens"
 _TAKEN = ("assistant_model", "assistant_early_exit", "custom_generate", _ASKED)
+# options that drafts go together with at these values alone
+_ALONE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Draft:
     def __post_init__(self) -> None:
         if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
             raise UsageError("tokens of a draft must be 1 or more", found=repr(self.tokens), expected="such as 4")
-        if not 0 <= self.confidence <= 1:
+        if not (is_number(self.confidence) and 0 <= self.confidence <= 1):
             raise UsageError("confidence must be a probability", found=repr(self.confidence), expected="0 to 1")
 
 
@@ -56,7 +59,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, draft: float | s
     checked in one call); sampled, the same distribution. Drafts use the model's own cache, so that the prompt is read
     once. draft: a budget, or a `Draft` for more choices and for its counts. Writes one sequence at a time.
     Raises what `acm.batch` with budgets does, which drafts open, and UsageError for a model that does not generate, for
-    several sequences, and for options that name another way to draft.
+    several sequences, and for options that leave no room for drafts, such as beams.
     """
     chosen = draft if isinstance(draft, Draft) else Draft(budget=draft)
     refuse_no_module(model)
@@ -67,13 +70,22 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, draft: float | s
     drafted, accepted = chosen.drafted, chosen.accepted
     drafting = copy.copy(model)  # shares all modules and hooks, and drafts, which other callers of the model do not
     setattr(drafting, _HOOK, functools.partial(_SelfDraft, model, chosen))
-    written = drafting.generate(inputs, **options, **{_ASKED: chosen.tokens})  # type: ignore[operator]
+    written = drafting.generate(inputs, **_asking(options, chosen.tokens))  # type: ignore[operator]
     drafted, accepted = chosen.drafted - drafted, chosen.accepted - accepted
     _log.info("generate: %d of %d tokens drafted at budget %s were accepted", accepted, drafted, chosen.budget)
     return written
 
 
-def _refuse_others(model: nn.Module, inputs: Tensor | None, options: dict[str, Any]) -> None:
+def _asking(options: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The options with the one that makes transformers ask for drafts, in the generation config where that is given."""
+    config = copy.copy(options.get("generation_config"))
+    if config is None:
+        return options | {_ASKED: tokens}
+    setattr(config, _ASKED, tokens)
+    return options | {"generation_config": config}
+
+
+def _refuse_others(model: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
     generates = any(base.__name__ == "GenerationMixin" for base in type(model).__mro__)
     if not (generates and hasattr(model, _HOOK)):
         raise UsageError(
@@ -82,15 +94,23 @@ def _refuse_others(model: nn.Module, inputs: Tensor | None, options: dict[str, A
             expected="such as a LlamaForCausalLM that acm.rewrite gave",
             fix="of a model in a wrapper of another library, name the model itself",
         )
-    taken = [name for name in _TAKEN if options.get(name) is not None]
-    if taken:
-        raise UsageError(f"{taken[0]} is another way to draft", fix="leave it out, or call model.generate")
-    first = next((options[name] for name in ("input_ids", "inputs") if name in options), inputs)
-    if first is not None and first.shape[0] != 1:
+    config = options.get("generation_config")
+    chosen = {name: options.get(name, getattr(config, name, None)) for name in (*_TAKEN, *_ALONE)}
+    for name, value in chosen.items():
+        if value not in (None, _ALONE.get(name)):
+            raise UsageError(
+                f"{name} leaves no room for drafts",
+                found=f"{name}={value!r}",
+                fix="leave it out, or call model.generate",
+            )
+    first = next((options[name] for name in ("input_ids", "inputs", "inputs_embeds") if name in options), inputs)
+    if first is not None and not (isinstance(first, Tensor) and first.dim() > 1 and len(first) == 1):
+        found = f"shape {tuple(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
         raise UsageError(
             "drafts must be for one sequence",
-            found=f"{first.shape[0]} sequences",
-            fix="call acm.generate for each, or model.generate for all of them",
+            found=found,
+            expected="a tensor [1, tokens]",
+            fix="call acm.generate for each of several; of what a tokenizer gives: acm.generate(model, **inputs, …)",
         )
 
 
@@ -110,13 +130,15 @@ class _SelfDraft:
             kwargs[self.cache_name] = _empty_cache(cross_attention=self.encoded is not None)
         self.cache = kwargs[self.cache_name]
         self.mask = kwargs.get("attention_mask")
+        self.has_read = False
 
     def get_candidates(self, input_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
         """`input_ids` [1, tokens] with drafted ones behind them, and these tokens' logits [1, drafted, vocabulary]."""
-        read, ids = self.cache.get_seq_length(), input_ids
+        ids = input_ids
         logits: list[Tensor] = []
         # nothing is drafted before the model has read the prompt, and the model itself writes the last token
-        room = min(self.draft.tokens, self.longest - input_ids.shape[1] - 1) if read else 0
+        room = min(self.draft.tokens, self.longest - input_ids.shape[1] - 1) if self.has_read else 0
+        self.has_read = True
         with batch(self.model, budgets=[self.draft.budget]):
             while len(logits) < room:
                 logits.append(self._next_logits(ids))
@@ -125,7 +147,7 @@ class _SelfDraft:
                     break
         if not logits:
             return input_ids, None
-        self.cache.crop(read - self.cache.get_seq_length())
+        self.cache.crop(-len(logits))
         self.draft.rounds += 1
         self.draft.drafted += len(logits)
         return ids, torch.stack(logits, 1)
@@ -135,14 +157,14 @@ class _SelfDraft:
         self.draft.accepted += int(num_matches)
 
     def _next_logits(self, ids: Tensor) -> Tensor:
-        """Logits [1, vocabulary] of the token after `ids`, of which the cache holds all but the last few."""
+        """Logits [1, vocabulary] of the token after `ids`, of which the cache holds all but the last."""
         kwargs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
-        new = ids[:, self.cache.get_seq_length() :]
+        new = ids[:, -1:]
         if self.encoded is not None:
             found = self.model(decoder_input_ids=new, encoder_outputs=self.encoded, attention_mask=self.mask, **kwargs)
         else:
             if self.mask is not None:
-                missing = ids.shape[1] - self.mask.shape[1]
+                missing = int(self.cache.get_seq_length()) + 1 - self.mask.shape[1]
                 kwargs["attention_mask"] = nn.functional.pad(self.mask, (0, missing), value=1)
             found = self.model(input_ids=new, **kwargs)
         logits = found.logits[:, -1].float()

@@ -179,6 +179,17 @@ def test_explain_says_what_runs_each_site():
     assert said.as_json()["sites"][1]["implementation"] == "cpu"
 
 
+def test_explain_names_sites_as_the_plan_does_under_a_wrapped_forward():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=60)).eval()
+    inputs = {"input_ids": torch.ones(1, 7, dtype=torch.int64)}
+    plan = acm.plan(dense, inputs, sites="mlp", init="random")
+    said = acm.explain(acm.rewrite(dense, plan), inputs)
+    assert [site.site for site in said.sites] == [site.name for site in plan.sites]
+    assert all(site.implementation == "cpu" for site in said.sites)
+
+
 def test_explain_and_fallback_tell_of_a_gate_without_a_kernel(caplog):
     model, x = stack_of(planned_site("acms.0"), planned_site("acms.1")), torch.randn(2, 5, 8)
     model.acms[0].gate.double()

@@ -175,6 +175,12 @@ def test_bench_keeps_its_times_and_times_a_dense_model_of_random_weights_where_n
     assert json.loads(done.stdout) == json.loads(json.dumps(times.as_json()))
 
 
+def test_batches_that_the_data_do_not_fill_are_refused_before_anything_is_compiled(out, monkeypatch):
+    monkeypatch.setattr("acm_compiler.evaluation.bench.check_answers", lambda *_: pytest.fail("compiled"))
+    done = acmc("bench", out, *ON_DATA, *BASE, "--batches", "2,5000")
+    assert done.exit_code == 2 and "5000" in done.stderr and "smaller batches" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_bench_measures_a_folder_of_save_and_keeps_its_times(out):

@@ -145,6 +145,28 @@ def test_texts_that_end_early_and_processors_are_followed(model):
     assert torch.equal(written, alone(model, ids, **options))
 
 
+def test_prompts_that_are_vectors_are_followed(model):
+    vectors = model.get_input_embeddings()(drawn(1, 11)).detach()
+    draft = acm.Draft(budget=0.9, **ALWAYS)
+    written = acm.generate(model, inputs_embeds=vectors, draft=draft, do_sample=False, max_new_tokens=16)
+    assert torch.equal(written, model.generate(inputs_embeds=vectors, do_sample=False, max_new_tokens=16))
+    assert draft.accepted == draft.drafted > 0
+
+
+@pytest.mark.parametrize("config", [True, False], ids=["config", "options"])
+def test_other_caches_and_configs_are_followed(model, config, recwarn):
+    options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    if config:
+        options = {"generation_config": transformers.GenerationConfig(**options)}
+    else:
+        options["cache_implementation"] = "static"
+    draft = acm.Draft(budget=0.9, **ALWAYS)
+    written = acm.generate(model, drawn(1, 11), draft=draft, **options)
+    assert torch.equal(written, alone(model, drawn(1, 11))[:, : 11 + 16])
+    assert draft.accepted == draft.drafted > 0
+    assert not [warning for warning in recwarn if "generation_config" in str(warning.message)]
+
+
 def test_options_of_generate_and_streamers_work(model):
     class Kept(transformers.generation.BaseStreamer):
         def __init__(self):
@@ -179,9 +201,15 @@ def test_other_callers_of_the_model_are_left_alone(model):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"assistant_model": "m"}, "another way to draft"),
+        ({"assistant_model": "m"}, "no room for drafts"),
+        ({"num_beams": 3}, "no room for drafts"),
+        ({"use_cache": False}, "no room for drafts"),
+        ({"generation_config": transformers.GenerationConfig(prompt_lookup_num_tokens=3)}, "no room for drafts"),
         ({"inputs": torch.ones(2, 3, dtype=torch.int64)}, "one sequence"),
         ({"input_ids": torch.ones(3, 3, dtype=torch.int64)}, "one sequence"),
+        ({"inputs": torch.ones(3, dtype=torch.int64)}, "one sequence"),
+        ({"inputs": [1, 2]}, "one sequence"),
+        ({"inputs": {"input_ids": torch.ones(1, 3, dtype=torch.int64)}}, r"\*\*inputs"),
         ({"draft": 1.7}, "budget"),
     ],
 )
@@ -191,7 +219,7 @@ def test_what_cannot_be_drafted_is_refused_before_the_prompt_is_read(model, opti
         acm.generate(model, **{"draft": 0.3} | options)
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"tokens": 1.5}, {"confidence": 2}])
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"tokens": 1.5}, {"confidence": 2}, {"confidence": "1"}])
 def test_a_draft_has_tokens_and_a_probability(wrong):
     with pytest.raises(UsageError):
         acm.Draft(budget=0.3, **wrong)

@@ -10,8 +10,6 @@ how many tokens of a draft the model would have written, `kept` their share of t
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import time
 import warnings
 from collections.abc import Callable
@@ -23,8 +21,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 import acm_compiler as acm
-from acm_compiler.evaluation.bench import clock
 from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
+from benchmarks.tokens_per_second import machine
 
 HEADINGS = ("draft", "tokens", "until", "accepted", "kept", "tokens/s", "to dense", "q1", "q3", "same text")
 Write = Callable[[Tensor], Tensor]
@@ -42,8 +40,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads,")
-    print(f"{torch.backends.cpu.get_cpu_capability()}, {clock()[0]}, load {os.getloadavg()[0]:.1f}\n", flush=True)
+    print(machine(), flush=True)
     run = open_saved_run(chosen.run)
     assert run.dense is not None
     acm.set_budget(run.model, 1)

@@ -41,13 +41,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads,")
-    print(f"{torch.backends.cpu.get_cpu_capability()}, {clock()[0]}, load {os.getloadavg()[0]:.1f}\n", flush=True)
+    print(machine(), flush=True)
     run = open_saved_run(chosen.run)
     prompt = prompts(run, chosen.batch, chosen.prompt)
     with torch.no_grad():
         rows = list(measured(run, prompt, chosen.budgets, chosen.rounds))
     print(tabulate(rows, headers=HEADINGS, tablefmt="github", disable_numparse=True))
+
+
+def machine() -> str:
+    """Versions, threads and load, which belong to every table of times."""
+    versions = f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads,"
+    return f"{versions}\n{torch.backends.cpu.get_cpu_capability()}, {clock()[0]}, load {os.getloadavg()[0]:.1f}\n"
 
 
 def prompts(run: SavedRun, batch: int, tokens: int) -> Tensor:

@@ -23,10 +23,10 @@ from acm_compiler.runtime.budgets import is_number
 
 _log = logging.getLogger(__name__)
 # transformers' method that chooses who drafts, and the option that makes it ask without a second model
-_HOOK, _ASKED = "_get_candidate_generator", "prompt_lookup_num_tokens"
-_TAKEN = ("assistant_model", "assistant_early_exit", "custom_generate", _ASKED)
-# options that drafts go together with at these values alone
-_ALONE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+_HOOK, _TRIGGER = "_get_candidate_generator", "prompt_lookup_num_tokens"
+_OTHER_DRAFTERS = ("assistant_model", "assistant_early_exit", "custom_generate", _TRIGGER)
+# values that drafts need of other options
+_REQUIRED = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,28 +64,28 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, draft: float | s
     chosen = draft if isinstance(draft, Draft) else Draft(budget=draft)
     refuse_no_module(model)
     model = getattr(model, "_orig_mod", model)  # as a compiled model's own generate, whose forward is the eager one
-    _refuse_others(model, inputs, options)
+    _refuse_unfit(model, inputs, options)
     with batch(model, budgets=[chosen.budget]):
         pass  # refused before the prompt is read
     drafted, accepted = chosen.drafted, chosen.accepted
-    drafting = copy.copy(model)  # shares all modules and hooks, and drafts, which other callers of the model do not
+    drafting = copy.copy(model)  # shares modules and hooks; other callers of the model do not draft
     setattr(drafting, _HOOK, functools.partial(_SelfDraft, model, chosen))
-    written = drafting.generate(inputs, **_asking(options, chosen.tokens))  # type: ignore[operator]
+    written = drafting.generate(inputs, **_with_trigger(options, chosen.tokens))  # type: ignore[operator]
     drafted, accepted = chosen.drafted - drafted, chosen.accepted - accepted
     _log.info("generate: %d of %d tokens drafted at budget %s were accepted", accepted, drafted, chosen.budget)
     return written
 
 
-def _asking(options: dict[str, Any], tokens: int) -> dict[str, Any]:
+def _with_trigger(options: dict[str, Any], tokens: int) -> dict[str, Any]:
     """The options with the one that makes transformers ask for drafts, in the generation config where that is given."""
     config = copy.copy(options.get("generation_config"))
     if config is None:
-        return options | {_ASKED: tokens}
-    setattr(config, _ASKED, tokens)
+        return options | {_TRIGGER: tokens}
+    setattr(config, _TRIGGER, tokens)
     return options | {"generation_config": config}
 
 
-def _refuse_others(model: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
+def _refuse_unfit(model: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
     generates = any(base.__name__ == "GenerationMixin" for base in type(model).__mro__)
     if not (generates and hasattr(model, _HOOK)):
         raise UsageError(
@@ -95,9 +95,9 @@ def _refuse_others(model: nn.Module, inputs: Any, options: dict[str, Any]) -> No
             fix="of a model in a wrapper of another library, name the model itself",
         )
     config = options.get("generation_config")
-    chosen = {name: options.get(name, getattr(config, name, None)) for name in (*_TAKEN, *_ALONE)}
+    chosen = {name: options.get(name, getattr(config, name, None)) for name in (*_OTHER_DRAFTERS, *_REQUIRED)}
     for name, value in chosen.items():
-        if value not in (None, _ALONE.get(name)):
+        if value not in (None, _REQUIRED.get(name)):
             raise UsageError(
                 f"{name} leaves no room for drafts",
                 found=f"{name}={value!r}",

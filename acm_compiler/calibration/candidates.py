@@ -36,14 +36,14 @@ _TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A resolved site's learners, what they were judged by, and the damage of every k for the sampled tokens.
+    """A resolved site's learners, and the damage of every k for the sampled tokens `x_TD`.
 
     tokens: how many the site saw.
     """
 
     site: PlannedSite
     weights: Weights
-    judged: Judged
+    x_TD: Tensor
     damage_TC: Tensor
     tokens: int
 
@@ -109,7 +109,7 @@ def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str
 
 def _judge(fit: Fit, tokens: int) -> Candidate:
     damage_TC = token_damage(fit.weights, fit.judged, fit.site.k_min)
-    return Candidate(site=fit.site, weights=fit.weights, judged=fit.judged, damage_TC=damage_TC, tokens=tokens)
+    return Candidate(site=fit.site, weights=fit.weights, x_TD=fit.judged.x_TD, damage_TC=damage_TC, tokens=tokens)
 
 
 def with_gates(
@@ -126,10 +126,10 @@ def with_gates(
     gates = [_new_gate(part.site, like[part.site.name]) for part in every]
     readers = defaultdict[int, list[int]](list)
     for place, part in enumerate(every):
-        readers[id(part.judged.x_TD)].append(place)
+        readers[id(part.x_TD)].append(place)
     for places in readers.values():
         targets = [every[place].damage_TC for place in places]
-        x_TD = every[places[0]].judged.x_TD
+        x_TD = every[places[0]].x_TD
         fit_gates([gates[place] for place in places], x_TD, targets, steps=options.gate_steps, seed=options.seed)
     ranks.from_first(gates)
     learned = (_with_gate(part, gate) for part, gate in zip(every, gates, strict=True))
@@ -144,7 +144,7 @@ def _new_gate(site: PlannedSite, like: Tensor) -> Gate:
 @torch.no_grad()
 def _with_gate(part: Candidate, gate: Gate) -> Learned:
     known = {field.name: getattr(part, field.name) for field in fields(Candidate)}
-    return Learned(**known, gate=gate, expected_TC=to_float64(gate(part.judged.x_TD[:_TOKENS])).exp())
+    return Learned(**known, gate=gate, expected_TC=to_float64(gate(part.x_TD[:_TOKENS])).exp())
 
 
 _BUDGETS, _HALVINGS, _ROUNDS = (0.35, 0.45, 0.6, 0.75), 24, 2

@@ -35,7 +35,7 @@ _IMAGINED = 4
 
 def mean_trace(records: Iterable[SiteRecord]) -> float:
     """tr G, averaged over the sites that a gradient reached; 1 when it reached none."""
-    traces = [trace for record in records if (trace := float(_metric(record).trace())) > 0]
+    traces = [record.metric.trace for record in records if record.metric.trace > 0]
     return sum(traces) / len(traces) if traces else 1.0
 
 
@@ -76,7 +76,7 @@ class Judged:
         Where no gradient ever reached it, every token and direction of it is taken to matter alike, as much as other
         sites do: `elsewhere` is their mean trace.
         """
-        metric, listens_T = _metric(record), record.sample.weights
+        metric, listens_T = record.metric.value(record.site.d_out, record.home), record.sample.weights
         trace, whole = metric.trace(), None
         if trace > 0:
             root, inverse = thin_factors(metric / trace)
@@ -93,7 +93,7 @@ class Judged:
 
 
 def _together(record: SiteRecord, sample_TD: Tensor, inverse_RO: Tensor) -> Together | None:
-    whole = record.whole.value()
+    whole = record.whole.take()
     if whole is None:
         return None
     in_sample = record.sample.holds_all and ranks.world() == 1
@@ -148,10 +148,6 @@ def _factor(sums: Tensor, examples: int) -> Tensor:
     # where k learners are exact, both are rounding
     seen_C = torch.where(alone_C > 0, joined_C / alone_C.clamp_min(torch.finfo(alone_C.dtype).tiny), 1.0)
     return (seen_C * examples + _IMAGINED) / (examples + _IMAGINED)
-
-
-def _metric(record: SiteRecord) -> Tensor:
-    return record.metric.value(record.site.d_out, record.home)
 
 
 Answer = Callable[[Any, Tensor | None], Tensor | list[Tensor]]

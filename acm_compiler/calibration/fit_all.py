@@ -80,9 +80,13 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
     """The sites in groups whose records fit the memory allowed, at least one (or one pair) each."""
     group: list[PlannedSite] = []
     used = 0
+    rarest = max(1, min(site.runs for site in planned))
     for unit in units(planned):
-        most = options.tokens * _PATIENCE
-        size = sum(SiteRecord.size_bytes(site, min(_sample(site, options), most), options.projections) for site in unit)
+        size = 0
+        for site in unit:
+            # in examples like the planned one, all have seen enough tokens once the site that sees the fewest has
+            most = math.ceil(options.tokens * min(max(1, site.runs / rarest), _PATIENCE))
+            size += SiteRecord.size_bytes(site, min(_sample(site, options), most), options.projections)
         if group and used + size > options.memory_bytes:
             yield group
             group, used = [], 0
@@ -158,9 +162,10 @@ def _fit_group(
     for neighbours in _sharing(groups, inputs):
         parts = [[records.pop(site.name) for site in unit] for unit in neighbours]
         learners = [learn(unit, judged, slices) for unit in parts]
+        for site in [site for unit in neighbours for site in unit]:
+            judged.pop(site.name), slices.pop(site.name, None)
         candidates += with_gates(learners, options, like=like)
         progress.advance(parts[-1][-1].site.name, to=progress.done + sum(map(len, parts)))
-    judged.clear()
     inputs.clear()
     chosen = choose_forms(candidates)
     candidates.clear()
@@ -201,7 +206,7 @@ def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:
     ranks.from_first([learners])
     with torch.no_grad():
         gate.outer.bias.add_(math.log(unit))
-        scores = gate(learned.judged.x_TD[:_SCORED]).float()
+        scores = gate(learned.x_TD[:_SCORED]).float()
     # one example's damage is the sum over its tokens
     per_example = unit * learned.tokens / seen.examples
     damage = tuple(float(value) * per_example for value in to_float64(learned.damage_TC).mean(0))

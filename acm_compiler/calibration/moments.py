@@ -101,6 +101,11 @@ class SecondMoment:
         self._products.replace(ranks.total(self._products.value(features, home)))
         self.count = int(ranks.total(torch.tensor(self.count, device=home)))
 
+    @property
+    def trace(self) -> float:
+        """E|g|^2."""
+        return self._products.trace / max(1, self.count)
+
     def value(self, features: int, device: torch.device) -> Tensor:
         """E[g g^T], zeros if there never was a `g`."""
         return self._products.value(features, float64_device(device)) / max(1, self.count)
@@ -213,8 +218,18 @@ class SymmetricSum:
         """The sum; zeros, on `home`, where nothing was added."""
         if self._upper_FF is None:
             return torch.zeros(features, features, dtype=torch.float64, device=home)
-        upper_FF = self._upper_FF.triu()
-        return upper_FF + upper_FF.triu(1).T
+        value_FF = self._upper_FF.clone()
+        for first in range(0, len(value_FF), _ROWS):
+            end = first + _ROWS
+            value_FF[end:, first:end] = value_FF[first:end, end:].T
+            block = value_FF[first:end, first:end]
+            block.copy_(block.triu() + block.triu(1).T)
+        return value_FF
+
+    @property
+    def trace(self) -> float:
+        """The sum of the diagonal; 0 where nothing was added."""
+        return 0.0 if self._upper_FF is None else float(self._upper_FF.trace())
 
     @property
     def is_finite(self) -> bool:

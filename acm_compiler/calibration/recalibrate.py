@@ -30,7 +30,11 @@ class MeasuredBudgets(BudgetTable):
     def __str__(self) -> str:
         cost = self.plan.cost
         rows = [
-            [f"{point.share:.3f}", f"{cost.model_share(point.share):.1%}", f"{point.knob:+.3g}"]
+            [
+                f"{point.share:.3f}" + ("" if point.measured else ", expected"),
+                f"{cost.model_share(point.share):.1%}",
+                f"{point.knob:+.3g}",
+            ]
             for point in self.points
         ]
         table = tabulate(rows, headers=["budget reached", "share of the model", "knob"], disable_numparse=True)

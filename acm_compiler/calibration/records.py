@@ -180,9 +180,10 @@ class WholeExamples:
         self._left -= int(counts[:fitting].sum())
         self._next += len(counts)
 
-    def value(self) -> Whole | None:
-        """Everything kept; None where nothing was."""
+    def take(self) -> Whole | None:
+        """Everything kept, which is held here no longer; None where nothing was."""
         heard = [(*parts, torch.stack(g, 1)) for *parts, g in self._kept if g]
+        self._kept.clear()
         if not heard:
             return None
         x_TD, example_T, at_T, g_TPO = (torch.cat(parts) for parts in zip(*heard, strict=True))

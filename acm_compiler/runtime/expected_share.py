@@ -72,10 +72,11 @@ class Probe:
         return self.share - (1 - self.least) * (below[1:] - below[0])
 
 
-def expected_between(low: Probe, high: Probe) -> tuple[np.ndarray, np.ndarray]:
-    """Knobs from that of `low` to that of `high`, and the shares expected of them; falling, as measured at both ends.
+def expected_between(low: Probe, high: Probe) -> tuple[np.ndarray, np.ndarray, float]:
+    """Knobs from that of `low` to that of `high`, the shares expected of them, and by how much both ends disagree.
 
-    What sites read changes from the one forward to the other, by as much as the share has moved.
+    Shares fall and are as measured at both ends. What sites read changes from the one forward to the other, by as much
+    as the share has moved.
     """
     knobs = np.union1d(low.turning, high.turning)
     knobs = np.array([low.knob, *knobs[(knobs > low.knob) & (knobs < high.knob)], high.knob])
@@ -83,4 +84,19 @@ def expected_between(low: Probe, high: Probe) -> tuple[np.ndarray, np.ndarray]:
     behind, ahead = low.share - from_low, from_high - high.share
     moved = behind / np.maximum(behind + ahead, 1e-12)
     shares = from_low + moved * (from_high - from_low)
-    return knobs, np.minimum.accumulate(shares).clip(high.share, low.share)
+    shares = np.minimum.accumulate(shares).clip(high.share, low.share)
+    return knobs, shares, float(abs(from_high - from_low).max())
+
+
+def corners(knobs: np.ndarray, shares: np.ndarray, within: float, first: int = 0) -> list[int]:
+    """The places of a curve through which a line of straight pieces, from its one end to the other, needs to lead.
+
+    Nowhere does that line miss a share by more than `within`. The place where one straight piece misses most comes
+    first. `first` is the number of the first place.
+    """
+    line = np.interp(knobs, knobs[[0, -1]], shares[[0, -1]])
+    most = int(abs(shares - line).argmax())
+    if abs(shares - line)[most] <= within:
+        return []
+    left = corners(knobs[: most + 1], shares[: most + 1], within, first)
+    return [first + most, *left, *corners(knobs[most:], shares[most:], within, first + most)]

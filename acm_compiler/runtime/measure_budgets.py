@@ -23,7 +23,14 @@ from acm_compiler.progress import Progress
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import NEAR
 from acm_compiler.runtime.control import refuse_unfitted
-from acm_compiler.runtime.expected_share import STRONGEST_KNOB, Probe, expected_between, quantiles, turning_knobs
+from acm_compiler.runtime.expected_share import (
+    STRONGEST_KNOB,
+    Probe,
+    corners,
+    expected_between,
+    quantiles,
+    turning_knobs,
+)
 from acm_compiler.runtime.usage import PADDING, record
 
 _LOG = logging.getLogger(__name__)
@@ -33,9 +40,9 @@ GRID = (0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 _NEAR = 0.006
 # a wider gap between two rows that the search could not halve is a jump: no knob leads into it
 _JUMP = 0.02
-# budgets between two rows are reached by a straight line, which is expected to miss by no more than so much; rows
-# further apart than _WIDE leave too much to expectation
-_STRAIGHT, _WIDE = 0.015, 0.15
+# budgets between two rows are reached by a straight line, which is expected to miss by no more than so much; rows between
+# two measured ones are taken from what both expect of them where they differ by no more
+_STRAIGHT = 0.015
 # a search ends after so many probes; the first keeps this far from its neighbours, each later one four times as far
 _STEPS, _MARGIN = 14, 1e-4
 # tokens of each site, in whole examples, whose scores say where to look next
@@ -68,7 +75,7 @@ def measure_budgets(
     search = _Search(found, examples, k_lo)
     with undisturbed(model):
         least, most = search.probe(STRONGEST_KNOB), search.probe(-STRONGEST_KNOB)
-        exactly = dict.fromkeys(budgets, NEAR) | dict.fromkeys((least + NEAR, most - NEAR), NEAR / 2)
+        exactly = dict.fromkeys(budgets, NEAR) | {least + NEAR: NEAR / 2}
         # those in the middle first: each is looked for between the ones before it
         wanted = sorted((dict.fromkeys(GRID, _NEAR) | exactly).items(), key=lambda row: (-row[1], abs(row[0] - 0.5)))
         wanted = [(target, within) for target, within in wanted if least < target < most]
@@ -94,6 +101,7 @@ class _Search:
         self.device = next(iter(found.acms.values())).k_lo.device
         self.least = found.plan.cost.least_share(k_lo)
         self.probes: dict[float, Probe] = {}
+        self.expected: dict[float, float] = {}
         self.missed: list[float] = []
         self.count = self.tokens = 0
 
@@ -156,7 +164,7 @@ class _Search:
             if right in (0, len(rows)):
                 return
             low, high = rows[right - 1], rows[right]
-            knobs, shares = expected_between(low, high)
+            knobs, shares, _ = expected_between(low, high)
             guess = float(np.interp(-target, -shares, knobs))
             # where scores do not tell, each probe leaves more of the gap behind it
             margin = min(_MARGIN * 4**step, (high.knob - low.knob) / 2)
@@ -167,27 +175,34 @@ class _Search:
         return [self.probes[knob] for knob in sorted(self.probes)]
 
     def fill(self) -> None:
-        """Add probes until a straight line from row to row is near enough, but for gaps that no knob leads into."""
+        """Add rows until a straight line from row to row is near enough, but for gaps that no knob leads into.
+
+        They are read from recorded scores where these tell enough, and probed where they do not.
+        """
         for _ in range(_STEPS):
-            bends = [bend for low, high in pairwise(self._rows()) if (bend := self._bend(low, high)) is not None]
-            if not bends:
+            unknown = [gap for low, high in pairwise(self._rows()) if (gap := self._fill(low, high)) is not None]
+            if not unknown:
                 return
-            for target, within in bends:
+            for target, within in unknown:
                 self.bisect(target, within)
 
-    def _bend(self, low: Probe, high: Probe) -> tuple[float, float] | None:
-        """The share at which a straight line between two neighbouring rows misses most, and how near it is to be met.
+    def _fill(self, low: Probe, high: Probe) -> tuple[float, float] | None:
+        """Add the rows expected between two neighbouring probes; None where that is all there is to do.
 
-        None where the line is near enough, and in a gap that no knob leads into.
+        Where they expect different things of the knobs between them, or scores have led to nothing before: the share at
+        which a straight line misses most, and how near it is to be met.
         """
         if any(high.share < target < low.share for target in self.missed):
             return None
-        knobs, shares = expected_between(low, high)
-        line = low.share + (high.share - low.share) * (knobs - low.knob) / (high.knob - low.knob)
-        most, spent = abs(shares - line).argmax(), low.share - high.share
-        if spent <= _WIDE and abs(shares - line)[most] <= _STRAIGHT:
+        knobs, shares, apart = expected_between(low, high)
+        bends = corners(knobs, shares, _STRAIGHT)
+        if not bends:
             return None
-        return float(shares[most].clip(high.share + spent / 8, low.share - spent / 8)), spent / 10
+        if apart <= _STRAIGHT and not self.missed:
+            self.expected.update((float(knobs[bend]), float(shares[bend])) for bend in bends)
+            return None
+        spent = low.share - high.share
+        return float(shares[bends[0]].clip(high.share + spent / 8, low.share - spent / 8)), spent / 10
 
     def jumps(self) -> tuple[float, ...]:
         """The shares of the rows before gaps that no knob leads into.
@@ -207,14 +222,15 @@ class _Search:
             searched |= unknown
 
     def points(self) -> tuple[BudgetPoint, ...]:
-        """The probes as table rows: rising share, falling knob; of equal shares the knob nearest to the next row."""
+        """All rows of the table: rising share, falling knob; of equal shares the knob nearest to the next row."""
         rows: list[BudgetPoint] = []
-        for probe in reversed(self._rows()):
-            if rows and probe.share < rows[-1].share:
+        shares = self.expected | {probe.knob: probe.share for probe in self.probes.values()}
+        for knob in sorted(shares, reverse=True):
+            if rows and shares[knob] < rows[-1].share:
                 continue
-            if rows and probe.share == rows[-1].share:
+            if rows and shares[knob] == rows[-1].share:
                 rows.pop()
-            rows.append(BudgetPoint(share=probe.share, knob=probe.knob, k_lo=self.k_lo))
+            rows.append(BudgetPoint(share=shares[knob], knob=knob, k_lo=self.k_lo, measured=knob in self.probes))
         return tuple(rows)
 
 

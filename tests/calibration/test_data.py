@@ -70,7 +70,7 @@ def test_examples_are_kept_whole_until_there_is_no_room():
         example_T = torch.repeat_interleave(torch.arange(first, first + 2), torch.tensor(lengths))
         for _ in range(2):  # a site that is called twice
             kept.offer(example_T[:, None].float(), example_T)(g[: len(example_T)])
-    value = kept.value()
+    value = kept.take()
     # 3 + 4 + 2 tokens fit; the fourth example does not, and no later one is asked
     assert value.example_T.bincount().tolist() == [6, 8, 4]
     assert torch.equal(value.x_TD[:, 0].long(), value.example_T)
@@ -78,7 +78,7 @@ def test_examples_are_kept_whole_until_there_is_no_room():
     assert value.at_T.tolist() == [*range(14), 14, 15, 25, 26]
     long, none = WholeExamples(2), WholeExamples(2)
     long.offer(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long))(torch.zeros(5, 1))
-    assert len(long.value().x_TD) == 5 and none.value() is None
+    assert len(long.take().x_TD) == 5 and none.take() is None
 
 
 def test_a_mean_far_from_zero_costs_the_covariance_no_digits():
@@ -195,7 +195,7 @@ def test_several_projections_expect_what_one_does_with_less_noise():
     assert float(found[6].mean()) == pytest.approx(float(found[1].mean()), rel=0.5)
     assert float(found[6].std()) < 0.7 * float(found[1].std())
     record = shown(6)
-    whole = record.whole.value()
+    whole = record.whole.take()
     assert whole.g_TPO.shape[:2] == (len(whole.x_TD), 6)
     listens_T = whole.g_TPO.square().sum((1, 2))
     torch.testing.assert_close(listens_T, record.sample.weights[whole.at_T])

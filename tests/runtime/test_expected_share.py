@@ -6,7 +6,14 @@ import torch
 
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
 from acm_compiler.passes.rewrite.conversion import sites
-from acm_compiler.runtime.expected_share import STRONGEST_KNOB, Probe, expected_between, quantiles, turning_knobs
+from acm_compiler.runtime.expected_share import (
+    STRONGEST_KNOB,
+    Probe,
+    corners,
+    expected_between,
+    quantiles,
+    turning_knobs,
+)
 from acm_compiler.runtime.usage import record
 from tests.helpers.build import planned_site, stack_of
 
@@ -70,6 +77,19 @@ def test_what_is_expected_between_two_probes_falls_and_agrees_with_both():
     turning = np.linspace(-1, 1, 101)
     low = Probe(knob=-1.0, share=0.9, turning=turning, least=0.0)
     high = Probe(knob=1.0, share=0.2, turning=turning + 0.4, least=0.0)
-    knobs, shares = expected_between(low, high)
+    knobs, shares, apart = expected_between(low, high)
     assert (np.diff(knobs) > 0).all() and (np.diff(shares) <= 0).all()
     assert (shares[0], shares[-1]) == (0.9, 0.2) and 0.3 < np.interp(0.0, knobs, shares) < 0.8
+    assert apart == pytest.approx(max(abs(high.expected(knobs) - low.expected(knobs))))
+
+
+def test_a_line_through_the_corners_of_a_curve_misses_it_by_no_more_than_allowed():
+    knobs = np.concatenate([[-4096.0], np.linspace(-3, 3, 200)])
+    shares = 1 / (1 + np.exp(4 * knobs).clip(max=1e9))
+    found = corners(knobs, shares, 0.01)
+    places = sorted([0, *found, len(knobs) - 1])
+    assert abs(np.interp(knobs, knobs[places], shares[places]) - shares).max() <= 0.01
+    assert len(set(found)) == len(found) < 20
+    line = np.interp(knobs, knobs[[0, -1]], shares[[0, -1]])
+    assert found[0] == abs(line - shares).argmax()
+    assert corners(knobs, knobs * 0.0, 0.0) == []

@@ -18,11 +18,15 @@ from acm_compiler.site import Share, Whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPoint:
-    """One row of a budget table: with this knob and lowest k the gates reach this share of learner MACs."""
+    """One row of a budget table: with this knob and lowest k the gates reach this share of learner MACs.
+
+    measured: false for rows in between, whose share is expected from scores that were recorded at measured ones.
+    """
 
     share: Share
     knob: float
     k_lo: Whole
+    measured: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class EvaluatedBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetTable:
-    """Measured budget -> knob, in order of rising share (docs/semantics.md, Budgets). `rule` is the gates' rule.
+    """Budget -> knob, in order of rising share (docs/semantics.md, Budgets). `rule` is the gates' rule.
 
     `evaluated`: the budgets at which a run has evaluated the model with this table. `jumps`: the shares of those points
     from which no knob leads to any share before the next point's, as where all tokens are alike.

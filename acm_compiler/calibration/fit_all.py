@@ -85,8 +85,8 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
         size = 0
         for site in unit:
             # in examples like the planned one, all have seen enough tokens once the site that sees the fewest has
-            most = math.ceil(options.tokens * min(max(1, site.runs / rarest), _PATIENCE))
-            size += SiteRecord.size_bytes(site, min(_sample(site, options), most), options.projections)
+            tokens = math.ceil(options.tokens * min(max(1, site.runs / rarest), _PATIENCE))
+            size += SiteRecord.size_bytes(site, tokens, _sample(site, options), options.projections)
         if group and used + size > options.memory_bytes:
             yield group
             group, used = [], 0

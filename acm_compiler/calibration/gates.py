@@ -26,7 +26,7 @@ from acm_compiler.runtime.usage import record
 
 _BATCH, _CLIP = 1024, 1.0
 # a small sample is learned in fewer steps than were asked for: so many passes over it, but no fewer than so many steps
-_PASSES, _FEWEST = 64, 100
+_PASSES, _FEWEST = 32, 50
 # Adam moves every weight alike, so what a step does to a hidden unit grows with its inputs: the rate is _SPEED over
 # their number, within bounds
 _SPEED, _SLOWEST, _FASTEST = 1.5, 4e-3, 2e-2

@@ -7,6 +7,7 @@ features are allowed. T tokens, F features.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.precision import float64_device, to_float64
@@ -144,9 +145,11 @@ class Reservoir:
         """Move what was drawn since the last call into the sample; tokens without a weight weigh nothing."""
         for call in self._pending:
             if self._vectors.dim() == 0:
-                self._vectors = torch.zeros(self.size, call.vectors.shape[1], dtype=call.vectors.dtype)
-                self._vectors = self._vectors.to(call.vectors.device)
-                self._weights = torch.zeros(self.size, dtype=torch.float32, device=call.vectors.device)
+                self._vectors = call.vectors.new_zeros(0, call.vectors.shape[1])
+                self._weights = call.vectors.new_zeros(0, dtype=torch.float32)
+            if (missing := min(self.seen, self.size) - len(self._vectors)) > 0:
+                self._vectors = F.pad(self._vectors, (0, 0, 0, missing))
+                self._weights = F.pad(self._weights, (0, missing))
             slots = call.slots.to(call.vectors.device)
             self._vectors[slots] = call.vectors
             self._weights[slots] = 0.0 if call.weights is None else call.weights
@@ -170,12 +173,12 @@ class Reservoir:
     @property
     def vectors(self) -> Tensor:
         """The sample, [R, F]."""
-        return self._vectors[: min(self.seen, self.size)]
+        return self._vectors
 
     @property
     def weights(self) -> Tensor:
         """The weight of each token of the sample, fp32 [R]."""
-        return self._weights[: min(self.seen, self.size)]
+        return self._weights
 
 
 class _Call:

@@ -121,12 +121,12 @@ class SiteRecord:
             )
 
     @staticmethod
-    def size_bytes(site: PlannedSite, sample: int, projections: int) -> int:
-        """Memory that a record of `site` takes, and what fitting it adds."""
+    def size_bytes(site: PlannedSite, tokens: int, sample: int, projections: int) -> int:
+        """Memory that a record of `site` takes once it has seen so many tokens, and what fitting it adds."""
         features = site.dense_width or site.d_in
         heard = site.d_in**2 if site.last is None else 0
-        whole = int(_WHOLE * sample) * (site.d_in + projections * site.d_out)
-        return 8 * (features**2 + site.d_out**2 + heard) + 4 * (sample * (site.d_in + 1) + whole)
+        whole = min(tokens, int(_WHOLE * sample)) * (site.d_in + projections * site.d_out)
+        return 8 * (features**2 + site.d_out**2 + heard) + 4 * (min(tokens, sample) * (site.d_in + 1) + whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,7 @@ def test_gates_of_the_same_input_are_what_each_would_be_alone():
 def test_a_small_sample_is_learned_in_fewer_steps():
     x, damage = torch.randn(500, D), torch.rand(500, C)
     gates = [Gate(D, 8, C) for _ in range(3)]
-    for gate, steps in zip(gates, (100, 300, 50), strict=True):
+    for gate, steps in zip(gates, (50, 300, 20), strict=True):
         fit_gates([gate], x, [damage], steps=steps, seed=7)
     assert torch.equal(gates[0].inner.weight, gates[1].inner.weight)
     assert not torch.equal(gates[0].inner.weight, gates[2].inner.weight)

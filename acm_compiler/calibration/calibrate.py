@@ -39,7 +39,7 @@ def calibrate(
     """Give a rewritten model fitted learners, gates and a budget table, in place; returns its resolved plan.
 
     batches: an iterable of what the model takes (tensor, tuple, or dict), no labels. Read until every site has seen
-    `tokens` real tokens; every sixth batch is kept for measuring.
+    `tokens` real tokens; every sixth batch is kept for measuring, of many tokens about 4,096.
     gradient_tokens: once so many are seen, the rest is run forward alone and serves the refit of the learners, not the
     gates nor what says which errors matter; it takes a fraction of the time. Where unset, all are run with gradients.
     budgets: what you will ask of `set_budget`: they stay reachable (the lowest k may be raised else).
@@ -85,7 +85,7 @@ def calibrate_on(
         check_closed_form(site)
     wanted = (*asked, *(() if owner.default_budget is None else (owner.default_budget,)))
     by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
-    examples = Examples(_single(batches) if by_one else batches)
+    examples = Examples(_single(batches) if by_one else batches, tokens=options.tokens)
     with (
         torch.inference_mode(False),
         own_types(),

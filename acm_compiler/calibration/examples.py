@@ -23,17 +23,20 @@ from acm_compiler.user_code import Attempt, first_line, raising_line, with_frame
 
 # a user's own word on the padding of one batch
 MaskOf = Callable[[Any], Tensor | None]
-# one batch of so many is kept for measuring
-_HELD_OUT = 6
+# one batch of so many is kept for measuring; more tokens than _MEASURED tell little more about shares
+_HELD_OUT, _MEASURED = 6, 4096
 # batches that serve for both where there are too few to hold one out
 _SHARED = 2
 
 
 class Examples:
-    """Batches as (inputs, mask) pairs; every sixth is held out of the fit, unless `held_out` is false."""
+    """Batches as (inputs, mask) pairs; a sixth is held out of the fit, or less where that were more than 4,096 tokens.
 
-    def __init__(self, batches: Iterable[Example], *, held_out: bool = True) -> None:
-        self._batches, self._every = batches, _HELD_OUT if held_out else 0
+    tokens: how many will be read; 0 holds none out.
+    """
+
+    def __init__(self, batches: Iterable[Example], *, tokens: int = 0) -> None:
+        self._batches, self._every = batches, max(_HELD_OUT, tokens // _MEASURED) if tokens else 0
         self.fitted: list[Example] = []
         self._held_out: list[Example] = []
 

@@ -93,7 +93,7 @@ def recalibrate(
 def _enough_of(found: Rewritten, batches: Iterable[Example], tokens: int) -> list[Example]:
     """The first batches with so many tokens, all of them for measuring."""
     seen: dict[str, int] = {}
-    examples = Examples(batches, held_out=False)
+    examples = Examples(batches)
     with undisturbed(found.model):
         for inputs, mask in examples.read(lambda: max(seen.values(), default=0) >= tokens):
             with batch_context(found.model, mask=mask), record(found.model, macs=False) as usage:

@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, pairwise
 
 import numpy as np
@@ -93,6 +93,10 @@ def measure_budgets(
     return table
 
 
+class _Ended(BaseException):
+    """Ends a forward at the last call that is of interest; a model's own `except Exception` lets it through."""
+
+
 class _Search:
     """Probes of one model, each a knob and the share of learner MACs that it reaches; the share falls with the knob."""
 
@@ -103,6 +107,7 @@ class _Search:
         self.probes: dict[float, Probe] = {}
         self.expected: dict[float, float] = {}
         self.missed: list[float] = []
+        self.calls = defaultdict[int, list[int]](list)
         self.count = self.tokens = 0
 
     def probe(self, knob: float) -> float:
@@ -124,12 +129,14 @@ class _Search:
     def _run(self, number: int) -> tuple[Tensor, list[tuple[Tensor, float]]]:
         """The shares of one batch's examples, and by site the knobs at which its tokens turn, see `quantiles`.
 
-        TrainingFailed for scores that are not finite: all are looked at with the first knob, as nan and infinity in
-        data or weights show with every knob, and those of some examples afterwards.
+        What comes after the last call of an ACM is not run: once two forwards have made as many calls, the next end
+        there. TrainingFailed for scores that are not finite: all are looked at with the first knob, as nan and infinity
+        in data or weights show with every knob, and those of some examples afterwards.
         """
         inputs, mask = self.examples[number]
-        model, calls = self.found.model, defaultdict[str, list[Tensor]](list)
+        model, calls, before = self.found.model, defaultdict[str, list[Tensor]](list), self.calls[number]
         every = max(1, self.tokens // _SCORED) if self.probes else 1
+        last = before[0] if len(before) > 1 and len(set(before)) == 1 else 0
 
         def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
             lowest = acm.within(self.k_lo, acm.count)[0] - acm.k_min
@@ -137,10 +144,13 @@ class _Search:
             scores, costs = acm.gate(x_BSD.flatten(0, 1)), acm.choice_costs(x.device)
             knobs_Tn = turning_knobs(scores[:, lowest:], costs[lowest:], acm.gate.rule)
             calls[acm.name].append(knobs_Tn.unflatten(0, x_BSD.shape[:2]))
+            if last and sum(map(len, calls.values())) == last:
+                raise _Ended
 
         watched = observed(self.found.owner, see)
-        with batch_context(model, mask=mask), record(model, macs=False) as usage, watched:
+        with batch_context(model, mask=mask), record(model, macs=False) as usage, watched, suppress(_Ended):
             call_model(model, inputs)
+            before.append(sum(map(len, calls.values())))
         turning = []
         for name, parts in calls.items():
             knobs_Rn = torch.cat(parts, dim=1)[usage.k[name][::every] != PADDING]

@@ -316,7 +316,7 @@ def test_every_sixth_batch_is_held_out_and_reading_stops_when_there_is_enough():
             drawn.append(i)
             yield torch.full((1,), i), None
 
-    examples = Examples(endless())
+    examples = Examples(endless(), tokens=12)
     for _ in examples.read(lambda: len(examples.fitted) >= 12):
         pass
     assert [int(x) for x, _ in examples.held_out] == [5, 11]
@@ -324,8 +324,15 @@ def test_every_sixth_batch_is_held_out_and_reading_stops_when_there_is_enough():
     assert len(drawn) == 14
 
 
+@pytest.mark.parametrize("tokens, every", [(24_576, 6), (40_960, 10)])
+def test_of_many_tokens_no_more_are_held_out_than_tell(tokens, every):
+    examples = Examples(masked(list(torch.arange(40.0)[:, None])), tokens=tokens)
+    list(examples.read(lambda: False))
+    assert [int(x) for x, _ in examples.held_out] == list(range(every - 1, 40, every))
+
+
 def test_few_batches_serve_for_both():
-    examples = Examples(masked([torch.zeros(1), torch.ones(1)]))
+    examples = Examples(masked([torch.zeros(1), torch.ones(1)]), tokens=2)
     assert len(list(examples.read(lambda: False))) == 2
     assert [int(x) for x, _ in examples.held_out] == [0, 1]
 

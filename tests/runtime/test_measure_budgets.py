@@ -131,8 +131,33 @@ def test_most_budgets_are_found_by_the_first_forward_that_looks_for_them(model):
     with torch.no_grad():
         for acm in sites(model).values():
             acm.gate.rule = "damage"
-    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
     table = measure_budgets(model, data, budgets=(0.33,))
     handle.remove()
     assert len(calls) <= 14 * len(data) and len(table.points) >= 12
     assert sum(point.measured for point in table.points) * len(data) == len(calls)
+
+
+class _WithHead(torch.nn.Module):
+    """A model that does something after its last ACM, and calls the first one `more` times."""
+
+    def __init__(self, body, more=0):
+        super().__init__()
+        self.body, self.head, self.more = body, torch.nn.Linear(8, 3), more
+
+    def forward(self, x):
+        for _ in range(self.more):
+            x = self.body.acms[0](x)
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("more", [0, 2])
+def test_what_follows_the_last_acm_is_run_for_the_first_two_knobs_alone(model, more):
+    data, heads = examples(), []
+    whole = _WithHead(model, more).eval()
+    whole.head.register_forward_hook(lambda *_: heads.append(1))
+    measure_budgets(whole, data)
+    assert len(heads) == 2 * len(data)
+    for budget in (0.25, 0.6):
+        set_budget(whole, budget)
+        assert reached_on(whole, data) == pytest.approx(budget, abs=0.01)

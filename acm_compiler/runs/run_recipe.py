@@ -43,7 +43,7 @@ from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
 from acm_compiler.runtime.usage import record
-from acm_compiler.sources.hf_inputs import processor_files
+from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.dense_metric import base_metric, refuse_unexpected
 from acm_compiler.training.job import Job

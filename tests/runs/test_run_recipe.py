@@ -29,6 +29,7 @@ from acm_compiler.tasks.dense_metric import base_metric
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 from acm_compiler.training.state import StateStore
+from tests.helpers import ROOT
 from tests.helpers.training_runs import changed, parts_of
 
 CLASSES = ("circle", "cross", "line")
@@ -418,6 +419,17 @@ def test_a_second_run_in_the_folder_of_another_is_refused(words, folder):
         result = rewrite(folder, *words)
         assert os.listdir(folder / "out") == [".lock"]
     assert result.exit_code == 2 and f"process {os.getpid()} on " in result.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_report_and_refuse_as_one_does(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "acm_compiler", "rewrite", "--recipe", f"{folder}/folder.yaml", "--out", f"{folder}/out"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for code, once in ((0, ["the result goes to", "saved in"]), (1, ["the result goes to", "holds a saved model"])):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == code, done.stderr
+        assert [(done.stdout + done.stderr).count(words) for words in once] == [1, 1], done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX's")

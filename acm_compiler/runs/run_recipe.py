@@ -17,7 +17,6 @@ from acm_compiler.checkpoint import save
 from acm_compiler.data import BatchStream
 from acm_compiler.data.batch import Facts
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.evaluation.evaluate import with_progress
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
@@ -37,7 +36,7 @@ from acm_compiler.runs.folder import (
     still_to_come,
     subject_of,
 )
-from acm_compiler.runs.recipe_run import OpenedRecipe
+from acm_compiler.runs.recipe_run import OpenedRecipe, with_progress
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
@@ -45,7 +44,7 @@ from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undis
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.tasks import Task
-from acm_compiler.tasks.dense_metric import base_metric, refuse_unexpected
+from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import check_phase, discard_state, run_schedule
@@ -170,7 +169,7 @@ class RecipeRun(OpenedRecipe):
         batches = with_progress(self.first(self.data.eval, wanted.examples, self.machine.device), "dense model")
         found = base_metric(dense.to(self.machine.device), batches, self.task)
         where = str(self.recipe.origin.document.place_of_value(("expect",)))
-        refuse_unexpected(found, wanted, metric=self.task.metric, where=where)
+        wanted.refuse_other(found, metric=self.task.metric, where=where)
         self.say(f"the dense model's {self.task.metric} is {found:.4g}, expected {wanted}")
 
     def job(self, options: RunOptions) -> Job:

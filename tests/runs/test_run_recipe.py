@@ -18,14 +18,13 @@ from acm_compiler.checkpoint import locked
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import RunInterrupted
-from acm_compiler.evaluation import evaluate
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.runs import recipe_run, run_recipe
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import RecipeRun
-from acm_compiler.tasks.dense_metric import base_metric
+from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 from acm_compiler.training.state import StateStore
@@ -292,14 +291,14 @@ def test_a_finished_result_is_not_replaced_unasked(folder):
 
 def test_evaluations_run_as_many_examples_at_once_as_the_recipe_says(folder, monkeypatch):
     sizes = []
-    watched = evaluate.with_progress
+    watched = recipe_run.with_progress
 
     def watch(batches, *args, **kwargs):
         for batch in watched(batches, *args, **kwargs):
             sizes.append(len(next(iter(batch.values()))))
             yield batch
 
-    for place in (evaluate, recipe_run, run_recipe):
+    for place in (recipe_run, run_recipe):
         monkeypatch.setattr(place, "with_progress", watch)
     assert rewrite(folder, "--set", "run.eval_batch=3").exit_code == 0
     first = sizes.copy()

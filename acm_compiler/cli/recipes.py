@@ -101,9 +101,8 @@ def _note_device(loaded: Recipe) -> list[str]:
     from acm_compiler.errors import UsageError
     from acm_compiler.training.machine import find_device
 
-    place = loaded.origin.document.place_of_value(("run", "device"))
     try:
-        find_device(loaded.run.device, where=f"{place}: run.device")
+        find_device(loaded.run.device, where=f"{loaded.place('run', 'device')}: run.device")
     except UsageError as error:
         return [str(error)]
     return []
@@ -122,7 +121,7 @@ def _check_model(loaded: Recipe) -> list[str]:
     if is_known(model):
         return []
     key, needed = ("gguf", f"{model.name} or the package gguf") if model.gguf else ("name", model.source)
-    place = loaded.origin.document.place_of_value(("model", key))
+    place = loaded.place("model", key)
     if not is_installed(model):
         return [f"{place}: {needed} is not installed here, so the model's {key} was not looked up"]
     from acm_compiler.sources.build import check_name
@@ -150,7 +149,7 @@ def _check_tokenizers(loaded: Recipe) -> list[str]:
         if not isinstance(section, (TextData, TextRowsData)) or unset_in(section):
             continue
         tokenizer = expand(section).tokenizer
-        place = loaded.origin.document.place_of_value(("data", part, "tokenizer"))
+        place = loaded.place("data", part, "tokenizer")
         if not place_is_here(tokenizer):
             notes.append(f"{place}: the place of {tokenizer} is not here, so the tokenizer was not looked up")
             continue

@@ -166,10 +166,9 @@ class RecipeRun(OpenedRecipe):
         wanted = self.recipe.expect
         if wanted is None:
             return
-        batches = with_progress(self.first(self.data.eval, wanted.examples, self.machine.device), "dense model")
-        found = base_metric(dense.to(self.machine.device), batches, self.task)
-        where = str(self.recipe.origin.document.place_of_value(("expect",)))
-        wanted.refuse_other(found, metric=self.task.metric, where=where)
+        examples = self.first(self.data.eval, wanted.examples, self.machine.device)
+        found = base_metric(dense.to(self.machine.device), with_progress(examples, "dense model"), self.task)
+        wanted.refuse_other(found, metric=self.task.metric, where=self.recipe.place("expect"))
         self.say(f"the dense model's {self.task.metric} is {found:.4g}, expected {wanted}")
 
     def job(self, options: RunOptions) -> Job:

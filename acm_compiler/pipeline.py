@@ -18,6 +18,7 @@ from acm_compiler.passes.find.skips import kept_dense
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.passes.survey import Findings, analyze
+from acm_compiler.planning.check_schedule import check_schedule
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import choose_rules, notes_on, plan_sites
 from acm_compiler.progress import Say
@@ -31,7 +32,6 @@ from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
 from acm_compiler.sources.python_function import PREFIX, check_call
 from acm_compiler.tasks.open_task import refuse_other_head
-from acm_compiler.training.schedule import check_schedule
 
 Rule = SiteRule | Mapping[str, Any]
 

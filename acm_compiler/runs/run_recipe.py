@@ -21,6 +21,7 @@ from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_ev
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
 from acm_compiler.pipeline import convert
+from acm_compiler.planning.check_schedule import check_phase
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
@@ -47,7 +48,7 @@ from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
-from acm_compiler.training.schedule import check_phase, discard_state, run_schedule
+from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.state import has_state
 
 _MEASURED_EXAMPLES = 512

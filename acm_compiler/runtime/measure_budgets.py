@@ -40,8 +40,8 @@ GRID = (0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 _NEAR = 0.006
 # a wider gap between two rows that the search could not halve is a jump: no knob leads into it
 _JUMP = 0.02
-# budgets between two rows are reached by a straight line, which is expected to miss by no more than so much; rows between
-# two measured ones are taken from what both expect of them where they differ by no more
+# budgets between two rows are reached by a straight line, which is expected to miss by no more than so much; rows
+# between two measured ones are taken from what both expect of them where they differ by no more
 _STRAIGHT = 0.015
 # a search ends after so many probes; the first keeps this far from its neighbours, each later one four times as far
 _STEPS, _MARGIN = 14, 1e-4

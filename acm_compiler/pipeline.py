@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
-from acm_compiler.errors import NothingToConvert, SelectionError, UsageError, did_you_mean
+from acm_compiler.errors import SelectionError, UsageError, did_you_mean
 from acm_compiler.evaluation.advice import Advice, advise
 from acm_compiler.files import dump
 from acm_compiler.inputs import Inputs
@@ -18,21 +18,20 @@ from acm_compiler.passes.find.skips import kept_dense
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.passes.survey import Findings, analyze
+from acm_compiler.planning.check_schedule import check_schedule
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import choose_rules, notes_on, plan_sites
 from acm_compiler.progress import Say
 from acm_compiler.recipe import expand_paths
-from acm_compiler.recipe.document import KeyPath
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
 from acm_compiler.recipe.tasks import PythonTask, fitting_classes
-from acm_compiler.runtime.budgets import share_within, unreachable
+from acm_compiler.runtime.budgets import refuse_unreachable
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
 from acm_compiler.sources.python_function import PREFIX, check_call
 from acm_compiler.tasks.open_task import refuse_other_head
-from acm_compiler.training.schedule import check_schedule
 
 Rule = SiteRule | Mapping[str, Any]
 
@@ -132,41 +131,23 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     return built.model, model
 
 
-def refuse(made: Plan, budgets: Iterable[tuple[str | None, float | str]]) -> None:
-    """Refuse, before anything is trained, a plan that cannot become what is asked for.
-
-    budgets: where each was asked for, and its value as `acm.set_budget` takes it.
-    NothingToConvert without sites, BudgetUnreachable.
-    """
-    if not made.sites:
-        raise NothingToConvert(
-            "this model has no site that can become an ACM",
-            found=f"{len(made.skipped)} look-alikes, see `kept dense` above",
-        )
-    low, _ = made.budget_range
-    for where, budget in budgets:
-        if share_within(budget, made, low=low) is None:
-            raise unreachable(budget, made, low=low, where=where)
-
-
 def check_recipe(recipe: Recipe, model: nn.Module, made: Plan) -> list[str]:
     """Refuse what a run of the recipe could not carry out on its model, weights or not, and its plan, before it begins.
 
     What needs the data is not looked at. Returns the parameters that the recipe keeps out of every training.
-    Raises as `refuse`, `check_schedule` and `check_call`, SelectionError for patterns of no parameter, and UsageError
-    for a task that does not fit the model.
+    Raises as `check_schedule`, `refuse_unreachable` and `check_call`, SelectionError for patterns of no parameter, and
+    UsageError for a task that does not fit the model.
     """
-    refuse(made, named_budgets(recipe))
     check_schedule(recipe.schedule, made.sites)
-    frozen = _frozen_parameters(recipe, model)
+    if recipe.task is not None and recipe.data is not None and not isinstance(recipe.task, PythonTask):
+        fit = fitting_classes(recipe.task.kind, recipe.data.train)
+        refuse_other_head(recipe.task.kind, model, auto_class=" or ".join(fit))
+    refuse_unreachable(made, recipe.named_budgets())
     for section in (recipe.task, *((recipe.data.train, recipe.data.eval) if recipe.data else ())):
         for name in (getattr(section, "kind", ""), getattr(section, "rows", "")):
             if name.startswith(PREFIX):
                 check_call(name, getattr(section, "args", {}))
-    if recipe.task is not None and recipe.data is not None and not isinstance(recipe.task, PythonTask):
-        fit = " or ".join(fitting_classes(recipe.task.kind, recipe.data.train))
-        refuse_other_head(recipe.task.kind, model, auto_class=fit)
-    return frozen
+    return _frozen_parameters(recipe, model)
 
 
 def _frozen_parameters(recipe: Recipe, model: nn.Module) -> list[str]:
@@ -178,21 +159,10 @@ def _frozen_parameters(recipe: Recipe, model: nn.Module) -> list[str]:
             modules = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
             raise SelectionError(
                 f"no parameter matches {pattern!r}{did_you_mean(pattern, modules)}",
-                where=str(recipe.origin.document.place_of_value(("model", "freeze", i))),
+                where=recipe.place("model", "freeze", i),
             )
         frozen += found
     return frozen
-
-
-def named_budgets(recipe: Recipe) -> list[tuple[str | None, float | str]]:
-    """The budgets that a recipe asks for, with their places, but for defaults that are only reported."""
-    named, document = recipe.budgets.model_fields_set, recipe.origin.document
-    found: list[tuple[KeyPath, float]] = []
-    if "train" in named or any(phase.spends_budget for phase in recipe.schedule):
-        found.append((("budgets", "train"), recipe.budgets.train))
-    if "report" in named:
-        found += [(("budgets", "report", i), budget) for i, budget in enumerate(recipe.budgets.report)]
-    return [(str(document.place_of_value(path)), budget) for path, budget in found]
 
 
 def example_of(built: BuiltModel) -> Inputs:

@@ -13,11 +13,11 @@ from acm_compiler.calibration.damage import Answer, default_answer
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, shares_of
 from acm_compiler.calibration.fit_all import fit_all, install
 from acm_compiler.calibration.gates import choose_lowest_k
-from acm_compiler.errors import LayoutUnknown, UsageError
+from acm_compiler.errors import LayoutUnknown
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import refuse_inference_tensors, wholly_rewritten
-from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.planning.check_schedule import check_closed_form
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
 from acm_compiler.runtime.control import set_budget
@@ -117,21 +117,3 @@ def _single(batches: Iterable[Example]) -> Iterator[Example]:
                 fix="give batches of one example",
             )
         yield inputs, mask
-
-
-def check_closed_form(site: PlannedSite) -> None:
-    """Refuse a site that has no closed form, before any work is done. UsageError, LayoutUnknown."""
-    if site.learner_act != site.act:
-        raise UsageError(
-            "learners with an activation of their own have no closed form",
-            where=site.name,
-            found=site.learner_act,
-            expected=site.act,
-            fix="plan with activation: auto, or train the site by the distill and gate phases",
-        )
-    if site.layout is None:
-        raise LayoutUnknown(
-            "which tokens belong to which example is not known here, so budgets cannot be measured",
-            where=site.name,
-            fix="plan with one example, or with example inputs whose first axis is the batch; or exclude the site",
-        )

@@ -174,8 +174,8 @@ class Options:
 
 def check_tokens(tokens: int) -> None:
     """UsageError for a number of tokens to read that is none."""
-    if not is_number(tokens) or not tokens >= 1:
-        raise UsageError("a calibration needs tokens", found=repr(tokens), expected="at least 1")
+    if not is_number(tokens) or not tokens >= 1 or tokens % 1:
+        raise UsageError("a calibration needs tokens", found=repr(tokens), expected="a whole number, at least 1")
 
 
 def shares_of(plan: Plan, budgets: Sequence[float | str]) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from acm_compiler.checkpoint.lock import LOCK, refuse_taken
 from acm_compiler.errors import StorageError, UsageError, a_few_of
 from acm_compiler.files import folder_at, is_part, parse_json, size_text, storing
-from acm_compiler.sources.hf_inputs import PROCESSOR_FILES
+from acm_compiler.sources.from_hf import PROCESSOR_FILES
 
 PLAN, WEIGHTS, MODEL, BUDGETS = "plan.json", "model.safetensors", "model.json", "budgets.json"
 # written last: it names the other files of the same save

@@ -16,18 +16,28 @@ from acm_compiler.cli.doctor import doctor
 from acm_compiler.cli.eval import evaluate
 from acm_compiler.cli.explain import explain
 from acm_compiler.cli.kernels import kernels
-from acm_compiler.cli.output import Output, ending_unwritable, error_facts, say_warnings, sentence, wants_json
+from acm_compiler.cli.output import (
+    Output,
+    ending_unwritable,
+    error_facts,
+    is_first_process,
+    say_warnings,
+    sentence,
+    wants_json,
+)
 from acm_compiler.cli.plan import plan
 from acm_compiler.cli.recipes import recipes_app, schema, validate
 from acm_compiler.cli.report import report
 from acm_compiler.cli.rewrite import rewrite
-from acm_compiler.errors import AcmError, UsageError
+from acm_compiler.errors import AcmError, RecipeError, RunInterrupted, StorageError, UsageError
 
 _INTERRUPTED = 130
 # typer's own error for a command line that cannot be meant; only this subclass of it has a public name
 _Misuse: Any = typer.BadParameter.__base__
 # what verbs call an argument that names a recipe
 _RECIPES = {"WHAT", "RECIPE"}
+# what all processes of a launch raise, since they were given the same words, share one folder and stop together
+_RAISED_BY_ALL = (UsageError, RecipeError, StorageError, RunInterrupted)
 
 
 class ErrorBoundary(TyperGroup):
@@ -51,6 +61,8 @@ class ErrorBoundary(TyperGroup):
 
 
 def _report(error: AcmError, ctx: typer.Context) -> None:
+    if isinstance(error, _RAISED_BY_ALL) and not is_first_process():
+        return
     Output().error(sentence(error))
     if wants_json(ctx):
         Output(json=True).document({"error": error_facts(error)})

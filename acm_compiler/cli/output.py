@@ -56,24 +56,35 @@ def wants_json(ctx: typer.Context) -> bool:
     return bool(ctx.meta.get(_WANTS_JSON))
 
 
+def is_first_process() -> bool:
+    """False in the further processes of a launch (torchrun, accelerate), which leave it to the first to report."""
+    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Destination of a verb's output. With `json`, `document` alone prints the result, and notes still go to stderr."""
+    """Destination of a verb's output, of the first process of a launch.
+
+    With `json`, `document` alone prints the result, and notes still go to stderr. Warnings and errors are every
+    process's own.
+    """
 
     json: bool = False
 
     def say(self, text: str) -> None:
         """A sentence of the result, for people."""
-        if not self.json:
+        if not self.json and is_first_process():
             typer.echo(text)
 
     def progress(self, text: str) -> None:
         """Print a line of a long verb's progress."""
-        typer.echo(text, err=True)
+        if is_first_process():
+            typer.echo(text, err=True)
 
     def note(self, text: str) -> None:
         """Something worth knowing that is no result."""
-        self._labelled("note", typer.colors.CYAN, text)
+        if is_first_process():
+            self._labelled("note", typer.colors.CYAN, text)
 
     def warn(self, text: str) -> None:
         """Something the user should look at."""
@@ -91,7 +102,7 @@ class Output:
 
     def document(self, facts: Mapping[str, Any]) -> None:
         """The JSON document of --json; without it, nothing."""
-        if self.json:
+        if self.json and is_first_process():
             sys.stdout.write(json.dumps({"schema": JSON_SCHEMA, **facts}, indent=1) + "\n")
 
     def _labelled(self, label: str, colour: str, text: str) -> None:

@@ -80,10 +80,10 @@ def plan(
 def _conclude(made: Plan, budgets: list[tuple[str | None, float | str]], facts: dict[str, Any], output: Output) -> None:
     """One document in any case: what was found and, where the plan cannot do what is asked, why that is refused."""
     from acm_compiler.errors import AcmError
-    from acm_compiler.pipeline import refuse
+    from acm_compiler.runtime.budgets import refuse_unreachable
 
     try:
-        refuse(made, budgets)
+        refuse_unreachable(made, budgets)
     except AcmError as error:
         output.error(str(error))
         output.document(facts | {"error": error_facts(error)})
@@ -96,7 +96,7 @@ def _make(
 ) -> tuple[BuiltModel, Plan, list[Advice], list[tuple[str | None, float | str]]]:
     """The model without weights, its plan by the options `chosen`, advice, and the budgets that a recipe asks for."""
     from acm_compiler.errors import UsageError
-    from acm_compiler.pipeline import named_budgets, plan_model, plan_recipe, rules_of
+    from acm_compiler.pipeline import plan_model, plan_recipe, rules_of
     from acm_compiler.recipe import Recipe
     from acm_compiler.sources import parse_input
 
@@ -105,7 +105,7 @@ def _make(
         if chosen:
             options = ", ".join(f"--{option}" for option in chosen)
             raise UsageError(f"{options} is for models", where=what, fix="use --set sites[0].learners=8")
-        return *plan_recipe(named, example=spec), named_budgets(named)
+        return *plan_recipe(named, example=spec), named.named_budgets()
     listed = {key: _listed(value) for key, value in chosen.items() if key != "learners"}
     rules = rules_of(**{"sites": ("mlp", "attn"), **chosen, **listed})
     return *plan_model(named, rules, example=spec), []

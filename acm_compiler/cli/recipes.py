@@ -80,7 +80,7 @@ def validate(
     out = Output(json=json)
     try:
         loaded = load_recipe(recipe, overrides or ())
-        unknown = _check_model(loaded)
+        unknown = [*_check_model(loaded), *_check_tokenizers(loaded)]
     except RecipeError as error:
         out.document({"recipe": recipe, "valid": False, "problems": list(error.problems), "notes": []})
         out.error(sentence(error))
@@ -101,9 +101,8 @@ def _note_device(loaded: Recipe) -> list[str]:
     from acm_compiler.errors import UsageError
     from acm_compiler.training.machine import find_device
 
-    place = loaded.origin.document.place_of_value(("run", "device"))
     try:
-        find_device(loaded.run.device, where=f"{place}: run.device")
+        find_device(loaded.run.device, where=f"{loaded.place('run', 'device')}: run.device")
     except UsageError as error:
         return [str(error)]
     return []
@@ -122,7 +121,7 @@ def _check_model(loaded: Recipe) -> list[str]:
     if is_known(model):
         return []
     key, needed = ("gguf", f"{model.name} or the package gguf") if model.gguf else ("name", model.source)
-    place = loaded.origin.document.place_of_value(("model", key))
+    place = loaded.place("model", key)
     if not is_installed(model):
         return [f"{place}: {needed} is not installed here, so the model's {key} was not looked up"]
     from acm_compiler.sources.build import check_name
@@ -132,6 +131,33 @@ def _check_model(loaded: Recipe) -> list[str]:
     except UsageError as error:
         raise RecipeError([f"{place}: {str(error).partition(chr(10))[0]}"], fix=error.fix) from error
     return []
+
+
+def _check_tokenizers(loaded: Recipe) -> list[str]:
+    """RecipeError where the folder or package of a tokenizer is here, and lacks its file; a note for each that is not.
+
+    Tokenizers in paths with variables that are not set are left alone.
+    """
+    from acm_compiler.errors import AcmError, RecipeError
+    from acm_compiler.recipe.datasets import TextData, TextRowsData
+    from acm_compiler.recipe.gguf import place_is_here, tokenizer_file
+    from acm_compiler.recipe.load import expand, unset_in
+
+    notes = []
+    for part in ("train", "eval"):
+        section = getattr(loaded.data, part, None)
+        if not isinstance(section, (TextData, TextRowsData)) or unset_in(section):
+            continue
+        tokenizer = expand(section).tokenizer
+        place = loaded.place("data", part, "tokenizer")
+        if not place_is_here(tokenizer):
+            notes.append(f"{place}: the place of {tokenizer} is not here, so the tokenizer was not looked up")
+            continue
+        try:
+            tokenizer_file(tokenizer)
+        except AcmError as error:
+            raise RecipeError([f"{place}: {str(error).partition(chr(10))[0]}"], fix=error.fix) from error
+    return notes
 
 
 def schema(json: JsonOption = False) -> None:

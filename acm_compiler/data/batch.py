@@ -23,7 +23,7 @@ first are read by `Facts`):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,6 +34,22 @@ from torch.utils.data import Dataset, default_collate
 from acm_compiler.errors import DataError, UsageError
 
 Batch = dict[str, Tensor]
+
+
+def size_of(batch: Batch) -> int:
+    """The number of examples of a batch."""
+    return len(next(iter(batch.values())))
+
+
+def first_examples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+    """The first `count` examples; the last batch is cut."""
+    left = count
+    for batch in batches:
+        size = size_of(batch)
+        yield batch if size <= left else {name: value[:left] for name, value in batch.items()}
+        left -= size
+        if left <= 0:
+            return
 
 
 def assemble(dataset: Dataset[Any], indices: Sequence[int], examples: Sequence[Any] | None = None) -> Batch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.data.paragraphs import draw_paragraphs
 from acm_compiler.errors import DataError
 from acm_compiler.recipe.datasets import TextData, TextRowsData
-from acm_compiler.recipe.gguf import SUFFIX
-from acm_compiler.recipe.load import installed_path
-from acm_compiler.sources.from_gguf import tokenizer_text
+from acm_compiler.recipe.gguf import SUFFIX, tokenizer_file
+from acm_compiler.sources.from_gguf import tokenizer_files
 from acm_compiler.sources.python_function import call_function
 
 _POOL = 16  # batches
@@ -216,12 +214,7 @@ def _open_tokenizer(where: str) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise DataError("tokenizers is not installed", fix="pip install 'acm_compiler[hf]'") from error
-    path = Path(installed_path(where))
-    if path.suffix == SUFFIX and path.is_file():
-        return Tokenizer.from_str(tokenizer_text(path))
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise DataError(
-            "no tokenizer", where="data.tokenizer", found=str(path), expected="a tokenizer.json or a GGUF file"
-        )
+    path = tokenizer_file(where)
+    if path.suffix == SUFFIX:
+        return Tokenizer.from_str(tokenizer_files(path)["tokenizer.json"].decode())
     return Tokenizer.from_file(str(path))

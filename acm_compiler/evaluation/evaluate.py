@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.data import Batch, as_batch, refuse_no_batches
+from acm_compiler.data.batch import size_of
 from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.evaluation.statistics import Sample, against_fixed
@@ -23,7 +24,6 @@ from acm_compiler.evaluation.tally import Tally
 from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, sites
 from acm_compiler.planning.plan import Plan
-from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.resolved import installed_versions
 from acm_compiler.recipe.schema import BudgetsConfig
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -113,27 +113,6 @@ def every_k(model: nn.Module) -> tuple[FixedK, ...]:
     return tuple(FixedK(k) for k in range(min(acm.k_min for acm in acms), max(acm.count for acm in acms) + 1))
 
 
-def with_progress(
-    batches: Iterable[Batch], what: str, *, total: int | None = None, say: Say | None = None
-) -> Iterator[Batch]:
-    """The same batches, with a bar on a terminal and lines to `say` (the log when unset) elsewhere."""
-    with Progress(what, total, unit="batch", say=say) as progress:
-        for batch in progress.fed(batches):
-            yield batch
-            progress.advance(examples=_size(batch))
-
-
-def first_examples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
-    """The first `count` examples; the last batch is cut."""
-    left = count
-    for batch in batches:
-        size = _size(batch)
-        yield batch if size <= left else {name: value[:left] for name, value in batch.items()}
-        left -= size
-        if left <= 0:
-            return
-
-
 def _distinct(settings: Sequence[Setting], plan: Plan) -> list[Setting]:
     """The settings without those that ask again for what an earlier one asks for, be it in another unit."""
     known: dict[object, Setting] = {}
@@ -166,7 +145,7 @@ class _Runs:
         """The batch on the model's device, after the dense model has run on it."""
         batch = {name: value.to(self.device) for name, value in batch.items()}
         first = sum(len(group) for group in self._groups)
-        self._groups.append(batch["source"].cpu() if "source" in batch else torch.arange(first, first + _size(batch)))
+        self._groups.append(batch["source"].cpu() if "source" in batch else torch.arange(first, first + size_of(batch)))
         self._units.append(self.task.units(batch).cpu())
         if self.dense_from is not None:
             with _dense_regions(self.model) if self.dense is None else ExitStack():
@@ -275,7 +254,3 @@ def _dense_regions(model: nn.Module) -> Iterator[None]:
 
 def _ignore(acm: nn.Module, x: Tensor, output: Tensor) -> None:
     pass
-
-
-def _size(batch: Batch) -> int:
-    return len(next(iter(batch.values())))

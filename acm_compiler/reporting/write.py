@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from acm_compiler.calibration.recalibrate import known_damages
 from acm_compiler.data import Batch, as_batch
+from acm_compiler.data.batch import size_of
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.find_loads import Loads, find_loads
@@ -196,4 +197,4 @@ def report(
 
 
 def _unscored(output: Any, batch: Batch) -> Tensor:
-    return torch.zeros(len(next(iter(batch.values()))))
+    return torch.zeros(size_of(batch))

@@ -70,23 +70,23 @@ def is_finished(recipe: Recipe, options: RunOptions) -> bool:
     after a phase that it is past.
     """
     check_own_folder(options.directory)
-    if has_state(options.directory):
-        if not (options.resume or options.force):
-            raise UsageError(
-                "an unfinished run has left its state here",
-                where=str(options.directory / "state"),
-                fix=f"continue it: {options.resume_command}; or start over without it: --force",
-            )
-        position = saved_position(options.directory, decisions(recipe)) if options.resume else None
-        if options.until is not None and position is not None:
-            refuse_past(options.until, recipe.schedule, position, where=options.directory / "state")
-        return False
-    if options.force or not holds_model(options.directory):
-        return False
-    if options.resume and (options.directory / "recipe.yaml").is_file():
-        _check_same(load_recipe(options.directory / "recipe.yaml"), recipe, options.directory)
-        return True
-    raise UsageError("the folder holds a saved model", where=str(options.directory), fix=_REMEDY)
+    if not has_state(options.directory):
+        if options.force or not holds_model(options.directory):
+            return False
+        if options.resume and (options.directory / "recipe.yaml").is_file():
+            _check_same(load_recipe(options.directory / "recipe.yaml"), recipe, options.directory)
+            return True
+        raise UsageError("the folder holds a saved model", where=str(options.directory), fix=_REMEDY)
+    if not (options.resume or options.force):
+        raise UsageError(
+            "an unfinished run has left its state here",
+            where=str(options.directory / "state"),
+            fix=f"continue it: {options.resume_command}; or start over without it: --force",
+        )
+    position = saved_position(options.directory, decisions(recipe)) if options.resume else None
+    if options.until is not None and position is not None:
+        refuse_past(options.until, recipe.schedule, position, where=options.directory / "state")
+    return False
 
 
 def fate(options: RunOptions) -> str | None:

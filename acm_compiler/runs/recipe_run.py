@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +14,13 @@ from torch.utils.data import Dataset
 
 from acm_compiler.checkpoint import load
 from acm_compiler.data import Batch, BatchStream, count_examples, left_out, open_dataset
+from acm_compiler.data.batch import first_examples, size_of
 from acm_compiler.errors import AcmError, UsageError
-from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, first_examples, reachable, with_progress
+from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, reachable
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.rewrite.conversion import conversion, sites
-from acm_compiler.progress import Say
+from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe import Recipe, expand_paths, load_recipe
 from acm_compiler.recipe.datasets import DataConfig
 from acm_compiler.recipe.schema import BudgetsConfig, RunConfig
@@ -125,6 +126,16 @@ class OpenedRecipe:
             fix="give both: --data python:my_module:my_data --task classify; or from Python, with batches of your own, "
             "acm.evaluate(model, batches, task=…), acm.report and acm.explain",
         )
+
+
+def with_progress(
+    batches: Iterable[Batch], what: str, *, total: int | None = None, say: Say | None = None
+) -> Iterator[Batch]:
+    """The same batches, with a bar on a terminal and lines to `say` (the log when unset) elsewhere."""
+    with Progress(what, total, unit="batch", say=say) as progress:
+        for batch in progress.fed(batches):
+            yield batch
+            progress.advance(examples=size_of(batch))
 
 
 @dataclass(frozen=True, kw_only=True)

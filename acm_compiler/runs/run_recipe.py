@@ -17,11 +17,11 @@ from acm_compiler.checkpoint import save
 from acm_compiler.data import BatchStream
 from acm_compiler.data.batch import Facts
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.evaluation.evaluate import with_progress
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
 from acm_compiler.pipeline import convert
+from acm_compiler.planning.check_schedule import check_phase
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
@@ -37,18 +37,18 @@ from acm_compiler.runs.folder import (
     still_to_come,
     subject_of,
 )
-from acm_compiler.runs.recipe_run import OpenedRecipe
+from acm_compiler.runs.recipe_run import OpenedRecipe, with_progress
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
 from acm_compiler.runtime.usage import record
-from acm_compiler.sources.hf_inputs import processor_files
+from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.tasks import Task
-from acm_compiler.tasks.dense_metric import base_metric, refuse_unexpected
+from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
-from acm_compiler.training.schedule import check_phase, discard_state, run_schedule
+from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.state import has_state
 
 _MEASURED_EXAMPLES = 512
@@ -167,10 +167,9 @@ class RecipeRun(OpenedRecipe):
         wanted = self.recipe.expect
         if wanted is None:
             return
-        batches = with_progress(self.first(self.data.eval, wanted.examples, self.machine.device), "dense model")
-        found = base_metric(dense.to(self.machine.device), batches, self.task)
-        where = str(self.recipe.origin.document.place_of_value(("expect",)))
-        refuse_unexpected(found, wanted, metric=self.task.metric, where=where)
+        examples = self.first(self.data.eval, wanted.examples, self.machine.device)
+        found = base_metric(dense.to(self.machine.device), with_progress(examples, "dense model"), self.task)
+        wanted.refuse_other(found, metric=self.task.metric, where=self.recipe.place("expect"))
         self.say(f"the dense model's {self.task.metric} is {found:.4g}, expected {wanted}")
 
     def job(self, options: RunOptions) -> Job:

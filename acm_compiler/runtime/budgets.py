@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, UsageError
+from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, NothingToConvert, UsageError
 from acm_compiler.passes.rewrite.conversion import BudgetTable, Conversion
 from acm_compiler.planning.plan import Plan
 
@@ -184,6 +184,23 @@ def unreachable(
         expected=expected,
         fix=fix,
     )
+
+
+def refuse_unreachable(plan: Plan, budgets: Iterable[tuple[str | None, float | str]]) -> None:
+    """Refuse, before anything is trained, a plan that cannot become what is asked for.
+
+    budgets: where each was asked for, and its value as `acm.set_budget` takes it.
+    NothingToConvert without sites, BudgetUnreachable.
+    """
+    if not plan.sites:
+        raise NothingToConvert(
+            "this model has no site that can become an ACM",
+            found=f"{len(plan.skipped)} look-alikes, see `kept dense` above",
+        )
+    low, _ = plan.budget_range
+    for where, budget in budgets:
+        if share_within(budget, plan, low=low) is None:
+            raise unreachable(budget, plan, low=low, where=where)
 
 
 def too_much(asked: float | str, plan: Plan, *, low: float) -> str:

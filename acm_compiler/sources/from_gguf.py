@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, a_few_of
-from acm_compiler.recipe.gguf import check_magic
 
 # what transformers and gguf raise for files that are cut off, damaged, or of an architecture they do not know
 _FAILURES = (
@@ -76,14 +75,8 @@ def writer_of(settings: Any) -> str:
     return next(classes, "AutoModel")
 
 
-def tokenizer_text(path: Path) -> str:
-    """The tokenizer in a GGUF file, as a tokenizer.json."""
-    return tokenizer_files(path)["tokenizer.json"].decode()
-
-
 def tokenizer_files(path: Path) -> dict[str, bytes]:
     """The files that transformers writes for the tokenizer in a GGUF file; by name."""
-    check_magic(path)
     return _tokenizer_files(path.absolute(), path.stat().st_mtime_ns)
 
 

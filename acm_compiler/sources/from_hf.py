@@ -260,3 +260,22 @@ def out_of_reach(place: str) -> str | None:
     except (HTTPError, OSError) as error:
         return f"the hub cannot be reached: {error}"
     return None
+
+
+PROCESSOR_FILES = frozenset(
+    (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
+        *("vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "source.spm"),
+        *("target.spm", "preprocessor_config.json", "processor_config.json", "chat_template.jinja"),
+    )
+)
+
+
+def processor_files(config: ModelConfig) -> dict[str, bytes]:
+    """The files that `pipeline()` needs beside the weights of an `hf:` model, from its folder or GGUF file; by name."""
+    if config.gguf:
+        return from_gguf.tokenizer_files(gguf_file(config))
+    folder = Path(installed_path(config.name)) if config.source == "hf" else None
+    if folder is None or not folder.is_dir():
+        return {}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name in PROCESSOR_FILES}

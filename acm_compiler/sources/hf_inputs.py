@@ -1,17 +1,11 @@
-"""Example inputs of a transformers model, from its config, and the tokenizer and processor files beside it."""
+"""Example inputs of a transformers model, from its config."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from acm_compiler.recipe.gguf import gguf_file
-from acm_compiler.recipe.load import installed_path
-from acm_compiler.recipe.models import ModelConfig
-from acm_compiler.sources.from_gguf import tokenizer_files
 
 TOKENS = 128
 AUDIO_SECONDS = 10
@@ -61,22 +55,3 @@ def named(model: nn.Module, tensor: Tensor, *, answer: int = DECODER_TOKENS) -> 
     if getattr(model.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.ones(1, answer, dtype=torch.int64)
     return inputs
-
-
-PROCESSOR_FILES = frozenset(
-    (
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
-        *("vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "source.spm"),
-        *("target.spm", "preprocessor_config.json", "processor_config.json", "chat_template.jinja"),
-    )
-)
-
-
-def processor_files(config: ModelConfig) -> dict[str, bytes]:
-    """The files that `pipeline()` needs beside the weights of an `hf:` model, from its folder or GGUF file; by name."""
-    if config.gguf:
-        return tokenizer_files(gguf_file(config))
-    folder = Path(installed_path(config.name)) if config.source == "hf" else None
-    if folder is None or not folder.is_dir():
-        return {}
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name in PROCESSOR_FILES}

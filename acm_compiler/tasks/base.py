@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.data.batch import Batch
+from acm_compiler.data.batch import Batch, size_of
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.inputs import Inputs
+from acm_compiler.inputs import Inputs, call_model, in_mode
 from acm_compiler.user_code import is_users, users_code
 
 
@@ -86,7 +86,7 @@ class Task:
 
     def units(self, batch: Batch) -> Tensor:
         """[B]: what each example's score counts for, such as words or tokens."""
-        return torch.ones(len(next(iter(batch.values()))))
+        return torch.ones(size_of(batch))
 
     def scale(self, mean: Tensor) -> Tensor:
         """The metric, from the score per unit: exp, for a perplexity."""
@@ -187,6 +187,17 @@ def part_of(output: Any, name: str, what: str, *, axes: str, task: str, fix: str
         expected=f"a tensor [{axes}], or an output with such `{name}`",
         fix=fix,
     )
+
+
+def base_metric(model: nn.Module, batches: Iterable[Batch], task: Task) -> float:
+    """The task's metric of a model without ACMs, over examples on its device; in eval mode, without gradients."""
+    scores, units = [], []
+    with torch.no_grad(), in_mode(model, training=False):
+        for batch in batches:
+            output = call_model(model, task.inputs(batch))
+            scores.append(task.score(output, task.remember(output, batch)).cpu())
+            units.append(task.units(batch).cpu())
+    return task.value(torch.cat(scores), torch.cat(units))
 
 
 def entry_of(batch: Batch, name: str, what: str, *, task: str) -> Tensor:

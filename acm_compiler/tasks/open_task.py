@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from acm_compiler.data.batch import Batch, Facts
+from acm_compiler.data.batch import Batch, Facts, size_of
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.sections import task_section
 from acm_compiler.recipe.tasks import (
@@ -136,7 +136,7 @@ class OwnMetric(Task):
 
     def score(self, output: Any, batch: Batch) -> Tensor:
         """The function's scores as fp32 [B]. UsageError where there is not one per example."""
-        found, size = self.function(output, batch), len(next(iter(batch.values())))
+        found, size = self.function(output, batch), size_of(batch)
         if not isinstance(found, Tensor) or tuple(found.shape) != (size,):
             shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise UsageError(

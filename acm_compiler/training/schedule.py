@@ -1,22 +1,21 @@
-"""A recipe's schedule: the check that its phases can follow each other, and the run, from any saved state."""
+"""A recipe's schedule carried out, from any saved state."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from acm_compiler.calibration.calibrate import check_closed_form
 from acm_compiler.data import BatchStream
 from acm_compiler.data.draws import derive
-from acm_compiler.errors import RunInterrupted, SitesNotFitted, UsageError, did_you_mean
+from acm_compiler.errors import RunInterrupted, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
-from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.planning.check_schedule import check_phase, check_schedule
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
 from acm_compiler.runtime.measure_budgets import Example
@@ -29,79 +28,6 @@ from acm_compiler.training.phase import Phase
 from acm_compiler.training.site_phases import distill_phase, gate_phase
 from acm_compiler.training.state import Position, Snapshot, StateStore
 from acm_compiler.training.watch import Interrupts, warn_of_collapse, warn_of_missed_budget
-
-
-def check_schedule(schedule: Sequence[PhaseConfig], sites: Iterable[PlannedSite], *, measured: bool = False) -> None:
-    """Refuse a schedule of which a phase would fail on what those before it leave.
-
-    sites: as they are when it starts. measured: whether the gates have a budget table then. Raises SitesNotFitted,
-    UsageError and what calibrate refuses, each with the phase's place.
-    """
-    sites = list(sites)
-    fitted = all(site.state == "learners" for site in sites)
-    sliced = [site.name for site in sites if site.is_sliced and site.state == "learners"]
-    for index, phase in enumerate(schedule):
-        where = f"schedule[{index}], {phase.phase}"
-        if phase.imitates:
-            _refuse_slices(sites, sliced, where)
-        elif not phase.closed_form and not fitted:
-            raise _unfitted(sites, where)
-        elif phase.teaches_gates and sliced:
-            raise _gates_of_slices(sliced, where)
-        elif phase.needs_budgets and not measured:
-            raise _unmeasured(where)
-        elif phase.closed_form:
-            for site in sites:
-                check_closed_form(site)
-            # of form auto, those that have a partner may become slices
-            sliced = [s.name for s in sites if s.form == "slices" or (s.form == "auto" and s.pair is not None)]
-        fitted = True
-        measured = measured or not phase.imitates
-
-
-def _unfitted(sites: Sequence[PlannedSite], where: str) -> SitesNotFitted:
-    names = [site.name for site in sites if site.state != "learners"]
-    return SitesNotFitted(
-        f"{len(names)} sites have no learners of their own yet, such as {names[0]}",
-        where=where,
-        fix="put a calibrate or a distill phase before it",
-    )
-
-
-def _refuse_slices(sites: Sequence[PlannedSite], sliced: Sequence[str], where: str) -> None:
-    """Distill fits no slices, and has nothing to train where there is nothing else."""
-    certain = [site.name for site in sites if site.is_sliced]
-    if certain and certain[0] not in sliced:
-        raise UsageError(
-            f"{len(certain)} sites are to be slices, which calibrate alone can fit",
-            where=where,
-            found=certain[0],
-            fix="put a calibrate phase before it, or say form: svd at these sites",
-        )
-    if certain and len(certain) == len(sites):
-        raise UsageError(
-            "all sites are slices in bases of their own, which the unmodified network cannot teach",
-            where=where,
-            fix="leave the phase out, or train by finetune with objective: distillation",
-        )
-
-
-def _gates_of_slices(sliced: Sequence[str], where: str) -> UsageError:
-    return UsageError(
-        f"{len(sliced)} sites are slices after calibrate, or may become it: the unmodified network has no labels for "
-        "the gates of a basis of their own",
-        where=where,
-        found=sliced[0],
-        fix="leave the phase out, calibrate has fitted the gates; or say form: svd at these sites",
-    )
-
-
-def _unmeasured(where: str) -> UsageError:
-    return UsageError(
-        "budget_range and update: learners need gates that were measured",
-        where=where,
-        fix="put a calibrate or a gate phase before it",
-    )
 
 
 def run_schedule(
@@ -259,15 +185,6 @@ def refuse_past(until: str, schedule: Sequence[PhaseConfig], position: Position,
         found=f"a state after step {position.step} of {ahead[0]}" if position.step else f"a state after {done[-1]}",
         fix=f"leave out --until{rest}",
     )
-
-
-def check_phase(until: str | None, schedule: Sequence[PhaseConfig]) -> None:
-    """Refuse an `until` that names no phase of the schedule. UsageError."""
-    names = [config.phase for config in schedule]
-    if until is not None and until not in names:
-        raise UsageError(
-            f"the schedule has no phase {until!r}{did_you_mean(until, names)}", found=until, expected=", ".join(names)
-        )
 
 
 def discard_state(directory: Path) -> None:

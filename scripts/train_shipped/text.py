@@ -40,9 +40,8 @@ from acm_compiler.shipped.models import (
     VOCABULARY,
 )
 from acm_compiler.shipped.open_weights import packed, round_as_packed
-from acm_compiler.tasks.base import Task
+from acm_compiler.tasks.base import Task, base_metric
 from acm_compiler.tasks.classify import Classify
-from acm_compiler.tasks.dense_metric import base_metric
 from acm_compiler.tasks.language import CausalLM
 from scripts.train_shipped.from_scratch import Checkpoint, OneCycle, training_options, write_weights
 

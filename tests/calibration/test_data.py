@@ -408,8 +408,12 @@ def test_one_batch_is_no_iterable_of_batches(batches):
 
 
 def test_options_without_meaning_are_refused():
-    with pytest.raises(UsageError, match="found 0, expected at least 1"):
-        Options(tokens=0)
+    for tokens in (0, 400.5, float("inf"), float("nan"), True):
+        with pytest.raises(UsageError, match=f"found {tokens}, expected a whole number, at least 1"):
+            Options(tokens=tokens)
+    with pytest.raises(UsageError, match=r"found 1\.5, expected a whole number, at least 1"):
+        Options(gradient_tokens=1.5)
+    assert Options(tokens=2e4).tokens == 20_000
     with pytest.raises(UsageError, match=r"found 3\.0, expected a share of learner MACs"):
         calibrate_on(make_tiny(), masked(texts(1)), options=Options(budgets=(3.0,)))
 

@@ -229,6 +229,32 @@ def test_validate_notes_a_device_that_is_not_here():
     assert "--set run.device=cuda:99: run.device: no such device here (found 'cuda:99'" in result.stderr
 
 
+@pytest.mark.parametrize("error", [UsageError("no such thing"), AcmError("this process alone")])
+def test_the_further_processes_of_a_launch_leave_it_to_the_first_to_report(error, monkeypatch):
+    group = typer.Typer(cls=ErrorBoundary)
+    group.callback()(lambda: None)
+
+    @group.command()
+    def fail(json: JsonOption = False):
+        output = Output(json=json)
+        output.say("say")
+        output.progress("progress")
+        output.note("note")
+        output.document({})
+        output.warn("warning of this process")
+        raise error
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, words in (("0", ["fail"]), ("1", ["fail"]), ("1", ["fail", "--json"])):
+        monkeypatch.setenv("RANK", rank)
+        done = CliRunner().invoke(group, words)
+        assert done.exit_code == error.exit_code
+        assert "warning of this process" in done.stderr
+        assert all((word in done.output) == (rank == "0") for word in ("say", "progress", "note:"))
+        assert ("error:" in done.stderr) == (rank == "0" or not isinstance(error, UsageError))
+        assert not done.stdout or rank == "0" or '"this process alone"' in done.stdout
+
+
 def test_validate_takes_overrides():
     assert run("validate", "digits_vit_paper", "--set", "schedule[0].lr=1e-4").exit_code == 0
     result = run("validate", "digits_vit_paper", "--set", "schedule[0].lr=fast", "--set", "rnu.seed=1")

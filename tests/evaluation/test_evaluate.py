@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError
-from acm_compiler.evaluation.evaluate import evaluate, every_k, first_examples
+from acm_compiler.evaluation.evaluate import evaluate, every_k
 from acm_compiler.evaluation.loads import Grid, grid_of
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.evaluation.statistics import Sample, Spent, against_fixed, resampled_means
@@ -324,13 +324,6 @@ def test_every_k_is_what_the_sites_can_run():
     assert [setting.k for setting in every_k(model)] == [1, 2, 3, 4]
     model.acms[0].state = "dense"
     assert every_k(model) == ()
-
-
-def test_the_first_examples_cut_the_last_batch():
-    batches = [picture_batch(4), picture_batch(4, first=4), picture_batch(4, first=8)]
-    assert [len(batch["image"]) for batch in first_examples(batches, 6)] == [4, 2]
-    assert [len(batch["image"]) for batch in first_examples(batches, 4)] == [4]
-    assert [len(batch["image"]) for batch in first_examples(batches, 99)] == [4, 4, 4]
 
 
 def test_an_evaluation_is_kept_and_a_broken_one_refused(tmp_path):

@@ -6,17 +6,18 @@ import pytest
 
 import acm_compiler as acm
 from acm_compiler.errors import AcmError
-from acm_compiler.pipeline import named_budgets, plan_recipe, refuse
+from acm_compiler.pipeline import plan_recipe
 from acm_compiler.recipe import load_recipe
 from acm_compiler.recipe.schema import SiteRule
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import run_recipe
+from acm_compiler.runtime.budgets import refuse_unreachable
 
 
 def planned(name):
     recipe = load_recipe(name)
     _, plan, _ = plan_recipe(recipe)
-    refuse(plan, named_budgets(recipe))
+    refuse_unreachable(plan, recipe.named_budgets())
     return plan
 
 

@@ -18,17 +18,17 @@ from acm_compiler.checkpoint import locked
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import RunInterrupted
-from acm_compiler.evaluation import evaluate
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.runs import recipe_run, run_recipe
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import RecipeRun
-from acm_compiler.tasks.dense_metric import base_metric
+from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import run_schedule
 from acm_compiler.training.state import StateStore
+from tests.helpers import ROOT
 from tests.helpers.training_runs import changed, parts_of
 
 CLASSES = ("circle", "cross", "line")
@@ -291,14 +291,14 @@ def test_a_finished_result_is_not_replaced_unasked(folder):
 
 def test_evaluations_run_as_many_examples_at_once_as_the_recipe_says(folder, monkeypatch):
     sizes = []
-    watched = evaluate.with_progress
+    watched = recipe_run.with_progress
 
     def watch(batches, *args, **kwargs):
         for batch in watched(batches, *args, **kwargs):
             sizes.append(len(next(iter(batch.values()))))
             yield batch
 
-    for place in (evaluate, recipe_run, run_recipe):
+    for place in (recipe_run, run_recipe):
         monkeypatch.setattr(place, "with_progress", watch)
     assert rewrite(folder, "--set", "run.eval_batch=3").exit_code == 0
     first = sizes.copy()
@@ -418,6 +418,17 @@ def test_a_second_run_in_the_folder_of_another_is_refused(words, folder):
         result = rewrite(folder, *words)
         assert os.listdir(folder / "out") == [".lock"]
     assert result.exit_code == 2 and f"process {os.getpid()} on " in result.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_report_and_refuse_as_one_does(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "acm_compiler", "rewrite", "--recipe", f"{folder}/folder.yaml", "--out", f"{folder}/out"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for code, once in ((0, ["the result goes to", "saved in"]), (1, ["the result goes to", "holds a saved model"])):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == code, done.stderr
+        assert [(done.stdout + done.stderr).count(words) for words in once] == [1, 1], done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX's")

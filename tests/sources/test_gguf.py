@@ -15,7 +15,7 @@ from acm_compiler.recipe.datasets import TextRowsData
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.tasks import CausalLMTask
 from acm_compiler.sources import build, build_from_record, parse_reference, show_reference
-from acm_compiler.sources.hf_inputs import processor_files
+from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.tasks import open_task
 from tests.helpers.gguf_files import WORDS, small_llama, write_gguf
 
@@ -157,6 +157,26 @@ def test_a_file_that_was_cut_off_is_refused(folder, tmp_path):
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelSourceError, match=r"cannot read the \w+ in this GGUF file"):
         build(gguf(tmp_path, "cut.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("small.gguf", 0, "valid"),
+        ("smal.gguf", 2, "no tokenizer (did you mean 'small.gguf'?)"),
+        ("odd.gguf", 2, "this is no GGUF file"),
+        ("gone/small.gguf", 0, "is not here, so the tokenizer was not looked up"),
+    ],
+)
+def test_validate_looks_at_the_file_of_a_tokenizer(folder, tmp_path, name, code, words):
+    (tmp_path / "small.gguf").symlink_to(folder / "small.gguf")
+    (tmp_path / "odd.gguf").write_bytes(b"version https://git-lfs")
+    data = {part: f"data.{part}.tokenizer={tmp_path / name}" for part in ("train", "eval")}
+    sets = [word for part in data.values() for word in ("--set", part)]
+    result = CliRunner().invoke(app, ["validate", "llama_docs", *sets])
+    assert result.exit_code == code, result.output
+    assert words in result.stderr + result.stdout
+    assert code == 0 or "data.train.tokenizer=" in result.stderr
 
 
 def test_what_transformers_does_not_know_or_find_in_a_file_is_refused(tmp_path):

@@ -68,12 +68,25 @@ struct Call : Sorted {
     return found;
   }
 
-  template <typename Finish>
-  void multiply(const Chunk& c, const std::vector<const T*>& rows, const std::vector<Span>& spans, const Weights& w,
-                int64_t first_col, int64_t cols, const Finish& finish) const {
-    if (spans.empty()) return;
+  using OneProduct = Product<T, kPairs>;
+
+  // adds the product of these rows with columns [first_col, first_col + cols), unless there are no rows
+  void add(std::vector<OneProduct>& to, const std::vector<const T*>& rows, std::vector<Span> spans, const Weights& w,
+           int64_t first_col, int64_t cols) const {
     const int64_t words = dense_values() * sizeof(T) / sizeof(float);
-    Product<T, kPairs>{rows.data(), spans, w, first_col, cols, tokens, words, c.shared}.run(finish);
+    if (!spans.empty()) to.push_back({rows.data(), std::move(spans), w, first_col, cols, tokens, words});
+  }
+
+  // Products that do not wait for each other, the largest first: `run(product, part)` runs one part of one of them.
+  // Where the chunk is the only one, threads share the parts of all.
+  template <typename Run>
+  static void multiply(const Chunk& c, const std::vector<OneProduct>& products, const Run& run) {
+    int64_t panels = 0;
+    for (const OneProduct& product : products) panels += product.panels();
+    std::vector<std::pair<const OneProduct*, Part>> items;
+    for (const OneProduct& product : products)
+      for (Part& part : product.parts(c.shared ? panels : 0)) items.emplace_back(&product, std::move(part));
+    share_out(items.size(), c.shared, [&](int64_t item) { run(*items[item].first, items[item].second); });
   }
 
   static Weights plain(const T* data, int64_t cols, int64_t depth) {
@@ -147,25 +160,36 @@ struct Call : Sorted {
     int64_t most = learners;
     if (form == Form::linear && w_top) {  // the dense weight itself runs in the place of N learners
       const int64_t rows = clip(c, at_least[most--]);
-      const std::vector<Span> span(rows ? 1 : 0, Span{0, rows, d_in / kPerWord});
-      multiply(c, c.x, span, plain(w_top, d_out, d_in), 0, d_out, finish_output(c));
+      std::vector<OneProduct> top;
+      if (rows) add(top, c.x, {{0, rows, d_in / kPerWord}}, plain(w_top, d_out, d_in), 0, d_out);
+      multiply(c, top, output_of(c));
     }
     const int64_t skip = clip(c, at_least[most + 1]);
+    std::vector<OneProduct> first, second;
     for (int64_t n = 0; n < most; n += company()) {
       const int64_t rows = clip(c, at_least[n + 1]), cols = std::min(company(), most - n) * width;
       if (rows <= skip) break;
-      const std::vector<Span> span = {{skip, rows, d_in / kPerWord}};
-      const Weights up = plain(w_up, learners * width, d_in), in = plain(w_in, learners * width, d_in);
-      multiply(c, c.x, span, in, n * width, cols, finish_hidden(c, n * width, b_in, false));
-      if (w_up) multiply(c, c.x, span, up, n * width, cols, finish_hidden(c, n * width, b_up, true));
+      add(first, c.x, {{skip, rows, d_in / kPerWord}}, plain(w_in, learners * width, d_in), n * width, cols);
     }
+    multiply(c, first, [&](const OneProduct& in, const Part& part) {
+      in.run(part, finish_hidden(c, in.first_col, b_in, false));
+      if (!w_up) return;
+      OneProduct up = in;
+      up.matrix.data = w_up;
+      up.run(part, finish_hidden(c, in.first_col, b_up, true));
+    });
     for (int64_t high = most; high >= 1;) {  // tokens whose k share a second layer go together
       int64_t low = high;
       while (low > 1 && second_layer(low - 1) == second_layer(high)) low--;
       const Weights w = plain(second_layer(high), d_out, learners * width);
-      multiply(c, c.h, spans(c, low, high, width), w, 0, d_out, finish_output(c));
+      add(second, c.h, spans(c, low, high, width), w, 0, d_out);
       high = low - 1;
     }
+    multiply(c, second, output_of(c));
+  }
+
+  auto output_of(const Chunk& c) const {
+    return [this, &c](const OneProduct& product, const Part& part) { product.run(part, finish_output(c)); };
   }
 
   // the second layer [O, N H] of tokens that run k learners
@@ -177,17 +201,22 @@ struct Call : Sorted {
   void run_columns(const Chunk& c) const {
     const int64_t deep = width / kPerWord;
     const Weights w{w_in, d_out, learners * deep, deep, learners, d_out * deep};
-    multiply(c, c.x, spans(c, 1, learners, width), w, 0, d_out, finish_output(c));
+    std::vector<OneProduct> all;
+    add(all, c.x, spans(c, 1, learners, width), w, 0, d_out);
+    multiply(c, all, output_of(c));
   }
 
   void run_rows(const Chunk& c) const {
     each_row(c, [&](int64_t i) { start_rest(order[c.first + i], k_at(c.first + i)); });
+    std::vector<OneProduct> all;
     for (int64_t n = 0; n < learners; n += company()) {
       const int64_t rows = clip(c, at_least[n + 1]), cols = std::min(company(), learners - n) * width;
       if (rows == 0) break;
-      const std::vector<Span> span = {{0, rows, d_in / kPerWord}};
-      multiply(c, c.x, span, plain(w_in, learners * width, d_in), n * width, cols, finish_slices(c, n * width));
+      add(all, c.x, {{0, rows, d_in / kPerWord}}, plain(w_in, learners * width, d_in), n * width, cols);
     }
+    multiply(c, all, [&](const OneProduct& product, const Part& part) {
+      product.run(part, finish_slices(c, product.first_col));
+    });
   }
 
   // ---- what becomes of a tile

@@ -169,43 +169,55 @@ inline float* panel_memory(int64_t words) {
   return grown(memory, words);
 }
 
-// One product of rows with columns [first_col, first_col + cols) of a matrix. `finish(row, rows, col, cols, tile,
-// width)` gets every tile of sums, [rows, width], once. `most`: of all rows of the call, these among them; it decides how
-// they are summed. `memory`: so many words a panel may have. `shared`: threads share its tiles.
+// What one thread computes of a product: columns [col, col + count) of these rows.
+struct Part {
+  int64_t col, count;
+  std::vector<Span> spans;  // one after the other, the deepest first
+};
+
+// One product of rows with columns [first_col, first_col + cols) of a matrix, part by part. `finish(row, rows, col, cols,
+// tile, width)` gets every tile of sums, [rows, width], once. `most`: of all rows of the call, these among them; it
+// decides how they are summed. `memory`: so many words a panel may have.
 template <typename T, bool kPairs>
 struct Product {
   static constexpr bool kAsIs = kPairs || std::is_same_v<T, float>;  // rows are words as they are
   const T* const* rows;
-  const std::vector<Span>& spans;  // one after the other, the deepest first
-  const Matrix<T, kPairs>& matrix;
+  std::vector<Span> spans;
+  Matrix<T, kPairs> matrix;
   int64_t first_col, cols, most, memory;
-  bool shared;
+
+  int64_t panels() const { return (cols + widest() - 1) / widest(); }
+
+  // All of it. Where threads share it with other products, all of so many panels `together`, in parts by which every
+  // thread has about two things to do; else (0) a part for each panel
+  std::vector<Part> parts(int64_t together) const {
+    const int64_t threads = at::get_num_threads(), height = spans.back().to - spans.front().from;
+    const int64_t wanted = together > 0 && threads > 1 ? (2 * threads + together - 1) / together : 1;
+    const auto cut = cut_rows(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, height / kPartRows)));
+    std::vector<Part> found;
+    for (const auto& some : cut)
+      for (int64_t col = 0; col < cols; col += widest()) found.push_back({col, std::min(widest(), cols - col), some});
+    return found;
+  }
 
   template <typename Finish>
-  void run(const Finish& finish) const {
-    const bool few = most <= kDotRows && most * kDotDepth <= matrix.depth;
-    const bool dots = few && matrix.pieces == 1 && kAsIs, panel = memory >= column_words() * kLanes;
-    const int64_t widest = dots ? kPanelCols : panel ? panel_cols() : kLanes, panels = (cols + widest - 1) / widest;
-    const int64_t parts = shared ? row_parts(panels) : 1;
-    const std::vector<std::vector<Span>> cut = parts > 1 ? cut_rows(parts) : std::vector<std::vector<Span>>();
-    share_out(panels * std::max<int64_t>(1, cut.size()), shared, [&](int64_t item) {
-      const int64_t col = item % panels * widest, count = std::min(widest, cols - col);
-      const Product part{rows, cut.empty() ? spans : cut[item / panels], matrix, first_col, cols, most, memory, false};
-      dots ? part.run_dots(col, count, finish)
-           : panel ? part.run_panel(col, count, finish) : part.run_pieces(col, count, finish);
-    });
+  void run(const Part& part, const Finish& finish) const {
+    dots() ? run_dots(part, finish) : has_panel() ? run_panel(part, finish) : run_pieces(part, finish);
   }
 
  private:
-  // into how many parts to cut the rows so that with so many panels every thread has about two things to do
-  int64_t row_parts(int64_t panels) const {
-    const int64_t threads = at::get_num_threads(), rows = spans.back().to - spans.front().from;
-    const int64_t wanted = threads > 1 ? (2 * threads + panels - 1) / panels : 1;
-    return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, rows / kPartRows));
+  bool dots() const {
+    const bool few = most <= kDotRows && most * kDotDepth <= matrix.depth;
+    return few && matrix.pieces == 1 && kAsIs;
+  }
+  bool has_panel() const { return memory >= column_words(spans) * kLanes; }
+  int64_t widest() const {
+    return dots() ? kPanelCols : has_panel() ? std::min(memory / column_words(spans) / kLanes * kLanes, kPanelCols) : kLanes;
   }
 
-  // the spans in parts of equal work
+  // the spans in so many parts of equal work
   std::vector<std::vector<Span>> cut_rows(int64_t count) const {
+    if (count == 1) return {spans};
     std::vector<std::vector<Span>> parts(1);
     int64_t work = 0, done = 0;
     for (const Span& span : spans) work += (span.to - span.from) * span.depth;
@@ -224,9 +236,10 @@ struct Product {
   // row is summed
   int64_t blocks() const { return (matrix.depth + kPanelDepth - 1) / kPanelDepth; }
   int64_t block() const { return (matrix.depth + blocks() - 1) / blocks(); }
-  // words of memory for one column: of the panel, and of sums that wait for more depth
-  int64_t column_words() const { return block() + (blocks() > 1 ? spans.back().to - spans.front().from : 0); }
-  int64_t panel_cols() const { return std::min(memory / column_words() / kLanes * kLanes, kPanelCols); }
+  // words of memory for one column: of the panel, and of sums of these rows that wait for more depth
+  int64_t column_words(const std::vector<Span>& some) const {
+    return block() + (blocks() > 1 ? some.back().to - some.front().from : 0);
+  }
 
   // out (+)= words [from, to) of a tile's rows times a panel of so many vectors that begins there
   void multiply(int64_t row, int64_t height, int64_t from, int64_t to, const float* panel, int64_t vecs,
@@ -248,7 +261,8 @@ struct Product {
   }
 
   template <typename Finish>
-  void run_dots(int64_t col, int64_t count, const Finish& finish) const {
+  void run_dots(const Part& part, const Finish& finish) const {
+    const auto& [col, count, spans] = part;
     float tile[kTileRows * kPanelCols];
     const float* columns[kPanelCols];
     for (int64_t j = 0; j < kPanelCols; j++) columns[j] = matrix.words(first_col + col + std::min(j, count - 1));
@@ -265,7 +279,8 @@ struct Product {
   // One vector of columns without a panel of them; the sums are those of run_panel, bit by bit. Seldom needed, and said
   // to be: with one more caller that counts, the compiler inlines `finish` in none, which costs whole calls a tenth.
   template <typename Finish>
-  __attribute__((cold)) void run_pieces(int64_t col, int64_t count, const Finish& finish) const {
+  __attribute__((cold)) void run_pieces(const Part& part, const Finish& finish) const {
+    const auto& [col, count, spans] = part;
     float tile[kTileRows * kLanes], piece[kStretch * kLanes];
     for (const Span& span : spans)
       for (int64_t row = span.from; row < span.to; row += kTileRows) {
@@ -283,10 +298,11 @@ struct Product {
   }
 
   template <typename Finish>
-  void run_panel(int64_t col, int64_t count, const Finish& finish) const {
+  void run_panel(const Part& part, const Finish& finish) const {
+    const auto& [col, count, spans] = part;
     const int64_t width = round_up(count, kLanes), vecs = width / kLanes;
     const int64_t block = this->block(), first = spans.front().from, deepest = spans.front().depth;
-    float* panel = panel_memory(column_words() * width);
+    float* panel = panel_memory(column_words(spans) * width);
     float tile[kTileRows * kPanelCols];
     for (int64_t from = 0; from < deepest; from += block) {
       const int64_t to = std::min(deepest, from + block);

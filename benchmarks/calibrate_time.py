@@ -7,6 +7,8 @@
     python benchmarks/calibrate_time.py vit 1 2000  one layer of it, all sites, 2,000 tokens: the price of a layer
     python benchmarks/calibrate_time.py decoder     SmolLM2-135M's shape, MLP sites, 40,000 tokens
     python benchmarks/calibrate_time.py decoder 5 4000 1000  the same with 5 layers, 4,000 tokens, 1,000 with gradients
+    python benchmarks/calibrate_time.py wide        one gated MLP of 1,536, 4,864 and 14,336 hidden neurons
+    python benchmarks/calibrate_time.py wide 4864   that one
 
 Weights and inputs are random: what is computed does not depend on them. CPU seconds of all threads together, in all
 and of each part, and seconds on the clock, which say something on quiet cores only.
@@ -29,18 +31,19 @@ import acm_compiler as acm
 
 BATCH, LENGTH, IMAGES = 16, 34, 8
 VOCABULARY, CONTEXTS, CONTEXT = 49_152, 4, 256
+# hidden neurons and width of the MLPs of SmolLM2-135M, Qwen2-0.5B and Llama-3-8B
+WIDE = {1_536: 576, 4_864: 896, 14_336: 4096}
 PARTS = ("read", "learners and gates", "lowest k", "budgets")  # how calibrate's lines about a finished part begin
 
 
 def main() -> None:
     """Print a row of Markdown for every calibration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tokens", "layers", "vit", "decoder"))
-    parser.add_argument(
-        "sizes", nargs="*", type=int, help="of these tokens or layers only; of vit and decoder their layers and tokens"
-    )
+    parser.add_argument("what", choices=("tokens", "layers", "vit", "decoder", "wide"))
+    what = "these tokens, layers or neurons only; of vit and decoder their layers and tokens"
+    parser.add_argument("sizes", nargs="*", type=int, help=what)
     options = parser.parse_args()
-    makers = {"tokens": over_tokens, "layers": over_layers, "vit": of_vit, "decoder": of_decoder}
+    makers = {"tokens": over_tokens, "layers": over_layers, "vit": of_vit, "decoder": of_decoder, "wide": of_wide}
     cases = makers[options.what](*options.sizes)
     heads = ("model", "sites", "tokens", "CPU s", *PARTS, "s", "threads, load")
     sys.stdout.write("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads) + "\n")
@@ -96,6 +99,28 @@ def of_decoder(*sizes: int) -> Iterator[Case]:
     )  # fmt: skip
     model, batches = LlamaForCausalLM(config).eval(), (contexts(CONTEXTS) for _ in count())
     yield f"SmolLM2-135M's shape, {layers} layers", model, contexts(1), batches, tokens, ["mlp"], with_gradients
+
+
+def of_wide(*neurons: int) -> Iterator[Case]:
+    """One gated MLP with its norm and bypass; gradients of 2,000 tokens, and twice as many tokens as neurons."""
+    for hidden in neurons or WIDE:
+        width = WIDE[hidden]
+        model, batches = Block(width, hidden).eval(), (torch.randn(4, 128, width) for _ in count())
+        yield f"MLP of {hidden:,}", model, torch.randn(1, 128, width), batches, 2 * hidden, ["mlp"], 2000
+
+
+class Block(nn.Module):
+    """x + down(silu(gate(z)) * up(z)), z the normalised x."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.down = nn.LayerNorm(width), nn.Linear(hidden, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The block's output."""
+        z = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(z)) * self.up(z))
 
 
 def timed(

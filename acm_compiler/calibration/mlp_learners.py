@@ -213,8 +213,8 @@ def greedy_order(c_FF: Tensor, w_OF: Tensor, count: int) -> Tensor:
 class _Selection:
     """Covariances that are left once the picked neurons explain what they can.
 
-    Of the covariance of the neurons only the diagonal is kept up to date; columns of it follow from a growing
-    Cholesky factor when they are asked for.
+    Of the covariance of the neurons only the diagonal is kept up to date, and rows of those that were nearly picked;
+    other rows follow from a growing Cholesky factor when they are asked for.
     """
 
     def __init__(self, c_FF: Tensor, w_OF: Tensor, ridge: Tensor, count: int) -> None:
@@ -222,8 +222,9 @@ class _Selection:
         self.order: list[int] = []
         self.diagonal_F = c_FF.diagonal() + ridge
         self.cross_FO = c_FF @ w_OF.T
-        self.factor_FP = c_FF.new_zeros(len(c_FF), count)
+        self.factor_PF = c_FF.new_empty(count, len(c_FF))
         self.free_F = torch.ones(len(c_FF), dtype=torch.bool, device=c_FF.device)
+        self.place_F, self.last_MF = torch.full((len(c_FF),), -1, device=c_FF.device), c_FF[:0]
 
     @property
     def picked(self) -> int:
@@ -232,29 +233,36 @@ class _Selection:
 
     def pick_block(self) -> None:
         """Pick the next neurons and remove what they explain."""
-        gain_F = self.cross_FO.square().sum(1) / self.diagonal_F
+        gain_F = torch.linalg.vector_norm(self.cross_FO, dim=1).square() / self.diagonal_F
         gain_F = torch.where(self.free_F, gain_F, -1.0)
         free = len(gain_F) - self.picked
         candidates = gain_F.topk(min(_CANDIDATES, free)).indices
-        columns_FM = self._columns(candidates)
+        rows_MF = self._rows(candidates)
         wanted = min(_PICKS, self.count - self.picked, free)
-        chosen = _greedy_few(columns_FM[candidates], self.cross_FO[candidates], wanted)
+        chosen = _greedy_few(rows_MF[:, candidates], self.cross_FO[candidates], wanted)
         picks = candidates[chosen]
-        lower = torch.linalg.cholesky(columns_FM[picks][:, chosen])
-        block_FP = torch.linalg.solve_triangular(lower, columns_FM[:, chosen].T, upper=False).T
+        lower = torch.linalg.cholesky(rows_MF[chosen][:, picks])
+        block_PF = torch.linalg.solve_triangular(lower, rows_MF[chosen], upper=False)
         explained_PO = torch.linalg.solve_triangular(lower, self.cross_FO[picks], upper=False)
-        self.factor_FP[:, self.picked : self.picked + wanted] = block_FP
-        self.diagonal_F = (self.diagonal_F - block_FP.square().sum(1)).clamp_min(self.ridge / 2)
-        self.cross_FO = self.cross_FO - block_FP @ explained_PO
+        self.factor_PF[self.picked : self.picked + wanted] = block_PF
+        self.diagonal_F = (self.diagonal_F - block_PF.square().sum(0)).clamp_min(self.ridge / 2)
+        self.cross_FO.addmm_(block_PF.T, explained_PO, alpha=-1)
         self.free_F[picks] = False
         self.order += picks.tolist()
+        self.last_MF = rows_MF.addmm_(block_PF[:, candidates].T, block_PF, alpha=-1)
+        self.place_F.fill_(-1)[candidates] = torch.arange(len(candidates), device=candidates.device)
 
-    def _columns(self, neurons: Tensor) -> Tensor:
-        """Columns [F, M] of the covariance that is left, with the ridge."""
-        columns_FM = self.c_FF[:, neurons].clone()
-        columns_FM[neurons, torch.arange(len(neurons), device=neurons.device)] += self.ridge
-        known = self.factor_FP[:, : self.picked]
-        return columns_FM - known @ known[neurons].T
+    def _rows(self, neurons: Tensor) -> Tensor:
+        """Rows [M, F] of the covariance that is left, with the ridge."""
+        place_M = self.place_F[neurons]
+        is_new_M = place_M < 0
+        new, known_PF = neurons[is_new_M], self.factor_PF[: self.picked]
+        new_MF = self.c_FF[new]
+        new_MF[torch.arange(len(new), device=new.device), new] += self.ridge
+        rows_MF = self.c_FF.new_empty(len(neurons), len(self.c_FF))
+        rows_MF[is_new_M] = new_MF.addmm_(known_PF[:, new].T, known_PF, alpha=-1)
+        rows_MF[~is_new_M] = self.last_MF[place_M[~is_new_M]]
+        return rows_MF
 
 
 def _greedy_few(c_MM: Tensor, cross_MO: Tensor, wanted: int) -> Tensor:

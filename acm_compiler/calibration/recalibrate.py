@@ -23,19 +23,16 @@ from acm_compiler.runtime.usage import PADDING, record, refuse_compiled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredBudgets(BudgetTable):
-    """A budget table with the plan of its model; `str()` is a table of what each row spends."""
+    """A budget table with the plan of its model; `str()` is a table of what each measured row spends."""
 
     plan: Plan = field(repr=False)
 
     def __str__(self) -> str:
         cost = self.plan.cost
         rows = [
-            [
-                f"{point.share:.3f}" + ("" if point.measured else ", expected"),
-                f"{cost.model_share(point.share):.1%}",
-                f"{point.knob:+.3g}",
-            ]
+            [f"{point.share:.3f}", f"{cost.model_share(point.share):.1%}", f"{point.knob:+.3g}"]
             for point in self.points
+            if point.measured
         ]
         table = tabulate(rows, headers=["budget reached", "share of the model", "knob"], disable_numparse=True)
         missing = "".join(f"\nno knob leads to budgets from {low:.3f} to the next" for low in self.jumps)

@@ -35,14 +35,14 @@ from acm_compiler.runtime.usage import PADDING, record
 
 _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names: those that are asked for most are met best
-GRID = (0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
+GRID = (0.1, 0.25, 0.5, 0.75)
 # rows that nobody asked for only have to be somewhere near: a row says what share it reached
 _NEAR = 0.006
 # a wider gap between two rows that the search could not halve is a jump: no knob leads into it
 _JUMP = 0.02
-# budgets between two rows are reached by a straight line, which is expected to miss by no more than so much; rows
-# between two measured ones are taken from what both expect of them where they differ by no more
-_STRAIGHT = 0.015
+# budgets between two measured rows are reached by what both expect of them, in straight pieces that miss it by _CLOSE,
+# if they differ by no more than _APART at any knob; else by one straight line that is expected to miss by no more
+_APART, _CLOSE = 0.008, 0.004
 # a search ends after so many probes; the first keeps this far from its neighbours, each later one four times as far
 _STEPS, _MARGIN = 14, 1e-4
 # tokens of each site, in whole examples, whose scores say where to look next
@@ -197,7 +197,7 @@ class _Search:
                 self.bisect(target, within)
 
     def _fill(self, low: Probe, high: Probe) -> tuple[float, float] | None:
-        """Add the rows expected between two neighbouring probes; None where that is all there is to do.
+        """Add the rows expected between two neighbouring probes; None where that, or a straight line, is enough.
 
         Where they expect different things of the knobs between them, or scores have led to nothing before: the share at
         which a straight line misses most, and how near it is to be met.
@@ -205,11 +205,11 @@ class _Search:
         if any(high.share < target < low.share for target in self.missed):
             return None
         knobs, shares, apart = expected_between(low, high)
-        bends = corners(knobs, shares, _STRAIGHT)
-        if not bends:
-            return None
-        if apart <= _STRAIGHT and not self.missed:
+        if apart <= _APART and not self.missed:
+            bends = corners(knobs, shares, _CLOSE)
             self.expected.update((float(knobs[bend]), float(shares[bend])) for bend in bends)
+            return None
+        if not (bends := corners(knobs, shares, _APART)):
             return None
         spent = low.share - high.share
         return float(shares[bends[0]].clip(high.share + spent / 8, low.share - spent / 8)), spent / 10

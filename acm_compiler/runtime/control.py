@@ -125,7 +125,7 @@ def set_budget(
         raise _no_own_budget(owner)
     if not isinstance(wanted, Mapping):
         _refuse_dense(found, wanted, cap)
-        return spend(found, wanted, cap)
+        return min(spend(found, wanted, cap), _largest_share(found))
     for phase in _check_phases(found, wanted):
         _refuse_dense(found, wanted[phase], cap)
     phases = {phase: _setting(found, wanted[phase]) for phase in PHASES}
@@ -137,11 +137,11 @@ def set_budget(
 
 
 def spend(found: Rewritten, wanted: float | str, cap: float | None = None) -> float:
-    """`set_budget` of one budget for all phases of a model whose ACMs are known, and have the learners it needs."""
+    """Set one budget for all phases of a model whose ACMs are known and have learners; gives the share expected."""
     setting, share = _setting(found, wanted)
     _write_setting(found, setting, cap)
     found.owner.budget, found.owner.cap = share, cap
-    return min(setting.share, _largest_share(found))
+    return setting.share
 
 
 def _refuse_dense(found: Rewritten, wanted: float | str, cap: float | None) -> None:

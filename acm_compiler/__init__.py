@@ -12,11 +12,13 @@ Names are imported when they are first used, so that importing the package costs
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from acm_compiler import env as _env
 
+TYPE_CHECKING = False  # as that of typing, whose import would take longer than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from acm_compiler import errors as errors
     from acm_compiler.backend.explanation import explain as explain
     from acm_compiler.calibration.calibrate import calibrate as calibrate

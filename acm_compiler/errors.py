@@ -6,7 +6,7 @@ what was expected, and what to do about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class AcmError(Exception):
@@ -193,3 +193,11 @@ def did_you_mean(name: str, known: Iterable[str], *, count: int = 1) -> str:
     """` (did you mean 'epochs'?)`, or an empty string when nothing is alike."""
     names = nearest(name, known, count=count)
     return f" (did you mean {', '.join(repr(n) for n in names)}?)" if names else ""
+
+
+def excluded_text(found: Mapping[str, Sequence[str]]) -> str:
+    """Counts of excluded examples by fault, and a few names: `2 missing (a.mp3, b.mp3), 1 empty (c.mp3)`."""
+    return ", ".join(
+        f"{len(names):,} {fault} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        for fault, names in found.items()
+    )

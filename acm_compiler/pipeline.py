@@ -26,12 +26,11 @@ from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
-from acm_compiler.recipe.tasks import PythonTask, fitting_classes
+from acm_compiler.recipe.tasks import PythonTask, fitting_classes, refuse_other_head
 from acm_compiler.runtime.budgets import refuse_unreachable
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
 from acm_compiler.sources.python_function import PREFIX, check_call
-from acm_compiler.tasks.open_task import refuse_other_head
 
 Rule = SiteRule | Mapping[str, Any]
 
@@ -141,7 +140,7 @@ def check_recipe(recipe: Recipe, model: nn.Module, made: Plan) -> list[str]:
     check_schedule(recipe.schedule, made.sites)
     if recipe.task is not None and recipe.data is not None and not isinstance(recipe.task, PythonTask):
         fit = fitting_classes(recipe.task.kind, recipe.data.train)
-        refuse_other_head(recipe.task.kind, model, auto_class=" or ".join(fit))
+        refuse_other_head(recipe.task.kind, type(model).__name__, auto_class=" or ".join(fit))
     refuse_unreachable(made, recipe.named_budgets())
     for section in (recipe.task, *((recipe.data.train, recipe.data.eval) if recipe.data else ())):
         for name in (getattr(section, "kind", ""), getattr(section, "rows", "")):

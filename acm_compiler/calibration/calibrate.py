@@ -16,13 +16,12 @@ from acm_compiler.calibration.gates import choose_lowest_k
 from acm_compiler.errors import LayoutUnknown
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors
-from acm_compiler.passes.rewrite.conversion import refuse_inference_tensors, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import refuse_compiled, refuse_inference_tensors, wholly_rewritten
 from acm_compiler.planning.check_schedule import check_closed_form
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
-from acm_compiler.runtime.control import set_budget
-from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
-from acm_compiler.runtime.usage import refuse_compiled
+from acm_compiler.runtime.control import spend
+from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
 
 
 def calibrate(
@@ -79,8 +78,8 @@ def calibrate_on(
     options = options or Options()
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "calibration")
-    owner, asked = found.owner, shares_of(found.plan, options.budgets)
     refuse_inference_tensors(model)
+    owner, asked = found.owner, shares_of(found.plan, options.budgets)
     for site in owner.plan.sites:
         check_closed_form(site)
     wanted = (*asked, *(() if owner.default_budget is None else (owner.default_budget,)))
@@ -92,16 +91,15 @@ def calibrate_on(
         progress_of("calibrate", progress) as work,
         ExitStack() as undo,
     ):
-        with undisturbed(model):
+        with undisturbed(found):
             fitted = fit_all(found, examples, options, work)
         install(found, fitted, undo)
         scores = {fit.site.name: fit.scores for fit in fitted}
-        with undisturbed(model):
-            k_lo = choose_lowest_k(found, examples.held_out, scores, answer=options.answer, budgets=wanted)
+        k_lo = choose_lowest_k(found, examples.held_out, scores, answer=options.answer, budgets=wanted)
         work.finish(f"lowest k of the budget table: {k_lo}")
-        table = measure_budgets(model, examples.held_out, budgets=wanted, k_lo=k_lo, progress=work)
+        table = fill_table(found, examples.held_out, budgets=wanted, k_lo=k_lo, progress=work)
         work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
-        set_budget(model, 1.0 if owner.default_budget is None else None)
+        spend(found, 1.0 if owner.default_budget is None else owner.default_budget)
         undo.pop_all()
     return owner.plan
 

@@ -21,8 +21,8 @@ from acm_compiler.calibration.observe import tapped
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.runtime.usage import record
+from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.usage import recorded
 
 _BATCH, _CLIP = 1024, 1.0
 # a small sample is learned in fewer steps than were asked for: so many passes over it, but no fewer than so many steps
@@ -153,8 +153,8 @@ def choose_lowest_k(
     """0, or 1 where one learner for every token brings the model's outputs nearer to the original's at low budgets.
 
     scores: the gates' scores [T, C] of some tokens of every site, to guess knobs by. Budgets in `budgets` stay
-    reachable. The two are compared at equal shares of learner MACs, on `examples`, in eval mode; this leaves the last
-    choices tried behind.
+    reachable. The two are compared at equal shares of learner MACs, on `examples`, in eval mode; mode and choices of
+    the model come back.
     """
     plan = found.plan
     if all(site.k_min > 0 for site in plan.sites):
@@ -164,8 +164,9 @@ def choose_lowest_k(
         return 0
     targets = [floor + place * (1 - floor) for place in _PLACES]
     trials = {k_lo: [_Trial(knob=_guess_knob(found, scores, t, k_lo), k_lo=k_lo) for t in targets] for k_lo in (0, 1)}
-    for example in examples:
-        _try(found, example, [trial for row in trials.values() for trial in row], answer)
+    with undisturbed(found):
+        for example in examples:
+            _try(found, example, [trial for row in trials.values() for trial in row], answer)
     for row in trials.values():
         for trial in row:
             trial.join()
@@ -184,7 +185,7 @@ def _try(found: Rewritten, example: Example, trials: Sequence[_Trial], answer: A
         for trial in trials:
             for acm in found.acms.values():
                 acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
-            with record(found.model, macs=False) as usage:
+            with recorded(found, macs=False) as usage:
                 given = answers(run(found, example[0]), answer, mask_BS)
             trial.examples += len(usage.real_shares)
             trial.shares += float(usage.real_shares.sum())

@@ -12,13 +12,20 @@ from torch import nn
 from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked, run, shares_of
 from acm_compiler.errors import NoBudgetTable, NothingRecorded
 from acm_compiler.inputs import Inputs
-from acm_compiler.passes.rewrite.conversion import BudgetTable, Rewritten, conversion, gates_digest, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import (
+    BudgetTable,
+    Rewritten,
+    conversion,
+    gates_digest,
+    refuse_compiled,
+    wholly_rewritten,
+)
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say, progress_of
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import is_held, refuse_unfitted, set_budget
-from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
-from acm_compiler.runtime.usage import PADDING, record, refuse_compiled
+from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
+from acm_compiler.runtime.usage import PADDING, recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +80,7 @@ def recalibrate(
         default = () if owner.default_budget is None else (owner.default_budget,)
         wanted = (*asked, *default, *owner.budgets_set)
         with progress_of("recalibrate", progress) as work:
-            table = measure_budgets(model, examples, budgets=wanted, k_lo=k_lo, progress=work)
+            table = fill_table(found, examples, budgets=wanted, k_lo=k_lo, progress=work)
             work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
     if isinstance(owner.budget, dict):
         phases = {phase: max(budget, owner.table_min) for phase, budget in owner.budget.items()}
@@ -91,9 +98,9 @@ def _enough_of(found: Rewritten, batches: Iterable[Example], tokens: int) -> lis
     """The first batches with so many tokens, all of them for measuring."""
     seen: dict[str, int] = {}
     examples = Examples(batches)
-    with undisturbed(found.model):
+    with undisturbed(found):
         for inputs, mask in examples.read(lambda: max(seen.values(), default=0) >= tokens):
-            with batch_context(found.model, mask=mask), record(found.model, macs=False) as usage:
+            with batch_context(found.model, mask=mask), recorded(found, macs=False) as usage:
                 run(found, inputs)
             for name, k_BS in usage.k.items():
                 seen[name] = seen.get(name, 0) + int((k_BS != PADDING).sum())

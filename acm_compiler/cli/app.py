@@ -20,7 +20,7 @@ from acm_compiler.cli.output import (
     Output,
     ending_unwritable,
     error_facts,
-    is_first_process,
+    is_first_of_machine,
     say_warnings,
     sentence,
     wants_json,
@@ -36,7 +36,7 @@ _INTERRUPTED = 130
 _Misuse: Any = typer.BadParameter.__base__
 # what verbs call an argument that names a recipe
 _RECIPES = {"WHAT", "RECIPE"}
-# what all processes of a launch raise, since they were given the same words, share one folder and stop together
+# what all processes of a launch raise that run on one machine: they were given the same words, and stop together
 _RAISED_BY_ALL = (UsageError, RecipeError, StorageError, RunInterrupted)
 
 
@@ -61,7 +61,7 @@ class ErrorBoundary(TyperGroup):
 
 
 def _report(error: AcmError, ctx: typer.Context) -> None:
-    if isinstance(error, _RAISED_BY_ALL) and not is_first_process():
+    if isinstance(error, _RAISED_BY_ALL) and not is_first_of_machine():
         return
     Output().error(sentence(error))
     if wants_json(ctx):

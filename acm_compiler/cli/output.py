@@ -58,7 +58,16 @@ def wants_json(ctx: typer.Context) -> bool:
 
 def is_first_process() -> bool:
     """False in the further processes of a launch (torchrun, accelerate), which leave it to the first to report."""
-    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
+    return _is_first("RANK")
+
+
+def is_first_of_machine() -> bool:
+    """False in all processes of a launch but one on each machine."""
+    return _is_first("LOCAL_RANK")
+
+
+def _is_first(rank: str) -> bool:
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get(rank, "0") == "0"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Excluded examples are collected across loader processes. Shapes: E examples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,10 +75,6 @@ def _libraries() -> tuple[Any, Any]:
     return soundfile, soxr
 
 
-LeftOut = Mapping[str, Sequence[str]]  # from what is wrong with examples to their names
-_NAMED = 3
-
-
 class LeftOutLedger:
     """Excluded ones among `names`, each with one of `faults`; one memory for all processes that load."""
 
@@ -107,11 +103,3 @@ class LeftOutLedger:
 def left_out(dataset: Any) -> dict[str, tuple[str, ...]]:
     """Examples that a data set has excluded so far, by fault; none where it does not say."""
     return {fault: tuple(names) for fault, names in getattr(dataset, "left_out", {}).items()}
-
-
-def excluded_text(found: LeftOut) -> str:
-    """Counts and a few names: `2 missing (a.mp3, b.mp3), 1 empty (c.mp3)`."""
-    return ", ".join(
-        f"{len(names):,} {fault} ({', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''})"
-        for fault, names in found.items()
-    )

@@ -17,13 +17,12 @@ from torch.utils.data import Dataset
 from acm_compiler.data.audio import (
     LeftOutLedger,
     collate_clips,
-    excluded_text,
     load_clip,
     promised_seconds,
     standardise,
 )
 from acm_compiler.data.batch import Batch
-from acm_compiler.errors import DataError, UnusableClip, nearest
+from acm_compiler.errors import DataError, UnusableClip, excluded_text, nearest
 from acm_compiler.files import parse_json
 
 if TYPE_CHECKING:

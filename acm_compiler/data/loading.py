@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from acm_compiler.data.audio import excluded_text, left_out
+from acm_compiler.data.audio import left_out
 from acm_compiler.data.batch import Batch, assemble
 from acm_compiler.data.draws import derive, seeded
-from acm_compiler.errors import AcmError, DataError, UsageError
+from acm_compiler.errors import AcmError, DataError, UsageError, excluded_text
 from acm_compiler.user_code import is_users, users_code
 
 _ORDER, _EXAMPLE, _MIX = 1, 2, 3  # what a seed is for

@@ -22,7 +22,7 @@ from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation,
 from acm_compiler.evaluation.statistics import Sample, against_fixed
 from acm_compiler.evaluation.tally import Tally
 from acm_compiler.inputs import call_model, in_mode
-from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, sites
+from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, rewritten, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.resolved import installed_versions
 from acm_compiler.recipe.schema import BudgetsConfig
@@ -77,7 +77,7 @@ def evaluate(
     )
     if fixed_k or (fixed_k is None and budgets is None):
         settings += every_k(model)
-    with undisturbed(model), nullcontext() if dense is None else in_mode(dense, training=False):
+    with undisturbed(rewritten(model)), nullcontext() if dense is None else in_mode(dense, training=False):
         # a budget that cannot be set is refused before any data is read
         plan = conversion(model).plan
         distinct = _distinct(settings, plan)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from acm_compiler.data import Batch
 from acm_compiler.inputs import call_model
-from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.passes.rewrite.conversion import rewritten, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import set_budget
@@ -103,7 +103,7 @@ def usage_at(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float
     device = next(iter(sites(model).values())).k_lo.device
     there = {name: value.to(device) for name, value in batch.items()}
     found = {}
-    with undisturbed(model):
+    with undisturbed(rewritten(model)):
         for budget in budgets:
             set_budget(model, budget)
             with batch_context(model, mask=task.mask(there)), record(model, macs=False) as usage:

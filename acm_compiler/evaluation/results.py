@@ -18,7 +18,7 @@ from acm_compiler.errors import StorageError
 from acm_compiler.evaluation.wording import budget_names, evaluation_table
 from acm_compiler.files import parse_json, read_result, storing, write_file
 from acm_compiler.recipe.messages import checked_json
-from acm_compiler.tasks.base import names_share
+from acm_compiler.recipe.tasks import names_share
 
 SCHEMA = 1
 FILE = "eval.json"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tabulate import tabulate
 
-from acm_compiler.data.audio import excluded_text
+from acm_compiler.errors import excluded_text
 from acm_compiler.planning.cost_table import unit_of
 
 if TYPE_CHECKING:

@@ -5,11 +5,12 @@ Which tasks fit which data and which models: what cannot work is refused before 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from acm_compiler.errors import UnexpectedMetric
+from acm_compiler.errors import UnexpectedMetric, UsageError
 from acm_compiler.recipe.datasets import (
     ClutteredDigitsData,
     CommonVoiceData,
@@ -136,6 +137,11 @@ class ExpectConfig(Section):
         return ", ".join(f"{word} {bound:g}" for word, bound in parts if bound is not None)
 
 
+def names_share(metric: str) -> bool:
+    """True for the name of a metric that is a share: an accuracy, an error rate."""
+    return metric.endswith(("accuracy", "error rate"))
+
+
 _LANGUAGE = ("causal_lm", "masked_lm", "embed")
 # the transformers class that a task's model is built by; classify has one for each kind of example
 _AUTO_CLASSES = {
@@ -181,6 +187,30 @@ def fitting_classes(task: str, data: DataConfig | None = None) -> tuple[str, ...
     if isinstance(data, (ImageFolderData, ClutteredDigitsData)):
         return (PICTURES,)
     return (TEXTS,) if isinstance(data, (TextData, TextRowsData)) else (PICTURES, TEXTS, *_OTHER_CLASSIFIERS)
+
+
+# XLM's and Flaubert's …WithLMHeadModel may be either
+_HEADS = {
+    r"ForCausalLM|(?<!With)LMHeadModel": ("causal_lm", "writes the next token, and sees only what came before"),
+    r"ForMaskedLM": ("masked_lm", "guesses hidden tokens, and sees what comes after them"),
+    r"ForCTC": ("ctc", "writes down audio"),
+    r"For(Sequence|Image|Audio|Video)Classification": ("classify", "predicts one class per example"),
+}
+
+
+def refuse_other_head(task: str, name: str, *, auto_class: str) -> None:
+    """Refuse a model whose class, called `name`, says that it is for another task. UsageError.
+
+    auto_class: the transformers class that fits.
+    """
+    for pattern, (fits, what) in _HEADS.items():
+        if re.search(rf"({pattern})$", name) and task != fits:
+            raise UsageError(
+                f"the model is not for task {task}",
+                where=name,
+                found=f"a model that {what}: task {fits}",
+                fix=f"use task {fits}, or another model (for hf: auto_class {auto_class})",
+            )
 
 
 def _refuse_other_rate(data: DataSection, input_rate: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from acm_compiler.data.audio import excluded_text
+from acm_compiler.errors import excluded_text
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, Result, SiteUse
 from acm_compiler.evaluation.statistics import DRAWS

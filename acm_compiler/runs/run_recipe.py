@@ -19,7 +19,7 @@ from acm_compiler.data.batch import Facts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.inputs import call_model
-from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion
+from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion, rewritten
 from acm_compiler.pipeline import convert
 from acm_compiler.planning.check_schedule import check_phase
 from acm_compiler.progress import Progress, Say, duration
@@ -213,7 +213,7 @@ class RecipeRun(OpenedRecipe):
     def watch(self, model: nn.Module) -> Mapping[str, Any]:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""
         scores, units, shares = [], [], []
-        with undisturbed(model):
+        with undisturbed(rewritten(model)):
             for batch in self.first(self.data.eval, _WATCHED_EXAMPLES, self.machine.device):
                 with batch_context(model, mask=self.task.mask(batch)), record(model, macs=False) as usage:
                     scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))

@@ -124,11 +124,11 @@ def set_budget(
     if wanted is None:
         raise _no_own_budget(owner)
     if not isinstance(wanted, Mapping):
-        setting, share = _setting(found, wanted, cap)
-        _write_setting(found, setting, cap)
-        owner.budget, owner.cap = share, cap
-        return min(setting.share, _largest_share(found))
-    phases = {phase: _setting(found, wanted[phase], cap) for phase in _check_phases(found, wanted)}
+        _refuse_dense(found, wanted, cap)
+        return min(spend(found, wanted, cap), _largest_share(found))
+    for phase in _check_phases(found, wanted):
+        _refuse_dense(found, wanted[phase], cap)
+    phases = {phase: _setting(found, wanted[phase]) for phase in PHASES}
     for phase, (setting, _) in phases.items():
         _write_setting(found, setting, cap, phase)
     owner.budget, owner.cap = {phase: share for phase, (_, share) in phases.items()}, cap
@@ -136,10 +136,22 @@ def set_budget(
     return {phase: min(setting.share, most) for phase, (setting, _) in phases.items()}
 
 
-def _setting(found: Rewritten, wanted: float | str, cap: float | None) -> tuple[Setting, float]:
-    """The setting of the gates for the budget `wanted`, and the share of learner MACs that it asks for."""
+def spend(found: Rewritten, wanted: float | str, cap: float | None = None) -> float:
+    """Set one budget for all phases of a model whose ACMs are known and have learners; gives the share expected."""
+    setting, share = _setting(found, wanted)
+    _write_setting(found, setting, cap)
+    found.owner.budget, found.owner.cap = share, cap
+    return setting.share
+
+
+def _refuse_dense(found: Rewritten, wanted: float | str, cap: float | None) -> None:
+    """SitesNotFitted where a budget asks for less than all that sites without learners run."""
     if parse_budget(wanted, found.plan) < 1 - TOLERANCE or cap is not None:
         refuse_unfitted(found, f"set_budget({wanted!r})")
+
+
+def _setting(found: Rewritten, wanted: float | str) -> tuple[Setting, float]:
+    """The setting of the gates for the budget `wanted`, and the share of learner MACs that it asks for."""
     setting, share = setting_of(found.owner, wanted), share_within(wanted, found.plan, low=found.owner.table_min)
     assert share is not None
     return setting, share

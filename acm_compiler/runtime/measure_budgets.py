@@ -31,7 +31,7 @@ from acm_compiler.runtime.expected_share import (
     quantiles,
     turning_knobs,
 )
-from acm_compiler.runtime.usage import PADDING, record
+from acm_compiler.runtime.usage import PADDING, recorded
 
 _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names: those that are asked for most are met best
@@ -68,12 +68,19 @@ def measure_budgets(
     """
     found = rewritten(model)
     refuse_unfitted(found, "measuring budgets")
+    return fill_table(found, batches, budgets=budgets, k_lo=k_lo, progress=progress)
+
+
+def fill_table(
+    found: Rewritten, batches: Iterable[Example], *, budgets: Sequence[float], k_lo: int, progress: Progress | None
+) -> BudgetTable:
+    """`measure_budgets` of a model whose ACMs are known, and have learners."""
     examples = list(batches)
     if not examples:
         raise DataError("no examples to measure budgets on")
     progress = progress or Progress("budgets", shown=False)
     search = _Search(found, examples, k_lo)
-    with undisturbed(model):
+    with undisturbed(found):
         least, most = search.probe(STRONGEST_KNOB), search.probe(-STRONGEST_KNOB)
         exactly = dict.fromkeys(budgets, NEAR) | {least + NEAR: NEAR / 2}
         # those in the middle first: each is looked for between the ones before it
@@ -148,7 +155,7 @@ class _Search:
                 raise _Ended
 
         watched = observed(self.found.owner, see)
-        with batch_context(model, mask=mask), record(model, macs=False) as usage, watched, suppress(_Ended):
+        with batch_context(model, mask=mask), recorded(self.found, macs=False) as usage, watched, suppress(_Ended):
             call_model(model, inputs)
             before.append(sum(map(len, calls.values())))
         turning = []
@@ -257,13 +264,12 @@ def _refuse_broken(name: str, knobs_Rn: Tensor, which: str) -> None:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(found: Rewritten) -> Iterator[None]:
     """Eval mode without gradients; the mode, the choices, the budget and the cap set come back at the end."""
-    found = rewritten(model)
     owner, choices = found.owner, {acm: acm.run_time() for acm in found.acms.values()}
     budget, cap = owner.budget, owner.cap
     try:
-        with torch.no_grad(), in_mode(model, training=False):
+        with torch.no_grad(), in_mode(found.model, training=False):
             yield
     finally:
         owner.budget, owner.cap = budget, cap

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import observed, only
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.errors import CompiledModelError, NothingRecorded, UsageError
+from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.passes.find.count_macs import Work
-from acm_compiler.passes.rewrite.conversion import refuse_no_module, rewritten
+from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, rewritten
 from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, learner_macs
 from acm_compiler.planning.cost_table import unit_of
 from acm_compiler.planning.decisions import PlannedSite
@@ -209,8 +208,7 @@ class Usage:
             )
 
 
-@contextmanager
-def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
+def record(model: nn.Module, *, macs: bool = True) -> AbstractContextManager[Usage]:
     """While open, every forward of `model` in this thread or task adds to the `Usage` it yields.
 
     Nothing stays on the model afterwards; what other threads run is theirs to record.
@@ -219,27 +217,23 @@ def record(model: nn.Module, *, macs: bool = True) -> Iterator[Usage]:
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
-    found, padding = rewritten(model), CallPadding(model)
+    return recorded(rewritten(model), macs=macs)
+
+
+@contextmanager
+def recorded(found: Rewritten, *, macs: bool) -> Iterator[Usage]:
+    """`record` for a model that is not compiled, whose ACMs are known."""
+    padding = CallPadding(found.model)
     usage = Usage(found.plan, padding, counted=macs)
 
     def observe(acm: ACM, *what: Any) -> None:
-        if acm.name in found.acms:  # `model` may be a part
+        if acm.name in found.acms:  # the model may be a part
             usage.observe(acm, *what)
 
     with observed(found.owner, observe) as is_here, ExitStack() as hooks:
         for handle in padding.watch(lambda hook: only(is_here, hook)):
             hooks.callback(handle.remove)
         if macs:
-            watched = kept_work_watched(model, usage.end_call, side=lambda: usage._decoder.side, when=is_here)
+            watched = kept_work_watched(found.model, usage.end_call, side=lambda: usage._decoder.side, when=is_here)
             hooks.enter_context(watched)
         yield usage
-
-
-def refuse_compiled(model: nn.Module, done: str, *, fix: str) -> None:
-    """CompiledModelError for a compiled model, whose graphs do not show what runs; `done` is what it cannot be."""
-    refuse_no_module(model)
-    # a compiled model exists only where dynamo has been imported
-    dynamo = sys.modules.get("torch._dynamo")
-    wrapped = dynamo is not None and isinstance(model, dynamo.eval_frame.OptimizedModule)
-    if wrapped or any(module._compiled_call_impl is not None for module in model.modules()):
-        raise CompiledModelError(f"a compiled model cannot be {done}", fix=fix)

@@ -21,6 +21,7 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.data.batch import Batch, size_of
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.inputs import Inputs, call_model, in_mode
+from acm_compiler.recipe.tasks import names_share
 from acm_compiler.user_code import is_users, users_code
 
 
@@ -104,11 +105,6 @@ class Task:
     def value(self, score_E: Tensor, unit_E: Tensor) -> float:
         """The metric over E examples."""
         return float(self.scale(to_float64(score_E).sum() / to_float64(unit_E).sum()))
-
-
-def names_share(metric: str) -> bool:
-    """True for the name of a metric that is a share: an accuracy, an error rate."""
-    return metric.endswith(("accuracy", "error rate"))
 
 
 # the number of pairs grows with the square of the examples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +22,11 @@ from acm_compiler.recipe.tasks import (
     PythonTask,
     TaskConfig,
     fitting_classes,
+    names_share,
+    refuse_other_head,
 )
 from acm_compiler.sources.python_function import call_function
-from acm_compiler.tasks.base import NEEDED, Task, as_task, missing_parts, names_share
+from acm_compiler.tasks.base import NEEDED, Task, as_task, missing_parts
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
@@ -40,7 +41,7 @@ def open_task(config: TaskConfig, dataset: Dataset[Any] | None = None, model: nn
     """
     auto_class = _auto_class(config, dataset)
     if model is not None and not isinstance(config, PythonTask):
-        refuse_other_head(config.kind, model, auto_class=auto_class)
+        refuse_other_head(config.kind, type(model).__name__, auto_class=auto_class)
         _refuse_foreign_tokens(dataset, model)
     if isinstance(config, ClassifyTask):
         classes = Facts.of(dataset).classes
@@ -93,28 +94,6 @@ def _users(reference: str, arguments: dict[str, Any]) -> Task:
             fix="see acm_compiler/tasks/base.py for what a task has",
         )
     return as_task(task, reference)
-
-
-# XLM's and Flaubert's …WithLMHeadModel may be either
-_HEADS = {
-    r"ForCausalLM|(?<!With)LMHeadModel": ("causal_lm", "writes the next token, and sees only what came before"),
-    r"ForMaskedLM": ("masked_lm", "guesses hidden tokens, and sees what comes after them"),
-    r"ForCTC": ("ctc", "writes down audio"),
-    r"For(Sequence|Image|Audio|Video)Classification": ("classify", "predicts one class per example"),
-}
-
-
-def refuse_other_head(task: str, model: nn.Module, *, auto_class: str) -> None:
-    """Refuse a model whose class says that it is for another task; `auto_class`: the one that fits. UsageError."""
-    name = type(model).__name__
-    for pattern, (fits, what) in _HEADS.items():
-        if re.search(rf"({pattern})$", name) and task != fits:
-            raise UsageError(
-                f"the model is not for task {task}",
-                where=name,
-                found=f"a model that {what}: task {fits}",
-                fix=f"use task {fits}, or another model (for hf: auto_class {auto_class})",
-            )
 
 
 Score = Callable[[Any, Batch], Tensor]

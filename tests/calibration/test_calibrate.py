@@ -302,7 +302,7 @@ def test_an_interrupted_second_calibration_keeps_the_first(monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(process, "set_budget", stop)
+    monkeypatch.setattr(process, "spend", stop)
     with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="too few tokens"):
         calibrate_on(model, masked(DATA), options=quick(tokens=30))
     assert_unchanged(before, model)

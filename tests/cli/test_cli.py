@@ -247,12 +247,16 @@ def test_the_further_processes_of_a_launch_leave_it_to_the_first_to_report(error
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, words in (("0", ["fail"]), ("1", ["fail"]), ("1", ["fail", "--json"])):
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         done = CliRunner().invoke(group, words)
         assert done.exit_code == error.exit_code
         assert "warning of this process" in done.stderr
         assert all((word in done.output) == (rank == "0") for word in ("say", "progress", "note:"))
         assert ("error:" in done.stderr) == (rank == "0" or not isinstance(error, UsageError))
         assert not done.stdout or rank == "0" or '"this process alone"' in done.stdout
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another machine
+    done = CliRunner().invoke(group, ["fail"])
+    assert "error:" in done.stderr and "progress" not in done.stderr
 
 
 def test_validate_takes_overrides():

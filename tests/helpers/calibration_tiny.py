@@ -120,7 +120,7 @@ def observed(
     found = rewritten(model)
     dense = read_dense(found)
     records = {site.name: SiteRecord(site, dense[site.name], sample=sample, seed=3) for site in found.plan.sites}
-    with undisturbed(model):
+    with undisturbed(rewritten(model)):
         seen = observe(found, masked(batches), records, answer=answer, seed=seed, projections=projections, **options)
         return records, seen
 

@@ -213,6 +213,18 @@ class GatedSum(nn.Module):
         return torch.lerp(x, self.mlp(x), torch.sigmoid(self.gate(x)))
 
 
+class Contractions(nn.Module):
+    """An MLP of bare weights through inner and tensordot, as code that came from NumPy has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mlp = models.Mlp()
+        self.up, self.shift, self.down = mlp.up.weight, mlp.up.bias, nn.Parameter(mlp.down.weight.T.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tensordot(F.relu(torch.inner(x, self.up) + self.shift), self.down, dims=1)
+
+
 def _torch_transformer() -> tuple[nn.Module, Inputs]:
     model = nn.Transformer(WIDTH, HEADS, 1, 1, HIDDEN, batch_first=True)
     return model.eval(), (torch.randn(2, 6, WIDTH), torch.randn(2, 5, WIDTH))
@@ -338,6 +350,11 @@ MODELS = [
         build=_stack(GatedSum),
         # with nothing added, (1 - g) x remains
         truth="mlp blocks.0.mlp.up > blocks.0.mlp.down : 16 32 16",
+    ),
+    Model(
+        name="own block, inner and tensordot",
+        build=_stack(Contractions),
+        truth="mlp blocks.0.up > blocks.0.down : 16 32 16",
     ),
     Model(
         name="own block, called three times",

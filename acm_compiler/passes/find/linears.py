@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from acm_compiler.passes.find.weight_views import Views, WeightView, linear_ref
 QUANTISED_LINEAR = "quantised linear: convert the model as it was before it was quantised"
 OWN_BIAS = "its bias is computed (merge or remove what computes it)"
 _BUFFER = "its weight is a buffer, and only parameters are converted: register it as a parameter"
-_FUSED_BIAS = op_set("matmul rmatmul mm einsum")
+_FUSED_BIAS = op_set("matmul rmatmul mm einsum inner tensordot")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,8 @@ def _product(value: Value, values: Mapping[str, Value], views: Mapping[str, View
         found = _matrix_product(value, values, views)
     elif value.op == "einsum":
         found = None if scales_only(node) else _einsum(value, values, views)
+    elif value.op in ("inner", "tensordot"):
+        found = _contraction(value, values)
     else:
         return None
     if found is None:
@@ -154,6 +156,23 @@ def _einsum(value: Value, values: Mapping[str, Value], views: Mapping[str, Views
     plain = bool(arrow) and len(out) == 1 and out not in xs and output == xs[:-1] + out
     moved = None if plain else "its einsum moves axes; write it as a linear over the last axis"
     return _Product(x=operands[x], weight=operands[weight], out_axis=ws.find(out[:1]), problem=moved)
+
+
+def _contraction(value: Value, values: Mapping[str, Value]) -> _Product | None:
+    """`inner(x, weight)`, or `tensordot` of x over its last axis."""
+    x, weight = data_operands(value.node)[:2]
+    if len(values[weight.name].shape or ()) != 2:
+        return None
+    of_x, of_weight = _contracted(value.node) if value.op == "tensordot" else ([-1], [-1])
+    if list(of_x) not in ([-1], [len(values[x.name].shape or ()) - 1]):
+        return _Product(x=x, weight=weight, problem="its tensordot moves axes; write it as a linear over the last axis")
+    return _Product(x=x, weight=weight, out_axis=1 - of_weight[0] % 2)
+
+
+def _contracted(tensordot: fx.Node) -> Sequence[Sequence[int]]:
+    """The axes of both operands that a tensordot sums over: `dims=1` means ([-1], [0])."""
+    dims = argument(tensordot, 2, "dims", 2)
+    return (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
 
 
 def _registered_behind(weight: Value, values: Mapping[str, Value]) -> Value | None:

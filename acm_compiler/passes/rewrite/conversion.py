@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.errors import AcmError, FixedBudget, NotRewritten, UsageError
+from acm_compiler.errors import AcmError, CompiledModelError, FixedBudget, NotRewritten, UsageError
 from acm_compiler.planning.plan import Plan
 from acm_compiler.site import Share, Whole
 
@@ -265,3 +266,13 @@ def refuse_inference_tensors(model: nn.Module) -> None:
                 found="an inference tensor",
                 fix="outside of inference_mode, copy.deepcopy(model) has ordinary tensors",
             )
+
+
+def refuse_compiled(model: nn.Module, done: str, *, fix: str) -> None:
+    """CompiledModelError for a compiled model, whose graphs do not show what runs; `done` is what it cannot be."""
+    refuse_no_module(model)
+    # a compiled model exists only where dynamo has been imported
+    dynamo = sys.modules.get("torch._dynamo")
+    wrapped = dynamo is not None and isinstance(model, dynamo.eval_frame.OptimizedModule)
+    if wrapped or any(module._compiled_call_impl is not None for module in model.modules()):
+        raise CompiledModelError(f"a compiled model cannot be {done}", fix=fix)

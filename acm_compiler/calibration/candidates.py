@@ -18,16 +18,17 @@ from torch.nn.utils import skip_init
 from acm_compiler.acm import Gate
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration import ranks
 from acm_compiler.calibration.damage import Judged, token_damage
 from acm_compiler.calibration.examples import Options
 from acm_compiler.calibration.fit_learners import fit_learners, resolve_site
 from acm_compiler.calibration.gates import fit_gates
+from acm_compiler.calibration.local_training import can_be_trained, train_locally
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.calibration.slices import Fit, fit_slices, proven
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.measure_budgets import Example
 
 # tokens of each site by which forms are compared
@@ -89,14 +90,14 @@ def fit_pairs(
 
 
 def learn(
-    records: Sequence[SiteRecord], judged: Mapping[str, Judged], slices: Mapping[str, Fit]
+    records: Sequence[SiteRecord], judged: Mapping[str, Judged], slices: Mapping[str, Fit], options: Options
 ) -> list[list[Candidate]]:
     """The learners of a unit in every form it may take; `slices` holds those of the pairs that can be sliced."""
-    learned = [[_judge(fit, record.tokens) for fit in _forms(record, judged, slices)] for record in records]
+    learned = [[_judge(fit, record.tokens) for fit in _forms(record, judged, slices, options)] for record in records]
     return [list(unit) for unit in zip(*learned, strict=True)]
 
 
-def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str, Fit]) -> list[Fit]:
+def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str, Fit], options: Options) -> list[Fit]:
     """The site's learners in every form that it may take."""
     name = record.site.name
     if name in slices and record.site.form == "slices":
@@ -104,6 +105,9 @@ def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str
     site = resolve_site(record.site, record.tokens)
     weights, dense = fit_learners(site, record.dense, record)
     own = Fit(site=site, weights=weights, judged=replace(judged[name], dense=dense))
+    if options.local_steps and can_be_trained(weights, dense):
+        shown_TD, steps = record.shown.vectors, options.local_steps
+        own = replace(own, weights=train_locally(weights, own.judged, shown_TD, steps=steps, seed=options.seed))
     return [own, slices[name]] if name in slices else [own]
 
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration import ranks
 from acm_compiler.calibration.errors_of_k import ErrorsOfK, errors_of_k
 from acm_compiler.calibration.moments import thin_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.runtime import ranks
 
 _BLOCK = 2048
 # as many examples in which tokens do damage by themselves are imagined beside those seen

@@ -15,7 +15,6 @@ from torch import Tensor
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.module import State
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.calibration import ranks
 from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, units, with_gates
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.examples import Examples, Options
@@ -28,6 +27,7 @@ from acm_compiler.passes.rewrite.dense_region import DenseWeights, read_dense
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.measure_budgets import Example
 
 Records = dict[str, SiteRecord]
@@ -86,7 +86,8 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
         for site in unit:
             # in examples like the planned one, all have seen enough tokens once the site that sees the fewest has
             tokens = math.ceil(options.tokens * min(max(1, site.runs / rarest), _PATIENCE))
-            size += SiteRecord.size_bytes(site, tokens, _sample(site, options), options.projections)
+            sample, shown = _sample(site, options), _shown(options)
+            size += SiteRecord.size_bytes(site, tokens, sample, options.projections, shown=shown)
         if group and used + size > options.memory_bytes:
             yield group
             group, used = [], 0
@@ -97,7 +98,13 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
 
 def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options) -> SiteRecord:
     # one seed: sites that read the same input sample the same tokens
-    return SiteRecord(site, dense[site.name], sample=_sample(site, options), seed=options.seed)
+    sample, shown = _sample(site, options), _shown(options)
+    return SiteRecord(site, dense[site.name], sample=sample, seed=options.seed, shown=shown)
+
+
+def _shown(options: Options) -> int:
+    """Inputs kept of every MLP to train its learners on."""
+    return min(options.local_tokens, options.tokens) if options.local_steps else 0
 
 
 def _sample(site: PlannedSite, options: Options) -> int:
@@ -161,7 +168,7 @@ def _fit_group(
     candidates, like = [], {name: acm.learners.w_in for name, acm in found.acms.items()}
     for neighbours in _sharing(groups, inputs):
         parts = [[records.pop(site.name) for site in unit] for unit in neighbours]
-        learners = [learn(unit, judged, slices) for unit in parts]
+        learners = [learn(unit, judged, slices, options) for unit in parts]
         for site in [site for unit in neighbours for site in unit]:
             judged.pop(site.name), slices.pop(site.name, None)
         candidates += with_gates(learners, options, like=like)

@@ -14,12 +14,12 @@ from torch.nn.utils import skip_init
 from acm_compiler.acm import Gate
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import choose_k, utilities
-from acm_compiler.calibration import ranks
 from acm_compiler.calibration.damage import Answer, answers, energy
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.observe import tapped
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.runtime.usage import record

@@ -11,7 +11,7 @@ from torch import nn
 from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.damage import Answer, default_answer
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, shares_of
-from acm_compiler.calibration.fit_all import fit_all, install
+from acm_compiler.calibration.fit_all import fit_all, install_best
 from acm_compiler.calibration.gates import choose_lowest_k
 from acm_compiler.errors import LayoutUnknown
 from acm_compiler.inputs import Inputs
@@ -98,8 +98,7 @@ def calibrate_on(
     ):
         with undisturbed(model):
             fitted = fit_all(found, examples, options, work)
-        install(found, fitted, undo)
-        scores = {fit.site.name: fit.scores for fit in fitted}
+        scores = install_best(found, fitted, examples.held_out, options.answer, undo)
         with undisturbed(model):
             k_lo = choose_lowest_k(found, examples.held_out, scores, answer=options.answer, budgets=wanted)
         work.finish(f"lowest k of the budget table: {k_lo}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.module import State
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, units, with_gates
-from acm_compiler.calibration.damage import Judged, mean_trace
+from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, sharing, units, with_gates
+from acm_compiler.calibration.damage import Answer, Judged, mean_trace
 from acm_compiler.calibration.examples import Examples, Options
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
+from acm_compiler.calibration.gates import log_damages
 from acm_compiler.calibration.observe import Seen, observe, reading
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
@@ -28,7 +29,7 @@ from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
 from acm_compiler.runtime import ranks
-from acm_compiler.runtime.measure_budgets import Example
+from acm_compiler.runtime.measure_budgets import Example, undisturbed
 
 Records = dict[str, SiteRecord]
 # sites that see few tokens per example end the reading no later than at this many times the tokens asked for
@@ -166,7 +167,7 @@ def _fit_group(
     slices = fit_pairs(found, pairs, judged, examples.fitted, options)
     pairs.clear()
     candidates, like = [], {name: acm.learners.w_in for name, acm in found.acms.items()}
-    for neighbours in _sharing(groups, inputs):
+    for neighbours in sharing(groups, inputs):
         parts = [[records.pop(site.name) for site in unit] for unit in neighbours]
         learners = [learn(unit, judged, slices, options) for unit in parts]
         for site in [site for unit in neighbours for site in unit]:
@@ -190,34 +191,22 @@ def _inputs(records: Records) -> dict[str, Tensor]:
     return inputs
 
 
-def _sharing(
-    groups: Iterable[Sequence[PlannedSite]], inputs: Mapping[str, Tensor]
-) -> list[list[Sequence[PlannedSite]]]:
-    """Neighbouring units of sites with those that share an input with the one before."""
-    sharing: list[list[Sequence[PlannedSite]]] = []
-    read: set[int] = set()
-    for unit in groups:
-        own = {id(inputs[site.name]) for site in unit}
-        if own & read:
-            sharing[-1].append(unit)
-        else:
-            sharing.append([unit])
-        read = own
-    return sharing
-
-
 def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:
-    site, gate = learned.site, learned.gate
-    unit = _damage_unit(seen)
+    site, unit = learned.site, _damage_unit(seen)
     learners = as_module(learned.weights, site, like)
     ranks.from_first([learners])
-    with torch.no_grad():
-        gate.outer.bias.add_(math.log(unit))
-        scores = gate(learned.x_TD[:_SCORED]).float()
+    gates = [_in_units(gate, unit, learned.x_TD) for gate in (learned.gate, learned.evened_gate)]
     # one example's damage is the sum over its tokens
     per_example = unit * learned.tokens / seen.examples
     damage = tuple(float(value) * per_example for value in to_float64(learned.damage_TC).mean(0))
-    return FittedSite(site=site, learners=learners, gate=gate, damage=damage, scores=scores)
+    return FittedSite(site=site, learners=learners, gates=tuple(gates), damage=damage)
+
+
+@torch.no_grad()
+def _in_units(gate: Gate, unit: float, x_TD: Tensor) -> ScoredGate:
+    """The gate with its damages times `unit`."""
+    gate.outer.bias.add_(math.log(unit))
+    return ScoredGate(gate=gate, scores=gate(x_TD[:_SCORED]).float())
 
 
 def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedSite]) -> None:
@@ -235,20 +224,45 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FittedSite:
-    """Learners and gate fitted to one site.
+class ScoredGate:
+    """A gate and its scores of some tokens, [T, C]."""
 
-    damage: expected damage of every k from k_min to N, see `Sensitivity`. scores: the gate's, of some tokens, [T, C].
+    gate: Gate
+    scores: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedSite:
+    """Learners fitted to one site, and two gates: of damage as it is and with evened weights of tokens.
+
+    damage: expected damage of every k from k_min to N, see `Sensitivity`.
     """
 
     site: PlannedSite
     learners: Learners
-    gate: Gate
+    gates: tuple[ScoredGate, ...]
     damage: tuple[float, ...]
-    scores: Tensor
 
 
-def install(found: Rewritten, fitted: Sequence[FittedSite], undo: ExitStack) -> None:
+def install_best(
+    found: Rewritten, fitted: Sequence[FittedSite], examples: Sequence[Example], answer: Answer, undo: ExitStack
+) -> dict[str, Tensor]:
+    """Install all, with those of the two kinds of gates that keep the model's outputs nearer to the original's.
+
+    Gives the scores of these gates by site. See `install`.
+    """
+    losses = []
+    for kind in range(2):
+        install(found, fitted, kind, undo)
+        scores = {fit.site.name: fit.gates[kind].scores for fit in fitted}
+        with undisturbed(found.model):
+            losses.append(log_damages(found, examples, scores, answer=answer))
+    best = losses.index(min(losses))
+    install(found, fitted, best, undo)
+    return {fit.site.name: fit.gates[best].scores for fit in fitted}
+
+
+def install(found: Rewritten, fitted: Sequence[FittedSite], kind: int, undo: ExitStack) -> None:
     """Give every ACM its new learners and gate, and the model its resolved plan; `undo` takes all of it back."""
     owner = found.owner
     unit = learner_unit(tuple(fit.site for fit in fitted))
@@ -257,12 +271,13 @@ def install(found: Rewritten, fitted: Sequence[FittedSite], undo: ExitStack) -> 
         acm = found.acms[fit.site.name]
         undo.callback(acm.set_run_time, acm.run_time())
         undo.callback(_put, acm, acm.learners, acm.gate, acm.state, acm.cost)
-        for part, before in ((fit.learners, acm.learners), (fit.gate, acm.gate)):
+        gate = fit.gates[kind].gate
+        for part, before in ((fit.learners, acm.learners), (gate, acm.gate)):
             part.train(acm.training)
             part.requires_grad_(any(parameter.requires_grad for parameter in before.parameters()))
             mark_initialized(part)
         # forms differ a little in what a learner costs
-        _put(acm, fit.learners, fit.gate, "learners", macs_per_learner(fit.site) / unit)
+        _put(acm, fit.learners, gate, "learners", macs_per_learner(fit.site) / unit)
     owner.plan = dataclasses.replace(owner.plan, sites=tuple(fit.site for fit in fitted))
     owner.damage = {fit.site.name: fit.damage for fit in fitted}
     owner.table = None

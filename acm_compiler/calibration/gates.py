@@ -217,3 +217,26 @@ def _share_of(found: Rewritten, scores: Mapping[str, Tensor], knob: float, k_lo:
         runs.append((site, float(to_float64(k_T).mean()) * site.runs, site.runs))
     run, full = learner_macs(runs)
     return run / full
+
+
+# the budgets at which kinds of gates are compared, as `_PLACES`
+_WHERE = (0.2, 0.4)
+
+
+def log_damages(
+    found: Rewritten, examples: Sequence[Example], scores: Mapping[str, Tensor], *, answer: Answer
+) -> float:
+    """Sum of the log damage at two budgets, each with the lowest k, 0 or 1, that serves it better; 0 without examples.
+
+    scores: as of `choose_lowest_k`. It leaves the last choices tried behind.
+    """
+    floor = min(1.0, found.plan.cost.least_share(1))
+    targets = [floor + place * (1 - floor) for place in _WHERE]
+    rows = [[_Trial(knob=_guess_knob(found, scores, t, k_lo), k_lo=k_lo) for t in targets] for k_lo in (0, 1)]
+    for example in examples:
+        _try(found, example, [trial for row in rows for trial in row], answer)
+    for trial in [trial for row in rows for trial in row]:
+        trial.join()
+    if not rows[0][0].examples:
+        return 0.0  # measuring budgets on these examples says what is wrong with them
+    return sum(min(_log_damage(row, target) for row in rows) for target in targets)

@@ -11,8 +11,8 @@ from torch import nn
 from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.damage import Answer, default_answer
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, shares_of
-from acm_compiler.calibration.fit_all import fit_all, install
-from acm_compiler.calibration.gates import choose_lowest_k
+from acm_compiler.calibration.fit_all import fit_all, install, install_gates
+from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.errors import LayoutUnknown
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors
@@ -23,6 +23,9 @@ from acm_compiler.progress import Progress, Say, progress_of
 from acm_compiler.runtime.control import spend
 from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
 
+# the kinds of gates that `fit_all` gives every site
+_KINDS = ("as gradients do", "nearly alike")
+
 
 def calibrate(
     model: nn.Module,
@@ -30,6 +33,7 @@ def calibrate(
     *,
     tokens: int = 20_000,
     gradient_tokens: int | None = None,
+    local_steps: int = 0,
     budgets: Sequence[float | str] = (),
     mask: MaskOf | None = None,
     answer: Answer | None = None,
@@ -41,6 +45,8 @@ def calibrate(
     `tokens` real tokens; every sixth batch is kept for measuring, of many tokens about 4,096.
     gradient_tokens: once so many are seen, the rest is run forward alone and serves the refit of the learners, not the
     gates nor what says which errors matter; it takes a fraction of the time. Where unset, all are run with gradients.
+    local_steps: of training for the learners of every MLP, on inputs of its own, after the closed form: first layers
+    move, too, which k below N gain from. Not at sites whose k = N is the dense layer (`lossless`).
     budgets: what you will ask of `set_budget`: they stay reachable (the lowest k may be raised else).
     mask: mask(batch) -> bool [batch, tokens], True at real tokens, as for `acm.batch`: it must fit all sites, and
     overrules the batch's own. Where unset, or None, padding is what the call's `attention_mask` (or torch's
@@ -61,6 +67,7 @@ def calibrate(
     options = Options(
         tokens=tokens,
         gradient_tokens=gradient_tokens,
+        local_steps=local_steps,
         budgets=budgets,
         answer=default_answer if answer is None else answer,
     )
@@ -94,10 +101,11 @@ def calibrate_on(
         with undisturbed(found):
             fitted = fit_all(found, examples, options, work)
         install(found, fitted, undo)
-        scores = {fit.site.name: fit.scores for fit in fitted}
-        k_lo = choose_lowest_k(found, examples.held_out, scores, answer=options.answer, budgets=wanted)
-        work.finish(f"lowest k of the budget table: {k_lo}")
-        table = fill_table(found, examples.held_out, budgets=wanted, k_lo=k_lo, progress=work)
+        kinds = [{fit.site.name: fit.gates[kind] for fit in fitted} for kind in range(len(_KINDS))]
+        choice = choose_gates(found, examples.held_out, kinds, answer=options.answer, budgets=wanted)
+        install_gates(found, fitted, choice.kind)
+        work.finish(f"lowest k of the budget table: {choice.k_lo}; gates weigh tokens {_KINDS[choice.kind]}")
+        table = fill_table(found, examples.held_out, budgets=wanted, k_lo=choice.k_lo, progress=work)
         work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
         spend(found, 1.0 if owner.default_budget is None else owner.default_budget)
         undo.pop_all()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -18,16 +18,17 @@ from torch.nn.utils import skip_init
 from acm_compiler.acm import Gate
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration import ranks
-from acm_compiler.calibration.damage import Judged, token_damage
+from acm_compiler.calibration.damage import Judged, evened, token_errors
 from acm_compiler.calibration.examples import Options
 from acm_compiler.calibration.fit_learners import fit_learners, resolve_site
 from acm_compiler.calibration.gates import fit_gates
+from acm_compiler.calibration.local_training import can_be_trained, train_locally
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.calibration.slices import Fit, fit_slices, proven
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.measure_budgets import Example
 
 # tokens of each site by which forms are compared
@@ -38,24 +39,26 @@ _TOKENS = 2048
 class Candidate:
     """A resolved site's learners, and the damage of every k for the sampled tokens `x_TD`.
 
-    tokens: how many the site saw.
+    evened_TC: the same with weights of tokens that are evened out. tokens: how many the site saw.
     """
 
     site: PlannedSite
     weights: Weights
     x_TD: Tensor
     damage_TC: Tensor
+    evened_TC: Tensor
     tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned(Candidate):
-    """A candidate with the gate that predicts the log of its damage.
+    """A candidate with the gate that predicts the log of its damage, and one that predicts the evened one's.
 
-    expected_TC: the damage that it predicts for the first of the sampled tokens.
+    expected_TC: the damage that the first predicts for the first of the sampled tokens.
     """
 
     gate: Gate
+    evened_gate: Gate
     expected_TC: Tensor
 
 
@@ -75,6 +78,20 @@ def units(planned: Sequence[PlannedSite]) -> Iterator[list[PlannedSite]]:
         yield unit
 
 
+def sharing(groups: Iterable[Sequence[PlannedSite]], inputs: Mapping[str, Tensor]) -> list[list[Sequence[PlannedSite]]]:
+    """Neighbouring units of sites with those that share an input with the one before."""
+    together: list[list[Sequence[PlannedSite]]] = []
+    read: set[int] = set()
+    for unit in groups:
+        own = {id(inputs[site.name]) for site in unit}
+        if own & read:
+            together[-1].append(unit)
+        else:
+            together.append([unit])
+        read = own
+    return together
+
+
 def fit_pairs(
     found: Rewritten,
     pairs: Sequence[Sequence[SiteRecord]],
@@ -89,14 +106,14 @@ def fit_pairs(
 
 
 def learn(
-    records: Sequence[SiteRecord], judged: Mapping[str, Judged], slices: Mapping[str, Fit]
+    records: Sequence[SiteRecord], judged: Mapping[str, Judged], slices: Mapping[str, Fit], options: Options
 ) -> list[list[Candidate]]:
     """The learners of a unit in every form it may take; `slices` holds those of the pairs that can be sliced."""
-    learned = [[_judge(fit, record.tokens) for fit in _forms(record, judged, slices)] for record in records]
+    learned = [[_judge(fit, record.tokens) for fit in _forms(record, judged, slices, options)] for record in records]
     return [list(unit) for unit in zip(*learned, strict=True)]
 
 
-def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str, Fit]) -> list[Fit]:
+def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str, Fit], options: Options) -> list[Fit]:
     """The site's learners in every form that it may take."""
     name = record.site.name
     if name in slices and record.site.form == "slices":
@@ -104,12 +121,23 @@ def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str
     site = resolve_site(record.site, record.tokens)
     weights, dense = fit_learners(site, record.dense, record)
     own = Fit(site=site, weights=weights, judged=replace(judged[name], dense=dense))
+    if options.local_steps and can_be_trained(weights, dense):
+        shown_TD, steps = record.shown.vectors, options.local_steps
+        own = replace(own, weights=train_locally(weights, own.judged, shown_TD, steps=steps, seed=options.seed))
     return [own, slices[name]] if name in slices else [own]
 
 
 def _judge(fit: Fit, tokens: int) -> Candidate:
-    damage_TC = token_damage(fit.weights, fit.judged, fit.site.k_min)
-    return Candidate(site=fit.site, weights=fit.weights, x_TD=fit.judged.x_TD, damage_TC=damage_TC, tokens=tokens)
+    judged = fit.judged
+    error_TC = token_errors(fit.weights, judged, fit.site.k_min)
+    return Candidate(
+        site=fit.site,
+        weights=fit.weights,
+        x_TD=judged.x_TD,
+        damage_TC=error_TC * judged.listens_T[:, None],
+        evened_TC=error_TC * evened(judged.listens_T)[:, None],
+        tokens=tokens,
+    )
 
 
 def with_gates(
@@ -123,16 +151,16 @@ def with_gates(
     like: by site, a tensor of the type and device that its gate will have.
     """
     every = [part for forms in candidates for unit in forms for part in unit]
-    gates = [_new_gate(part.site, like[part.site.name]) for part in every]
+    gates = [[_new_gate(part.site, like[part.site.name]) for _ in range(2)] for part in every]
     readers = defaultdict[int, list[int]](list)
     for place, part in enumerate(every):
         readers[id(part.x_TD)].append(place)
     for places in readers.values():
-        targets = [every[place].damage_TC for place in places]
-        x_TD = every[places[0]].x_TD
-        fit_gates([gates[place] for place in places], x_TD, targets, steps=options.gate_steps, seed=options.seed)
-    ranks.from_first(gates)
-    learned = (_with_gate(part, gate) for part, gate in zip(every, gates, strict=True))
+        targets = [damage_TC for place in places for damage_TC in (every[place].damage_TC, every[place].evened_TC)]
+        students, x_TD = [gate for place in places for gate in gates[place]], every[places[0]].x_TD
+        fit_gates(students, x_TD, targets, steps=options.gate_steps, seed=options.seed)
+    ranks.from_first([gate for both in gates for gate in both])
+    learned = (_with_gates(part, *both) for part, both in zip(every, gates, strict=True))
     return [[[next(learned) for _ in unit] for unit in forms] for forms in candidates]
 
 
@@ -142,9 +170,10 @@ def _new_gate(site: PlannedSite, like: Tensor) -> Gate:
 
 
 @torch.no_grad()
-def _with_gate(part: Candidate, gate: Gate) -> Learned:
+def _with_gates(part: Candidate, gate: Gate, evened_gate: Gate) -> Learned:
     known = {field.name: getattr(part, field.name) for field in fields(Candidate)}
-    return Learned(**known, gate=gate, expected_TC=to_float64(gate(part.x_TD[:_TOKENS])).exp())
+    expected_TC = to_float64(gate(part.x_TD[:_TOKENS])).exp()
+    return Learned(**known, gate=gate, evened_gate=evened_gate, expected_TC=expected_TC)
 
 
 _BUDGETS, _HALVINGS, _ROUNDS = (0.35, 0.45, 0.6, 0.75), 24, 2

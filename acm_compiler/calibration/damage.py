@@ -21,16 +21,18 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration import ranks
 from acm_compiler.calibration.errors_of_k import ErrorsOfK, errors_of_k
 from acm_compiler.calibration.moments import thin_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.runtime import ranks
 
 _BLOCK = 2048
 # as many examples in which tokens do damage by themselves are imagined beside those seen
 _IMAGINED = 4
+# the part of a token's weight that is the same for all tokens, where weights are evened out
+_ALIKE = 0.8
 
 
 def mean_trace(records: Iterable[SiteRecord]) -> float:
@@ -109,13 +111,28 @@ def _together(record: SiteRecord, sample_TD: Tensor, inverse_RO: Tensor) -> Toge
 @torch.no_grad()
 def token_damage(weights: Weights, judged: Judged, k_min: int) -> Tensor:
     """e_t(k) for the sampled tokens and every k from k_min to N, fp32 [T, C]; never negative."""
+    return token_errors(weights, judged, k_min) * judged.listens_T[:, None].float()
+
+
+def evened(weight_T: Tensor) -> Tensor:
+    """Weights of tokens, most of each the mean of all.
+
+    Gradients hold for small errors at one site. Where many sites err at once, a token that the output hardly listened
+    to may drift until it does.
+    """
+    return torch.lerp(weight_T, weight_T.mean(), _ALIKE)
+
+
+@torch.no_grad()
+def token_errors(weights: Weights, judged: Judged, k_min: int) -> Tensor:
+    """e_t(k) of tokens that weigh one each, fp32 [T, C]."""
     errors = errors_of_k(weights, judged.dense, judged.root)
     whole = judged.whole
     size_TC, sums = _measure(errors, judged.x_TD, k_min, whole if whole and whole.x_TD is judged.x_TD else None)
     if whole is not None and whole.x_TD is not judged.x_TD:
         sums = _measure(errors, whole.x_TD, k_min, whole)[1]
     factor_C = _factor(sums, 0 if whole is None else int(whole.example_T.max()) + 1)
-    return (size_TC * judged.listens_T[:, None] * factor_C.to(size_TC)).float()
+    return (size_TC * factor_C.to(size_TC)).float()
 
 
 def _measure(errors: ErrorsOfK, x_TD: Tensor, k_min: int, whole: Together | None) -> tuple[Tensor, Tensor]:

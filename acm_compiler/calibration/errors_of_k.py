@@ -3,6 +3,7 @@
 Errors are small beside outputs, and their difference in fp32 is little but rounding where learners are good. So what
 errs is told apart from what agrees before a token is seen: the highest k that shares its second layer has one matrix,
 of which the dense one is taken off in float64, and below it every k errs by what it drops: d_k = d_{k+1} - s_k + bias.
+Where first layers were trained, learners share no neurons with the dense layer: the one matrix then reads both.
 Shapes: T tokens, D in, O out, N learners of H, U what the dense matrix reads, R rank of the metric, C choices of k.
 """
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.reference import Weights, hidden
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 # x -> what matrices of whole prefixes read [T, U], and what each learner's own reads [T, N, H]
@@ -49,7 +50,9 @@ class ErrorsOfK:
 
 
 def errors_of_k(weights: Weights, dense: DenseWeights, root_OR: Tensor) -> ErrorsOfK:
-    """The errors of learners that hold the neurons of `dense` in its own order, through a root of the metric."""
+    """The errors of learners that hold the neurons of `dense` in its own order, or trained ones, through a root of the
+    metric.
+    """
     root_RO, b_KO, like = root_OR.T, to_float64(weights.b_out), weights.b_out
     b_O = (dense.last or dense.first[0])[1]
     off_KO = b_KO if b_O is None else b_KO - to_float64(b_O)
@@ -86,6 +89,8 @@ def _excess(weights: Weights, dense: DenseWeights, k: int) -> Tensor | None:
         if dense.last is None:
             own_OU = own_OU @ to_float64(weights.w_in[:k]).flatten(0, 1)
     held = 0 if dense.last is None else weights.learners * weights.w_in.shape[1]
+    if _has_own_neurons(weights, dense):
+        return torch.cat([_padded(own_OU, held), -last_OU], 1)
     read = max(held, last_OU.shape[1])
     return _padded(own_OU, read) - _padded(last_OU, read)
 
@@ -102,8 +107,24 @@ def _added(weights: Weights, root_RO: Tensor) -> Tensor:
     return root_RO @ to_float64(w_ONH).movedim(1, 0)
 
 
+def _has_own_neurons(weights: Weights, dense: DenseWeights) -> bool:
+    """True for an MLP's learners whose first layers are not rows of the dense ones."""
+    if dense.last is None:
+        return False
+    pairs = zip((weights.w_in, weights.w_up), dense.first, strict=False)
+    held = weights.learners * weights.w_in.shape[1]
+    return not all(own is None or torch.equal(own.flatten(0, 1)[: len(w)], w[:held]) for own, (w, _) in pairs)
+
+
 def _features(weights: Weights, dense: DenseWeights) -> Features:
     learners = weights.learners
+    if _has_own_neurons(weights, dense):
+
+        def both(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+            own_TR = hidden(x_TD, weights, learners)
+            return torch.cat([own_TR, dense.hidden(x_TD)], 1), own_TR.unflatten(1, (learners, -1))
+
+        return both
     if dense.last is not None:
         held = learners * weights.w_in.shape[1]
 

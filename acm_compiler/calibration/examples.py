@@ -150,7 +150,8 @@ class Options:
     where they stay reachable. answer: (model output, padding mask or None) -> the tensors by which sites are judged.
     projections: random projections of the answer, and so backward passes, per batch. sample: tokens of each site kept
     for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what the
-    statistics of all sites may take at once; beyond it the data is passed over more than once.
+    statistics of all sites may take at once; beyond it the data is passed over more than once. local_steps: of training
+    for the learners of each MLP whose k share one second layer, on inputs of its own; local_tokens: how many of these.
     """
 
     tokens: int = 20_000
@@ -161,12 +162,17 @@ class Options:
     sample: int = 8192
     gate_steps: int = 300
     memory_bytes: int = 4 * 2**30
+    local_steps: int = 0
+    local_tokens: int = 65_536
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_tokens(self.tokens)
         if self.gradient_tokens is not None:
             check_tokens(self.gradient_tokens)
+        if isinstance(self.local_steps, bool) or not isinstance(self.local_steps, int) or self.local_steps < 0:
+            expected = "a whole number, 0 for none"
+            raise UsageError("local_steps is a number of steps", found=repr(self.local_steps), expected=expected)
         if not callable(self.answer):
             expected = "a function answer(output, mask) of what the model gives for a batch"
             raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.module import State
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.calibration import ranks
-from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, units, with_gates
+from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, sharing, units, with_gates
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.examples import Examples, Options
 from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
+from acm_compiler.calibration.gates import ScoredGate
 from acm_compiler.calibration.observe import Seen, observe, reading
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
@@ -28,6 +28,7 @@ from acm_compiler.passes.rewrite.dense_region import DenseWeights, read_dense
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.measure_budgets import Example
 
 Records = dict[str, SiteRecord]
@@ -86,7 +87,8 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
         for site in unit:
             # in examples like the planned one, all have seen enough tokens once the site that sees the fewest has
             tokens = math.ceil(options.tokens * min(max(1, site.runs / rarest), _PATIENCE))
-            size += SiteRecord.size_bytes(site, tokens, _sample(site, options), options.projections)
+            sample, shown = _sample(site, options), _shown(options)
+            size += SiteRecord.size_bytes(site, tokens, sample, options.projections, shown=shown)
         if group and used + size > options.memory_bytes:
             yield group
             group, used = [], 0
@@ -97,7 +99,13 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
 
 def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options) -> SiteRecord:
     # one seed: sites that read the same input sample the same tokens
-    return SiteRecord(site, dense[site.name], sample=_sample(site, options), seed=options.seed)
+    sample, shown = _sample(site, options), _shown(options)
+    return SiteRecord(site, dense[site.name], sample=sample, seed=options.seed, shown=shown)
+
+
+def _shown(options: Options) -> int:
+    """Inputs kept of every MLP to train its learners on."""
+    return min(options.local_tokens, options.tokens) if options.local_steps else 0
 
 
 def _sample(site: PlannedSite, options: Options) -> int:
@@ -159,9 +167,9 @@ def _fit_group(
     slices = fit_pairs(found, pairs, judged, examples.fitted, options)
     pairs.clear()
     candidates, like = [], {name: acm.learners.w_in for name, acm in found.acms.items()}
-    for neighbours in _sharing(groups, inputs):
+    for neighbours in sharing(groups, inputs):
         parts = [[records.pop(site.name) for site in unit] for unit in neighbours]
-        learners = [learn(unit, judged, slices) for unit in parts]
+        learners = [learn(unit, judged, slices, options) for unit in parts]
         for site in [site for unit in neighbours for site in unit]:
             judged.pop(site.name), slices.pop(site.name, None)
         candidates += with_gates(learners, options, like=like)
@@ -183,34 +191,22 @@ def _inputs(records: Records) -> dict[str, Tensor]:
     return inputs
 
 
-def _sharing(
-    groups: Iterable[Sequence[PlannedSite]], inputs: Mapping[str, Tensor]
-) -> list[list[Sequence[PlannedSite]]]:
-    """Neighbouring units of sites with those that share an input with the one before."""
-    sharing: list[list[Sequence[PlannedSite]]] = []
-    read: set[int] = set()
-    for unit in groups:
-        own = {id(inputs[site.name]) for site in unit}
-        if own & read:
-            sharing[-1].append(unit)
-        else:
-            sharing.append([unit])
-        read = own
-    return sharing
-
-
 def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:
-    site, gate = learned.site, learned.gate
-    unit = _damage_unit(seen)
+    site, unit = learned.site, _damage_unit(seen)
     learners = as_module(learned.weights, site, like)
     ranks.from_first([learners])
-    with torch.no_grad():
-        gate.outer.bias.add_(math.log(unit))
-        scores = gate(learned.x_TD[:_SCORED]).float()
+    gates = [_in_units(gate, unit, learned.x_TD) for gate in (learned.gate, learned.evened_gate)]
     # one example's damage is the sum over its tokens
     per_example = unit * learned.tokens / seen.examples
     damage = tuple(float(value) * per_example for value in to_float64(learned.damage_TC).mean(0))
-    return FittedSite(site=site, learners=learners, gate=gate, damage=damage, scores=scores)
+    return FittedSite(site=site, learners=learners, gates=tuple(gates), damage=damage)
+
+
+@torch.no_grad()
+def _in_units(gate: Gate, unit: float, x_TD: Tensor) -> ScoredGate:
+    """The gate with its damages times `unit`."""
+    gate.outer.bias.add_(math.log(unit))
+    return ScoredGate(gate=gate, scores=gate(x_TD[:_SCORED]).float())
 
 
 def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedSite]) -> None:
@@ -229,20 +225,21 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedSite:
-    """Learners and gate fitted to one site.
+    """Learners fitted to one site, and two gates: of damage as it is and with evened weights of tokens.
 
-    damage: expected damage of every k from k_min to N, see `Sensitivity`. scores: the gate's, of some tokens, [T, C].
+    damage: expected damage of every k from k_min to N, see `Sensitivity`.
     """
 
     site: PlannedSite
     learners: Learners
-    gate: Gate
+    gates: tuple[ScoredGate, ...]
     damage: tuple[float, ...]
-    scores: Tensor
 
 
 def install(found: Rewritten, fitted: Sequence[FittedSite], undo: ExitStack) -> None:
-    """Give every ACM its new learners and gate, and the model its resolved plan; `undo` takes all of it back."""
+    """Give every ACM its new learners and the first of its gates, and the model its resolved plan; `undo` takes all of
+    it back.
+    """
     owner = found.owner
     unit = learner_unit(tuple(fit.site for fit in fitted))
     undo.callback(_restore_conversion, owner, dataclasses.replace(owner))
@@ -250,15 +247,28 @@ def install(found: Rewritten, fitted: Sequence[FittedSite], undo: ExitStack) -> 
         acm = found.acms[fit.site.name]
         undo.callback(acm.set_run_time, acm.run_time())
         undo.callback(_put, acm, acm.learners, acm.gate, acm.state, acm.cost)
-        for part, before in ((fit.learners, acm.learners), (fit.gate, acm.gate)):
-            part.train(acm.training)
-            part.requires_grad_(any(parameter.requires_grad for parameter in before.parameters()))
-            mark_initialized(part)
+        _make_like(fit.learners, acm.learners)
+        _make_like(fit.gates[0].gate, acm.gate)
         # forms differ a little in what a learner costs
-        _put(acm, fit.learners, fit.gate, "learners", macs_per_learner(fit.site) / unit)
+        _put(acm, fit.learners, fit.gates[0].gate, "learners", macs_per_learner(fit.site) / unit)
     owner.plan = dataclasses.replace(owner.plan, sites=tuple(fit.site for fit in fitted))
     owner.damage = {fit.site.name: fit.damage for fit in fitted}
     owner.table = None
+
+
+def install_gates(found: Rewritten, fitted: Sequence[FittedSite], kind: int) -> None:
+    """Give every ACM its gate of that kind in place of the one that `install` gave it."""
+    for fit in fitted:
+        acm, gate = found.acms[fit.site.name], fit.gates[kind].gate
+        _make_like(gate, acm.gate)
+        acm.gate = gate
+
+
+def _make_like(part: nn.Module, before: nn.Module) -> None:
+    """Let the part train and have gradients if the one before it did."""
+    part.train(before.training)
+    part.requires_grad_(any(parameter.requires_grad for parameter in before.parameters()))
+    mark_initialized(part)
 
 
 def _put(acm: ACM, learners: Learners, gate: Gate, state: State, cost: float) -> None:

@@ -14,12 +14,12 @@ from torch.nn.utils import skip_init
 from acm_compiler.acm import Gate
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import choose_k, utilities
-from acm_compiler.calibration import ranks
 from acm_compiler.calibration.damage import Answer, answers, energy
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.observe import tapped
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.measure_budgets import Example, undisturbed
 from acm_compiler.runtime.usage import recorded
@@ -116,9 +116,25 @@ def gamma_loss(score_TC: Tensor, damage_TC: Tensor) -> Tensor:
 
 
 # the budgets compared, as places between the lowest with one learner everywhere and 1
-_PLACES = (0.08, 0.2)
+_PLACES = (0.1, 0.3)
 # raising costs the budgets below: it must earn so much of the log damage
 _WORTH = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGate:
+    """A gate and its scores of some tokens, [T, C], by which knobs are guessed."""
+
+    gate: Gate
+    scores: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Gates and lowest k that serve low budgets best: a kind of gates, by its place among those compared."""
+
+    kind: int = 0
+    k_lo: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,54 +158,77 @@ class _Trial:
         return self.shares / self.examples
 
 
-def choose_lowest_k(
+def choose_gates(
     found: Rewritten,
     examples: Sequence[Example],
-    scores: Mapping[str, Tensor],
+    kinds: Sequence[Mapping[str, ScoredGate]],
     *,
     answer: Answer,
     budgets: Sequence[float] = (),
-) -> int:
-    """0, or 1 where one learner for every token brings the model's outputs nearer to the original's at low budgets.
+) -> Choice:
+    """The gates and the lowest k with which the model's outputs are nearer to the original's at low budgets.
 
-    scores: the gates' scores [T, C] of some tokens of every site, to guess knobs by. Budgets in `budgets` stay
-    reachable. The two are compared at equal shares of learner MACs, on `examples`, in eval mode; mode and choices of
-    the model come back.
+    kinds: the gates of every site, by its name, in each kind. Budgets in `budgets` stay reachable. All are compared at
+    equal shares of learner MACs, on `examples`, in eval mode; gates, mode and choices of the model come back.
     """
     plan = found.plan
-    if all(site.k_min > 0 for site in plan.sites):
-        return 0
     floor = plan.cost.least_share(1)
-    if floor >= 1 or any(budget < floor for budget in budgets):
-        return 0
+    raised = floor < 1 and all(budget >= floor for budget in budgets) and any(site.k_min == 0 for site in plan.sites)
+    if floor >= 1 or not (raised or len(kinds) > 1):
+        return Choice()
     targets = [floor + place * (1 - floor) for place in _PLACES]
-    trials = {k_lo: [_Trial(knob=_guess_knob(found, scores, t, k_lo), k_lo=k_lo) for t in targets] for k_lo in (0, 1)}
-    with undisturbed(found):
-        for example in examples:
-            _try(found, example, [trial for row in trials.values() for trial in row], answer)
+    trials = {
+        Choice(kind=kind, k_lo=k_lo): [_Trial(knob=_guess_knob(found, gates, t, k_lo), k_lo=k_lo) for t in targets]
+        for kind, gates in enumerate(kinds)
+        for k_lo in ((0, 1) if raised else (0,))
+    }
+    own = {name: acm.gate for name, acm in found.acms.items()}
+    try:
+        with undisturbed(found):
+            for example in examples:
+                _try(found, example, kinds, trials, answer)
+    finally:
+        for name, acm in found.acms.items():
+            acm.gate = own[name]
     for row in trials.values():
         for trial in row:
             trial.join()
-    if not trials[0][0].examples:
-        return 0  # measuring budgets on these examples says what is wrong with them
-    gains = [_log_damage(trials[0], t) - _log_damage(trials[1], t) for t in targets]
-    return 1 if sum(gains) / len(gains) > _WORTH else 0
+    if not all(trial.examples for row in trials.values() for trial in row):
+        return Choice()  # measuring budgets on these examples says what is wrong with them
+    losses = {choice: [_log_damage(row, target) for target in targets] for choice, row in trials.items()}
+    of_kinds = [
+        sum(min(at) for at in zip(*(row for choice, row in losses.items() if choice.kind == kind), strict=True))
+        for kind in range(len(kinds))
+    ]
+    kind = of_kinds.index(min(of_kinds))
+    if not raised:
+        return Choice(kind=kind)
+    gain = sum(losses[Choice(kind=kind, k_lo=0)]) - sum(losses[Choice(kind=kind, k_lo=1)])
+    return Choice(kind=kind, k_lo=1 if gain / len(targets) > _WORTH else 0)
 
 
-def _try(found: Rewritten, example: Example, trials: Sequence[_Trial], answer: Answer) -> None:
+def _try(
+    found: Rewritten,
+    example: Example,
+    kinds: Sequence[Mapping[str, ScoredGate]],
+    trials: Mapping[Choice, Sequence[_Trial]],
+    answer: Answer,
+) -> None:
     """Add what every trial does to one batch."""
     mask_BS = mask_in(found.model, example)
     with batch_context(found.model, mask=example[1]):
         with tapped(found.acms, {}):
             wanted = answers(run(found, example[0]), answer, mask_BS)
-        for trial in trials:
-            for acm in found.acms.values():
-                acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
-            with recorded(found, macs=False) as usage:
-                given = answers(run(found, example[0]), answer, mask_BS)
-            trial.examples += len(usage.real_shares)
-            trial.shares += float(usage.real_shares.sum())
-            trial.damage += energy([g - w for g, w in zip(given, wanted, strict=True)], mask_BS)
+        for choice, row in trials.items():
+            for trial in row:
+                for name, acm in found.acms.items():
+                    acm.gate = kinds[choice.kind][name].gate
+                    acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
+                with recorded(found, macs=False) as usage:
+                    given = answers(run(found, example[0]), answer, mask_BS)
+                trial.examples += len(usage.real_shares)
+                trial.shares += float(usage.real_shares.sum())
+                trial.damage += energy([g - w for g, w in zip(given, wanted, strict=True)], mask_BS)
 
 
 def _log_damage(trials: Sequence[_Trial], share: float) -> float:
@@ -198,21 +237,21 @@ def _log_damage(trials: Sequence[_Trial], share: float) -> float:
     return y0 if abs(x1 - x0) < 1e-6 else y0 + (share - x0) / (x1 - x0) * (y1 - y0)
 
 
-def _guess_knob(found: Rewritten, scores: Mapping[str, Tensor], share: float, k_lo: int) -> float:
+def _guess_knob(found: Rewritten, gates: Mapping[str, ScoredGate], share: float, k_lo: int) -> float:
     """The knob at which the gates would reach `share` on the tokens whose scores are given."""
     low, high = -100.0, 100.0
     for _ in range(30):
         knob = (low + high) / 2
-        low, high = (knob, high) if _share_of(found, scores, knob, k_lo) > share else (low, knob)
+        low, high = (knob, high) if _share_of(found, gates, knob, k_lo) > share else (low, knob)
     return (low + high) / 2
 
 
-def _share_of(found: Rewritten, scores: Mapping[str, Tensor], knob: float, k_lo: int) -> float:
+def _share_of(found: Rewritten, gates: Mapping[str, ScoredGate], knob: float, k_lo: int) -> float:
     runs = []
-    for name, score_TC in scores.items():
-        acm, site = found.acms[name], found.plan.site(name)
+    for name, scored in gates.items():
+        acm, site, score_TC = found.acms[name], found.plan.site(name), scored.scores
         there = score_TC.device
-        utility_TC = utilities(score_TC, torch.tensor(knob, device=there), acm.choice_costs(there), acm.gate.rule)
+        utility_TC = utilities(score_TC, torch.tensor(knob, device=there), acm.choice_costs(there), scored.gate.rule)
         lowest = torch.tensor(max(acm.k_min, min(k_lo, acm.count)), device=there)
         k_T = choose_k(utility_TC, lowest, torch.tensor(acm.count, device=there), acm.k_min)
         runs.append((site, float(to_float64(k_T).mean()) * site.runs, site.runs))

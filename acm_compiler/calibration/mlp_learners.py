@@ -16,7 +16,9 @@ from torch import Tensor
 from acm_compiler.calibration.moments import mean_diagonal, solve
 from acm_compiler.planning.decisions import SecondLayer
 
-_TOP_WEIGHT = 8.0
+# in a matrix shared by all k, each counts by its least error to the power of -_EVEN; where that is no more than such a
+# part of the error without learners it is as good as none
+_EVEN, _FLOOR = 0.75, 1e-3
 _PLENTY, _IMAGINED = 10, 0.2  # tokens for every neuron; how many are imagined for one that is missing to that
 
 
@@ -87,13 +89,12 @@ def refit_ridge(hidden: Hidden) -> Tensor:
     return RIDGE * mean_diagonal(hidden.c_FF) + _IMAGINED * missing / hidden.tokens * hidden.c_FF.diagonal()
 
 
-def weight_of_k(learners: int) -> list[float]:
-    """Weight of each k = 1 .. N's error in a matrix shared by all, from 1 to 8.
+def weight_of_k(errors_N: Tensor) -> Tensor:
+    """Weight of each k's error in a matrix shared by all, given the least that each can have, as parts of that of none.
 
     Errors fall with k, and gates send the tokens that matter to large k: equal weights would serve small k only.
     """
-    steps = max(1, learners - 1)
-    return [_TOP_WEIGHT ** (n / steps) for n in range(learners)]
+    return (errors_N.clamp_min(0) + _FLOOR) ** -_EVEN
 
 
 class _Fit:
@@ -122,12 +123,12 @@ class _Fit:
 
     def shared(self) -> list[Tensor]:
         """The prefixes of one matrix."""
-        v_KO = self._minimiser(weight_of_k(self.learners))
+        v_KO = self._minimiser(self.learners)
         return [v_KO[: self.neurons(k)] for k in range(1, self.learners + 1)]
 
     def shared_with_top(self) -> list[Tensor]:
         """The prefixes of one matrix below N, and N's own."""
-        v_KO = self._minimiser(weight_of_k(self.learners)[:-1])
+        v_KO = self._minimiser(self.learners - 1)
         return [*(v_KO[: self.neurons(k)] for k in range(1, self.learners)), self._own(self.learners)]
 
     def nested_below_top(self, prefixes: list[Tensor]) -> Tensor:
@@ -148,13 +149,22 @@ class _Fit:
         a_SS = self.c_KK[:s, :s] + torch.diag(ridge_S)
         return solve(a_SS, self.cross_KO[:s] + ridge_S[:, None] * self.dense_KO[:s])
 
-    def _minimiser(self, weights: list[float]) -> Tensor:
+    def least_errors(self, learners: int) -> Tensor:
+        """E|y - V_k h_k|^2 of each k's own matrix, up to `learners`, as parts of the error of the mean output."""
+        total = (self.hidden.w_OF @ self.hidden.c_FF * self.hidden.w_OF).sum()
+        errors = []
+        for v_SO in map(self._own, range(1, learners + 1)):
+            s = len(v_SO)
+            errors.append(total + (v_SO * (self.c_KK[:s, :s] @ v_SO - 2 * self.cross_KO[:s])).sum())
+        return torch.stack(errors) / total.clamp_min(torch.finfo(total.dtype).tiny) if errors else total.new_zeros(0)
+
+    def _minimiser(self, learners: int) -> Tensor:
         """argmin over V of sum_k w_k (|y - V_k h_k|^2 + ridge |V_k - W_k|^2), V_k the first k learners' part of V.
 
         Its normal equations weigh block (n, m) of C by omega_max(n, m), omega_n = sum of w_k over k > n.
         """
-        s = self.neurons(len(weights))
-        weight_N = torch.tensor(weights, dtype=self.c_KK.dtype, device=self.c_KK.device)
+        s = self.neurons(learners)
+        weight_N = weight_of_k(self.least_errors(learners))
         omega_N = weight_N.flip(0).cumsum(0).flip(0)
         learner_S = torch.arange(s, device=self.c_KK.device) // self.width
         omega_S = omega_N[learner_S]

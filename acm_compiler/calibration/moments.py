@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.precision import float64_device, to_float64
-from acm_compiler.calibration import ranks
+from acm_compiler.runtime import ranks
 
 _BLOCK = 4096
 

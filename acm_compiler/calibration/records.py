@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm.precision import float64_device
-from acm_compiler.calibration import ranks
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.runtime import ranks
 
 # tokens of the examples that are kept whole, as a part of the sample
 _WHOLE = 0.5
@@ -28,13 +28,15 @@ class SiteRecord:
 
     `moments` are of the hidden activation of an MLP and of the input of a linear site. `metric` is G = E[g g^T] of the
     gradient g at the output. `sample` holds inputs, weighted by |g|^2, `whole` the first examples with their
-    gradients. `heard` is, for a linear site, `moments` with |g|^2 for weights.
+    gradients. `heard` is, for a linear site, `moments` with |g|^2 for weights. `shown` holds as many inputs of an MLP,
+    in bfloat16, as that argument says: those that its learners are trained on.
     """
 
-    def __init__(self, site: PlannedSite, dense: DenseWeights, *, sample: int, seed: int) -> None:
+    def __init__(self, site: PlannedSite, dense: DenseWeights, *, sample: int, seed: int, shown: int = 0) -> None:
         self.site, self.dense = site, dense
         self.moments, self.heard, self.metric = Moments(), Moments(), SecondMoment()
         self.sample, self.whole = Reservoir(sample, seed), WholeExamples(int(sample * _WHOLE))
+        self.shown = Reservoir(0 if dense.last is None else shown, seed)
         self.home = float64_device(dense.device)
         self._listens: list[tuple[Tensor, list[Tensor]]] = []
 
@@ -80,11 +82,14 @@ class SiteRecord:
         """Add one call of the site to the moments, and nothing else; gives its real tokens [T, D]."""
         x_TD = (x_TD if real_T is None else x_TD[real_T]).to(self.dense.first[0][0].dtype)
         self.moments.add(x_TD if self.dense.last is None else self.dense.hidden(x_TD))
+        if self.shown.size:
+            self.shown.offer(x_TD.bfloat16())
         return x_TD
 
     def settle(self) -> None:
         """After a batch's backward. TrainingFailed when something was not finite."""
         self.sample.settle()
+        self.shown.settle()
         for x_TD, listens in self._listens:
             if listens and self.dense.last is None:
                 self.heard.add(x_TD, torch.stack(listens).sum(0))
@@ -110,6 +115,8 @@ class SiteRecord:
             if self.dense.last is None:
                 self.heard.join(self.site.d_in, self.home)
             self.sample.join(self.dense.device)
+            if self.shown.size:
+                self.shown.join(self.dense.device)
 
     def require_tokens(self) -> None:
         """DataError when the site never ran on a real token."""
@@ -121,12 +128,13 @@ class SiteRecord:
             )
 
     @staticmethod
-    def size_bytes(site: PlannedSite, tokens: int, sample: int, projections: int) -> int:
+    def size_bytes(site: PlannedSite, tokens: int, sample: int, projections: int, *, shown: int = 0) -> int:
         """Memory that a record of `site` takes once it has seen so many tokens, and what fitting it adds."""
         features = site.dense_width or site.d_in
         heard = site.d_in**2 if site.last is None else 0
         whole = min(tokens, int(_WHOLE * sample)) * (site.d_in + projections * site.d_out)
-        return 8 * (features**2 + site.d_out**2 + heard) + 4 * (min(tokens, sample) * (site.d_in + 1) + whole)
+        inputs = 0 if site.last is None else 2 * min(tokens, shown) * site.d_in
+        return 8 * (features**2 + site.d_out**2 + heard) + 4 * (min(tokens, sample) * (site.d_in + 1) + whole) + inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from acm_compiler.calibration import ranks
 from acm_compiler.errors import UsageError
+from acm_compiler.runtime import ranks
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from acm_compiler.acm.context import observers_of
 from acm_compiler.acm.reference import prefix_output
 from acm_compiler.calibration import candidates
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
+from acm_compiler.calibration.damage import evened
 from acm_compiler.calibration.examples import Options, masked
-from acm_compiler.calibration.fit_all import in_memory
+from acm_compiler.calibration.fit_all import fit_all, in_memory
 from acm_compiler.calibration.gates import fit_gates
 from acm_compiler.calibration.recalibrate import Sensitivity, recalibrate, sensitivity
 from acm_compiler.errors import (
@@ -599,5 +600,34 @@ def test_gates_of_sites_that_read_the_same_input_are_trained_together(monkeypatc
     data = list(torch.randn(12, 8, 5, 16))
     converted = acm_compiler.rewrite(model, acm_compiler.plan(model, data[0]))
     calibrate_on(converted, masked(data), options=quick())
-    # q, k and v, each in two forms, then o in its own basis and in that of slices, then the MLP
-    assert trained == [6, 1, 1, 1]
+    # q, k and v, each in two forms, then o in its own basis and in that of slices, then the MLP; two gates each
+    assert trained == [12, 2, 2, 2]
+
+
+@pytest.mark.parametrize("better", [0, 1])
+def test_the_kind_of_gates_that_changes_outputs_less_is_installed(monkeypatch, better):
+    fitted, said = [], []
+
+    def fit(*given):
+        fitted.extend(fit_all(*given))
+        for site in fitted:  # one learner for all, whatever it costs
+            site.gates[1 - better].gate.outer.weight.data.zero_()
+            site.gates[1 - better].gate.outer.bias.data.fill_(0)
+            site.gates[1 - better].scores.fill_(0)
+        return fitted
+
+    monkeypatch.setattr(process, "fit_all", fit)
+    model = make_tiny()
+    calibrate_on(model, masked(DATA), options=quick(), progress=said.append)
+    for site in fitted:
+        assert sites(model)[site.site.name].gate is site.gates[better].gate
+        assert site.gates[better].gate.outer.weight.any()
+    told = ("as gradients do", "nearly alike")[better]
+    assert any(f"gates weigh tokens {told}" in line for line in said)
+
+
+def test_evened_weights_of_tokens_keep_their_mean_and_order():
+    weight_T = torch.tensor([0.0, 1.0, 5.0, 10.0])
+    found = evened(weight_T)
+    assert float(found.mean()) == pytest.approx(4.0) and bool((found.diff() > 0).all())
+    assert float(found.min()) > 3

@@ -92,11 +92,13 @@ def test_shared_is_where_the_gradient_of_the_loss_over_all_k_vanishes(tokens):
     fit = fit_second_layer(hidden, order, "shared", learners=N, width=H)
     ridge_F = refit_ridge(hidden)[order]
     x, w = (h_TF - h_TF.mean(0))[:, order], hidden.w_OF[:, order]
+    own = prefix_errors(fit_second_layer(hidden, order, "per_k", learners=N, width=H), hidden, h_TF, order)
+    least = own[1:] / own[0]
 
     def gradient(v_OF):
         v = v_OF.detach().clone().requires_grad_()
         loss = torch.zeros((), dtype=torch.float64)
-        for k, weight in enumerate(weight_of_k(N), start=1):
+        for k, weight in enumerate(weight_of_k(least), start=1):
             s = k * H
             error = x @ w.T - x[:, :s] @ v[:, :s].T
             held = (ridge_F[:s] * (v[:, :s] - w[:, :s]).square()).sum()
@@ -366,3 +368,15 @@ def test_tokens_that_are_wrong_alike_do_damage_together():
         apart = replace(judged, whole=replace(whole, x_TD=x_TD.clone()))
         torch.testing.assert_close(token_damage(weights, apart, 1), damage_TC)
     assert found[0] > 8 and found[1] < 2
+
+
+def test_a_shared_layer_is_nearly_exact_at_the_top_where_small_k_err_by_far_more():
+    """Two loud neurons in learners 1 and 2, of which k = 1 can explain nothing: k = N must not pay for that."""
+    torch.manual_seed(1)
+    h_TF = activations()
+    h_TF[:, 2 * H :] *= 30
+    hidden = seen(h_TF)
+    errors = prefix_errors(
+        fit_second_layer(hidden, torch.arange(F), "shared", learners=N, width=H), hidden, h_TF, torch.arange(F)
+    )
+    assert errors[N] < 2e-3 * errors[1]

@@ -1,5 +1,7 @@
 """Errors of every k by differences are those of the outputs, and keep their digits where outputs would not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,13 @@ def mlp(neurons=N * H, gated=False, top=False, per_k=False, bias=True):
     return learners(*ins[0], *up, w_out=w_out, w_top=w_top, act="silu", form=form), dense
 
 
+def trained(**kind):
+    """Learners whose first layers are no longer those of the dense MLP."""
+    weights, dense = mlp(**kind)
+    moved = {name: getattr(weights, name) * 1.1 for name in ("w_in", "w_up") if getattr(weights, name) is not None}
+    return replace(weights, **moved), dense
+
+
 def rows():
     """Two heads, N slices of 2 in each; b_out puts other values where coordinates are left out."""
     dense = DenseWeights(first=((drawn(2 * N * 2, D), drawn(2 * N * 2)),), last=None, act="identity")
@@ -80,6 +89,9 @@ CASES = {
     "mlp with a layer for each k": lambda: mlp(per_k=True),
     "mlp with neurons dropped": lambda: mlp(neurons=N * H + 5),
     "gated mlp with neurons missing": lambda: mlp(neurons=N * H - 2, gated=True, top=True),
+    "trained mlp with neurons dropped": lambda: trained(neurons=N * H + 5),
+    "trained gated mlp with neurons missing": lambda: trained(neurons=N * H - 2, gated=True),
+    "trained mlp with a layer for each k": lambda: trained(per_k=True),
     "slices of the output": rows,
     "slices of the input": cols,
 }

@@ -258,7 +258,8 @@ def unit_of(site, *damage, scale=1.0):
     """A unit of one site whose k = 1, 2, ... do this damage, times what listens to each token."""
     listens_T = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(2).exp() * scale
     damage_TC = listens_T[:, None] * torch.tensor([damage])
-    known = {"weights": None, "x_TD": None, "gate": None, "damage_TC": damage_TC, "expected_TC": damage_TC}
+    known = dict.fromkeys(("weights", "x_TD", "gate", "evened_TC", "evened_gate"))
+    known |= {"damage_TC": damage_TC, "expected_TC": damage_TC}
     return [Learned(site=site, tokens=400, **known)]
 
 

@@ -1,4 +1,4 @@
-"""Calibration on several processes, each with its own batches: what they saw is joined, and all get one result."""
+"""Several processes that calibrate together, each with its own batches: what they saw is joined."""
 
 from __future__ import annotations
 

@@ -1,0 +1,115 @@
+"""Learners of an MLP trained on inputs of their own site, from the closed form on: first layers move, too.
+
+The dense MLP is the teacher, so neither labels nor the rest of the model are needed. Every token of a step draws a k of
+its own, and its error d = y_k - o counts by d^T G d, the metric of expected damage. Errors of small k are many times
+those of large k, and budgets use all of them: each k counts by its damage before the first step to a negative power.
+Shapes: T tokens, D in, O out, N learners of H, R rank of the metric.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from acm_compiler.acm.precision import to_float64
+from acm_compiler.acm.reference import Weights, hidden
+from acm_compiler.calibration.damage import Judged
+from acm_compiler.calibration.errors_of_k import errors_of_k
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
+
+# tokens of a step, and how far Adam moves a weight in one, as a part of the root mean square of its matrix
+_BATCH, _RATE, _WARM_UP, _BETAS = 1024, 0.01, 20, (0.9, 0.99)
+# a k counts by its damage to the power of -_EVEN; damages below a part of that without learners are as good as none
+_EVEN, _FLOOR = 0.75, 1e-3
+# one token of so many judges whether training helped
+_HELD_OUT = 8
+_BLOCK = 4096
+_TRAINED = ("w_in", "b_in", "w_up", "b_up", "w_out", "b_out")
+
+
+def can_be_trained(weights: Weights, dense: DenseWeights) -> bool:
+    """True for learners of an MLP that share one second layer; others keep the dense neurons for an exact k = N."""
+    return dense.last is not None and weights.is_nested
+
+
+def train_locally(weights: Weights, judged: Judged, x_TD: Tensor, *, steps: int, seed: int) -> Weights:
+    """`weights` after `steps` on inputs `x_TD` of the site; as they were, unless that lowers damage held out.
+
+    judged: the dense MLP that they imitate, its neurons in their order, and the metric.
+    """
+    own = torch.arange(len(x_TD), device=x_TD.device) % _HELD_OUT != 0
+    x_TD = x_TD.to(weights.w_in.dtype)
+    shown_TD, judge_TD = x_TD[own], x_TD[~own]
+    if not len(shown_TD) or not steps:
+        return weights
+    before_C = mean_damages(weights, judged, judge_TD)
+    weight_C = (before_C + _FLOOR * before_C[0]).clamp_min(torch.finfo(before_C.dtype).tiny) ** -_EVEN
+    with torch.enable_grad():
+        trained = _train(weights, judged, shown_TD, weight_C / weight_C[1:].mean(), steps=steps, seed=seed)
+    after_C = mean_damages(trained, judged, judge_TD)
+    return trained if bool((weight_C * (after_C - before_C))[1:].sum() < 0) else weights
+
+
+@torch.no_grad()
+def mean_damages(weights: Weights, judged: Judged, x_TD: Tensor) -> Tensor:
+    """Mean of d^T G d / tr G over tokens for every k from 0 to N, float64."""
+    errors = errors_of_k(weights, judged.dense, judged.root)
+    blocks = (errors(part_TD, 0) for part_TD in x_TD.split(_BLOCK))
+    return torch.stack([to_float64(d_CTR).square().sum((1, 2)) for d_CTR in blocks]).sum(0) / len(x_TD)
+
+
+def _train(weights: Weights, judged: Judged, x_TD: Tensor, weight_C: Tensor, *, steps: int, seed: int) -> Weights:
+    root_RO = judged.root.T.to(x_TD)
+    wanted_TR = torch.cat([_through(judged.dense, part_TD, root_RO) for part_TD in x_TD.split(_BLOCK)])
+    student = replace(weights, **{name: t.clone().requires_grad_() for name, t in _trained(weights).items()})
+    parts = list(_trained(student).values())
+    rates = [_RATE * float(tensor.detach().square().mean().sqrt()) for tensor in parts]
+    optimizer = torch.optim.Adam(
+        [{"params": [tensor], "lr": rate} for tensor, rate in zip(parts, rates, strict=True)],
+        betas=_BETAS,
+        fused=x_TD.device.type in ("cpu", "cuda"),
+    )
+    generator, weight_C = torch.Generator().manual_seed(seed), weight_C.to(x_TD)
+    for step in range(steps):
+        pace = min(1.0, (step + 1) / _WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * pace
+        rows = torch.randint(len(x_TD), (_BATCH,), generator=generator).to(x_TD.device)
+        k_T = torch.randint(1, weights.learners + 1, (_BATCH,), generator=generator).to(x_TD.device)
+        d_TR = _prefixes(student, x_TD[rows], k_T, root_RO) - wanted_TR[rows]
+        optimizer.zero_grad()
+        (d_TR.square().sum(1) * weight_C[k_T]).mean().backward()
+        optimizer.step()
+    return replace(student, **{name: tensor.detach() for name, tensor in _trained(student).items()})
+
+
+def _trained(weights: Weights) -> dict[str, Any]:
+    """Tensors that training moves, by name."""
+    return {name: tensor for name in _TRAINED if (tensor := getattr(weights, name)) is not None}
+
+
+@torch.no_grad()
+def _through(dense: DenseWeights, x_TD: Tensor, root_RO: Tensor) -> Tensor:
+    assert dense.last is not None
+    return F.linear(F.linear(dense.hidden(x_TD), *dense.last), root_RO)
+
+
+def _is_fast_in_bfloat16(device: torch.device) -> bool:
+    known = torch.cpu.get_capabilities() if device.type == "cpu" else {"avx512_bf16": device.type == "cuda"}
+    return bool(known.get("amx_bf16") or known.get("avx512_bf16"))
+
+
+def _prefixes(weights: Weights, x_TD: Tensor, k_T: Tensor, root_RO: Tensor) -> Tensor:
+    """R^T y_k for tokens that each run a k of their own, in bfloat16 where that is faster: [T, R]."""
+    assert weights.w_out is not None
+    width = weights.w_in.shape[1]
+    with torch.autocast(x_TD.device.type, torch.bfloat16, enabled=_is_fast_in_bfloat16(x_TD.device)):
+        h_TR = hidden(x_TD, weights, weights.learners)
+        runs_TR = torch.arange(h_TR.shape[1], device=h_TR.device) < width * k_T[:, None]
+        y_TO = F.linear(h_TR * runs_TR, weights.w_out.flatten(1)) + weights.b_out[k_T]
+        return F.linear(y_TO, root_RO).to(x_TD.dtype)

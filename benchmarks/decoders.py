@@ -49,7 +49,7 @@ from benchmarks.sparse_activations import WEIGHTS, rivals
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
 from scripts.train_shipped.text import Lesson, texts, train
 
-BUDGETS = (0.25, 0.4, 0.6, 0.75, 1.0)
+BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75, 1.0)
 TASK, RATE = CausalLM(), 3e-3
 _POOL = 96  # batches of like length, before they are shuffled
 

@@ -81,6 +81,10 @@ class Task:
         """True where `remember` puts something into the batch."""
         return type(self).remember is not Task.remember
 
+    def logits(self, output: Any) -> Tensor | None:
+        """The logits in the output, of which `answer` makes what it makes of the whole; None where there are none."""
+        return None
+
     def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """[B, …]: what calibration compares two models by: squared, a change is damage."""
         return self.answer(output, mask)

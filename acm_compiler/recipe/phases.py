@@ -129,9 +129,9 @@ class FinetunePhase(TrainedPhase):
     objective: Literal["task", "distillation"] = "task"
     """task: the task's own loss. distillation: the distance of the outputs from the original model's; no labels."""
     cache_answers: bool | None = None
-    """True: run the original model over the examples once, before the first step, and keep its answers in the run's folder:
-    for distillation on data that stay the same from epoch to epoch and are read more than once. Of language models the
-    input of the head is kept."""
+    """True: run the original model over the examples once, before the first step, and keep its answers in the run's
+    folder: for distillation on data that stay the same from epoch to epoch and are read more than once. Of language
+    models the input of the head is kept."""
     update: Literal["all", "learners"] = "all"
     """all: the whole network and its gates, which are sampled. learners: the learners alone, in eval mode, at the k
     that the gates choose; the keys that lead gates are not for it."""

@@ -209,7 +209,7 @@ def _refuse_changing(batches: BatchStream, task: Task) -> None:
     one = replace(batches, batch=1, shuffle=False, drop_last=False, rank=0, world=1)
     found = [next(one.epoch(number)) for number in (0, 1)]
     first, second = (digests_of(task.inputs(batch), batch.get("attention_mask")) for batch in found)
-    if first != second or hasattr(batches.dataset, "mix"):
+    if first != second or getattr(batches.dataset, "mix", None) is not None:
         raise UsageError(
             "answers that are kept belong to examples that stay what they are",
             found="data that are others in every epoch: augmented, or mixed with each other",

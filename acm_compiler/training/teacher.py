@@ -103,7 +103,8 @@ class KeptAnswers:
         if done < most:
             self._check_room(stream, (most - done) * stream.batch)
         with Progress("answers", most, unit="batch", done=done, say=job.say, shown=machine.is_main) as work:
-            for number, batch in enumerate(_on(islice(stream.epoch(0, done), most - done), machine), start=done + 1):
+            left = islice(stream.epoch(0, done), max(0, most - done))
+            for number, batch in enumerate(_on(left, machine), start=done + 1):
                 rows = self._rows(self._ask(batch), self.teacher.task.mask(batch))
                 self.store.add(batch["index"].tolist(), self._digests(batch), rows, after=number)
                 work.advance(examples=len(rows))

@@ -144,6 +144,12 @@ def test_only_what_will_be_read_is_answered(tmp_path):
     assert once.model.calls == calls + 1
 
 
+def test_answers_to_more_than_is_asked_for_are_used(tmp_path):
+    kept(tmp_path, Language())
+    again = kept(tmp_path, Language(), most=2)
+    assert again.model.calls == 2  # to look at a batch
+
+
 def test_a_phase_learns_the_same_from_kept_answers(tmp_path):
     live, once = learner(), learner()
     run_schedule(live, [healing(cache_answers=False)], job_in(tmp_path / "live", teacher=make_teacher()))

@@ -128,6 +128,10 @@ class FinetunePhase(TrainedPhase):
     """Learning rate at the start of the phase."""
     objective: Literal["task", "distillation"] = "task"
     """task: the task's own loss. distillation: the distance of the outputs from the original model's; no labels."""
+    cache_answers: bool | None = None
+    """True: run the original model over the examples once, before the first step, and keep its answers in the run's
+    folder: for distillation on data that stay the same from epoch to epoch and are read more than once. Of language
+    models the input of the head is kept."""
     update: Literal["all", "learners"] = "all"
     """all: the whole network and its gates, which are sampled. learners: the learners alone, in eval mode, at the k
     that the gates choose; the keys that lead gates are not for it."""
@@ -152,6 +156,8 @@ class FinetunePhase(TrainedPhase):
         if led and self.update == "learners":
             what = f"{', '.join(led)} leads gates, which update: learners leaves as they are"
             raise refusal(what, led[0])
+        if self.cache_answers and self.objective != "distillation":
+            raise refusal("cache_answers keeps the answers that objective: distillation learns from", "cache_answers")
         if self.budget_range is not None and self.budget_range[0] >= self.budget_range[1]:
             raise refusal("budget_range must rise: [low, high]", "budget_range")
         return self

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.data.batch import Batch, size_of
@@ -80,6 +81,10 @@ class Task:
     def needs_dense(self) -> bool:
         """True where `remember` puts something into the batch."""
         return type(self).remember is not Task.remember
+
+    def logits(self, output: Any) -> Tensor | None:
+        """The logits in the output, of which `answer` makes what it makes of the whole; None where there are none."""
+        return None
 
     def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """[B, …]: what calibration compares two models by: squared, a change is damage."""
@@ -155,12 +160,42 @@ def distance(task: Task, answer: Tensor, wanted: Tensor) -> Tensor:
     Where those are logits [B, ..., C]: KL(wanted || answer) in nats, the mean over tokens that are no padding.
     Else |answer - wanted|^2 / |wanted|^2: for vectors of length 1 twice 1 - cosine.
     """
-    answer, wanted = answer.float(), wanted.detach().float()
+    wanted = wanted.detach()
     if not task.answers_logits:
+        answer, wanted = answer.float(), wanted.float()
         return (answer - wanted).square().sum() / wanted.square().sum().clamp_min(torch.finfo(wanted.dtype).tiny)
     # where an answer is 0 throughout there is no token, and nothing adds up
     tokens = (wanted != 0).any(-1).sum().clamp_min(1)
-    return F.kl_div(answer.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="sum") / tokens
+    return _Divergence.apply(answer, wanted) / tokens
+
+
+# logits that are turned into probabilities at a time: of a large vocabulary whole copies take gigabytes, and on CPUs
+# what stays in the cache is faster
+_AT_A_TIME = {"cpu": 2**18, "cuda": 2**24}
+
+
+class _Divergence(torch.autograd.Function):
+    """KL(wanted || answer) in nats, summed over all but the last axis; its gradient, to `answer` alone, is q - p."""
+
+    @staticmethod
+    def forward(ctx: Any, answer: Tensor, wanted: Tensor) -> Tensor:
+        # fp16 has no room for small probabilities before the loss is scaled
+        grad = torch.empty_like(answer, dtype=torch.float32 if answer.dtype == torch.float16 else None)
+        rows = max(1, _AT_A_TIME.get(answer.device.type, 2**24) // answer.shape[-1])
+        parts = zip(*(t.reshape(-1, t.shape[-1]).split(rows) for t in (answer, wanted, grad)), strict=True)
+        total = torch.zeros((), device=answer.device)
+        for answer_TC, wanted_TC, grad_TC in parts:
+            log_q_TC, log_p_TC = answer_TC.float().log_softmax(-1), wanted_TC.float().log_softmax(-1)
+            total += F.kl_div(log_q_TC, log_p_TC, log_target=True, reduction="sum")
+            grad_TC.copy_(log_q_TC.exp() - log_p_TC.exp())
+        ctx.save_for_backward(grad)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+        (grad,) = ctx.saved_tensors
+        return grad * scale.to(grad.dtype), None
 
 
 _NOT_FOR_THE_MODEL = frozenset({"label", "index", "source", "foreground", "teacher"})

@@ -59,7 +59,7 @@ class Ctc(TokenLogits):
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """CTC in fp32: the mean over clips of each one's loss per character; 0 where no path is long enough."""
-        logits_BSV, labels_BL = self._logits(output), _transcripts(batch)
+        logits_BSV, labels_BL = self.logits(output), _transcripts(batch)
         written_BL = labels_BL != PADDING
         return F.ctc_loss(
             logits_BSV.float().log_softmax(-1).transpose(0, 1),
@@ -73,7 +73,7 @@ class Ctc(TokenLogits):
 
     def score(self, output: Any, batch: Batch) -> Tensor:
         """Words (characters) to insert, delete or replace, fp32 [B]; greedy decoding."""
-        found = self.decode(self._logits(output), batch)
+        found = self.decode(self.logits(output), batch)
         edits = [_edits(spoken, text, self.unit) for spoken, text in zip(self._references(batch), found, strict=True)]
         return torch.tensor(edits, dtype=torch.float32)
 
@@ -81,7 +81,7 @@ class Ctc(TokenLogits):
         """Words (characters, spaces too) that were spoken, fp32 [B]."""
         return torch.tensor([_length(text, self.unit) for text in self._references(batch)], dtype=torch.float32)
 
-    def _logits(self, output: Any) -> Tensor:
+    def logits(self, output: Any) -> Tensor:
         """The logits [B, S, V]. UsageError when there are none, or for another vocabulary."""
         fix = "use a model with a CTC head (for hf: auto_class AutoModelForCTC)"
         axes = "batch, frames, vocabulary"

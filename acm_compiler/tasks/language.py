@@ -29,17 +29,17 @@ class TokenLogits(Task, ABC):
     answers_logits: ClassVar[bool] = True
 
     @abstractmethod
-    def _logits(self, output: Any) -> Tensor:
+    def logits(self, output: Any) -> Tensor:
         """The logits [B, S, V]. UsageError where there are none."""
 
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The logits without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
-        logits_BSV = self._logits(output)
+        logits_BSV = self.logits(output)
         return _masked(logits_BSV - logits_BSV.mean(-1, keepdim=True), mask)
 
     def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The roots of the probabilities [B, S, V], times two; 0 where `mask` [B, S] is."""
-        return _masked(root_probabilities(self._logits(output)), mask)
+        return _masked(root_probabilities(self.logits(output)), mask)
 
 
 def _masked(values_BSV: Tensor, mask: Tensor | None) -> Tensor:
@@ -83,16 +83,16 @@ class LanguageModel(TokenLogits):
     def _likeliest(self, output: Any, batch: Batch) -> Tensor:
         """The likeliest token of each guess of all texts, [guesses]."""
         guessed_BG = self.guessed(batch)
-        return self._logits(output)[:, : guessed_BG.shape[1]].argmax(-1)[guessed_BG]
+        return self.logits(output)[:, : guessed_BG.shape[1]].argmax(-1)[guessed_BG]
 
     def _surprise(self, output: Any, batch: Batch) -> Tensor:
         """-log p of what stands at every guessed token, [B, S - ahead]; 0 elsewhere."""
         ids_BS = entry_of(batch, "input_ids", "tokens", task=self.kind)
-        logits_BSV = self._logits(output)[:, : ids_BS.shape[1] - self.ahead].float()
+        logits_BSV = self.logits(output)[:, : ids_BS.shape[1] - self.ahead].float()
         found_BS = F.cross_entropy(logits_BSV.transpose(1, 2), ids_BS[:, self.ahead :], reduction="none")
         return found_BS * self.guessed(batch)
 
-    def _logits(self, output: Any) -> Tensor:
+    def logits(self, output: Any) -> Tensor:
         fix = f"use a model with a language head (for hf: auto_class {self.auto_class})"
         axes = "batch, tokens, vocabulary"
         return part_of(output, "logits", "logits of tokens", axes=axes, task=self.kind, fix=fix)

@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.data.batch import Batch
-from acm_compiler.errors import UsageError
+from acm_compiler.data import Batch, BatchStream
 from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.recipe.phases import FinetunePhase
@@ -29,14 +28,14 @@ from acm_compiler.training.job import Job
 from acm_compiler.training.loss_terms import take_choices
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Backward, Figures, Group, free_gate, unique
+from acm_compiler.training.teacher import open_teacher
 
 _TERMS = ("loss", "task", "budget", "entropy", "diversity")
 
 
 def finetune_phase(model: nn.Module, config: FinetunePhase, job: Job, machine: Machine) -> Finetune:
     """The finetune phase of one model. UsageError where it learns from a teacher that is not here."""
-    teacher = Teacher.of(job.teacher, job.task, machine, config.objective)
-    return Finetune(model, config, job.task, machine, budget=job.budget, teacher=teacher)
+    return Finetune(model, config, job, machine)
 
 
 class Finetune:
@@ -54,20 +53,23 @@ class Finetune:
         self,
         model: nn.Module,
         config: FinetunePhase,
-        task: Task,
+        job: Job,
         machine: Machine,
-        *,
-        budget: float,
-        teacher: Teacher | None = None,
     ) -> None:
-        self.model, self.config, self.task, self.machine, self.budget = model, config, task, machine, budget
-        self.teacher = teacher
+        self.model, self.config, self.job, self.machine = model, config, job, machine
+        self.task, self.budget = job.task, job.budget
+        self.teacher = open_teacher(job, machine, config)
         self.acms = sites(model)
         self.sampled = config.update == "all"
         self.groups = _groups(model, config)
-        self.step = _Step(model, config, task, budget=budget)
+        self.step = _Step(model, config, job.task, budget=job.budget)
         self.step_module: nn.Module = self.step
         self.seen: list[_Seen] = []
+
+    def prepare(self, batches: BatchStream, steps: int) -> None:
+        """Have the original answer all examples beforehand, where its answers are to be kept."""
+        if self.config.cache_answers and self.teacher is not None:
+            self.teacher.keep(batches, most=steps * self.config.accumulate, job=self.job)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -202,7 +204,8 @@ class _Step(nn.Module):
     def _objective(self, output: Any, batch: Batch, wanted: Tensor | None) -> Tensor:
         if wanted is None:
             return self.task.loss(output, batch)
-        return distance(self.task, self.task.answer(output, self.task.mask(batch)), wanted)
+        answer = self.task.answer(output, self.task.mask(batch))
+        return distance(self.task, answer, wanted.reshape(answer.shape))
 
 
 def _groups(model: nn.Module, config: FinetunePhase) -> list[Group]:
@@ -222,37 +225,3 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     dense = {id(p) for acm in acms if acm.dense is not None for p in acm.dense.parameters()}
     own = {id(p) for acm in acms for part in (acm.gate, acm.learners) for p in part.parameters()}
     return unique(p for p in model.parameters() if id(p) in own or (p.requires_grad and id(p) not in dense))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Teacher:
-    """The original model, which is never trained. `wanted`: its outputs are the objective."""
-
-    model: nn.Module
-    task: Task
-    machine: Machine
-    wanted: bool
-
-    @staticmethod
-    def of(
-        model: nn.Module | None, task: Task, machine: Machine, objective: Literal["task", "distillation"]
-    ) -> Teacher | None:
-        """The teacher that a task or an objective needs, None where neither does. UsageError where it is not here."""
-        wanted = objective == "distillation"
-        if not wanted and not task.needs_dense:
-            return None
-        if model is None:
-            raise UsageError(
-                "learning from the original model needs that model",
-                where="finetune",
-                fix="give the job its `teacher`, or train with objective: task on a task that has labels",
-            )
-        return Teacher(model=model.to(machine.device), task=task, machine=machine, wanted=wanted)
-
-    @torch.no_grad()
-    def teach(self, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """The batch with what the task remembers of the original's output, and `task.answer` of it if wanted."""
-        with in_mode(self.model, training=False), self.machine.autocast():
-            output = call_model(self.model, self.task.inputs(batch))
-        answer = self.task.answer(output, self.task.mask(batch)) if self.wanted else None
-        return self.task.remember(output, batch), answer

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.data.batch import Batch
+from acm_compiler.data import Batch, BatchStream
 from acm_compiler.passes.rewrite.conversion import conversion_of
 
 Backward = Callable[[Tensor], None]
@@ -58,6 +58,9 @@ class Phase(Protocol):
     @property
     def same_noise(self) -> bool:
         """True if all processes draw the same random numbers, instead of each its own."""
+
+    def prepare(self, batches: BatchStream, steps: int) -> None:
+        """Get ready what `steps` steps on these batches need and keep beside the model; an interrupted one goes on."""
 
     def opened(self) -> AbstractContextManager[None]:
         """Inside, the model is ready to run batches; nothing of that stays on it."""

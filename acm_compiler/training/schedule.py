@@ -99,6 +99,8 @@ def _train(
     phase = make_phase(run.model, config, job, machine)
     parts = _open_data(run, config.loaded_batch, index)
     loop = PhaseLoop(run, phase, config, batches=parts, index=index)
+    with _ended_at_once(run, f"stopped before the first step of phase {phase.name}; what was computed for it is kept"):
+        phase.prepare(parts, loop.steps)
     loop.train(snapshot)
     phase.complete()
     if machine.is_main:

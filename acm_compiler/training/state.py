@@ -4,6 +4,7 @@
                          optimization.pt     optimizer and loss scaling: tensors and plain values only
                          generators.pt       every process's random generators
                          state.json          position, budgets, what the run belongs to
+    state/answers/       what the original model answered; see `answers`
 
 A state is written under another name and renamed when it is complete; only then the one before it is removed.
 """
@@ -134,7 +135,7 @@ class StateStore:
         new.rename(final)
         _flush(self.directory)
         for older in self.directory.iterdir():
-            if older != final:
+            if older != final and _NAME.fullmatch(older.name):
                 shutil.rmtree(older, ignore_errors=True)
 
     def load(self, model: nn.Module) -> Snapshot | None:

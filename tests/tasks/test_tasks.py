@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from acm_compiler.errors import DataError, FunctionFailed, UsageError
 from acm_compiler.recipe.tasks import CausalLMTask, ClassifyTask, CtcTask, EmbedTask, MaskedLMTask, PythonTask
-from acm_compiler.tasks import Task, open_task
-from acm_compiler.tasks.base import as_task
+from acm_compiler.tasks import Task, base, open_task
+from acm_compiler.tasks.base import as_task, distance
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import Ctc
 from acm_compiler.tasks.language import CausalLM, MaskedLM
@@ -266,3 +266,23 @@ def test_a_users_metric_is_a_share_if_it_says_so_or_by_its_name(facts: dict[str,
     task = as_task(SimpleNamespace(**facts))
     assert task.is_share is share and not task.lower_is_better and task.likeness is None
     assert task.value(torch.tensor([1.0, 0.0]), task.units({"x": torch.ones(2, 3)})) == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_distance_of_logits_is_their_divergence_however_many_are_turned_at_a_time(dtype, monkeypatch):
+    class Logits(Task):
+        answers_logits = True
+
+    torch.manual_seed(0)
+    wanted = (3 * torch.randn(2, 5, 7)).to(dtype)
+    answer = (3 * torch.randn(2, 5, 7)).to(dtype)
+    wanted[1, 3:] = answer[1, 3:] = 0.0  # padding
+    answer.requires_grad_()
+    plain = F.kl_div(answer.float().log_softmax(-1), wanted.float().log_softmax(-1), log_target=True, reduction="sum")
+    (slope,) = torch.autograd.grad(2**10 * plain / 8, answer)
+    for numbers in (1, 21, 2**18):
+        monkeypatch.setitem(base._AT_A_TIME, "cpu", numbers)
+        found = distance(Logits(), answer, wanted)
+        torch.testing.assert_close(found, plain / 8)
+        (mine,) = torch.autograd.grad(2**10 * found, answer)
+        torch.testing.assert_close(mine, slope, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-4)

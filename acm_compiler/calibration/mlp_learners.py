@@ -18,7 +18,7 @@ from acm_compiler.planning.decisions import SecondLayer
 
 # in a matrix shared by all k, each counts by its least error to the power of -_EVEN; where that is no more than such a
 # part of the error without learners it is as good as none
-_EVEN, _FLOOR = 0.75, 1e-3
+_EVEN, _FLOOR = 0.5, 1e-3
 _PLENTY, _IMAGINED = 10, 0.2  # tokens for every neuron; how many are imagined for one that is missing to that
 
 

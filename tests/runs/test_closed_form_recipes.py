@@ -89,19 +89,14 @@ def test_a_layer_of_smollm2_is_converted_from_its_gguf_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_layers_of_smollm2_are_healed_from_answers_that_the_original_gave_once(tmp_path):
+def test_a_layer_of_smollm2_is_healed_from_answers_that_the_original_gave_once(tmp_path):
     needs_smollm2()
-    few = ["data.train.count=200", "data.eval.count=24", "schedule[0].tokens=3000", "schedule[1].steps=24"]
-    rule = SiteRule(match=("mlp",), include=tuple(f"model.layers.{n}.mlp" for n in range(8, 12)), learners=4)
+    few = ["data.train.count=128", "data.eval.count=8", "schedule[0].tokens=3000", "schedule[1].steps=16"]
+    rule = SiteRule(match=("mlp",), include=("model.layers.9.mlp",), learners=4)
     recipe = load_recipe("smollm2_healed", few).model_copy(update={"sites": (rule,)})
-    found = {}
-    for name, schedule in (("calibrated", recipe.schedule[:1]), ("healed", recipe.schedule)):
-        changed = recipe.model_copy(update={"schedule": schedule})
-        found[name] = run_recipe(changed, RunOptions(directory=tmp_path / name), say=lambda _: None)
-    calibrated, healed = ({b.asked: b.metric for b in result.budgets} for result in found.values())
-    dense = found["healed"].metric.dense
-    for budget in (0.25, 0.4):
-        assert healed[budget] - dense < 0.8 * (calibrated[budget] - dense), budget
-    lines = [json.loads(line) for line in (tmp_path / "healed" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines if line["phase"] == "finetune"] == [0] * 12 + [1] * 12
-    assert not (tmp_path / "healed" / "state").exists()  # with the answers
+    found = run_recipe(recipe, RunOptions(directory=tmp_path / "out"), say=lambda _: None)
+    by_budget = {result.asked: result for result in found.budgets}
+    assert 0.95 < by_budget[1.0].metric / found.metric.dense < by_budget[0.25].metric / found.metric.dense + 0.02 < 1.2
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines if "loss" in line] == [0] * 8 + [1] * 8
+    assert not (tmp_path / "out" / "state").exists()  # with the answers

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm.arguments import GateWeights, held
+from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.reference import GateRule
 
 
@@ -25,7 +25,7 @@ class Gate(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Scores [T, C], computed in the gate's own precision whatever autocast says."""
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device):
             h_TG = F.gelu(self.inner(x_TD.to(self.inner.weight.dtype)))
             return self.outer(h_TG)
 

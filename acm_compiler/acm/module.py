@@ -20,6 +20,7 @@ from acm_compiler.acm.gate import Gate
 from acm_compiler.acm.intact import refuse_changed, refuse_scripting
 from acm_compiler.acm.learners import Learners
 from acm_compiler.acm.operands import refuse_type, refuse_width
+from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.reference import choice_costs, choose_k, relaxed_output, sample_nu, utilities
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.site import Layout
@@ -171,7 +172,7 @@ class ACM(nn.Module):
 
     def utilities(self, x_TD: Tensor, knob: Tensor) -> Tensor:
         """Utilities [T, C] of the allowed k; fp32 or float64."""
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device):
             score_TC = self.gate(x_TD)
             score_TC = score_TC.double() if x_TD.dtype == torch.float64 else score_TC.float()
             return utilities(score_TC, knob, self.choice_costs(x_TD.device), self.gate.rule)

@@ -17,6 +17,7 @@ from acm_compiler.acm.arguments import (
     LearnerWeights,
     part,
 )
+from acm_compiler.acm.precision import autocast_type
 from acm_compiler.acm.reference import GateRule
 from acm_compiler.errors import UsageError
 
@@ -41,7 +42,7 @@ def refuse_width(x: Tensor, d_in: int, *, site: str) -> NoReturn:
 
 def refuse_type(x: Tensor, dtype: torch.dtype, *, site: str) -> None:
     """UsageError naming the site for an input of another type than its weights that autocast does not convert."""
-    if not torch.is_autocast_enabled(x.device.type):
+    if autocast_type(x.device) is None:
         raise UsageError(
             "the input must have the type of this site's weights",
             where=site,

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from acm_compiler.acm.arguments import GateArguments, LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.intact import refuse_onnx
 from acm_compiler.acm.operands import may_equal, require_gate, require_learners
+from acm_compiler.acm.precision import autocast_type, without_autocast
 from acm_compiler.acm.reference import Weights, branchless_output, choice_costs, choose_k, run_learners, utilities
 from acm_compiler.errors import UsageError
 
@@ -47,10 +48,9 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
 
     Under autocast the inputs are cast as a linear's would be.
     """
-    device = x_TD.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
+    dtype = autocast_type(x_TD.device)
+    if dtype is not None:
+        with without_autocast(x_TD.device):
             return learners(x_TD.to(dtype), k_T, cast_weights(weights, dtype))
     tensors, form, act = weights.tensors, weights.form, weights.act
     pushed_forward = forward_ad._current_level >= 0  # the operator has no rule for tangents
@@ -206,7 +206,7 @@ def _gate(x: Tensor, *tensors: Tensor, **options) -> Tensor:
 def _gate_reference(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi = call = GateArguments(*tensors)
     require_gate(call, k_min=k_min, rule=rule)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         score_TC = F.linear(F.gelu(F.linear(x.to(w_inner.dtype), w_inner, b_inner)), w_outer, b_outer)
     score_TC = score_TC.double() if x.dtype == torch.float64 else score_TC.float()
     cost_C = choice_costs(cost, k_min=k_min, n_learners=k_min + score_TC.shape[1] - 1, device=x.device)

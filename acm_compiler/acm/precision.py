@@ -6,7 +6,7 @@ Apple's mps and some XPUs have no float64; there the CPU holds what needs it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ def to_float64(tensor: Tensor) -> Tensor:
     """`tensor` in float64, on `float64_device` of its own."""
     # two steps: mps refuses to copy to the CPU and into float64 at once
     return tensor.to(float64_device(tensor.device)).double()
+
+
+def autocast_type(device: torch.device) -> torch.dtype | None:
+    """The type that autocast computes in on `device`; None where it is off, and on the meta device, which has none."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast is off inside for tensors on `device`."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 @contextmanager

@@ -168,8 +168,9 @@ class CostReport:
         return self.fixed_macs + self.gate_macs + budget * self.learner_macs
 
     def model_share(self, budget: float) -> float:
-        """`macs(budget)` over the dense model's MACs."""
-        return self.macs(budget) / self.plan.model.dense_macs
+        """`macs(budget)` over the dense model's MACs; 1 where that has none."""
+        dense = self.plan.model.dense_macs
+        return self.macs(budget) / dense if dense else 1.0
 
     def budget_of_macs(self, macs: float) -> float:
         """The budget at which the whole model costs `macs` over the example inputs."""

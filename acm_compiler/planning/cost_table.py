@@ -69,7 +69,7 @@ def _kinds_table(report: CostReport) -> str:
             ]
         )
     kept = report.fixed_macs
-    rows.append(["kept", "-", "", "", f"{kept / scale:.2f}", "-", "-", f"{kept / dense:.1%}"])
+    rows.append(["kept", "-", "", "", f"{kept / scale:.2f}", "-", "-", f"{kept / dense:.1%}" if dense else "-"])
     total_params = f"{millions(plan.model.dense_params)} -> {millions(report.acm_params)}"
     learners, gates = f"{report.learner_macs / scale:.2f}", f"{report.gate_macs / scale:.2f}"
     rows.append(["total", "", "", total_params, f"{dense / scale:.2f}", learners, gates, ""])

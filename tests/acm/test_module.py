@@ -143,6 +143,16 @@ def test_zero_tokens_pass_through():
     assert acm(torch.randn(0, 5, 8)).shape == (0, 5, 8)
 
 
+@pytest.mark.parametrize("relaxed", [False, True])
+def test_a_model_on_the_meta_device_gives_shapes_and_other_devices_are_refused(relaxed):
+    acm = acm_for(planned_site()).to("meta").train(relaxed)
+    acm.temperature = 0.8 if relaxed else None
+    x = torch.randn(2, 5, 8)
+    assert acm(x.to("meta")).shape == x.shape
+    with pytest.raises((RuntimeError, UsageError), match="meta"):
+        acm(x)
+
+
 def test_autocast_runs_the_learners_in_its_type_and_the_gate_in_its_own():
     acm = acm_for(planned_site())
     x = torch.randn(4, 5, 8)

@@ -5,7 +5,9 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
+import acm_compiler
 from acm_compiler.errors import PlanMismatch, StorageError
 from acm_compiler.planning.cost import site_cost
 from acm_compiler.planning.plan import Plan, check_fits, fingerprint
@@ -82,6 +84,13 @@ def test_the_fingerprint_is_structure_not_values():
     assert fingerprint(one) == fingerprint(two) != fingerprint(other)
     with pytest.raises(PlanMismatch, match="plan again"):
         check_fits(plan_of(planned_site()), one)
+
+
+def test_a_model_without_products_has_a_report_too():
+    """Plan a model as torch's dynamic quantisation leaves it: its linears are operators of their own."""
+    plan = acm_compiler.plan(nn.Sequential(nn.LayerNorm(8)), torch.randn(2, 8))
+    assert "kept" in str(plan)
+    assert plan.cost.model_share(0.5) == 1
 
 
 def test_the_report_of_a_batch_is_of_one_example():

@@ -36,6 +36,9 @@ def batch(
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         given = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise UsageError("a padding mask of another kind", found=given, expected="a tensor [batch, tokens]")
+    if mask is not None and mask.is_floating_point() and bool((mask < 0).any()):
+        fix = "acm.batch(model, mask=mask == 0): what is added to scores is 0 where a token is real"
+        raise UsageError("a padding mask of another kind", found="numbers below 0", expected="0 at padding", fix=fix)
     said = {} if budgets is None else _settings(model, budgets)
     if mask is not None:
         said["mask"] = mask.bool()

@@ -11,12 +11,14 @@ from acm_compiler import batch, plan, record, rewrite, set_budget
 from acm_compiler.acm import precision as float64
 from acm_compiler.acm.context import batch_of
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
-from acm_compiler.calibration import gates, ranks
+from acm_compiler.calibration import gates
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options, masked
+from acm_compiler.errors import UsageError
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.runtime import measure_budgets as measure
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.encoder_decoder import CallPadding
 from acm_compiler.runtime.measure_budgets import _mean_over_ranks, _Search
 from acm_compiler.runtime.usage import Usage
@@ -39,8 +41,11 @@ def test_knobs_are_guessed_where_the_scores_are(rule, monkeypatch):
     monkeypatch.setattr(gates, "choose_k", choose)
     for acm in sites(model).values():
         acm.gate.rule = rule
-    scores = {name: torch.empty(7, acm.count - acm.k_min + 1, device="meta") for name, acm in sites(model).items()}
-    assert gates._share_of(rewritten(model), scores, 0.3, 1) == pytest.approx(0.5)
+    scored = {
+        name: gates.ScoredGate(gate=acm.gate, scores=torch.empty(7, acm.count - acm.k_min + 1, device="meta"))
+        for name, acm in sites(model).items()
+    }
+    assert gates._share_of(rewritten(model), scored, 0.3, 1) == pytest.approx(0.5)
     assert [(k_T.device.type, k_T.shape) for k_T in chosen] == [("meta", (7,))] * 2
 
 
@@ -128,6 +133,16 @@ def test_costs_of_choices_need_no_float64_where_the_tokens_are(rule):
     assert costs.device.type == "cpu" and costs.tolist() == [0.5, 1.0, 1.5, 2.0]
     u_TC = utilities(torch.empty(7, 4, device="meta"), torch.empty((), device="meta"), costs, rule)
     assert (u_TC.device.type, u_TC.shape, u_TC.dtype) == ("meta", (7, 4), torch.float32)
+
+
+def test_a_mask_that_is_added_to_scores_is_refused():
+    added = torch.zeros(2, 5)
+    added[1, 3:] = -torch.inf
+    with (
+        pytest.raises(UsageError, match=r"(?s)numbers below 0.*mask == 0"),
+        batch(stack_of(planned_site("a")), mask=added),
+    ):
+        pass
 
 
 def test_every_site_takes_what_a_batch_says_to_its_own_device():

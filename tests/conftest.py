@@ -26,6 +26,15 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """One thread for all tests of a file: bits are promised for equal numbers of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Every test starts from the same state of all generators."""

@@ -20,6 +20,7 @@ from acm_compiler.inputs import Inputs, call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.progress import Progress
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import NEAR
 from acm_compiler.runtime.control import refuse_unfitted
@@ -292,8 +293,5 @@ def _averaged_over_ranks(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _added_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """The sum over all processes, which talk to each other by tensors on `device`: NCCL knows no others."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        values = values.to(device)
-        torch.distributed.all_reduce(values)
-    return values.cpu()
+    """The sum over all processes, on the CPU; they talk to each other by tensors on `device`: NCCL knows no others."""
+    return ranks.total(values.to(device)).cpu()

@@ -1,4 +1,4 @@
-"""Several processes that calibrate together, each with its own batches: what they saw is joined."""
+"""Several processes that work together, each with its own batches: what they saw is joined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 
 def world() -> int:
-    """Number of processes that calibrate together."""
+    """Number of processes that work together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -22,6 +22,7 @@ from tests.helpers.training_process import Signalling, weights
 from tests.helpers.training_runs import examples, finetune, fitted, job_in, metrics
 from tests.helpers.training_tiny import Points, Task, make_model, make_teacher
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS, WIDTH = 50, 6
 
 
@@ -63,15 +64,6 @@ class Words(Dataset):
 
     def collate(self, items):
         return {name: nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Bits are promised for equal numbers of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def learner() -> nn.Module:

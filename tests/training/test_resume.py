@@ -25,17 +25,9 @@ from tests.helpers.training_process import SCHEDULE, STEPS, Signalling, train, w
 from tests.helpers.training_runs import distill, examples, finetune, fitted, gate, job_in, metrics
 from tests.helpers.training_tiny import Task, make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 # the fourth batch of each phase: in the middle of its second epoch, one step after a timed save
 BATCHES = {name: i * STEPS + 4 for i, name in enumerate(("distill", "gate", "finetune"))}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Bits are promised for equal numbers of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ Shapes: T tokens, C choices of k, O out, E examples, P projections of the output
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -198,7 +199,7 @@ def root_probabilities(logits_BSV: Tensor) -> Tensor:
     of tokens that will not come count for nothing.
     """
     dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return 2 * (logits_BSV.log_softmax(-1, dtype=dtype) / 2).exp()
+    return torch.add(math.log(2), logits_BSV.log_softmax(-1, dtype=dtype), alpha=0.5).exp()
 
 
 def answers(output: Any, answer: Answer, mask_BS: Tensor | None = None) -> list[Tensor]:
@@ -221,35 +222,38 @@ def answers(output: Any, answer: Answer, mask_BS: Tensor | None = None) -> list[
     return tensors
 
 
-def real_rows(tensor: Tensor, mask_BS: Tensor | None) -> list[Tensor]:
-    """One view [rows, ...] per example of `tensor` [B, ...]; without padding where the mask fits its token axis."""
+def _real_tokens(tensor: Tensor, mask_BS: Tensor | None) -> list[Any]:
+    """Index of what is no padding for every example of `tensor` [B, ...]; of all where no mask fits its tokens."""
     if mask_BS is None or tensor.dim() < 3 or tensor.shape[:2] != mask_BS.shape:
-        return [example.reshape(1, -1) for example in tensor]
-    return [example[real] for example, real in zip(tensor, mask_BS.to(tensor.device), strict=True)]
+        return [...] * len(tensor)
+    return list(mask_BS.to(tensor.device))
 
 
-def random_projection(
+def random_directions(
     tensors: list[Tensor], mask_BS: Tensor | None, *, first: int, seed: int, number: int = 0
-) -> Tensor:
-    """sum(r * output) with r standard normal, as a scalar with its graph; padding is left out.
+) -> list[Tensor]:
+    """A standard normal tensor of the shape and type of each of `tensors`, 0 at padding.
 
-    `number` counts independent projections of one output. Each example draws its own r, by `seed` and its place in
-    the data (`first` + its row), so that neither padding nor the cut into batches changes what is drawn.
+    `number` counts independent directions of one output. Each example draws its own, by `seed` and its place in the
+    data (`first` + its row), so that neither padding nor the cut into batches changes what is drawn.
     """
-    total = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+    directions = []
     for part, tensor in enumerate(tensors):
-        for row, values in enumerate(real_rows(tensor, mask_BS)):
+        direction = torch.zeros_like(tensor, requires_grad=False)
+        for row, real in enumerate(_real_tokens(tensor, mask_BS)):
             # CPU generators use 32 bits of a seed
             own_seed = zlib.crc32(f"{seed} {part} {first + row} {number}".encode())
-            generator = torch.Generator(values.device).manual_seed(own_seed)
-            r = torch.randn(values.shape, generator=generator, device=values.device, dtype=torch.float32)
-            total = total + (values.float() * r).sum()
-    return total
+            generator = torch.Generator(tensor.device).manual_seed(own_seed)
+            shape = direction[row][real].shape
+            drawn = torch.randn(shape, generator=generator, device=tensor.device, dtype=torch.float32)
+            direction[row][real] = drawn.to(direction)
+        directions.append(direction)
+    return directions
 
 
 def energy(tensors: list[Tensor], mask_BS: Tensor | None) -> float:
     """|output|^2, padding left out."""
-    rows = [values for tensor in tensors for values in real_rows(tensor, mask_BS)]
+    rows = [example[real] for t in tensors for example, real in zip(t, _real_tokens(t, mask_BS), strict=True)]
     types = [torch.promote_types(values.dtype, torch.float32) for values in rows]
     norms = [torch.linalg.vector_norm(values, dim=-1, dtype=dtype) for values, dtype in zip(rows, types, strict=True)]
     return sum(float(to_float64(norm).square().sum()) for norm in norms)

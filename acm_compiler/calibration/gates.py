@@ -22,7 +22,7 @@ from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.measure_budgets import Example, undisturbed
-from acm_compiler.runtime.usage import recorded
+from acm_compiler.runtime.usage import PADDING, recorded
 
 _BATCH, _CLIP = 1024, 1.0
 # a small sample is learned in fewer steps than were asked for: so many passes over it, but no fewer than so many steps
@@ -119,6 +119,8 @@ def gamma_loss(score_TC: Tensor, damage_TC: Tensor) -> Tensor:
 _PLACES = (0.1, 0.3)
 # raising costs the budgets below: it must earn so much of the log damage
 _WORTH = 0.05
+# tokens on which kinds of gates and lowest k are compared; they differ by far more than more tokens would tell
+_COMPARED = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,8 @@ def choose_gates(
     """The gates and the lowest k with which the model's outputs are nearer to the original's at low budgets.
 
     kinds: the gates of every site, by its name, in each kind. Budgets in `budgets` stay reachable. All are compared at
-    equal shares of learner MACs, on `examples`, in eval mode; gates, mode and choices of the model come back.
+    equal shares of learner MACs, on the first of `examples`, in eval mode; gates, mode and choices of the model come
+    back.
     """
     plan = found.plan
     floor = plan.cost.least_share(1)
@@ -182,17 +185,7 @@ def choose_gates(
         for kind, gates in enumerate(kinds)
         for k_lo in ((0, 1) if raised else (0,))
     }
-    own = {name: acm.gate for name, acm in found.acms.items()}
-    try:
-        with undisturbed(found):
-            for example in examples:
-                _try(found, example, kinds, trials, answer)
-    finally:
-        for name, acm in found.acms.items():
-            acm.gate = own[name]
-    for row in trials.values():
-        for trial in row:
-            trial.join()
+    _try_all(found, examples, kinds, trials, answer)
     if not all(trial.examples for row in trials.values() for trial in row):
         return Choice()  # measuring budgets on these examples says what is wrong with them
     losses = {choice: [_log_damage(row, target) for target in targets] for choice, row in trials.items()}
@@ -207,14 +200,37 @@ def choose_gates(
     return Choice(kind=kind, k_lo=1 if gain / len(targets) > _WORTH else 0)
 
 
+def _try_all(
+    found: Rewritten,
+    examples: Sequence[Example],
+    kinds: Sequence[Mapping[str, ScoredGate]],
+    trials: Mapping[Choice, Sequence[_Trial]],
+    answer: Answer,
+) -> None:
+    """Run every trial on as many examples as tell, on all processes."""
+    own, seen = {name: acm.gate for name, acm in found.acms.items()}, 0
+    try:
+        with undisturbed(found):
+            for example in examples:
+                seen += _try(found, example, kinds, trials, answer)
+                if seen >= _COMPARED:
+                    break
+    finally:
+        for name, acm in found.acms.items():
+            acm.gate = own[name]
+    for row in trials.values():
+        for trial in row:
+            trial.join()
+
+
 def _try(
     found: Rewritten,
     example: Example,
     kinds: Sequence[Mapping[str, ScoredGate]],
     trials: Mapping[Choice, Sequence[_Trial]],
     answer: Answer,
-) -> None:
-    """Add what every trial does to one batch."""
+) -> int:
+    """Add what every trial does to one batch; the real tokens in it, at the site that sees most."""
     mask_BS = mask_in(found.model, example)
     with batch_context(found.model, mask=example[1]):
         with tapped(found.acms, {}):
@@ -229,6 +245,7 @@ def _try(
                 trial.examples += len(usage.real_shares)
                 trial.shares += float(usage.real_shares.sum())
                 trial.damage += energy([g - w for g, w in zip(given, wanted, strict=True)], mask_BS)
+    return max((int((k_BS != PADDING).sum()) for k_BS in usage.k.values()), default=0)
 
 
 def _log_damage(trials: Sequence[_Trial], share: float) -> float:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import own_types
-from acm_compiler.calibration.damage import Answer, answers, energy, random_projection
+from acm_compiler.calibration.damage import Answer, answers, energy, random_directions
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
@@ -60,18 +61,18 @@ def observe(
     finite.
     """
     seen = Seen()
-    with tapped(found.acms, records) as taps, _differentiable(found) as carriers:
+    with tapped(found.acms, records) as taps, _differentiable(found):
         for example in examples:
             taps.begin(mask_in(found.model, example), first=seen.examples, forward_alone=taps.forward_alone or enough())
             with batch_context(found.model, mask=example[1]), torch.set_grad_enabled(not taps.forward_alone):
                 output = run(found, example[0])
                 if not taps.forward_alone:
                     outputs = answers(output, answer, taps.mask_BS)
-                    losses = (
-                        random_projection(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
+                    directions = (
+                        random_directions(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
                         for number in range(projections)
                     )
-                    seen.has_gradients |= _differentiate_all(losses, projections, [*carriers, *taps.leaves])
+                    seen.has_gradients |= _differentiate_all(outputs, directions, projections, taps.edges)
                     seen.judged += outputs[0].shape[0]
                     seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
             _settle(found, records)
@@ -79,21 +80,28 @@ def observe(
     return seen
 
 
-def _differentiate_all(losses: Iterable[Tensor], count: int, wanted: list[Tensor]) -> bool:
-    """Run the gradient's hooks for each of `count` losses of one graph; False where they have no gradient."""
-    for number, loss in enumerate(losses, start=1):
-        if not loss.requires_grad:
-            return False
-        _differentiate(loss / count**0.5, wanted, more=number < count)
+def _differentiate_all(
+    outputs: list[Tensor], directions: Iterable[list[Tensor]], count: int, wanted: list[GradientEdge]
+) -> bool:
+    """Run the gradient's hooks for each of `count` directions of the outputs; False where these have no gradient."""
+    places = [place for place, output in enumerate(outputs) if output.requires_grad]
+    if not places or not wanted:
+        return False
+    for number, direction in enumerate(directions, start=1):
+        scaled = [direction[place].div_(count**0.5) for place in places]
+        _differentiate([outputs[place] for place in places], scaled, wanted, more=number < count)
     return True
 
 
-def _differentiate(loss: Tensor, wanted: list[Tensor], more: bool) -> None:
-    """Run the gradient's hooks; UsageError where the model overwrote what a gradient needs, or an operator has none."""
+def _differentiate(outputs: list[Tensor], along: list[Tensor], wanted: list[GradientEdge], more: bool) -> None:
+    """Run the hooks of gradients at the sites' outputs: where only these are wanted, none of a weight is computed.
+
+    UsageError where the model overwrote what a gradient needs, or an operator has none.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", f".*{_UNREGISTERED}")  # torch goes on, with no gradient or a wrong one
-            torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=more)
+            torch.autograd.grad(outputs, wanted, along, allow_unused=True, retain_graph=more)
     except (RuntimeError, UserWarning) as error:
         if without := _NO_FORMULA.search(str(error)):
             operator = next(filter(None, without.groups())).replace(".", "::")  # as it is registered
@@ -143,13 +151,14 @@ class _Taps:
         """Expect a batch with this mask, whose first example has the number `first`."""
         self.mask_BS, self.first, self.forward_alone = mask_BS, first, forward_alone
         self.examples = 0
-        self.leaves: list[Tensor] = []
+        self.edges: list[GradientEdge] = []
 
     def __call__(self, acm: ACM, x: Tensor, output: Tensor) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint's recomputation
-        if torch.is_grad_enabled() and not output.requires_grad:
-            self.leaves.append(output.requires_grad_())
+        if torch.is_grad_enabled():
+            # an edge names the value as it is now, even where the model works on it in place afterwards
+            self.edges.append(get_gradient_edge(output if output.requires_grad else output.requires_grad_()))
         record = self.records.get(acm.name)
         if record is not None:
             x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), real_tokens(acm, x, self.mask_BS)
@@ -176,19 +185,19 @@ def tapped(acms: Mapping[str, ACM], records: Mapping[str, SiteRecord]) -> Iterat
 
 
 @contextmanager
-def _differentiable(found: Rewritten) -> Iterator[list[nn.Parameter]]:
-    """Inside, gradients flow from the model's output to every ACM's, and to as few parameters as that takes.
+def _differentiable(found: Rewritten) -> Iterator[None]:
+    """Inside, gradients flow from the model's output to every ACM's.
 
     One small parameter per dense region requires gradients, so that the region's output has a graph and may be worked
-    on in place; no other does. Yields those parameters.
+    on in place; no other does.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in found.model.parameters()]
-    carriers = {id(p): p for acm in found.acms.values() if (p := _smallest(acm.dense)) is not None}
+    carriers = {id(p) for acm in found.acms.values() if (p := _smallest(acm.dense)) is not None}
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(id(parameter) in carriers)
         with torch.enable_grad():
-            yield list(carriers.values())
+            yield
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)

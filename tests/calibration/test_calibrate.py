@@ -14,7 +14,7 @@ import acm_compiler.calibration.calibrate as process
 import acm_compiler.runtime.measure_budgets as measure
 from acm_compiler.acm.context import observers_of
 from acm_compiler.acm.reference import prefix_output
-from acm_compiler.calibration import candidates
+from acm_compiler.calibration import candidates, gates
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
 from acm_compiler.calibration.damage import evened
 from acm_compiler.calibration.examples import Options, masked
@@ -425,9 +425,7 @@ def test_where_a_plan_holds_for_one_example_batches_of_several_are_refused():
 
 
 def test_budgets_that_will_be_asked_for_stay_reachable(monkeypatch):
-    import acm_compiler.calibration.gates as lowest_k
-
-    monkeypatch.setattr(lowest_k, "_WORTH", -100.0)
+    monkeypatch.setattr(gates, "_WORTH", -100.0)
     model = make_tiny()
     calibrate_on(model, masked(DATA), options=quick())
     with pytest.raises(BudgetUnreachable):
@@ -436,6 +434,18 @@ def test_budgets_that_will_be_asked_for_stay_reachable(monkeypatch):
     calibrate_on(model, masked(DATA), options=quick(budgets=(0.1,)))
     assert set_budget(model, 0.1) == pytest.approx(0.1)
     assert {point.k_lo for point in conversion(model).table.points} == {0}
+
+
+def test_gates_are_compared_on_no_more_examples_than_tell(monkeypatch):
+    def tried(enough):
+        batches, whole = [], gates._try
+        with monkeypatch.context() as patch:
+            patch.setattr(gates, "_COMPARED", enough)
+            patch.setattr(gates, "_try", lambda *args: batches.append(args[1]) or whole(*args))
+            calibrate_on(make_tiny(), masked(DATA), options=quick(tokens=600))
+        return len(batches)
+
+    assert tried(1) == 1 < tried(10**6)
 
 
 def test_recalibrate_measures_the_table_alone(shared):

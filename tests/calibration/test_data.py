@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
-from acm_compiler.calibration.damage import answers, default_answer, energy, random_projection
+from acm_compiler.calibration.damage import answers, default_answer, energy, random_directions
 from acm_compiler.calibration.examples import Examples, Options, masked, run
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
@@ -17,7 +18,7 @@ from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.pipeline import plan
 from acm_compiler.site import Layout
 from tests.helpers.calibration_tiny import make_tiny, observed, texts
-from tests.helpers.models import Mlp, Residual, Stack, example
+from tests.helpers.models import WIDTH, Mlp, Residual, Stack, example
 
 
 def records_of(model):
@@ -162,10 +163,11 @@ def test_gradients_are_those_of_the_projected_output():
     # a leaf must not be changed in place, as this model does: give it a graph
     for acm in sites(dense).values():
         acm.dense.requires_grad_(True)
-    loss = random_projection([dense(**example)], None, first=0, seed=0)
+    answer = dense(**example)
+    along = random_directions([answer], None, first=0, seed=0)
     for name, output in outputs.items():
         if name != "blocks.0.mlp":  # its tensor was changed in place afterwards
-            (g,) = torch.autograd.grad(loss, output, retain_graph=True)
+            (g,) = torch.autograd.grad(answer, output, along, retain_graph=True)
             wanted = g[0].double().T @ g[0].double() / 2
             torch.testing.assert_close(records[name].metric.value(12, g.device), wanted, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(records[name].sample.weights, g[0].square().sum(1), rtol=1e-4, atol=1e-6)
@@ -173,13 +175,33 @@ def test_gradients_are_those_of_the_projected_output():
     assert records["blocks.0.mlp"].metric.value(12, torch.device("cpu")).trace() > 0
 
 
+def test_no_gradient_of_a_weight_is_computed():
+    def mlp():  # without a bias, which would be a small parameter of its region
+        return nn.Sequential(nn.Linear(WIDTH, 32, bias=False), nn.GELU(), nn.Linear(32, WIDTH, bias=False))
+
+    dense, x = nn.Sequential(Residual(mlp()), Residual(mlp())).eval(), torch.randn(2, 5, WIDTH)
+    model = rewrite(dense, plan(dense, x))
+
+    def flops(act):
+        with FlopCounterMode(display=False) as counted:
+            act()
+        return counted.get_total_flops()
+
+    def seen(projections):
+        found = rewritten(model)
+        return observe(found, [(x, None)], {}, answer=default_answer, seed=0, projections=projections)
+
+    # from the output to the second MLP's input, and so to the output of the first
+    assert flops(lambda: seen(2)) - flops(lambda: seen(1)) == flops(lambda: dense[1](x))
+
+
 def test_squared_projected_gradients_expect_the_squared_change_of_the_output():
     jacobian = torch.randn(6, 4)
     total = torch.zeros(4, 4)
     for seed in range(3000):
         v = torch.zeros(1, 4, requires_grad=True)
-        loss = random_projection([v @ jacobian.T], None, first=0, seed=seed)
-        (g,) = torch.autograd.grad(loss, v)
+        output = v @ jacobian.T
+        (g,) = torch.autograd.grad(output, v, random_directions([output], None, first=0, seed=seed))
         total += g.T @ g
     torch.testing.assert_close(total / 3000, jacobian.T @ jacobian, rtol=0.2, atol=0.6)
 

@@ -230,20 +230,6 @@ def test_bfloat16_is_rounded_where_the_dense_layers_do_and_nowhere_else(tokens):
     assert relative_error(y, as_dense.double()) <= 2e-3
 
 
-@pytest.mark.parametrize("tokens", [3, 300, 1300])
-@pytest.mark.parametrize("kind", FORMS)
-def test_threads_give_the_same_bits(kind, tokens):
-    weights, x, k = drawn(kind, torch.float32), torch.randn(tokens, D), draw_k(tokens, "mixed")
-    threads = torch.get_num_threads()
-    one = native_output(x, k, weights)
-    try:
-        torch.set_num_threads(3)
-        several = native_output(x, k, weights)
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(several, one)
-
-
 LARGE = """
 import resource, torch
 from acm_compiler.acm import Learners, ops
@@ -400,31 +386,3 @@ def test_an_unknown_kernel_is_refused(monkeypatch):
     monkeypatch.setenv("ACM_KERNEL", "tritn")
     with pytest.raises(UsageError, match="triton"):
         cpu.take_over()
-
-
-BUSY = """
-import ctypes, torch
-from acm_compiler.acm import ops
-from acm_compiler.codegen.cpu import build
-from tests.codegen.test_cpu_kernel import drawn, native_output
-ops.load_kernels("cpu")
-worked = ctypes.CDLL(str(build.library_file())).acm_threads_that_worked
-cases = [(2, 384), (8, 1536), (16, 3072), (32, 6144), (16, 1576), (32, 4000)]
-for threads, tokens in [*cases, (4, 64)]:
-    torch.set_num_threads(threads)
-    # few tokens are shared by learners: where each has but a panel of columns, there are no more parts than these
-    for form in ("mlp", "linear_top", "rows", "cols") if (threads, tokens) in cases else ("mlp", "rows"):
-        weights, k = drawn(form, torch.float32), torch.randint(0, 5, (tokens,))
-        worked()
-        native_output(torch.randn(tokens, 24), k, weights)
-        print(threads, tokens, form, worked())
-"""
-
-
-def test_every_thread_has_work():
-    """Counted with more threads than cores: who has work does not depend on when they run."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "32", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-c", BUSY]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert len(rows) == 26 and [row for row in rows if row[0] != row[3]] == []

@@ -1,19 +1,18 @@
 // One call of acm::learners on the CPU: y_k(x) + residual of every token, at the cost of the learners that it runs.
 //
 // Shapes: T tokens, D in, O out, N learners, H learner width (forms "rows" and "cols": its slice of G heads). Tokens
-// are sorted by k, highest first (a counting sort), and cut into chunks of equal work, which threads take. In a chunk
+// are sorted by k, highest first (a counting sort), and cut into chunks, which all threads share (plan.h). In a chunk
 // the tokens that run learner n are a prefix, and those that run exactly k learners lie together: the first layer is
 // one product per learner over its prefix, the second one product over the first k H hidden values of each token.
 #pragma once
 
 #include "activations.h"
+#include "multiply.h"
 #include "norm.h"
 #include "products.h"
 #include "sorted.h"
 
 namespace {
-
-constexpr int64_t kChunkRows = 1024;  // so many rows pay for transposing the weights
 
 enum class Form { mlp, gated, linear, rows, cols };
 constexpr std::string_view kFormNames[] = {"mlp", "gated", "linear", "rows", "cols"};
@@ -38,14 +37,12 @@ struct Call : Sorted {
   Form form;
   Act act;
   T* out;
-  const Norm* norm;           // null: rows of x are the tokens as they are
-  std::vector<int64_t> cuts;  // borders of the chunks, in sorted places
+  const Norm* norm;  // null: rows of x are the tokens as they are
 
   // ---- one chunk: sorted places [first, stop), rows 0 ... stop - first
 
   struct Chunk {
     int64_t first, stop;
-    bool shared;                 // it is the only one: threads share its products
     std::vector<const T*> x, h;  // its rows
     int64_t hidden_stride;
     T* hidden;
@@ -77,33 +74,22 @@ struct Call : Sorted {
     if (!spans.empty()) to.push_back({rows.data(), std::move(spans), w, first_col, cols, tokens, words});
   }
 
-  // Products that do not wait for each other, the largest first: `run(product, part)` runs one part of one of them.
-  // Where the chunk is the only one, threads share the parts of all.
-  template <typename Run>
-  static void multiply(const Chunk& c, const std::vector<OneProduct>& products, const Run& run) {
-    int64_t panels = 0;
-    for (const OneProduct& product : products) panels += product.panels();
-    std::vector<std::pair<const OneProduct*, Part>> items;
-    for (const OneProduct& product : products)
-      for (Part& part : product.parts(c.shared ? panels : 0)) items.emplace_back(&product, std::move(part));
-    share_out(items.size(), c.shared, [&](int64_t item) { run(*items[item].first, items[item].second); });
-  }
-
   static Weights plain(const T* data, int64_t cols, int64_t depth) {
     return {data, cols, depth / kPerWord, depth / kPerWord};
   }
 
-  // this thread's memory for the hidden values of a chunk, or for slices of its rows
-  static T* memory(int64_t values) {
-    static thread_local std::vector<T> kept;
-    return grown(kept, values);
+  // memory of the calling thread: hidden values of a chunk or slices of its rows, normalised rows
+  enum Use { kHidden, kNormal, kUses };
+  static Memory& memory_of(Use use) {
+    static thread_local Memory kept[kUses];
+    return kept[use];
   }
 
-  void run_chunk(int64_t first, int64_t stop, bool shared) const {
+  void run_chunk(int64_t first, int64_t stop) const {
     const int64_t rows = stop - first, most = std::min(learners, round_up(k_at(first), company()));
-    Chunk c{first, stop, shared, std::vector<const T*>(rows), std::vector<const T*>(rows)};
+    Chunk c{first, stop, std::vector<const T*>(rows), std::vector<const T*>(rows)};
     c.hidden_stride = form == Form::rows ? 0 : apart(most * width, rows);
-    c.hidden = memory(rows * c.hidden_stride);
+    c.hidden = memory_of(kHidden).template grown<T>(rows * c.hidden_stride);
     for (int64_t i = 0; i < rows; i++) {
       c.x[i] = x + order[first + i] * x_stride;
       c.h[i] = c.hidden + i * c.hidden_stride;
@@ -121,28 +107,19 @@ struct Call : Sorted {
     return rows * odd <= dense_values() ? odd : values;
   }
 
-  // replaces the rows of a chunk by normalised ones, in this thread's memory
+  // replaces the rows of a chunk by normalised ones
   __attribute__((noinline)) void normalise_rows(Chunk& c) const {
-    static thread_local std::vector<T> kept;
     const int64_t rows = c.stop - c.first, stride = apart(d_in, rows);
-    T* to = grown(kept, rows * stride);
+    T* to = memory_of(kNormal).template grown<T>(rows * stride);
     const T *weight = Norm::data_of<T>(norm->weight), *bias = Norm::data_of<T>(norm->bias);
-    each_row(c, [&](int64_t i) {
+    share_rows(0, rows, d_in, [&](int64_t i) {
       normalise(c.x[i], norm->moments[order[c.first + i]], d_in, weight, bias, to + i * stride);
       c.x[i] = to + i * stride;
     });
   }
 
-  template <typename F>
-  void each_row(const Chunk& c, const F& f) const {
-    const int64_t rows = c.stop - c.first;
-    at::parallel_for(0, rows, c.shared ? 64 : rows, [&](int64_t from, int64_t to) {
-      for (int64_t i = from; i < to; i++) f(i);
-    });
-  }
-
   void take_all_slices(Chunk& c) const {
-    each_row(c, [&](int64_t i) {
+    share_rows(0, c.stop - c.first, d_in, [&](int64_t i) {
       T* own = c.hidden + i * c.hidden_stride;
       take_slices(c.x[i], k_at(c.first + i), own);
       c.x[i] = own;
@@ -162,7 +139,7 @@ struct Call : Sorted {
       const int64_t rows = clip(c, at_least[most--]);
       std::vector<OneProduct> top;
       if (rows) add(top, c.x, {{0, rows, d_in / kPerWord}}, plain(w_top, d_out, d_in), 0, d_out);
-      multiply(c, top, output_of(c));
+      multiply<T, kPairs>(top, nullptr, output_of(c));
     }
     const int64_t skip = clip(c, at_least[most + 1]);
     std::vector<OneProduct> first, second;
@@ -171,12 +148,12 @@ struct Call : Sorted {
       if (rows <= skip) break;
       add(first, c.x, {{skip, rows, d_in / kPerWord}}, plain(w_in, learners * width, d_in), n * width, cols);
     }
-    multiply(c, first, [&](const OneProduct& in, const Part& part) {
-      in.run(part, finish_hidden(c, in.first_col, b_in, false));
+    multiply<T, kPairs>(first, w_up, [&](const OneProduct& in, const Piece& piece, const float* panel) {
+      in.run(piece, panel, finish_hidden(c, in.first_col, b_in, false));
       if (!w_up) return;
       OneProduct up = in;
       up.matrix.data = w_up;
-      up.run(part, finish_hidden(c, in.first_col, b_up, true));
+      up.run(piece, panel ? panel + up.panel_words(piece.count) : nullptr, finish_hidden(c, in.first_col, b_up, true));
     });
     for (int64_t high = most; high >= 1;) {  // tokens whose k share a second layer go together
       int64_t low = high;
@@ -185,11 +162,13 @@ struct Call : Sorted {
       add(second, c.h, spans(c, low, high, width), w, 0, d_out);
       high = low - 1;
     }
-    multiply(c, second, output_of(c));
+    multiply<T, kPairs>(second, nullptr, output_of(c));
   }
 
   auto output_of(const Chunk& c) const {
-    return [this, &c](const OneProduct& product, const Part& part) { product.run(part, finish_output(c)); };
+    return [this, &c](const OneProduct& product, const Piece& piece, const float* panel) {
+      product.run(piece, panel, finish_output(c));
+    };
   }
 
   // the second layer [O, N H] of tokens that run k learners
@@ -203,19 +182,19 @@ struct Call : Sorted {
     const Weights w{w_in, d_out, learners * deep, deep, learners, d_out * deep};
     std::vector<OneProduct> all;
     add(all, c.x, spans(c, 1, learners, width), w, 0, d_out);
-    multiply(c, all, output_of(c));
+    multiply<T, kPairs>(all, nullptr, output_of(c));
   }
 
   void run_rows(const Chunk& c) const {
-    each_row(c, [&](int64_t i) { start_rest(order[c.first + i], k_at(c.first + i)); });
+    share_rows(0, c.stop - c.first, d_out, [&](int64_t i) { start_rest(order[c.first + i], k_at(c.first + i)); });
     std::vector<OneProduct> all;
     for (int64_t n = 0; n < learners; n += company()) {
       const int64_t rows = clip(c, at_least[n + 1]), cols = std::min(company(), learners - n) * width;
       if (rows == 0) break;
       add(all, c.x, {{0, rows, d_in / kPerWord}}, plain(w_in, learners * width, d_in), n * width, cols);
     }
-    multiply(c, all, [&](const OneProduct& product, const Part& part) {
-      product.run(part, finish_slices(c, product.first_col));
+    multiply<T, kPairs>(all, nullptr, [&](const OneProduct& product, const Piece& piece, const float* panel) {
+      product.run(piece, panel, finish_slices(c, product.first_col));
     });
   }
 
@@ -287,13 +266,10 @@ struct Call : Sorted {
   }
 
   void run() const {
-    at::parallel_for(at_least[1], tokens, 256, [&](int64_t first, int64_t stop) {
-      for (int64_t p = first; p < stop; p++) put(order[p], b_out, 0, d_out, nullptr);
-    });
-    const int64_t chunks = cuts.size() - 1;
-    if (at_least[1] == 0) return;
-    if (chunks == 1) return run_chunk(cuts[0], cuts[1], true);
-    share_out(chunks, true, [&](int64_t c) { run_chunk(cuts[c], cuts[c + 1], false); });
+    share_rows(at_least[1], tokens, d_out, [&](int64_t place) { put(order[place], b_out, 0, d_out, nullptr); });
+    const auto borders = cut_chunks(at_least[1], at::get_num_threads());
+    for (size_t c = 1; c < borders.size(); c++) run_chunk(borders[c - 1], borders[c]);
+    for (int use = 0; use < kUses; use++) memory_of(static_cast<Use>(use)).end_call();
   }
 };
 

@@ -149,7 +149,8 @@ struct Network {
   template <typename T>
   void run(const T* x, int64_t stride, int64_t tokens, const Rule& rule, Norm* norm, int32_t* k) const {
     constexpr bool kAsIs = std::is_same_v<T, Word>;
-    at::parallel_for(0, tokens, 64, [&](int64_t from, int64_t to) {
+    const int64_t least = std::max(kTileRows, kLeastWork / (d_in * padded));
+    at::parallel_for(0, tokens, least, [&](int64_t from, int64_t to) {
       std::vector<float> copies(kAsIs ? 0 : kTileRows * d_in), h(kTileRows * padded), scores(padded_choices);
       std::vector<T> normal(norm ? kTileRows * d_in : 0);
       for (int64_t t = from; t < to; t += kTileRows) {

@@ -5,11 +5,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "plan.h"
 #include "vectors.h"
 
 namespace {
-
-inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 // A weight matrix [cols, depth]: row j is a column of the product. Its depth may lie in pieces of equal length, piece p
 // at data + p * piece_offset; `stride` from row to row. All counted in words.

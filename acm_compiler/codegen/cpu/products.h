@@ -6,17 +6,15 @@
 // is not granted, piece by piece for each tile. A row's sums are made in one order, whatever its neighbours are.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "matrix.h"
+#include "share.h"
 
 namespace {
 
@@ -26,13 +24,10 @@ constexpr int64_t kTileVecs = 2;
 #else
 constexpr int64_t kTileVecs = 4;
 #endif
-constexpr int64_t kTileRows = 6;
 constexpr int64_t kPanelCols = kTileVecs * kLanes;
 constexpr int64_t kPanelDepth = 1024;  // words: a panel stays in the second cache
 constexpr int64_t kStretch = 384;      // words summed before they are added to what there is: short sums round less
 constexpr int64_t kDotCols = 4;
-constexpr int64_t kPartRows = 24;  // so many rows at least share a panel of their own
-constexpr int64_t kMostThreads = 1024;
 // up to so many rows, and one for so many words of depth, a product without panels is the cheaper one
 constexpr int64_t kDotRows = 32, kDotDepth = 32;
 
@@ -51,9 +46,6 @@ inline Vec multiply_add(const Vec& a, const Vec& b, const Vec& sum) {
 #endif
   return at::vec::fmadd(a, b, sum);
 }
-
-// rows [from, to), of which the first `depth` words take part
-struct Span { int64_t from, to, depth; };
 
 // ---- the inner loops --------------------------------------------------------------------------------------------
 
@@ -135,49 +127,17 @@ struct Inner {
   }
 };
 
-// ---- sharing work between threads ---------------------------------------------------------------------------------
-
-inline std::atomic<bool> worked[kMostThreads];  // threads that had something to do, for tests
-
-// calls f(item) for each of so many items; `shared`: threads take them, each one at least
-template <typename F>
-void share_out(int64_t items, bool shared, const F& f) {
-  const int64_t workers = shared ? std::min<int64_t>(items, at::get_num_threads()) : 1;
-  std::atomic<int64_t> next{workers};
-  at::parallel_for(0, workers, 1, [&](int64_t from, int64_t to) {
-    if (shared) worked[at::get_thread_num() % kMostThreads].store(true, std::memory_order_relaxed);
-    for (int64_t worker = from; worker < to; worker++)
-      for (int64_t item = worker; item < items; item = next++) f(item);
-  });
-}
-
 // ---- a whole product --------------------------------------------------------------------------------------------
-
-// memory that is kept from call to call, grown to so many values if it has fewer; what it held is lost
-template <typename T>
-T* grown(std::vector<T>& memory, int64_t values) {
-  if (static_cast<int64_t>(memory.size()) < values) {
-    std::vector<T>().swap(memory);
-    memory.resize(values);
-  }
-  return memory.data();
-}
 
 // this thread's memory for one panel and for sums that wait for more depth
 inline float* panel_memory(int64_t words) {
-  static thread_local std::vector<float> memory;
-  return grown(memory, words);
+  static thread_local Memory memory;
+  return memory.grown<float>(words);
 }
 
-// What one thread computes of a product: columns [col, col + count) of these rows.
-struct Part {
-  int64_t col, count;
-  std::vector<Span> spans;  // one after the other, the deepest first
-};
-
-// One product of rows with columns [first_col, first_col + cols) of a matrix, part by part. `finish(row, rows, col, cols,
-// tile, width)` gets every tile of sums, [rows, width], once. `most`: of all rows of the call, these among them; it
-// decides how they are summed. `memory`: so many words a panel may have.
+// One product of rows with columns [first_col, first_col + cols) of a matrix, piece by piece. `finish(row, rows, col,
+// cols, tile, width)` gets every tile of sums, [rows, width], once. `most`: of all rows of the call, these among them; it
+// decides how they are summed. `memory`: so many words a panel of one piece may have.
 template <typename T, bool kPairs>
 struct Product {
   static constexpr bool kAsIs = kPairs || std::is_same_v<T, float>;  // rows are words as they are
@@ -186,23 +146,25 @@ struct Product {
   Matrix<T, kPairs> matrix;
   int64_t first_col, cols, most, memory;
 
-  int64_t panels() const { return (cols + widest() - 1) / widest(); }
-
-  // All of it. Where threads share it with other products, all of so many panels `together`, in parts by which every
-  // thread has about two things to do; else (0) a part for each panel
-  std::vector<Part> parts(int64_t together) const {
-    const int64_t threads = at::get_num_threads(), height = spans.back().to - spans.front().from;
-    const int64_t wanted = together > 0 && threads > 1 ? (2 * threads + together - 1) / together : 1;
-    const auto cut = cut_rows(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, height / kPartRows)));
-    std::vector<Part> found;
-    for (const auto& some : cut)
-      for (int64_t col = 0; col < cols; col += widest()) found.push_back({col, std::min(widest(), cols - col), some});
-    return found;
+  Job job() const {
+    const int64_t unit = dots() ? kDotCols : kLanes;
+    return {spans, cols, widest(), unit, Matrix<T, kPairs>::kPerWord};
   }
 
+  // A panel of the whole depth of these columns, for pieces that share it: its words, whether there is one, and how
+  // block number `b` of it is made.
+  bool can_share_panels() const { return !dots() && has_panel(); }
+  int64_t panel_words(int64_t count) const { return round_up(count, kLanes) * spans.front().depth; }
+  int64_t panel_blocks() const { return divide_up(spans.front().depth, block()); }
+  void pack_block(int64_t col, int64_t count, int64_t b, float* panel) const {
+    const int64_t width = round_up(count, kLanes), from = b * block();
+    matrix.pack(first_col + col, count, width, from, std::min(from + block(), spans.front().depth), panel + from * width);
+  }
+
+  // `panel`: of the whole depth, or null
   template <typename Finish>
-  void run(const Part& part, const Finish& finish) const {
-    dots() ? run_dots(part, finish) : has_panel() ? run_panel(part, finish) : run_pieces(part, finish);
+  void run(const Piece& piece, const float* panel, const Finish& finish) const {
+    dots() ? run_dots(piece, finish) : has_panel() ? run_panel(piece, panel, finish) : run_pieces(piece, finish);
   }
 
  private:
@@ -210,36 +172,17 @@ struct Product {
     const bool few = most <= kDotRows && most * kDotDepth <= matrix.depth;
     return few && matrix.pieces == 1 && kAsIs;
   }
-  bool has_panel() const { return memory >= column_words(spans) * kLanes; }
+  bool has_panel() const { return memory >= column_words() * kLanes; }
   int64_t widest() const {
-    return dots() ? kPanelCols : has_panel() ? std::min(memory / column_words(spans) / kLanes * kLanes, kPanelCols) : kLanes;
-  }
-
-  // the spans in so many parts of equal work
-  std::vector<std::vector<Span>> cut_rows(int64_t count) const {
-    if (count == 1) return {spans};
-    std::vector<std::vector<Span>> parts(1);
-    int64_t work = 0, done = 0;
-    for (const Span& span : spans) work += (span.to - span.from) * span.depth;
-    for (Span rest : spans)
-      while (rest.from < rest.to) {
-        const int64_t number = parts.size(), left = std::max<int64_t>(1, work * number / count - done);
-        const int64_t to = std::min(rest.to, rest.from + round_up((left + rest.depth - 1) / rest.depth, kTileRows));
-        if (done * count >= work * number && number < count) parts.emplace_back();
-        parts.back().push_back({rest.from, to, rest.depth});
-        done += (to - rest.from) * rest.depth, rest.from = to;
-      }
-    return parts;
+    return dots() ? kPanelCols : has_panel() ? std::min(memory / column_words() / kLanes * kLanes, kPanelCols) : kLanes;
   }
 
   // depth is cut into equal blocks; where they begin must not depend on other rows' depth: it decides in what order a
   // row is summed
-  int64_t blocks() const { return (matrix.depth + kPanelDepth - 1) / kPanelDepth; }
-  int64_t block() const { return (matrix.depth + blocks() - 1) / blocks(); }
-  // words of memory for one column: of the panel, and of sums of these rows that wait for more depth
-  int64_t column_words(const std::vector<Span>& some) const {
-    return block() + (blocks() > 1 ? some.back().to - some.front().from : 0);
-  }
+  int64_t blocks() const { return divide_up(matrix.depth, kPanelDepth); }
+  int64_t block() const { return divide_up(matrix.depth, blocks()); }
+  // words of memory for one column: of the panel, and of sums that wait for more depth
+  int64_t column_words() const { return block() + (blocks() > 1 ? spans.back().to - spans.front().from : 0); }
 
   // out (+)= words [from, to) of a tile's rows times a panel of so many vectors that begins there
   void multiply(int64_t row, int64_t height, int64_t from, int64_t to, const float* panel, int64_t vecs,
@@ -261,12 +204,12 @@ struct Product {
   }
 
   template <typename Finish>
-  void run_dots(const Part& part, const Finish& finish) const {
-    const auto& [col, count, spans] = part;
+  void run_dots(const Piece& piece, const Finish& finish) const {
+    const int64_t col = piece.col, count = piece.count;
     float tile[kTileRows * kPanelCols];
     const float* columns[kPanelCols];
     for (int64_t j = 0; j < kPanelCols; j++) columns[j] = matrix.words(first_col + col + std::min(j, count - 1));
-    for (const Span& span : spans)
+    for (const Span& span : piece.spans)
       for (int64_t row = span.from; row < span.to; row += kTileRows) {
         const int64_t height = std::min(kTileRows, span.to - row);
         for (int64_t j = 0; j < count; j += kDotCols)
@@ -279,18 +222,18 @@ struct Product {
   // One vector of columns without a panel of them; the sums are those of run_panel, bit by bit. Seldom needed, and said
   // to be: with one more caller that counts, the compiler inlines `finish` in none, which costs whole calls a tenth.
   template <typename Finish>
-  __attribute__((cold)) void run_pieces(const Part& part, const Finish& finish) const {
-    const auto& [col, count, spans] = part;
-    float tile[kTileRows * kLanes], piece[kStretch * kLanes];
-    for (const Span& span : spans)
+  __attribute__((cold)) void run_pieces(const Piece& piece, const Finish& finish) const {
+    const int64_t col = piece.col, count = piece.count;
+    float tile[kTileRows * kLanes], words[kStretch * kLanes];
+    for (const Span& span : piece.spans)
       for (int64_t row = span.from; row < span.to; row += kTileRows) {
         const int64_t height = std::min(kTileRows, span.to - row);
         for (int64_t from = 0; from < span.depth; from += block()) {
           const int64_t stop = std::min(from + block(), span.depth);
           for (int64_t d = from; d < stop; d += kStretch) {
             const int64_t to = std::min(d + kStretch, stop);
-            matrix.pack(first_col + col, count, kLanes, d, to, piece);
-            multiply(row, height, d, to, piece, 1, tile);
+            matrix.pack(first_col + col, count, kLanes, d, to, words);
+            multiply(row, height, d, to, words, 1, tile);
           }
         }
         finish(row, height, col, count, tile, kLanes);
@@ -298,20 +241,21 @@ struct Product {
   }
 
   template <typename Finish>
-  void run_panel(const Part& part, const Finish& finish) const {
-    const auto& [col, count, spans] = part;
-    const int64_t width = round_up(count, kLanes), vecs = width / kLanes;
-    const int64_t block = this->block(), first = spans.front().from, deepest = spans.front().depth;
-    float* panel = panel_memory(column_words(spans) * width);
+  void run_panel(const Piece& piece, const float* whole, const Finish& finish) const {
+    const int64_t col = piece.col, count = piece.count, width = round_up(count, kLanes), vecs = width / kLanes;
+    const int64_t block = this->block(), first = piece.spans.front().from, deepest = piece.spans.front().depth;
+    const int64_t own = whole ? 0 : block * width, waiting = blocks() > 1 ? piece.spans.back().to - first : 0;
+    float* kept = panel_memory(own + waiting * width);
     float tile[kTileRows * kPanelCols];
     for (int64_t from = 0; from < deepest; from += block) {
       const int64_t to = std::min(deepest, from + block);
-      matrix.pack(first_col + col, count, width, from, to, panel);
-      for (const Span& span : spans) {
+      if (!whole) matrix.pack(first_col + col, count, width, from, to, kept);
+      const float* panel = whole ? whole + from * width : kept;
+      for (const Span& span : piece.spans) {
         if (span.depth <= from) break;
         for (int64_t row = span.from; row < span.to; row += kTileRows) {
           const int64_t height = std::min(kTileRows, span.to - row);
-          float* out = blocks() > 1 ? panel + block * width + (row - first) * width : tile;
+          float* out = waiting ? kept + own + (row - first) * width : tile;
           multiply(row, height, from, std::min(to, span.depth), panel, vecs, out);
           if (span.depth <= to) finish(row, height, col, count, out, width);
         }

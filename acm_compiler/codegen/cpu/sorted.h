@@ -1,34 +1,47 @@
-// Tokens in order of how many learners they run, highest first, cut into chunks of equal work.
+// Tokens in order of how many learners they run, highest first.
 #pragma once
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace {
 
-constexpr int64_t kThreadRows = 192;  // with fewer rows per thread, threads share the products of one chunk instead
+constexpr int64_t kSortRows = 1 << 16;  // more tokens than these are sorted by all threads
 
 struct Sorted {
   int64_t tokens, learners;
   std::vector<int64_t> order;     // token of each sorted place
   std::vector<int64_t> at_least;  // [N + 2]: how many tokens run at least k learners
 
-  // a counting sort; false when some k lies outside [0, N]
+  // a counting sort, in ranges of tokens where there are many; false when some k lies outside [0, N]
   template <typename K>
   bool sort(const K* k) {
-    std::vector<int64_t> place(learners + 1, 0);
-    for (int64_t t = 0; t < tokens; t++) {
-      if (k[t] < 0 || k[t] > learners) return false;
-      place[k[t]]++;
-    }
+    const int64_t ranges = tokens > kSortRows ? at::get_num_threads() : 1, row = learners + 1;
+    std::vector<int64_t> place(ranges * row, 0);  // how many tokens of a range run k, then where its next one goes
+    std::atomic<bool> legal{true};
+    each_range(ranges, [&](int64_t r, int64_t from, int64_t to) {
+      std::vector<int64_t> count(row, 0);  // apart from those of other threads
+      for (int64_t t = from; t < to && legal; t++) {
+        if (k[t] < 0 || k[t] > learners) legal = false;
+        else count[k[t]]++;
+      }
+      std::copy(count.begin(), count.end(), place.begin() + r * row);
+    });
+    if (!legal) return false;
     at_least.assign(learners + 2, 0);
-    for (int64_t n = learners; n >= 0; n--) at_least[n] = at_least[n + 1] + place[n];
-    for (int64_t n = 0; n <= learners; n++) place[n] = at_least[n + 1];
+    int64_t sum = 0;
+    for (int64_t n = learners; n >= 0; at_least[n--] = sum)
+      for (int64_t r = 0; r < ranges; r++) sum += std::exchange(place[r * row + n], sum);
     order.resize(tokens);
-    for (int64_t t = 0; t < tokens; t++) order[place[k[t]]++] = t;
+    each_range(ranges, [&](int64_t r, int64_t from, int64_t to) {
+      std::vector<int64_t> next(place.begin() + r * row, place.begin() + (r + 1) * row);
+      for (int64_t t = from; t < to; t++) order[next[k[t]]++] = t;
+    });
     return true;
   }
 
@@ -39,24 +52,12 @@ struct Sorted {
     return k;
   }
 
-  // borders of chunks of equal work over the tokens with k >= 1, of about `rows` tokens and at most twice as many; of one
-  // chunk where there are few tokens for each thread
-  std::vector<int64_t> cut(int64_t rows) const {
-    const int64_t busy = at_least[1], threads = at::get_num_threads();
-    if (busy > 0 && busy < kThreadRows * threads) return {0, busy};
-    int64_t work = 0, done = 0;
-    for (int64_t k = 1; k <= learners; k++) work += at_least[k];
-    const int64_t least = std::max<int64_t>(1, (busy + rows - 1) / rows);
-    const int64_t count = (least + threads - 1) / threads * threads;
-    std::vector<int64_t> cuts(1, 0);
-    for (int64_t place = 0, k = learners; place < busy; place++) {
-      while (place >= at_least[k]) k--;
-      done += k;
-      const bool full = place + 1 - cuts.back() >= 2 * rows;
-      const bool share = done * count >= work * static_cast<int64_t>(cuts.size());
-      if (share || full || place + 1 == busy) cuts.push_back(place + 1);
-    }
-    return cuts;
+ private:
+  template <typename F>
+  void each_range(int64_t ranges, const F& f) const {
+    at::parallel_for(0, ranges, 1, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; r++) f(r, tokens * r / ranges, tokens * (r + 1) / ranges);
+    });
   }
 };
 

@@ -9,7 +9,7 @@
 GPT-2 and GPT-NeoX have GELU MLPs, Llama SwiGLU. They are trained on documentation of installed packages as the shipped
 language model is, one file per size below `--out`; the same command goes on with a training that was interrupted.
 FOLDER is one with config.json, weights and tokenizer.json. Nothing is trained after the conversion. `--against` adds
-activation sparsity at the same shares on the same texts (benchmarks/sparse_activations.py).
+other methods at the same shares on the same texts (benchmarks/rivals.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS,
 from acm_compiler.shipped.open_weights import load_shipped
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.language import CausalLM
-from benchmarks.sparse_activations import WEIGHTS, rivals
+from benchmarks.rivals import METHODS, rivals
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
 from scripts.train_shipped.text import Lesson, texts, train
 
@@ -82,7 +82,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--learners", type=int, default=8)
     parser.add_argument("--lossless", action="store_true")
     parser.add_argument("--tokens", type=int, default=20_000, help="to calibrate on")
-    parser.add_argument("--against", nargs="+", choices=tuple(WEIGHTS), default=[], help="measured beside ours")
+    parser.add_argument("--against", nargs="+", choices=tuple(METHODS), default=[], help="measured beside ours")
     parser.add_argument("--texts", type=int, default=400, help="to judge by")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("runs/decoders"))

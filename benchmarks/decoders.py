@@ -9,7 +9,7 @@
 GPT-2 and GPT-NeoX have GELU MLPs, Llama SwiGLU. They are trained on documentation of installed packages as the shipped
 language model is, one file per size below `--out`; the same command goes on with a training that was interrupted.
 FOLDER is one with config.json, weights and tokenizer.json. Nothing is trained after the conversion. `--against` adds
-methods without training at the same shares on the same texts (benchmarks/rivals.py; cmoe needs scipy).
+other methods at the same shares on the same texts (benchmarks/rivals.py; cmoe needs scipy).
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""A way to run fewer MACs in the linear layers of a plan's sites of the dense model, without training."""
+"""A rival of ACMs: a dense model made cheaper in the linear layers of a plan's sites.
+
+Shapes: T tokens.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 from acm_compiler.data import Batch
 from acm_compiler.inputs import call_model
+from acm_compiler.planning.plan import Plan
 from acm_compiler.tasks import Task
 
 # batches that a method is fitted on: texts of one batch are of like length
@@ -20,17 +24,49 @@ BATCHES = 16
 
 
 class Method(ABC):
-    """Changes the inputs of some linear layers while they run, and counts the MACs of the sites at real tokens."""
+    """One way to run the linear layers of a plan's sites at a share of their MACs; the dense model is left as it was.
 
-    def __init__(self, dense: nn.Module) -> None:
+    MACs are added up while the model runs, at real tokens alone.
+    """
+
+    def __init__(self, dense: nn.Module, plan: Plan) -> None:
+        parts = [part for site in plan.sites for part in dense.get_submodule(site.name).modules()]
         self.dense = dense
+        self.linears = [part for part in parts if isinstance(part, nn.Linear)]
         self.real: Tensor | None = None
-        self.kept_macs = self.all_macs = 0.0
+        self.kept_macs = self.all_macs = 0
+
+    @abstractmethod
+    def fit(self, batches: Iterable[Any], shares: Sequence[float]) -> None:
+        """Prepare `shares` from the first batches (inputs, mask of real tokens)."""
+
+    @abstractmethod
+    def at(self, share: float) -> AbstractContextManager[None]:
+        """Run at this share of the MACs; `reached` is then the share that ran."""
 
     @property
-    @abstractmethod
-    def linears(self) -> Sequence[nn.Linear]:
+    def reached(self) -> float:
+        """Share of the layers' MACs that were executed at real tokens."""
+        return self.kept_macs / self.all_macs
+
+    def watched(self, batches: Iterable[Batch], task: Task) -> Iterator[Batch]:
+        """The same batches; while one is out, its mask says which tokens count as executed."""
+        for batch in batches:
+            self.real = task.mask(batch)
+            yield batch
+
+    def mask_of(self, x: Tensor) -> Tensor:
+        """The mask of real tokens among a layer's inputs."""
+        return torch.ones(x.shape[:-1], dtype=torch.bool) if self.real is None else self.real
+
+
+class ChangedInputs(Method):
+    """A method that gives some linear layers other inputs than those that come."""
+
+    @property
+    def changed(self) -> Sequence[nn.Linear]:
         """The layers whose inputs are looked at, and changed."""
+        return self.linears
 
     @abstractmethod
     def look(self, place: int, x_TD: Tensor) -> None:
@@ -52,33 +88,18 @@ class Method(ABC):
                 call_model(self.dense, inputs)
         self.settle(shares)
 
-    @contextlib.contextmanager
+    @contextmanager
     def at(self, share: float) -> Iterator[None]:
-        """Run at this share of the MACs, on average; `reached` is then the one at real tokens."""
-        self.kept_macs = self.all_macs = 0.0
+        """Run with changed inputs meanwhile."""
+        self.kept_macs = self.all_macs = 0
         with self._hooked(lambda place, x: self.change(place, x, share)):
             yield
 
-    @property
-    def reached(self) -> float:
-        """Share of the sites' MACs that were executed at real tokens."""
-        return self.kept_macs / self.all_macs
-
-    def watched(self, batches: Iterable[Batch], task: Task) -> Iterator[Batch]:
-        """The same batches; while one is out, its mask says which tokens count as executed."""
-        for batch in batches:
-            self.real = task.mask(batch)
-            yield batch
-
-    def mask_of(self, x: Tensor) -> Tensor:
-        """Real tokens of an input [..., D]."""
-        return torch.ones(x.shape[:-1], dtype=torch.bool) if self.real is None else self.real
-
-    @contextlib.contextmanager
+    @contextmanager
     def _hooked(self, change: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
         handles = [
             linear.register_forward_pre_hook(lambda _, x, place=place: change(place, x[0]))
-            for place, linear in enumerate(self.linears)
+            for place, linear in enumerate(self.changed)
         ]
         try:
             yield

@@ -1,8 +1,8 @@
 """Hidden neurons of MLPs that run or do not, whole: FLAP, the same for every token, and CMoE, by experts.
 
-FLAP (arXiv 2312.11983) drops the neurons whose activation varies least, weighted by their column of the second layer,
-with one threshold over layers whose scores were standardised; what a dropped neuron gives at the mean goes into the
-bias. CMoE (arXiv 2502.04416) cuts the neurons into experts of equal size: those among the most active of most tokens
+FLAP (arXiv 2312.11983) drops the neurons whose activation varies least, weighted by their column of the second layer;
+what a dropped neuron gives at the mean goes into the bias. Every layer keeps the same share: one threshold over layers
+with standardised scores, as in the paper, lost more on SmolLM2 below .75. CMoE (arXiv 2502.04416) cuts the neurons into experts of equal size: those among the most active of most tokens
 are shared, the others are grouped by the tokens at which they are active, and a token runs the experts whose middle
 neuron is the most active.
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from acm_compiler.errors import UsageError
 from acm_compiler.planning.plan import Plan
-from benchmarks.method import Method
+from benchmarks.method import ChangedInputs
 
 
 @dataclass(slots=True)
@@ -43,15 +43,15 @@ class _Mlp:
         return found
 
 
-class _OnNeurons(Method):
+class _OnNeurons(ChangedInputs):
     """Looks at the hidden activations of MLPs."""
 
     def __init__(self, dense: nn.Module, plan: Plan) -> None:
-        super().__init__(dense)
+        super().__init__(dense, plan)
         self.mlps = _Mlp.of(dense, plan)
 
     @property
-    def linears(self) -> Sequence[nn.Linear]:
+    def changed(self) -> Sequence[nn.Linear]:
         return [mlp.second for mlp in self.mlps]
 
     def look(self, place: int, x_TD: Tensor) -> None:
@@ -67,18 +67,16 @@ class Flap(_OnNeurons):
     """Neurons dropped for every token."""
 
     def settle(self, shares: Sequence[float]) -> None:
-        scores, self.means = [], []
+        self.means: list[Tensor] = []
+        self.kept: dict[float, list[Tensor]] = {share: [] for share in shares}
         for mlp in self.mlps:
             h_TF = torch.cat(mlp.seen)
             mlp.seen.clear()
             self.means.append(h_TF.mean(0))
             score_F = h_TF.var(0) * mlp.second.weight.detach().square().sum(0)
-            scores.append((score_F - score_F.mean()) / score_F.std())
-        everywhere = torch.cat(scores).sort(descending=True).values
-        self.kept = {
-            share: [score_F >= everywhere[max(0, round(share * len(everywhere)) - 1)] for score_F in scores]
-            for share in shares
-        }
+            ordered = score_F.sort(descending=True).values
+            for share in shares:
+                self.kept[share].append(score_F >= ordered[round(share * len(ordered)) - 1])
 
     def change(self, place: int, x: Tensor, share: float) -> Tensor:
         keep_F, tokens = self.kept[share][place], int(self.mask_of(x).sum())

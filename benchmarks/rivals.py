@@ -1,4 +1,4 @@
-"""Methods without training beside ACMs: the metric and the MACs of each at the same shares, on the same examples."""
+"""Other ways to make a dense model cheaper, each on the same sites, batches and count of MACs as ours."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from acm_compiler.evaluation.statistics import Sample
 from acm_compiler.inputs import call_model
 from acm_compiler.planning.plan import Plan
 from acm_compiler.tasks import Task
+from benchmarks.low_rank import LowRank
 from benchmarks.method import Method
 from benchmarks.pruned_neurons import Cmoe, Flap
 from benchmarks.sparse_activations import SparseActivations, column_norms, plain
@@ -22,6 +23,7 @@ from benchmarks.sparse_activations import SparseActivations, column_norms, plain
 METHODS: dict[str, Callable[[nn.Module, Plan], Method]] = {
     "teal": partial(SparseActivations, weights=plain),
     "wina": partial(SparseActivations, weights=column_norms),
+    "svd": LowRank,
     "flap": Flap,
     "cmoe": Cmoe,
 }
@@ -50,7 +52,7 @@ def rivals(
     fit: Callable[[], Iterable[Batch]],
     judge: Callable[[], Iterable[Batch]],
 ) -> Iterator[Rival]:
-    """Measure `methods` at `shares` on the batches of `judge`, fitted to those of `fit`."""
+    """Measure `methods` at `shares` on the batches of `judge`, fitted on those of `fit`."""
     part = 1 - plan.cost.fixed_macs / plan.model.dense_macs
     sample, dense_E = _scores(dense, judge(), task)
     for method in methods:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.planning.plan import Plan
-from benchmarks.method import BATCHES, Method
+from benchmarks.method import BATCHES, ChangedInputs
 
 # tokens that a layer's thresholds are taken from
 _SAMPLE = 512
@@ -46,19 +46,12 @@ class _Layer:
         return x.abs() * self.weight_D
 
 
-class SparseActivations(Method):
+class SparseActivations(ChangedInputs):
     """The linear layers of a plan's sites in the dense model, with `weights` plain (TEAL) or column_norms (WINA)."""
 
     def __init__(self, dense: nn.Module, plan: Plan, weights: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(dense)
-        linears = [part for site in plan.sites for part in dense.get_submodule(site.name).modules()]
-        self.layers = [
-            _Layer(linear, weights(linear.weight.detach())) for linear in linears if isinstance(linear, nn.Linear)
-        ]
-
-    @property
-    def linears(self) -> Sequence[nn.Linear]:
-        return [layer.linear for layer in self.layers]
+        super().__init__(dense, plan)
+        self.layers = [_Layer(linear, weights(linear.weight.detach())) for linear in self.linears]
 
     def look(self, place: int, x_TD: Tensor) -> None:
         scores_TD = self.layers[place].scores(x_TD)

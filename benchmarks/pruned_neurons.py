@@ -2,9 +2,9 @@
 
 FLAP (arXiv 2312.11983) drops the neurons whose activation varies least, weighted by their column of the second layer;
 what a dropped neuron gives at the mean goes into the bias. Every layer keeps the same share: one threshold over layers
-with standardised scores, as in the paper, lost more on SmolLM2 below .75. CMoE (arXiv 2502.04416) cuts the neurons into experts of equal size: those among the most active of most tokens
-are shared, the others are grouped by the tokens at which they are active, and a token runs the experts whose middle
-neuron is the most active.
+with standardised scores, as in the paper, lost more on SmolLM2 below .75. CMoE (arXiv 2502.04416) cuts the neurons into
+experts of equal size: those among the most active of most tokens are shared, the others are grouped by the tokens at
+which they are active, and a token runs the experts whose middle neuron is the most active.
 
 Shapes: T tokens, F hidden neurons, E experts, P routed experts.
 """

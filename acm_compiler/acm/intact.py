@@ -7,11 +7,13 @@ of tensor there, which the operators could not read, or would leave out without 
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.errors import UsageError
 
 _OUTSIDE = (
@@ -20,7 +22,7 @@ _OUTSIDE = (
 )
 _KIND, _DTYPE = frozenset((nn.Parameter,)), attrgetter("dtype")
 _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-_WEIGHTS = ("w_in", "b_in", "w_up", "b_up", "w_out", "b_out", "w_top")  # of acm/learners
+_WEIGHTS = LearnerWeights._fields
 
 
 def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.Module) -> None:
@@ -38,7 +40,7 @@ def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.
         held += [learners._parameters.get(key) for key in _WEIGHTS]
     else:
         if torch._C._get_tracing_state() is not None:
-            raise _not_torchscript(name)
+            refuse_torchscript(name)
         held = [*layers[0]._parameters.values(), *layers[1]._parameters.values(), *learners._parameters.values()]
         # a call of a function for each of them would take longer than a small site's kernel
         if _KIND.issuperset(map(type, held)) and _FLOATS.issuperset(map(_DTYPE, held)):
@@ -49,9 +51,14 @@ def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.
             raise _changed(name, found, "floating-point weights of torch's own kind")
 
 
-def refuse_scripting(name: str) -> None:
+def refuse_torchscript(name: str) -> NoReturn:
     """Raise UsageError: TorchScript cannot hold an ACM."""
-    raise _not_torchscript(name)
+    raise UsageError(
+        "TorchScript (torch.jit.trace and script, and the ONNX exporter built on them) cannot hold an ACM, which "
+        "decides for each token what runs",
+        where=name,
+        fix="use torch.compile or torch.export.export; or the original model, or a copy after acm.revert(copy)",
+    )
 
 
 def refuse_onnx() -> None:
@@ -76,13 +83,4 @@ def _is_wrapped(tensor: Tensor) -> bool:
 def _changed(name: str, found: str, expected: str) -> UsageError:
     return UsageError(
         "another tool has quantised or adapted this ACM", where=name, found=found, expected=expected, fix=_OUTSIDE
-    )
-
-
-def _not_torchscript(name: str) -> UsageError:
-    return UsageError(
-        "TorchScript (torch.jit.trace and script, and the ONNX exporter built on them) cannot hold an ACM, which "
-        "decides for each token what runs",
-        where=name,
-        fix="use torch.compile or torch.export.export; or the original model, or a copy after acm.revert(copy)",
     )

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from acm_compiler.acm.arguments import held
 from acm_compiler.acm.context import Said, batch_of, observers_of, recomputing
 from acm_compiler.acm.data_parallel import refuse_idle
 from acm_compiler.acm.gate import Gate
-from acm_compiler.acm.intact import refuse_changed, refuse_scripting
+from acm_compiler.acm.intact import refuse_changed, refuse_torchscript
 from acm_compiler.acm.learners import Learners
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
@@ -105,10 +105,7 @@ class ACM(nn.Module):
             self._refuse_idle()
         if self.state == "dense":
             y = self._dense_region()(x)
-            self._report(
-                torch.full(x.shape[:-1], self.count, dtype=torch.int32, device=x.device).flatten(),
-                x,
-            )
+            self._report(torch.full((x.shape[:-1].numel(),), self.count, dtype=torch.int32, device=x.device), x)
         elif self.training and self.temperature is not None:
             y = self._run_relaxed(x, self.temperature)
         else:
@@ -122,9 +119,8 @@ class ACM(nn.Module):
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
-    def __prepare_scriptable__(self) -> ACM:
-        refuse_scripting(self.name)
-        return self
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_torchscript(self.name)
 
     def _refuse_idle(self) -> None:
         if self.state == "dense":

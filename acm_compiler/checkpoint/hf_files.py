@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.recipe.models import AUTO_CLASSES
+from acm_compiler.sources.from_hf import classes_of
 
 MODEL_TYPE = "acm_compiler"
 CONFIG, GENERATION, README = "config.json", "generation_config.json", "README.md"
@@ -54,14 +55,7 @@ def is_pretrained(model: nn.Module) -> bool:
 
 def auto_classes(model: Any) -> list[str]:
     """transformers' auto classes that build models of this very class."""
-    import transformers
-
-    names = []
-    for name in AUTO_CLASSES:
-        known = getattr(transformers, name)._model_mapping.get(type(model.config), ())
-        if type(model) in (known if isinstance(known, (tuple, list)) else (known,)):
-            names.append(name)
-    return names
+    return [name for name in AUTO_CLASSES if type(model) in classes_of(name, model.config)]
 
 
 def hf_files(model: nn.Module, source: dict[str, Any] | None) -> dict[str, str]:

@@ -27,6 +27,7 @@ from acm_compiler.errors import PlanMismatch, StorageError
 from acm_compiler.files import folder_at, parse_json
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
 from acm_compiler.passes.rewrite.conversion import Conversion, rewritten, sites
+from acm_compiler.passes.rewrite.revert import finalize
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert, copied
 from acm_compiler.planning.plan import Plan, fits, warn_of_class
 from acm_compiler.runtime.control import set_budget
@@ -185,9 +186,7 @@ def _filled(model: nn.Module, plan: Plan, stored: Stored, folder: Path) -> nn.Mo
         fix="install the versions named in model.json, or pass base_model=",
     )
     convert(model, plan, empty=True)
-    for acm in sites(model).values():
-        if acm.state != "dense":
-            acm.dense, acm.replaced = None, None
+    finalize(model)
     _give_values(model, stored, folder)
     return model
 
@@ -208,16 +207,13 @@ def _from_base(
         raise PlanMismatch("the base model's graph is not the one that was rewritten", fix="trace the model as before")
     model = copied(base)
     owner = convert(model, plan, empty=True)
-    same = owner.teacher is not None and owner.teacher == budgets["teacher"]
-    if not same:
+    if owner.teacher is None or owner.teacher != budgets["teacher"]:
         _LOG.warning(
             "%s: base_model has other weights than the model that was rewritten; dense regions are left out, "
             "which revert, calibration and distillation need",
             folder,
         )
-    for acm in sites(model).values():
-        if acm.state != "dense" and not same:
-            acm.dense, acm.replaced = None, None
+        finalize(model)
     _give_values(model, stored, folder)
     for acm in sites(model).values():
         if acm.dense is not None:

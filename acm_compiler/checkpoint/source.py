@@ -40,7 +40,7 @@ def source_of(model: nn.Module, plan: Plan) -> Record | None:
     library = type(model).__module__.partition(".")[0]
     for record in candidates[library](model) if library in candidates else ():
         built = _rewritten(record, plan)
-        if built is not None and _shapes(built) == _shapes(model) and _modules(model) == _modules(built):
+        if built is not None and _shapes(built) == _shapes(model) and dict(_plain(model)) == dict(_plain(built)):
             return record
     return None
 
@@ -108,12 +108,8 @@ def _arguments(model: nn.Module, builder: Any) -> Iterator[Record]:
         yield args
 
 
-def _modules(model: nn.Module) -> dict[str, Any]:
-    """The modules of a rewritten model with their plain attributes, outside its ACMs."""
-    return dict(_plain(model))
-
-
 def _plain(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The modules of a rewritten model with their plain attributes, outside its ACMs."""
     if isinstance(model, ACM):
         return
     yield f"{prefix}type", type(model).__name__

@@ -170,6 +170,5 @@ def left_on_meta(model: nn.Module) -> list[str]:
 
 def renew_run_time(acm: ACM) -> None:
     """Make the run-time choices of a loaded ACM anew: it runs all its learners."""
-    for leaf in RUN_TIME:
-        value = 0 if leaf.endswith("knob") else acm.count
+    for leaf, value in acm.written.items():
         acm._buffers[leaf] = torch.full((), value, dtype=torch.int32, device=acm.learners.w_in.device)

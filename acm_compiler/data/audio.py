@@ -18,14 +18,6 @@ from acm_compiler.errors import PackageMissing, UnusableClip
 _QUIET = 1e-7  # the variance that silence is divided by
 
 
-def load_clip(path: Path, *, rate: int) -> np.ndarray:
-    """The clip as float32 [samples], one channel, at `rate` per second. UnusableClip: unreadable, empty.
-
-    Any format of libsndfile, mp3 included; other rates are resampled.
-    """
-    return read_clip(str(path), rate=rate, name=str(path))
-
-
 def promised_seconds(path: Path) -> float:
     """Length of a clip by its header, without decoding it: a guess for some mp3 files. UnusableClip: unreadable."""
     soundfile, _ = _libraries()
@@ -36,7 +28,10 @@ def promised_seconds(path: Path) -> float:
 
 
 def read_clip(file: str | BinaryIO, *, rate: int, name: str) -> np.ndarray:
-    """The same from a path or an open file that messages call `name`."""
+    """The clip as float32 [samples], one channel, at `rate` per second. UnusableClip: unreadable, empty.
+
+    Any format of libsndfile, mp3 included; other rates are resampled. name: of a path or an open file, for messages.
+    """
     soundfile, soxr = _libraries()
     try:
         samples, found = soundfile.read(file, dtype="float32", always_2d=True)

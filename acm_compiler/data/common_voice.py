@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from acm_compiler.data.audio import (
-    LeftOutLedger,
-    collate_clips,
-    load_clip,
-    promised_seconds,
-    standardise,
-)
+from acm_compiler.data.audio import LeftOutLedger, collate_clips, promised_seconds, read_clip, standardise
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UnusableClip, excluded_text, nearest
 from acm_compiler.files import parse_json
@@ -141,7 +135,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
 
     def _samples(self, clip: Clip) -> np.ndarray:
         """The decoded clip. UnusableClip."""
-        samples = load_clip(clip.path, rate=RATE)
+        samples = read_clip(str(clip.path), rate=RATE, name=str(clip.path))
         seconds = len(samples) / RATE
         if seconds < _SHORTEST:
             raise UnusableClip("too short", where=str(clip.path), found=f"{seconds:.3g} s", expected=f"{_SHORTEST:g} s")

@@ -57,10 +57,17 @@ def normal(seed: int, indices: Sequence[int] | np.ndarray, count: int) -> torch.
 def seeded(*names: int) -> Iterator[None]:
     """Inside, torch's CPU generator, `random` and NumPy's old global one start from `names`; restored after."""
     seed = derive(*names)
+    with generators_restored():
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        yield
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """After it, these three generators are as they were before."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ share of the whole dense model's MACs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from acm_compiler.planning.decisions import PlannedSite
@@ -33,10 +33,6 @@ class SiteCost:
     gate_macs: int
     dense_params: int
     acm_params: int
-
-    def as_json(self) -> dict[str, int]:
-        """Plain numbers."""
-        return asdict(self)
 
 
 def site_cost(site: PlannedSite) -> SiteCost:
@@ -126,11 +122,6 @@ class CostReport:
 
     plan: Plan
     sites: tuple[SiteCost, ...]
-
-    @staticmethod
-    def of(plan: Plan) -> CostReport:
-        """The report of `plan`."""
-        return CostReport(plan=plan, sites=tuple(site_cost(site) for site in plan.sites))
 
     @property
     def learner_macs(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from acm_compiler.planning.cost import CostReport, SiteCost
     from acm_compiler.planning.decisions import PlannedSite
     from acm_compiler.planning.plan import Plan
+    from acm_compiler.site import Skip
 
 
 BUDGETS = (0.25, 0.40, 0.60, 0.75, 1.00)
@@ -87,9 +88,8 @@ def _kinds_table(report: CostReport) -> str:
 
 
 def _by_kind(report: CostReport) -> list[tuple[str, list[tuple[PlannedSite, SiteCost]]]]:
-    pairs = sorted(zip(report.plan.sites, report.sites, strict=True), key=lambda pair: pair[0].kind != "mlp")
-    order = {"mlp": 0, "gated_mlp": 1, "linear": 2}
-    pairs.sort(key=lambda pair: order[pair[0].kind])
+    order = ("mlp", "gated_mlp", "linear")
+    pairs = sorted(zip(report.plan.sites, report.sites, strict=True), key=lambda pair: order.index(pair[0].kind))
     return [(kind, list(group)) for kind, group in groupby(pairs, key=lambda pair: pair[0].kind)]
 
 
@@ -170,31 +170,22 @@ def _not_counted(plan: Plan) -> str:
 
 
 def _kept(plan: Plan) -> list[str]:
-    if not plan.kept:
-        return []
-    reasons: dict[str, list[str]] = {}
-    for kept in plan.kept:
-        reasons.setdefault(kept.reason, []).append(kept.name)
-    shown = [f"{a_few_of(names, 1)} ({reason})" for reason, names in list(reasons.items())[:_SHOWN_REASONS]]
-    return ["kept dense: " + " · ".join([*shown, *_hidden(reasons)])]
+    return ["kept dense: " + " · ".join(_by_reason(plan.kept))] if plan.kept else []
 
 
 def _skipped(plan: Plan) -> list[str]:
-    lines = []
-    reasons: dict[str, list[str]] = {}
     kept = {entry.name for entry in plan.kept}
-    for skip in plan.skipped:
-        if skip.name in kept:
-            continue
-        reasons.setdefault(skip.reason, []).append(skip.name)
-    for reason, names in list(reasons.items())[:_SHOWN_REASONS]:
-        lines.append(f"skipped: {a_few_of(names, 1)} ({reason})")
-    return lines + [f"skipped: {text}" for text in _hidden(reasons)]
+    return [f"skipped: {text}" for text in _by_reason(skip for skip in plan.skipped if skip.name not in kept)]
 
 
-def _hidden(reasons: Mapping[str, object]) -> list[str]:
-    hidden = len(reasons) - _SHOWN_REASONS
-    return [f"{hidden} more reasons, see --json"] if hidden > 0 else []
+def _by_reason(entries: Iterable[Skip]) -> list[str]:
+    """A text for each of the first reasons, and one on how many more there are."""
+    names: dict[str, list[str]] = {}
+    for entry in entries:
+        names.setdefault(entry.reason, []).append(entry.name)
+    texts = [f"{a_few_of(found, 1)} ({reason})" for reason, found in names.items()]
+    hidden = len(texts) - _SHOWN_REASONS
+    return texts[:_SHOWN_REASONS] + ([f"{hidden} more reasons, see --json"] if hidden > 0 else [])
 
 
 def _per_example(plan: Plan) -> tuple[str, float]:

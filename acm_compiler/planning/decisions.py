@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -10,9 +9,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from acm_compiler.site import Count, Learners, Site, Whole
-
-_LOG = logging.getLogger(__name__)
-
 
 SCHEMA = 1
 SecondLayer = Literal["shared", "shared_top", "per_k", "original"]

@@ -5,17 +5,16 @@ It is the only object that crosses every border of the compiler, and it survives
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
 from acm_compiler.errors import PlanMismatch
-from acm_compiler.planning.cost import CostReport
+from acm_compiler.planning.cost import CostReport, site_cost
 from acm_compiler.planning.decisions import SCHEMA, ModelFacts, PlannedSite
 from acm_compiler.site import Skip
 
@@ -39,7 +38,7 @@ class Plan:
     @property
     def cost(self) -> CostReport:
         """The plan's `CostReport`."""
-        return CostReport.of(self)
+        return CostReport(plan=self, sites=tuple(site_cost(site) for site in self.sites))
 
     @property
     def budget_range(self) -> tuple[float, float]:
@@ -65,9 +64,9 @@ class Plan:
             "model": _facts_json(self.model),
             "totals": cost.totals(),
             "budget_range": list(self.budget_range),
-            "sites": [dataclasses.asdict(s) | c.as_json() for s, c in zip(self.sites, cost.sites, strict=True)],
-            "skipped": [dataclasses.asdict(s) for s in self.skipped],
-            "kept": [dataclasses.asdict(k) for k in self.kept],
+            "sites": [asdict(site) | asdict(own) for site, own in zip(self.sites, cost.sites, strict=True)],
+            "skipped": [asdict(skip) for skip in self.skipped],
+            "kept": [asdict(skip) for skip in self.kept],
             "notes": list(self.notes),
         }
 
@@ -83,7 +82,7 @@ class Plan:
 
 def _facts_json(facts: ModelFacts) -> dict[str, Any]:
     """`cls` is `class` in JSON, which Python does not take for a name."""
-    return {"class" if name == "cls" else name: value for name, value in dataclasses.asdict(facts).items()}
+    return {"class" if name == "cls" else name: value for name, value in asdict(facts).items()}
 
 
 def class_of(model: nn.Module) -> str:

@@ -16,7 +16,7 @@ from acm_compiler.recipe.models import AUTO_CLASSES, ModelConfig
 from acm_compiler.sources import from_gguf
 from acm_compiler.sources.built import Device, Found, build_on, refuse_reserved
 from acm_compiler.sources.hf_inputs import default_inputs
-from acm_compiler.sources.weights import load_own_file, refuse_names
+from acm_compiler.sources.weights import load_own_file, refuse_names, unloadable
 
 # keys of a saved config that make transformers fetch or run code of others
 _UNSAFE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "trust_remote_code")
@@ -146,20 +146,20 @@ def _untrusted(config: ModelConfig) -> ModelSourceError:
     )
 
 
-def _named_class(settings: Any) -> str:
-    """The auto class that builds the class named in the config; AutoModel when none is named."""
+def classes_of(auto_class: str, settings: Any) -> tuple[type, ...]:
+    """The classes of transformers' own that an auto class of theirs builds from such a config."""
     import transformers
 
+    known = getattr(transformers, auto_class)._model_mapping.get(type(settings), ())
+    return tuple(known) if isinstance(known, (tuple, list)) else (known,)
+
+
+def _named_class(settings: Any) -> str:
+    """The auto class that builds the class named in the config; AutoModel when none is named."""
     wanted = (getattr(settings, "architectures", None) or [None])[0]
-    for name in AUTO_CLASSES:
-        if wanted is not None and _own_class(settings, name) == wanted:
+    for name in AUTO_CLASSES if wanted is not None else ():
+        if wanted in (_own_class(settings, name), *(cls.__name__ for cls in classes_of(name, settings))):
             return name
-        mapping = getattr(transformers, name)._model_mapping
-        if wanted is not None and type(settings) in mapping:
-            known = mapping[type(settings)]
-            classes = known if isinstance(known, tuple) else (known,)
-            if wanted in [cls.__name__ for cls in classes]:
-                return name
     return next((name for name in AUTO_CLASSES if _own_class(settings, name)), "AutoModel")
 
 
@@ -190,11 +190,7 @@ def _fetch(auto: Any, settings: Any, config: ModelConfig, place: str, *, offline
         trusted, local = config.trust_remote_code, offline is not None
         return auto.from_pretrained(place, config=settings, trust_remote_code=trusted, local_files_only=local)
     except (OSError, RuntimeError, ValueError, ImportError) as error:
-        raise ModelSourceError(
-            f"the weights of hf:{config.name} cannot be loaded",
-            found=" ".join(str(error).split())[:200],
-            fix="set weights: FILE, or weights: null for a random start",
-        ) from error
+        raise unloadable(config, " ".join(str(error).split())[:200]) from error
 
 
 def _without_unsafe(value: Any) -> Any:

@@ -12,7 +12,7 @@ from acm_compiler.errors import ModelSourceError, did_you_mean
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.sources.built import Device, Found, build_on, call_builder
 from acm_compiler.sources.from_hf import out_of_reach
-from acm_compiler.sources.weights import is_file, load_own_file
+from acm_compiler.sources.weights import is_file, load_own_file, unloadable
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -68,19 +68,11 @@ def _check_tag(architecture: str, tag: str) -> None:
 
 def _fetch(builder: functools.partial[nn.Module], config: ModelConfig) -> nn.Module:
     if offline := _out_of_reach(config.name):
-        raise ModelSourceError(
-            f"the weights of timm:{config.name} cannot be loaded",
-            found=f"none in the hub's cache; {offline}",
-            fix="set weights: FILE, or weights: null for a random start",
-        )
+        raise unloadable(config, f"none in the hub's cache; {offline}")
     try:
         return call_builder(builder, config)
     except (OSError, RuntimeError) as error:
-        raise ModelSourceError(
-            f"the weights of timm:{config.name} cannot be loaded",
-            found=str(error).splitlines()[0],
-            fix="set weights: FILE, or weights: null for a random start",
-        ) from error
+        raise unloadable(config, str(error).splitlines()[0]) from error
 
 
 def _out_of_reach(name: str) -> str | None:

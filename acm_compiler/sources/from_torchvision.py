@@ -59,9 +59,9 @@ def _weights_entry(config: ModelConfig) -> Any:
 
     if config.weights is None or is_file(config.weights):
         return None
-    entries = get_model_weights(config.name)
     if config.weights == "default":
-        return getattr(entries, "DEFAULT", None)
+        return _default_weights(config.name)
+    entries = get_model_weights(config.name)
     names = [entry.name for entry in entries]
     if config.weights not in names:
         raise ModelSourceError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from acm_compiler.errors import ModelSourceError
+from acm_compiler.errors import ModelSourceError, a_few_of
 from acm_compiler.recipe.models import ModelConfig
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
@@ -53,7 +53,7 @@ def load_file(model: nn.Module, path: str) -> None:
         raise ModelSourceError(
             "these weights belong to another model",
             where=path,
-            found=f"missing: {_few(missing)}; unknown: {_few(result.unexpected_keys)}",
+            found=f"missing: {a_few_of(missing) or 'none'}; unknown: {a_few_of(result.unexpected_keys) or 'none'}",
         )
 
 
@@ -81,7 +81,10 @@ def _read(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _few(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(names[:3]) + more) if names else "none"
+def unloadable(config: ModelConfig, found: str) -> ModelSourceError:
+    """The refusal of a model whose own weights cannot be had, for the reason `found`."""
+    return ModelSourceError(
+        f"the weights of {config.source}:{config.name} cannot be loaded",
+        found=found,
+        fix="set weights: FILE, or weights: null for a random start",
+    )

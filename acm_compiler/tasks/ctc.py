@@ -108,12 +108,9 @@ class Ctc(TokenLogits):
         return [self._text(label for label in row if label != PADDING) for row in _transcripts(batch).tolist()]
 
     def _text(self, labels: Any) -> str:
-        letters = "".join(self.vocabulary[label] for label in labels if label != self.blank and label < self._size)
+        known = (label for label in labels if label != self.blank and label < len(self.vocabulary))
+        letters = "".join(self.vocabulary[label] for label in known)
         return " ".join(letters.replace("|", " ").split())
-
-    @property
-    def _size(self) -> int:
-        return len(self.vocabulary)
 
     def _lengths(self, batch: Batch) -> Tensor:
         """Frames of real samples, int64 [B]."""

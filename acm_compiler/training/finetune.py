@@ -33,29 +33,19 @@ from acm_compiler.training.teacher import open_teacher
 _TERMS = ("loss", "task", "budget", "entropy", "diversity")
 
 
-def finetune_phase(model: nn.Module, config: FinetunePhase, job: Job, machine: Machine) -> Finetune:
-    """The finetune phase of one model. UsageError where it learns from a teacher that is not here."""
-    return Finetune(model, config, job, machine)
-
-
 class Finetune:
     """A `Phase`: objective + alpha_b L_b + alpha_e L_e + alpha_d L_d, with sampled gates and the model in train mode.
 
     It trains every parameter outside the dense regions that required gradients before, and all of the ACMs'. With
     `update: learners` it trains these alone by the objective alone, in eval mode, at the k that the gates choose.
+    UsageError where it learns from a teacher that is not here.
     """
 
     name = "finetune"
     answers = True
     same_noise = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: FinetunePhase,
-        job: Job,
-        machine: Machine,
-    ) -> None:
+    def __init__(self, model: nn.Module, config: FinetunePhase, job: Job, machine: Machine) -> None:
         self.model, self.config, self.job, self.machine = model, config, job, machine
         self.task, self.budget = job.task, job.budget
         self.teacher = open_teacher(job, machine, config)

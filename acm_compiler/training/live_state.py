@@ -12,16 +12,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from acm_compiler.acm import ACM
 from acm_compiler.data.draws import derive
 from acm_compiler.passes.rewrite.build_acm import build_acm
-from acm_compiler.passes.rewrite.conversion import plain_facts, restore_facts, rewritten, sites
+from acm_compiler.passes.rewrite.conversion import plain_facts, restore_facts, rewritten
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.plan import Plan
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer outside the dense regions, once, by its first name."""
-    dense = tuple(f"{name}.dense." for name, module in model.named_modules() if module in set(sites(model).values()))
+    dense = tuple(f"{name}.dense." for name, module in model.named_modules() if isinstance(module, ACM))
     seen: set[int] = set()
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in every:

@@ -19,6 +19,7 @@ from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.runtime import ranks
 
 
 def budget_loss(share_B: Tensor, budget: float) -> Tensor:
@@ -213,9 +214,7 @@ def gather_examples(share_B: Tensor) -> Tensor:
     Every process must then use them in the same way; averaged over processes, as DDP does, the gradients are those
     of one process with the whole batch. The numbers of examples may differ.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return share_B
-    return _Gather.apply(share_B)
+    return share_B if ranks.world() == 1 else _Gather.apply(share_B)
 
 
 class _Gather(torch.autograd.Function):
@@ -223,7 +222,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, share_B: Tensor) -> Tensor:
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world = ranks.world()
         size = torch.tensor([share_B.shape[0]], device=share_B.device)
         every = [torch.zeros_like(size) for _ in range(world)]
         dist.all_gather(every, size)
@@ -232,7 +231,7 @@ class _Gather(torch.autograd.Function):
         padded[: share_B.shape[0]] = share_B
         rows = [torch.zeros_like(padded) for _ in range(world)]
         dist.all_gather(rows, padded)
-        ctx.start, ctx.size = sum(sizes[:rank]), share_B.shape[0]
+        ctx.start, ctx.size = sum(sizes[: ranks.rank()]), share_B.shape[0]
         return torch.cat([row[:n] for row, n in zip(rows, sizes, strict=True)])
 
     @staticmethod

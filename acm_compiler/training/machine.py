@@ -44,10 +44,6 @@ class Machine:
         """Inside, products are computed in the run's precision."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
-    def full_precision(self) -> AbstractContextManager[Any]:
-        """Inside, autocast is off."""
-        return torch.autocast(self.device.type, enabled=False)
-
     def total(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over all processes, in place."""
         if self.world > 1:

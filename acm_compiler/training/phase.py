@@ -41,23 +41,16 @@ class Figures:
 
 
 class Phase(Protocol):
-    """One phase of a schedule on one model. The loop knows nothing else of either."""
+    """One phase of a schedule on one model. The loop knows nothing else of either.
 
-    @property
-    def name(self) -> str:
-        """The phase's name in the recipe."""
+    name: the phase's in the recipe. groups: exactly what it trains. answers: whether the model runs its ACMs meanwhile,
+    so that it can be measured. same_noise: whether all processes draw the same random numbers, instead of each its own.
+    """
 
-    @property
-    def groups(self) -> Sequence[Group]:
-        """Exactly what this phase trains."""
-
-    @property
-    def answers(self) -> bool:
-        """True if the model runs its ACMs meanwhile, so that it can be measured."""
-
-    @property
-    def same_noise(self) -> bool:
-        """True if all processes draw the same random numbers, instead of each its own."""
+    name: str
+    groups: list[Group]
+    answers: bool
+    same_noise: bool
 
     def prepare(self, batches: BatchStream, steps: int) -> None:
         """Get ready what `steps` steps on these batches need and keep beside the model; an interrupted one goes on."""

@@ -19,7 +19,7 @@ from acm_compiler.planning.check_schedule import check_phase, check_schedule
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
 from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.training.finetune import finetune_phase
+from acm_compiler.training.finetune import Finetune
 from acm_compiler.training.job import Job, Journal
 from acm_compiler.training.live_state import seed_generators
 from acm_compiler.training.loop import PhaseLoop, Run
@@ -156,7 +156,7 @@ def _open_data(run: Run, batch: int, index: int) -> BatchStream:
 MAKERS: dict[type[TrainedPhase], Callable[[nn.Module, Any, Job, Machine], Phase]] = {
     DistillPhase: distill_phase,
     GatePhase: gate_phase,
-    FinetunePhase: finetune_phase,
+    FinetunePhase: Finetune,
 }
 
 

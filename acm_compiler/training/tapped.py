@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.reference import Weights, hidden, prefix_output
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.errors import UsageError
@@ -39,15 +40,10 @@ Sums = dict[str, list[float]]
 
 
 class SiteObjective(Protocol):
-    """Parameters that a tapped phase trains, and its loss."""
+    """Parameters that a tapped phase trains, and its loss; `section` is the policy of the phase of that name."""
 
-    @property
-    def name(self) -> str:
-        """The phase's name in the recipe."""
-
-    @property
-    def section(self) -> type[TrainedPhase]:
-        """The policy of the phase."""
+    name: ClassVar[str]
+    section: ClassVar[type[TrainedPhase]]
 
     def prepare(self, acm: ACM) -> None:
         """Get a site ready when the phase starts."""
@@ -79,6 +75,7 @@ class TappedPhase:
 
     def __init__(self, model: nn.Module, objective: SiteObjective, task: Task, machine: Machine, *, batch: int) -> None:
         self.model, self.objective, self.task, self.machine = model, objective, task, machine
+        self.name = objective.name
         found = rewritten(model)
         self.every, plan = found.acms, found.plan
         self.acms = _with_targets(self.every, objective)
@@ -86,11 +83,6 @@ class TappedPhase:
         # losses are sums until the step ends; a constant near their number of tokens keeps fp16 gradients in range
         self.units = {name: max(1.0, plan.site(name).tokens / plan.model.batch * batch) for name in self.acms}
         self.sums = self._no_sums()
-
-    @property
-    def name(self) -> str:
-        """The objective's."""
-        return self.objective.name
 
     def prepare(self, batches: BatchStream, steps: int) -> None:
         """Nothing: the unmodified network is in the model."""
@@ -125,7 +117,7 @@ class TappedPhase:
             real_T = acm.mask_of(x.shape[:-1])
             with torch.enable_grad():
                 total, shown = self.objective.loss(acm, x.flatten(0, -2), output.flatten(0, -2), real_T=real_T)
-                with self.machine.full_precision():
+                with without_autocast(self.machine.device):
                     backward(total / self.units[acm.name])
             tokens = x.shape[:-1].numel() if real_T is None else real_T.sum()
             head = torch.stack([total.detach(), torch.as_tensor(tokens, device=total.device)])

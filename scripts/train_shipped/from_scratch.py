@@ -1,4 +1,4 @@
-"""Common parts of the trainers of the shipped models: options, one cycle of AdamW, the files they write."""
+"""Common parts of the trainers of the shipped models: options, one cycle of AdamW, the weights they write."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from acm_compiler.errors import StorageError
 from acm_compiler.files import whole_file
+from acm_compiler.shipped.open_weights import SCALE, fill, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,32 @@ class Checkpoint:
     def remove(self) -> None:
         """Forget it, when the training is done."""
         self.path.unlink(missing_ok=True)
+
+
+def packed(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of `model` in 8 bits where they are matrices, row by row, and in 16 bits else; shared ones once."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _distinct(model).items():
+        if tensor.dim() < 2 or not tensor.is_floating_point():
+            tensors[name] = tensor.half() if tensor.is_floating_point() else tensor
+            continue
+        rows = tensor.float().flatten(1)
+        scale = (rows.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        integers = (rows / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+        tensors |= {name: integers.view_as(tensor), f"{name}{SCALE}": scale}
+    return tensors
+
+
+def round_as_packed(model: nn.Module) -> nn.Module:
+    """`model`, in place, with the weights that are read back once they are packed."""
+    fill(model, unpacked(packed(model)))
+    return model
+
+
+def _distinct(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `model` by name; of names for the same one the first."""
+    by_place = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(model.state_dict().items())}
+    return dict(by_place.values())
 
 
 def write_weights(tensors: Mapping[str, Tensor], options: argparse.Namespace, **measured: str) -> None:

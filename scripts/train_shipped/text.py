@@ -39,11 +39,17 @@ from acm_compiler.shipped.models import (
     TOKENS,
     VOCABULARY,
 )
-from acm_compiler.shipped.open_weights import packed, round_as_packed
 from acm_compiler.tasks.base import Task, base_metric
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.language import CausalLM
-from scripts.train_shipped.from_scratch import Checkpoint, OneCycle, training_options, write_weights
+from scripts.train_shipped.from_scratch import (
+    Checkpoint,
+    OneCycle,
+    packed,
+    round_as_packed,
+    training_options,
+    write_weights,
+)
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
-from acm_compiler.data.audio import load_clip
+from acm_compiler.data.audio import read_clip
 from acm_compiler.data.batch import as_batch
 from acm_compiler.errors import DataError, SelectionError, UsageError
 from acm_compiler.pipeline import convert
@@ -120,7 +120,7 @@ def test_other_rates_channels_and_formats_are_read(tmp_path):
     soundfile.write(tmp_path / "slow.wav", np.stack([sound, sound], 1), 8000)
     soundfile.write(tmp_path / "slow.mp3", sound, 8000)
     for name in ("slow.wav", "slow.mp3"):
-        clip = load_clip(tmp_path / name, rate=16_000)
+        clip = read_clip(str(tmp_path / name), rate=16_000, name=name)
         assert clip.dtype == np.float32 and clip.ndim == 1 and len(clip) == pytest.approx(16_000, rel=0.2)
 
 

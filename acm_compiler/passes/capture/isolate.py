@@ -1,7 +1,6 @@
 """Run a user's model and restore its state: attributes, containers, buffers, hooks, generators, caches.
 
-Caches are tensors that a model's code keeps outside of the model: in `lru_cache`s and in globals of its files. What
-the user compiled runs meanwhile as the eager code that it was, so that its torch calls can be seen one by one.
+Caches are tensors that a model's code keeps outside of the model: in `lru_cache`s and in globals of its files.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import random
 import sys
-import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +20,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from acm_compiler.data.draws import generators_restored
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.capture.op_names import written_tensors
 
@@ -42,7 +40,7 @@ def preserve_state(model: nn.Module) -> Iterator[list[Tensor]]:
     state, elsewhere = _State(model), GlobalCaches(model)
     training = {module: module.training for module in model.modules()}
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    with _generators_restored(), _WriteGuard(state.tensors):
+    with generators_restored(), _forked(), _WriteGuard(state.tensors):
         try:
             # not model.eval(): a user's train() may do more than set flags
             for module in training:
@@ -56,20 +54,6 @@ def preserve_state(model: nn.Module) -> Iterator[list[Tensor]]:
             for module, flag in training.items():
                 if module.training != flag:
                     module.training = flag
-
-
-@contextlib.contextmanager
-def _generators_restored() -> Iterator[None]:
-    python_state = random.getstate()
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    numpy_state = numpy_random.get_state() if numpy_random else None
-    try:
-        with _forked():
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy_random:
-            numpy_random.set_state(numpy_state)
 
 
 def _forked() -> contextlib.AbstractContextManager[None]:
@@ -213,7 +197,7 @@ class GlobalCaches:
         classes = {cls for cls in classes if cls.__module__.partition(".")[0] not in _OWN_CACHES}
         files = {name: vars(sys.modules[name]) for cls in classes if (name := cls.__module__) in sys.modules}
         kept = [value for space in (*files.values(), *map(vars, classes)) for value in space.values()]
-        known = [inner for value in kept for inner in (value, *_enclosed(value))]
+        known = [inner for value in kept for inner in (value, *enclosed(value))]
         self._caches = [(value, value.cache_info()) for value in known if is_lru_cache(value)]
         dicts = [*files.values(), *(value for value in kept if type(value) is dict)]
         self._dicts = [(value, dict(value)) for value in dicts]
@@ -239,7 +223,7 @@ def is_lru_cache(value: Any) -> bool:
     return isinstance(value, functools._lru_cache_wrapper)
 
 
-def _enclosed(function: Any) -> list[Any]:
+def enclosed(function: Any) -> list[Any]:
     """Values that a function carries along from its definition, as wrappers do."""
     cells = getattr(function, "__closure__", None) or ()
     return [cell.cell_contents for cell in cells if cell != _EMPTY]
@@ -247,36 +231,3 @@ def _enclosed(function: Any) -> list[Any]:
 
 def _holds_fake(value: Any) -> bool:
     return any(isinstance(tensor, FakeTensor) for tensor in tensors(value))
-
-
-class Eager:
-    """Turns torch.compile off while anyone holds it; its stance is one for all threads, so the last one restores it."""
-
-    def __init__(self) -> None:
-        self._lock, self._holders, self._stance = threading.Lock(), 0, contextlib.ExitStack()
-        self._forced = False
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Compiled functions run as the eager code that they were within it."""
-        with self._lock:
-            self._holders += 1
-        try:
-            self.force()
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self._forced = False
-                    self._stance.close()
-
-    def force(self) -> None:
-        """See to it while it is held, once anything is compiled: before, the import would take seconds."""
-        with self._lock:
-            if self._holders and not self._forced and "torch._dynamo" in sys.modules:
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-                self._forced = True
-
-
-EAGER = Eager()

@@ -9,7 +9,8 @@ R  a linear is no module call: the enclosing module's graph is rewritten
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 
 from acm_compiler.passes.capture.graph import ModuleCall, Signature
 from acm_compiler.passes.capture.op_names import ACTIVATIONS, COPIES, DROPOUTS, RESHAPES, SCALES, SUMS, argument
@@ -25,11 +26,9 @@ class _Place:
     """One run of a site among the module calls; `nodes` are its values, `all_nodes` those of all its runs."""
 
     flow: Dataflow
-    signatures: Mapping[ModuleCall, Signature]
     region: Region
     nodes: frozenset[str]
     all_nodes: frozenset[str]
-    sees_dropout: bool
 
     def inside(self, call: ModuleCall) -> frozenset[str]:
         return self.flow.inside.get(call, frozenset())
@@ -39,7 +38,7 @@ class _Place:
 
     def signature(self, call: ModuleCall) -> Signature | None:
         """The call's signature if it takes one positional tensor, gives one, and never runs elsewhere."""
-        found = self.signatures.get(call)
+        found = self.flow.capture.signatures.get(call)
         if found is None or len(found.inputs) != 1 or found.others or found.keywords or found.output is None:
             return None
         calls = self.flow.calls_of.get(call.fqn, ())
@@ -63,15 +62,7 @@ def choose_graft(flow: Dataflow, runs: Sequence[Region], *, traced: bool) -> Pla
     nodes = [_closed(flow, run) for run in runs]
     all_nodes = frozenset().union(*nodes)
     places = [
-        _Place(
-            flow=flow,
-            signatures=flow.capture.signatures,
-            region=run,
-            nodes=own,
-            all_nodes=all_nodes,
-            sees_dropout=flow.capture.method == "recorder",
-        )
-        for run, own in zip(runs, nodes, strict=True)
+        _Place(flow=flow, region=run, nodes=own, all_nodes=all_nodes) for run, own in zip(runs, nodes, strict=True)
     ]
     if traced and any(run.own_bias for run in runs):
         return "its bias is computed from parameters, which a graph of the user's own cannot keep beside an ACM"
@@ -90,7 +81,7 @@ def choose_graft(flow: Dataflow, runs: Sequence[Region], *, traced: bool) -> Pla
 def _entry(place: _Place, graft: Graft) -> str:
     """The argument of the first module that the graft replaces: a reshape away from what the first linear reads."""
     for call in place.stack(place.region.linears[0]):
-        signature = place.signatures.get(call)
+        signature = place.flow.capture.signatures.get(call)
         if call.fqn in graft.modules and signature is not None:
             return signature.inputs[0]
     return place.region.x
@@ -149,7 +140,7 @@ def _tiles(place: _Place) -> Graft | None:
     """Modules one after the other that compute the region and nothing else, with no function between them."""
     # `self.down(self.act(self.up(x)))`
     last = _innermost(place, place.region.output)
-    if last is None or len(place.region.linears) != 2 or not place.sees_dropout:
+    if last is None or len(place.region.linears) != 2 or place.flow.capture.method != "recorder":
         return None
     tiles: dict[ModuleCall, None] = {}
     for name in _in_order(place, place.nodes - place.inside(last)):
@@ -239,10 +230,7 @@ def _joint_probability(dropouts: Sequence[Value]) -> float:
     """The chance that an entry falls to at least one of several dropouts in a row."""
     if len(dropouts) == 1:
         return _probability(dropouts[0])
-    kept = 1.0
-    for dropout in dropouts:
-        kept *= 1.0 - _probability(dropout)
-    return 1.0 - kept
+    return 1.0 - math.prod(1.0 - _probability(dropout) for dropout in dropouts)
 
 
 def _path_of(place: _Place, *, traced: bool) -> str:

@@ -177,9 +177,8 @@ def with_pairs(sites: Mapping[str, Site], flow: Dataflow) -> dict[str, Site]:
     found = find_pairs(flow, sites)
     result = {}
     for output, site in sites.items():
-        pair = found.get(site.name, "its partner cannot change its basis with it")
-        mutual = isinstance(pair, Pair) and isinstance(found.get(pair.partner), Pair)
-        if isinstance(pair, Pair) and mutual:
+        pair = found.get(site.name)
+        if isinstance(pair, Pair) and isinstance(found.get(pair.partner), Pair):
             result[output] = dataclasses.replace(site, pair=pair)
         else:
             why = pair if isinstance(pair, str) else "its partner cannot change its basis with it"

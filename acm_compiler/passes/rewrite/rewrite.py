@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
+from acm_compiler.passes.capture.isolate import enclosed
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
 from acm_compiler.passes.rewrite.conversion import Conversion, gates_digest, refuse_inference_tensors, refuse_no_module
@@ -131,10 +132,8 @@ def _encloses_module(forward: Any) -> bool:
     """True if `forward` is a function, which is not copied, that knows a module or a method of one."""
     if not isinstance(forward, types.FunctionType):
         return False
-    known = [cell.cell_contents for cell in forward.__closure__ or () if cell != types.CellType()]
-    return any(
-        isinstance(value, nn.Module) or isinstance(getattr(value, "__self__", None), nn.Module) for value in known
-    )
+    known = (part for value in enclosed(forward) for part in (value, getattr(value, "__self__", None)))
+    return any(isinstance(part, nn.Module) for part in known)
 
 
 def convert(model: nn.Module, plan: Plan, *, empty: bool = False) -> Conversion:

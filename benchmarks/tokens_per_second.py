@@ -6,6 +6,7 @@ The folder is a finished run. Dense eager, dense Inductor, ACMs eager and ACMs c
 reading (prefill: all tokens of the prompt at once) and one for writing (decode: one more token after as many as the
 prompt has, from the cache, the same step again and again). The texts are those that the run is judged by, one after
 the other, so that gates choose as they do in use. What a budget cannot shorten is in the share of the dense MACs.
+`--llama-cpp` adds llama.cpp on the GGUF file that the run's model came from (package llama-cpp-python), batch 1 alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 
 import acm_compiler as acm
 from acm_compiler.evaluation.bench import Timing, clock, interleave
+from acm_compiler.recipe.gguf import gguf_file
 from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
 
 HEADINGS = ("phase", "batch", "budget", "contender", "tokens/s", "to dense Inductor", "q1", "q3", "MACs")
@@ -39,13 +41,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 0.75, 0.6, 0.4])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--llama-cpp", action="store_true", help="beside it")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     print(machine(), flush=True)
     run = open_saved_run(chosen.run)
     prompt = prompts(run, chosen.batch, chosen.prompt)
     with torch.no_grad():
-        rows = list(measured(run, prompt, chosen.budgets, chosen.rounds))
+        rival = llama_cpp(run, prompt) if chosen.llama_cpp else None
+        rows = list(measured(run, prompt, chosen.budgets, chosen.rounds, rival))
     print(tabulate(rows, headers=HEADINGS, tablefmt="github", disable_numparse=True))
 
 
@@ -61,8 +65,10 @@ def prompts(run: SavedRun, batch: int, tokens: int) -> Tensor:
     return ids[: batch * tokens].reshape(batch, tokens)
 
 
-def measured(run: SavedRun, prompt: Tensor, budgets: list[float], rounds: int) -> Iterator[list[str]]:
-    """A row for every phase, budget and contender; the dense ones stand in the first budget's turns."""
+def measured(
+    run: SavedRun, prompt: Tensor, budgets: list[float], rounds: int, rival: Any = None
+) -> Iterator[list[str]]:
+    """A row for every phase, budget and contender; the dense ones, and `rival`, stand in the first budget's turns."""
     assert run.dense is not None
     dense, converted = run.dense.eval(), run.model.eval()
     models = {
@@ -75,6 +81,8 @@ def measured(run: SavedRun, prompt: Tensor, budgets: list[float], rounds: int) -
             acm.set_budget(converted, budget)
             shown = models if place else {**models, "dense eager": dense}
             calls = {name: call(model, dense, prompt) for name, model in shown.items()}
+            if rival is not None and not place:
+                calls["llama.cpp"] = partial(rival_step, rival, prompt, phase)
             with acm.record(converted) as usage:
                 calls["acm eager"]()
             for name, timing in interleave(calls, base=BASE, rounds=rounds).items():
@@ -107,6 +115,26 @@ def write(model: Any, dense: Any, prompt: Tensor) -> Callable[[], object]:
         cache.crop(-1)
 
     return step
+
+
+def llama_cpp(run: SavedRun, prompt: Tensor) -> Any:
+    """The same GGUF file in llama.cpp, with as many threads as torch uses."""
+    from llama_cpp import Llama
+
+    assert run.recipe is not None and len(prompt) == 1
+    threads, room = torch.get_num_threads(), prompt.numel() + 8
+    sizes: dict[str, Any] = {"n_ctx": room, "n_batch": room, "n_threads": threads, "n_threads_batch": threads}
+    return Llama(str(gguf_file(run.recipe.model)), verbose=False, **sizes)
+
+
+def rival_step(rival: Any, prompt: Tensor, phase: str) -> None:
+    """Read the prompt, or write one token after it."""
+    if phase == "prefill" or rival.n_tokens < prompt.numel():
+        rival.reset()
+        rival.eval(prompt.flatten().tolist())
+    if phase == "decode":
+        rival.n_tokens = prompt.numel()
+        rival.eval([int(prompt[0, -1])])
 
 
 if __name__ == "__main__":

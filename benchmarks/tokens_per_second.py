@@ -41,8 +41,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 0.75, 0.6, 0.4])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--llama-cpp", action="store_true", help="beside it")
+    parser.add_argument("--llama-cpp", action="store_true", help="one contender more")
     chosen = parser.parse_args()
+    if chosen.llama_cpp and chosen.batch != 1:
+        parser.error("--llama-cpp goes with --batch 1")
     warnings.simplefilter("ignore")
     print(machine(), flush=True)
     run = open_saved_run(chosen.run)
@@ -65,10 +67,11 @@ def prompts(run: SavedRun, batch: int, tokens: int) -> Tensor:
     return ids[: batch * tokens].reshape(batch, tokens)
 
 
-def measured(
-    run: SavedRun, prompt: Tensor, budgets: list[float], rounds: int, rival: Any = None
-) -> Iterator[list[str]]:
-    """A row for every phase, budget and contender; the dense ones, and `rival`, stand in the first budget's turns."""
+def measured(run: SavedRun, prompt: Tensor, budgets: list[float], rounds: int, rival: Any) -> Iterator[list[str]]:
+    """A row for every phase, budget and contender; the dense ones, llama.cpp's too, stand in the first budget's turns.
+
+    rival: the model in llama.cpp, or None.
+    """
     assert run.dense is not None
     dense, converted = run.dense.eval(), run.model.eval()
     models = {
@@ -121,7 +124,7 @@ def llama_cpp(run: SavedRun, prompt: Tensor) -> Any:
     """The same GGUF file in llama.cpp, with as many threads as torch uses."""
     from llama_cpp import Llama
 
-    assert run.recipe is not None and len(prompt) == 1
+    assert run.recipe is not None
     threads, room = torch.get_num_threads(), prompt.numel() + 8
     sizes: dict[str, Any] = {"n_ctx": room, "n_batch": room, "n_threads": threads, "n_threads_batch": threads}
     return Llama(str(gguf_file(run.recipe.model)), verbose=False, **sizes)

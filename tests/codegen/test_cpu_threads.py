@@ -99,8 +99,17 @@ def test_a_decoders_few_tokens_have_work_for_as_many_threads_as_pay(library, tok
         for k in range(1, N + 1):
             for sizes in plans_of(library, threads, x, torch.full((tokens,), k), weights, form):
                 pays = min(threads, sum(sizes) // LEAST)
-                assert busy(sizes, threads)[0] >= 0.9 * pays, (threads, k, len(sizes))
+                assert busy(sizes, threads)[0] >= 0.85 * pays, (threads, k, len(sizes))
                 assert max(sizes) * len(sizes) <= 2 * sum(sizes), (threads, k, len(sizes))
+
+
+def test_two_threads_take_even_strips_of_one_tokens_columns(library):
+    """Many slices of few columns, put together, were read a quarter slower."""
+    weights = drawn("gated", torch.float32, sizes=(576, 576, 8, 192)).tensors
+    for k in (3, 5, 8):
+        plans = plans_of(library, 2, torch.zeros(1, 576), torch.full((1,), k), weights, "gated")
+        assert [len(set(sizes)) for sizes in plans] == [1, 1]
+        assert [len(sizes) % 2 for sizes in plans] == [0, 0]
 
 
 def test_what_is_too_little_for_two_threads_is_not_shared(library):

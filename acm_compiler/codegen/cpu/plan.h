@@ -15,7 +15,8 @@ constexpr int64_t kTileRows = 6;
 constexpr int64_t kLeastWork = 1 << 15;   // less is not worth another thread
 constexpr int64_t kItemsPerThread = 4;    // so many at most: one slow core then holds the others for little
 constexpr int64_t kPieceRows = 12;        // so many rows at least share what is read of a strip,
-constexpr int64_t kStripRows = 4;         // which takes about as long as so many rows of it
+constexpr int64_t kStripRows = 4;         // which takes about as long as so many rows of it,
+constexpr int64_t kStripCols = 4;         // and each strip as long as so many more columns
 constexpr int64_t kChunkRows = 1024;      // tokens whose hidden values are kept at a time, for each thread,
 constexpr int64_t kMostChunkThreads = 4;  // but for no more threads than these
 
@@ -25,21 +26,25 @@ inline int64_t round_up(int64_t count, int64_t unit) { return divide_up(count, u
 // rows [from, to), of which the first `depth` words take part
 struct Span { int64_t from, to, depth; };
 
+inline int64_t height_of(const std::vector<Span>& spans) { return spans.back().to - spans.front().from; }
+
+// words that a column of these rows multiplies
+inline int64_t words_of(const std::vector<Span>& spans) {
+  int64_t sum = 0;
+  for (const Span& span : spans) sum += (span.to - span.from) * span.depth;
+  return sum;
+}
+
 // what the plan knows of a product: its rows, the deepest first; its columns; how many of them a strip may have, and of
 // what number that is a multiple; how many multiply-adds a word is
 struct Job {
   std::vector<Span> spans;
   int64_t cols, widest, unit, per_word;
+  int64_t height = height_of(spans), column = words_of(spans) * per_word;  // column: multiply-adds of one
 
   // of strips of equal width, as wide as they may be
   int64_t width(int64_t most) const { return std::min(most, round_up(divide_up(cols, divide_up(cols, most)), unit)); }
-  int64_t height() const { return spans.back().to - spans.front().from; }
-  int64_t column() const {
-    int64_t sum = 0;
-    for (const Span& span : spans) sum += (span.to - span.from) * span.depth;
-    return sum * per_word;
-  }
-  int64_t work() const { return cols * column(); }
+  int64_t work() const { return cols * column; }
 };
 
 struct Piece {
@@ -59,8 +64,8 @@ struct Plan {
 inline std::vector<std::vector<Span>> cut_rows(const std::vector<Span>& spans, int64_t count) {
   if (count == 1) return {spans};
   std::vector<std::vector<Span>> parts(1);
-  int64_t work = 0, done = 0;
-  for (const Span& span : spans) work += (span.to - span.from) * span.depth;
+  const int64_t work = words_of(spans);
+  int64_t done = 0;
   for (Span rest : spans)
     while (rest.from < rest.to) {
       const int64_t number = parts.size(), left = std::max<int64_t>(1, work * number / count - done);
@@ -78,36 +83,35 @@ struct Cut {
 
   // pieces of about `target`, in strips of so many sixteenths of the widest
   Cut(const Job& job, int64_t target, int64_t share) {
-    const int64_t height = job.height();
+    const int64_t height = job.height;
     width = job.width(std::max(job.unit, round_up(job.widest * share / 16, job.unit)));
     strips = divide_up(job.cols, width);
-    const int64_t cols = std::min(width, job.cols), strip = cols * job.column();
+    const int64_t cols = std::min(width, job.cols), strip = cols * job.column;
     parts = std::clamp<int64_t>(strip / target, 1, std::max<int64_t>(1, height / kPieceRows));
     const int64_t rows = std::min(height, round_up(divide_up(height, parts), kTileRows));
     work = strip / height * rows;
-    cost = (cols + job.unit / 4) * (job.column() / height) * (rows + kStripRows);
+    cost = (cols + kStripCols) * (job.column / height) * (rows + kStripRows);
   }
 };
 
 // how all jobs are cut so that the last of so many threads is done soonest
 inline std::vector<Cut> best_cuts(const std::vector<Job>& jobs, int64_t threads) {
   std::vector<Cut> best, some;
-  int64_t all = 0, least = std::numeric_limits<int64_t>::max();
-  for (const Job& job : jobs) all += job.work();
-  for (const int64_t share : {16, 12, 8, 4, 2, 1}) {
-    for (int64_t each = kItemsPerThread; each >= 1; each--) {
+  int64_t all = 0, tallest = 0, least = std::numeric_limits<int64_t>::max();
+  for (const Job& job : jobs) all += job.work(), tallest = std::max(tallest, job.height);
+  const int64_t most = tallest < 2 * kPieceRows ? 1 : kItemsPerThread;  // rows that cannot be cut have one way
+  for (int64_t share = 16; share >= 1; share--) {
+    for (int64_t each = most; each >= 1; each--) {
       const int64_t target = std::max(kLeastWork, all / (threads * each));
-      int64_t largest = kLeastWork, longest = 0, count = 0, small = 0;
+      int64_t largest = kLeastWork, longest = 0, items = 0;  // items: times the largest, as small pieces go together
       some.clear();
-      for (const Job& job : jobs) {
-        const Cut& cut = some.emplace_back(job, target, share);
-        largest = std::max(largest, cut.work), longest = std::max(longest, cut.cost);
+      for (const Job& job : jobs) largest = std::max(largest, some.emplace_back(job, target, share).work);
+      for (const Cut& cut : some) {
+        const int64_t together = std::max<int64_t>(1, largest / cut.work);
+        items += cut.strips * cut.parts * largest / together;
+        longest = std::max(longest, together * cut.cost);
       }
-      for (const Cut& cut : some) {  // small pieces go together
-        if (2 * cut.work <= largest) small += cut.strips * cut.parts * cut.work;
-        else count += cut.strips * cut.parts;
-      }
-      const int64_t time = divide_up(count + divide_up(small, largest), threads) * longest;
+      const int64_t time = divide_up(divide_up(items, largest), threads) * longest;
       if (time < least) least = time, best = some;
     }
   }
@@ -126,7 +130,7 @@ inline Plan plan(const std::vector<Job>& jobs, int64_t threads) {
       for (const auto& spans : parts) {
         const int64_t count = std::min(cuts[j].width, jobs[j].cols - col);
         made.pieces.push_back({static_cast<int64_t>(j), col, count, spans, parts.size() > 1});
-        work.push_back(count * Job{spans, 0, 0, 0, jobs[j].per_word}.column());
+        work.push_back(count * words_of(spans) * jobs[j].per_word);
       }
   }
   const int64_t limit = std::max(kLeastWork, *std::max_element(work.begin(), work.end()));

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from acm_compiler.passes.rewrite.revert import finalize as finalize
     from acm_compiler.passes.rewrite.revert import revert as revert
     from acm_compiler.passes.rewrite.rewrite import rewrite as rewrite
-    from acm_compiler.pipeline import plan as plan
     from acm_compiler.planning.plan import Plan as Plan
     from acm_compiler.recipe.schema import GateConfig as GateConfig
     from acm_compiler.recipe.schema import SiteRule as SiteRule
     from acm_compiler.reporting.write import report as report
+    from acm_compiler.runs.pipeline import plan as plan
     from acm_compiler.runtime.batch_context import batch as batch
     from acm_compiler.runtime.control import relax as relax
     from acm_compiler.runtime.control import set_budget as set_budget
@@ -63,7 +63,7 @@ _HOMES = {
     "generate": "runtime.generate",
     "load": "checkpoint.load",
     "losses": "training.loss_terms",
-    "plan": "pipeline",
+    "plan": "runs.pipeline",
     "recalibrate": "calibration.recalibrate",
     "record": "runtime.usage",
     "relax": "runtime.control",

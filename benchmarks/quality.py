@@ -29,11 +29,11 @@ from acm_compiler.data import BatchStream
 from acm_compiler.evaluation.evaluate import evaluate, every_k
 from acm_compiler.files import write_file
 from acm_compiler.passes.rewrite.conversion import conversion, sites
-from acm_compiler.pipeline import convert
 from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import Recipe, SiteRule
 from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.pipeline import convert
 from acm_compiler.runs.run_recipe import RecipeRun
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.training.machine import open_machine

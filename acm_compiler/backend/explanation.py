@@ -26,7 +26,7 @@ from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.inputs import split_inputs
 from acm_compiler.passes.lower.verify import Lowered
 from acm_compiler.passes.rewrite.conversion import sites
-from acm_compiler.user_code import Attempt, first_line, raising_line
+from acm_compiler.sources.user_code import Attempt, first_line, raising_line
 
 # what Dynamo calls one size of an argument, such as L['args'][0].size()[1]
 _SIZE = re.compile(r"L\['(?!self'\])(?:kwargs'\]\[')?(\w+)'\](.*)\.size\(\)\[(\d+)\]")

@@ -19,7 +19,7 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.budgets import is_number, parse_budget, share_within, too_much, unreachable
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.user_code import Attempt, first_line, raising_line, with_frames
+from acm_compiler.sources.user_code import Attempt, first_line, raising_line, with_frames
 
 # a user's own word on the padding of one batch
 MaskOf = Callable[[Any], Tensor | None]

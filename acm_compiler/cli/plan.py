@@ -54,9 +54,9 @@ def plan(
 ) -> None:
     """Print the cost report of a recipe or a model."""
     from acm_compiler.passes.survey import torch_macs
-    from acm_compiler.pipeline import example_of
     from acm_compiler.planning.cost_table import BUDGETS, cost_table
     from acm_compiler.runs.given import parse_budgets
+    from acm_compiler.runs.pipeline import example_of
     from acm_compiler.runtime.budgets import parse_budget
 
     output = Output(json=json)
@@ -96,8 +96,8 @@ def _make(
 ) -> tuple[BuiltModel, Plan, list[Advice], list[tuple[str | None, float | str]]]:
     """The model without weights, its plan by the options `chosen`, advice, and the budgets that a recipe asks for."""
     from acm_compiler.errors import UsageError
-    from acm_compiler.pipeline import plan_model, plan_recipe, rules_of
     from acm_compiler.recipe import Recipe
+    from acm_compiler.runs.pipeline import plan_model, plan_recipe, rules_of
     from acm_compiler.sources import parse_input
 
     spec = None if example is None else parse_input(example)

@@ -71,10 +71,10 @@ def rewrite(
 def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
     """The run up to its first phase; with variables unset, only what the plan and the folder can tell."""
     from acm_compiler.passes.rewrite.conversion import conversion
-    from acm_compiler.pipeline import check_recipe, plan_recipe
     from acm_compiler.planning.check_schedule import check_phase
     from acm_compiler.recipe import expand_paths, how_to_set, unset_variables
     from acm_compiler.runs.folder import is_finished
+    from acm_compiler.runs.pipeline import check_recipe, plan_recipe
     from acm_compiler.runs.run_recipe import RecipeRun
     from acm_compiler.training.machine import open_machine
 

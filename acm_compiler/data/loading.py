@@ -20,7 +20,7 @@ from acm_compiler.data.audio import left_out
 from acm_compiler.data.batch import Batch, assemble
 from acm_compiler.data.draws import derive, seeded
 from acm_compiler.errors import AcmError, DataError, UsageError, excluded_text
-from acm_compiler.user_code import is_users, users_code
+from acm_compiler.sources.user_code import is_users, users_code
 
 _ORDER, _EXAMPLE, _MIX = 1, 2, 3  # what a seed is for
 

@@ -1,1 +1,1 @@
-"""Runs: a recipe carried out in a folder, and what of a folder can be opened again."""
+"""Runs: plan and convert on one page (`pipeline`), a recipe carried out in a folder, what of a folder can be opened."""

@@ -20,7 +20,6 @@ from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion, rewritten
-from acm_compiler.pipeline import convert
 from acm_compiler.planning.check_schedule import check_phase
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
@@ -37,6 +36,7 @@ from acm_compiler.runs.folder import (
     still_to_come,
     subject_of,
 )
+from acm_compiler.runs.pipeline import convert
 from acm_compiler.runs.recipe_run import OpenedRecipe, with_progress
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import setting_of

@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from acm_compiler.errors import UsageError, did_you_mean
-from acm_compiler.user_code import Attempt, failed, users_code
+from acm_compiler.sources.user_code import Attempt, failed, users_code
 
 PREFIX = "python:"
 

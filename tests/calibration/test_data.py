@@ -15,7 +15,7 @@ from acm_compiler.errors import DataError, LayoutUnknown, UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten, sites
 from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.passes.rewrite.rewrite import rewrite
-from acm_compiler.pipeline import plan
+from acm_compiler.runs.pipeline import plan
 from acm_compiler.site import Layout
 from tests.helpers.calibration_tiny import make_tiny, observed, texts
 from tests.helpers.models import WIDTH, Mlp, Residual, Stack, example

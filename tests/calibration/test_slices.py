@@ -15,10 +15,10 @@ from acm_compiler.calibration.slices import bases_of_scores, bases_of_values, he
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.passes.survey import analyze
-from acm_compiler.pipeline import decide
 from acm_compiler.planning.cost import site_cost
 from acm_compiler.recipe.phases import LabelRule
 from acm_compiler.recipe.schema import GateConfig, SiteRule
+from acm_compiler.runs.pipeline import decide
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.site_phases import Distill, GateLabels

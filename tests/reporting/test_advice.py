@@ -11,9 +11,9 @@ from acm_compiler.cli import app
 from acm_compiler.evaluation.advice import advise, advise_lossless
 from acm_compiler.evaluation.results import Evaluation, FixedResult, Interval, MetricResult
 from acm_compiler.passes.survey import analyze
-from acm_compiler.pipeline import decide
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase
 from acm_compiler.recipe.schema import GateConfig, SiteRule
+from acm_compiler.runs.pipeline import decide
 from tests.helpers import models
 from tests.helpers.build import plan_of, planned_site, sliced_site
 

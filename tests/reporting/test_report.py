@@ -22,7 +22,6 @@ from acm_compiler.evaluation.find_loads import Loads, find_load_maps, spread
 from acm_compiler.evaluation.results import Evaluation, Interval, MetricResult, joined, load_evaluation
 from acm_compiler.evaluation.wording import evaluation_table
 from acm_compiler.passes.rewrite.conversion import conversion, sites
-from acm_compiler.pipeline import convert
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
 from acm_compiler.reporting.charts import cost_chart, k_chart
@@ -32,6 +31,7 @@ from acm_compiler.reporting.load_facts import load_colours, picture_png
 from acm_compiler.reporting.page_facts import shared_start
 from acm_compiler.reporting.write import write_report
 from acm_compiler.runs.given import read_budgets
+from acm_compiler.runs.pipeline import convert
 from acm_compiler.runtime.budgets import parse_budget
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.runtime.measure_budgets import measure_budgets

@@ -7,10 +7,10 @@ import pytest
 
 import acm_compiler as acm
 from acm_compiler.errors import AcmError
-from acm_compiler.pipeline import plan_recipe
 from acm_compiler.recipe import load_recipe
 from acm_compiler.recipe.schema import SiteRule
 from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.pipeline import plan_recipe
 from acm_compiler.runs.run_recipe import run_recipe
 from acm_compiler.runtime.budgets import refuse_unreachable
 

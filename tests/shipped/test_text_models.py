@@ -8,10 +8,10 @@ import torch
 from acm_compiler.data import BatchStream
 from acm_compiler.data.texts import TextSet
 from acm_compiler.errors import StorageError
-from acm_compiler.pipeline import plan_recipe
 from acm_compiler.recipe import load_recipe
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.pipeline import plan_recipe
 from acm_compiler.runs.run_recipe import run_recipe
 from acm_compiler.shipped.models import LLAMA_DOCS, MODERNBERT_PACKAGES, TOKENIZER
 from acm_compiler.shipped.open_weights import unpacked

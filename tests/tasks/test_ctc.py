@@ -15,10 +15,10 @@ from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.data.audio import read_clip
 from acm_compiler.data.batch import as_batch
 from acm_compiler.errors import DataError, SelectionError, UsageError
-from acm_compiler.pipeline import convert
 from acm_compiler.recipe import load_recipe, shipped_recipe
 from acm_compiler.recipe.datasets import CommonVoiceData
 from acm_compiler.recipe.tasks import CtcTask
+from acm_compiler.runs.pipeline import convert
 from acm_compiler.runtime.masks import frame_mask
 from acm_compiler.tasks import open_task
 from acm_compiler.tasks.ctc import Ctc

@@ -24,7 +24,7 @@ from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, map_tensors, tensors
 from acm_compiler.passes.capture.isolate import preserve_state
 from acm_compiler.passes.capture.recorder import Recorder, UnseenTensor
-from acm_compiler.user_code import Attempt, first_line, raising_line, with_frames
+from acm_compiler.sources.user_code import Attempt, first_line, raising_line, with_frames
 
 __all__ = ["Capture", "ModuleCall", "Signature", "capture"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from acm_compiler.acm import gated_learners, ops
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments
 from acm_compiler.passes.capture.op_names import written_tensors
-from acm_compiler.user_code import traced_line
+from acm_compiler.sources.user_code import traced_line
 
 LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)
 GATES = (ops.GATE, ops.GATE.default)

@@ -114,7 +114,7 @@ def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
 def _shown_name(filename: str) -> str | None:
     """The file's name when it is a user's or another library's, else None."""
     path = Path(filename)
-    hidden = (Path(torch.__file__).parent, Path(__file__).parent)
+    hidden = (Path(torch.__file__).parent, Path(__file__).parents[1])
     if filename.startswith("<") or any(path.is_relative_to(folder) for folder in hidden):
         return None
     in_python = path.is_relative_to(sysconfig.get_paths()["stdlib"]) and "site-packages" not in path.parts

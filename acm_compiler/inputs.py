@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 from acm_compiler.errors import UsageError
 
+
+class ForwardEnded(BaseException):
+    """Ends a forward at the last call that is of interest; a model's own `except Exception` lets it through."""
+
+
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import own_types
@@ -18,8 +20,9 @@ from acm_compiler.calibration.damage import Answer, answers, energy, random_dire
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
+from acm_compiler.inputs import ForwardEnded
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.passes.rewrite.dense_region import broken_weights
+from acm_compiler.passes.rewrite.dense_region import DenseWeights, broken_weights
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import real_tokens
 from acm_compiler.runtime.measure_budgets import Example
@@ -56,7 +59,8 @@ def observe(
 
     Gradients are those of so many random `projections` of the output, one after the other, each over the root of their
     number: squares of gradients, summed up, expect what those of one would, with less noise. Once `enough()` is true
-    before a batch, it and the rest are run forward alone, for the moments.
+    before a batch, it and the rest are run forward alone, for the moments, and no further than to the last site if
+    every batch before called the sites as often as the plan says.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.
     """
@@ -64,9 +68,11 @@ def observe(
     with tapped(found.acms, records) as taps, _differentiable(found):
         for example in examples:
             taps.begin(mask_in(found.model, example), first=seen.examples, forward_alone=taps.forward_alone or enough())
-            with batch_context(found.model, mask=example[1]), torch.set_grad_enabled(not taps.forward_alone):
+            grads = torch.set_grad_enabled(not taps.forward_alone)
+            with batch_context(found.model, mask=example[1]), grads, suppress(ForwardEnded):
                 output = run(found, example[0])
                 if not taps.forward_alone:
+                    taps.as_planned &= taps.calls == taps.planned
                     outputs = answers(output, answer, taps.mask_BS)
                     directions = (
                         random_directions(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
@@ -144,13 +150,15 @@ class _Taps:
 
     def __init__(self, records: Mapping[str, SiteRecord]) -> None:
         self.records = records
-        self.forward_alone = False
+        self.planned = sum(record.site.calls for record in records.values())
+        self.as_planned, self.forward_alone = True, False
+        self.hidden: dict[str, Tensor] = {}
         self.begin(None, first=0, forward_alone=False)
 
     def begin(self, mask_BS: Tensor | None, *, first: int, forward_alone: bool) -> None:
         """Expect a batch with this mask, whose first example has the number `first`."""
         self.mask_BS, self.first, self.forward_alone = mask_BS, first, forward_alone
-        self.examples = 0
+        self.examples = self.calls = 0
         self.edges: list[GradientEdge] = []
 
     def __call__(self, acm: ACM, x: Tensor, output: Tensor) -> None:
@@ -164,24 +172,55 @@ class _Taps:
             x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), real_tokens(acm, x, self.mask_BS)
             example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name)
             self.examples = max(self.examples, int(example_T[-1:].sum()) + 1)
+            self.calls += 1
+            h_TF = self.hidden.pop(acm.name, None)
             with own_types():  # the model may autocast by itself
                 if self.forward_alone:
-                    record.add_moments(x_TD, real_T)
+                    record.add_moments(x_TD, real_T, h_TF)
                 else:
-                    record.take(x_TD, output, real_T, example_T.to(x.device) + self.first)
+                    record.take(x_TD, output, real_T, example_T.to(x.device) + self.first, h_TF)
+            if self.forward_alone and self.as_planned and self.calls == self.planned:
+                raise ForwardEnded
+
+    def watch(self, acm: ACM) -> RemovableHandle | None:
+        """Keep what the last linear of an MLP's dense region is given, where that is a module.
+
+        Not what another floating type had a part in: the model's, which the record's is wider than, or autocast's.
+        """
+        record = self.records.get(acm.name)
+        last = None if record is None or acm.dense is None else _last_module(acm.dense, record.dense)
+
+        def keep(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            same = record is not None and inputs and inputs[0].dtype == record.dense.first[0][0].dtype
+            if same and not torch.is_autocast_enabled(inputs[0].device.type):
+                self.hidden[acm.name] = inputs[0].detach().flatten(0, -2)
+
+        return None if last is None else last.register_forward_pre_hook(keep)
 
 
 @contextmanager
 def tapped(acms: Mapping[str, ACM], records: Mapping[str, SiteRecord]) -> Iterator[_Taps]:
     """While open, every ACM passes its dense region's output on, and `records` see theirs."""
     taps = _Taps(records)
+    handles = []
     try:
         for acm in acms.values():
             acm.tap = taps
+            handles.append(taps.watch(acm))
         yield taps
     finally:
         for acm in acms.values():
             acm.tap = None
+        for handle in filter(None, handles):
+            handle.remove()
+
+
+def _last_module(region: nn.Module, dense: DenseWeights) -> nn.Module | None:
+    """The nn.Linear of the region that computes its output from the hidden activation, None where there is none."""
+    if dense.last is None:
+        return None
+    linears = (module for module in region.modules() if type(module) is nn.Linear)
+    return next((linear for linear in linears if linear.weight.data_ptr() == dense.last[0].data_ptr()), None)
 
 
 @contextmanager

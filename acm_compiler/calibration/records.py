@@ -52,9 +52,11 @@ class SiteRecord:
         return (plain + self.heard.spread_around(self.moments.mean)) / 2 if self.heard.count else plain
 
     @torch.no_grad()
-    def take(self, x_TD: Tensor, o_TO: Tensor, real_T: Tensor | None, example_T: Tensor) -> None:
+    def take(
+        self, x_TD: Tensor, o_TO: Tensor, real_T: Tensor | None, example_T: Tensor, h_TF: Tensor | None = None
+    ) -> None:
         """One call of the site; `example_T` numbers the examples. Its gradient, if one arrives, is taken too."""
-        x_TD = self.add_moments(x_TD, real_T)
+        x_TD = self.add_moments(x_TD, real_T, h_TF)
         if real_T is not None:
             example_T = example_T[real_T]
         self.metric.count_tokens(len(x_TD))
@@ -78,10 +80,18 @@ class SiteRecord:
             o_TO.register_hook(take_gradient)
 
     @torch.no_grad()
-    def add_moments(self, x_TD: Tensor, real_T: Tensor | None) -> Tensor:
-        """Add one call of the site to the moments, and nothing else; gives its real tokens [T, D]."""
+    def add_moments(self, x_TD: Tensor, real_T: Tensor | None, h_TF: Tensor | None = None) -> Tensor:
+        """Add one call of the site to the moments, and nothing else; gives its real tokens [T, D].
+
+        h_TF: the hidden activation of an MLP, in the type of its dense weights, where it is known.
+        """
         x_TD = (x_TD if real_T is None else x_TD[real_T]).to(self.dense.first[0][0].dtype)
-        self.moments.add(x_TD if self.dense.last is None else self.dense.hidden(x_TD))
+        if self.dense.last is None:
+            self.moments.add(x_TD)
+        elif h_TF is None:
+            self.moments.add(self.dense.hidden(x_TD))
+        else:
+            self.moments.add(h_TF if real_T is None else h_TF[real_T])
         if self.shown.size:
             self.shown.offer(x_TD.bfloat16())
         return x_TD

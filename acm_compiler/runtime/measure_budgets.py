@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.errors import DataError, TrainingFailed
-from acm_compiler.inputs import Inputs, call_model, in_mode
+from acm_compiler.inputs import ForwardEnded, Inputs, call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.progress import Progress
@@ -101,10 +101,6 @@ def fill_table(
     return table
 
 
-class _Ended(BaseException):
-    """Ends a forward at the last call that is of interest; a model's own `except Exception` lets it through."""
-
-
 class _Search:
     """Probes of one model, each a knob and the share of learner MACs that it reaches; the share falls with the knob."""
 
@@ -153,10 +149,11 @@ class _Search:
             knobs_Tn = turning_knobs(scores[:, lowest:], costs[lowest:], acm.gate.rule)
             calls[acm.name].append(knobs_Tn.unflatten(0, x_BSD.shape[:2]))
             if last and sum(map(len, calls.values())) == last:
-                raise _Ended
+                raise ForwardEnded
 
         watched = observed(self.found.owner, see)
-        with batch_context(model, mask=mask), recorded(self.found, macs=False) as usage, watched, suppress(_Ended):
+        stopped = suppress(ForwardEnded)
+        with batch_context(model, mask=mask), recorded(self.found, macs=False) as usage, watched, stopped:
             call_model(model, inputs)
             before.append(sum(map(len, calls.values())))
         turning = []

@@ -14,6 +14,7 @@ from types import CodeType, TracebackType
 import torch
 
 from acm_compiler.errors import AcmError, FunctionFailed
+from acm_compiler.inputs import ForwardEnded
 
 
 class Attempt:
@@ -27,8 +28,8 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # Ctrl-C is the user's at the keyboard, and GeneratorExit Python's own; sys.exit is the code's
-        self.error = None if isinstance(error, (KeyboardInterrupt, GeneratorExit)) else error
+        # Ctrl-C is the user's at the keyboard, GeneratorExit Python's own and ForwardEnded ours; sys.exit is the code's
+        self.error = None if isinstance(error, (KeyboardInterrupt, GeneratorExit, ForwardEnded)) else error
         return self.error is not None
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
-
-from annotated_types import Ge
+from typing import Any, Literal
 
 from acm_compiler.site import Count, Learners, Site, Whole
 
@@ -89,7 +87,7 @@ class ModelFacts:
     source: dict[str, Any] | None = None
     inputs: str = ""
     batch: Count = 1
-    dense_macs: Annotated[Whole, Ge(1)]
+    dense_macs: Whole
     dense_params: Whole
     not_counted: dict[str, Whole] = field(default_factory=dict)
 

@@ -91,6 +91,7 @@ def test_a_model_without_products_has_a_report_too():
     plan = acm_compiler.plan(nn.Sequential(nn.LayerNorm(8)), torch.randn(2, 8))
     assert "kept" in str(plan)
     assert plan.cost.model_share(0.5) == 1
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_the_report_of_a_batch_is_of_one_example():

@@ -55,9 +55,8 @@ def names_of(model: nn.Module, call: Call) -> list[str]:
     return [*names, *kwargs]
 
 
-def free_axes(names: Sequence[str], call: Call, dynamic: Axes | None) -> tuple[list[Any], dict[str, Any]]:
-    """What torch.export is told of each input: the axes whose length is free, as those of its positional and keyword
-    arguments.
+def free_axes(names: Sequence[str], call: Call, dynamic: Axes | None) -> dict[str, Any]:
+    """The axes whose length is free, by input, as torch.export takes them.
 
     By default that is the batch, and the length of texts; `dynamic` names further axes by input, which must be free.
     UsageError for names and axes that are not there.
@@ -78,7 +77,7 @@ def free_axes(names: Sequence[str], call: Call, dynamic: Axes | None) -> tuple[l
     specs = {name: pytree.tree_map(leaf, value) for name, value in values.items()}
     for name, axes in asked.items():
         specs[name] |= dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
-    return [specs[name] for name in names[: len(args)]], {name: specs[name] for name in kwargs}
+    return specs
 
 
 def _axes(name: str, axes: int | Sequence[int], values: Mapping[str, Any]) -> tuple[int, ...]:
@@ -100,6 +99,18 @@ def _length(values: Mapping[str, Any]) -> int | None:
         if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
             return value.shape[1] if value.shape[1] > 1 else None
     return None
+
+
+def with_signature(module: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Give `module`, whose forward takes what it is given, inputs of these names, which become those of its graph."""
+    run, kind = module.forward, inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore
+    module.forward = forward
+    return module
 
 
 def plain_output(output: Any) -> Any:

@@ -41,20 +41,20 @@ class Controlled(nn.Module):
         for name, tensor in rows_of(measured(found))._asdict().items():
             self.register_buffer(name, tensor.to(next(iter(found.acms.values())).knob.device))
 
-    def forward(self, *args: Any, **inputs: Any) -> Any:
-        given = {name: inputs.pop(name) for name in self.controls}
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs.pop(name) for name in self.controls}
         knob_B, k_lo_B = self._settings(given)
         if self.per_example:
             most = torch.stack([self._highest(count, given) for count in range(self.most + 1)])
             with batch_held(self.owner, Said(knob=knob_B, k_lo=k_lo_B, most=most)):
-                return plain_output(self.model(*args, **inputs))
+                return plain_output(self.model(*args, **kwargs))
         values: dict[str, Tensor] = {}
         for path, acm in self.acms.items():
             high = self._highest(acm.count, given).clamp(acm.k_min, acm.count)
             low = torch.minimum(k_lo_B.reshape(()), high).clamp(min=acm.k_min)
             bits = knob_B.reshape(()).view(torch.int32)
             values |= {f"{path}.{name}": value for name, value in zip(RUN_TIME, 2 * (bits, low, high), strict=True)}
-        return plain_output(torch.func.functional_call(self.model, values, args, inputs))
+        return plain_output(torch.func.functional_call(self.model, values, args, kwargs))
 
     def _settings(self, given: Mapping[Control, Tensor]) -> tuple[Tensor, Tensor]:
         """The gates' knob and lowest k, [B], or [1] for all examples."""
@@ -107,11 +107,11 @@ def check_controls(controls: Any, *, inputs: Any) -> tuple[Control, ...]:
     return chosen
 
 
-def example_controls(controls: tuple[Control, ...], *, most: int, batch: int | None, device: Any) -> dict[str, Tensor]:
-    """Values of the controls that ask for everything; budgets are [batch] unless `batch` is None."""
+def example_controls(module: Controlled, *, batch: int | None) -> dict[str, Tensor]:
+    """Values of a module's controls that ask for everything; budgets are [batch] unless `batch` is None."""
     budget = torch.ones(()) if batch is None else torch.ones(batch)
-    values = {"budget": budget, "cap": torch.ones(()), "k_lo": torch.tensor(0), "k_hi": torch.tensor(most)}
-    return {name: values[name].to(device) for name in controls}
+    values = {"budget": budget, "cap": torch.ones(()), "k_lo": torch.tensor(0), "k_hi": torch.tensor(module.most)}
+    return {name: values[name].to(module.share.device) for name in module.controls}
 
 
 def _decimal(values: Tensor) -> Tensor:

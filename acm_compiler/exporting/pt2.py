@@ -6,9 +6,17 @@ from pathlib import Path
 
 import torch
 
+from acm_compiler.exporting.traced import Traced
+
 FILE = "program.pt2"
 
 
-def write(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write `program` to the file `path`, without the paths of the code that it was made of."""
-    torch.export.save(program, path)
+def usage(traced: Traced) -> str:
+    """Python code that loads and calls the program."""
+    first = "import torch" if traced.low is None else "import torch, acm_compiler.acm  # which knows the operators"
+    return f'{first}; model = torch.export.load("{FILE}").module(); model({", ".join(traced.words)})'
+
+
+def write(traced: Traced, path: Path) -> None:
+    """Write the program to the file `path`."""
+    torch.export.save(traced.program, path)

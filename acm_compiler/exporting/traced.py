@@ -47,8 +47,11 @@ class Traced:
     def words(self) -> list[str]:
         """The call's arguments as one writes them."""
         args, kwargs = self.call
-        values = {name: "torch.tensor(0.4)" if name == "budget" else name for name in kwargs}
-        return [*self.names[: len(args)], *(f"{name}={value}" for name, value in values.items())]
+        shown = {name: name if isinstance(value, Tensor) else repr(value) for name, value in kwargs.items()}
+        if "budget" in shown:
+            each = kwargs["budget"].dim()
+            shown["budget"] = "torch.full((batch,), 0.4)" if each else "torch.tensor(0.4)"
+        return [*self.names[: len(args)], *(f"{name}={value}" for name, value in shown.items())]
 
     @property
     def inputs(self) -> list[TensorInput]:
@@ -57,13 +60,12 @@ class Traced:
         values = dict(zip(self.names, (*args, *kwargs.values()), strict=True))
         leaves, _ = pytree.tree_flatten_with_path(values)
         nodes = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
-        known: dict[str, str] = {}
         found = []
         for (path, leaf), node in zip(leaves, self.program.graph_signature.user_inputs, strict=True):
             if isinstance(leaf, Tensor):
                 name = path[0].key + pytree.keystr(path[1:])
                 sizes = enumerate(nodes[node].meta["val"].shape)
-                shape = tuple(_size(size, name, axis, known) for axis, size in sizes)
+                shape = tuple(_size(size, name, axis) for axis, size in sizes)
                 found.append(TensorInput(name=name, dtype=str(leaf.dtype).removeprefix("torch."), shape=shape))
         return found
 
@@ -128,12 +130,9 @@ def without_dense_regions(found: Rewritten) -> Iterator[None]:
             acm.dense = dense
 
 
-def _size(size: Any, name: str, axis: int, known: dict[str, str]) -> int | str:
-    """One length of a shape: `known` are the names that free ones have by now."""
-    if isinstance(size, int):
-        return size
-    usual = {0: "batch", 1: "length"}.get(axis, f"{name}_{axis}")
-    return known.setdefault(str(size), usual if usual not in known.values() else f"{name}_{axis}")
+def _size(size: Any, name: str, axis: int) -> int | str:
+    """One length of a shape: a number, or the name of a free one."""
+    return size if isinstance(size, int) else {0: "batch", 1: "length"}.get(axis, f"{name}_{axis}")
 
 
 def _check_answers(found: Any, expected: Any, *, where: str) -> float:

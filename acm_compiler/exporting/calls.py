@@ -70,9 +70,7 @@ def free_axes(names: Sequence[str], call: Call, dynamic: Axes | None) -> dict[st
         if not isinstance(value, Tensor):
             return None
         sizes = enumerate((batch, length))
-        return {
-            axis: torch.export.Dim.AUTO for axis, size in sizes if axis < value.dim() and value.shape[axis] == size
-        }
+        return {axis: torch.export.Dim.AUTO for axis, size in sizes if axis < value.dim() and value.shape[axis] == size}
 
     specs = {name: pytree.tree_map(leaf, value) for name, value in values.items()}
     for name, axes in asked.items():

@@ -12,8 +12,8 @@ FILE = "program.pt2"
 
 
 def usage(traced: Traced) -> str:
-    """Python code that loads and calls the program."""
-    first = "import torch" if traced.low is None else "import torch, acm_compiler.acm  # which knows the operators"
+    """Python code that loads and calls the program; the import of this package registers its operators."""
+    first = "import torch" if traced.low is None else "import torch, acm_compiler.acm"
     return f'{first}; model = torch.export.load("{FILE}").module(); model({", ".join(traced.words)})'
 
 

@@ -58,7 +58,7 @@ class Traced:
         """The tensors that the program takes; names of free axes: batch, length, or made of the input's."""
         args, kwargs = self.call
         values = dict(zip(self.names, (*args, *kwargs.values()), strict=True))
-        leaves, _ = pytree.tree_flatten_with_path(values)
+        leaves: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(values)[0]
         nodes = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
         found = []
         for (path, leaf), node in zip(leaves, self.program.graph_signature.user_inputs, strict=True):
@@ -136,7 +136,7 @@ def _size(size: Any, name: str, axis: int) -> int | str:
 
 
 def _check_answers(found: Any, expected: Any, *, where: str) -> float:
-    """The largest difference of two outputs, relative to the largest value; VerificationFailed where it is too large."""
+    """The largest difference of two outputs, relative to the largest value; VerificationFailed above the tolerance."""
     pairs = zip(_tensors(found), _tensors(expected), strict=True)
     error = max((_error(a.double(), b.double()) for a, b in pairs if b.numel()), default=0.0)
     limit = max((TOLERANCE.get(tensor.dtype, 0.0) for tensor in _tensors(expected)), default=0.0)

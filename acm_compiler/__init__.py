@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from acm_compiler.checkpoint.save import save as save
     from acm_compiler.errors import AcmError as AcmError
     from acm_compiler.evaluation.evaluate import evaluate as evaluate
+    from acm_compiler.exporting.export import export as export
     from acm_compiler.passes.rewrite.conversion import sites as sites
     from acm_compiler.passes.rewrite.revert import finalize as finalize
     from acm_compiler.passes.rewrite.revert import revert as revert
@@ -59,6 +60,7 @@ _HOMES = {
     "Draft": "runtime.generate",
     "evaluate": "evaluation.evaluate",
     "explain": "backend.explanation",
+    "export": "exporting.export",
     "finalize": "passes.rewrite.revert",
     "generate": "runtime.generate",
     "load": "checkpoint.load",

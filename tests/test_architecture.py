@@ -15,7 +15,8 @@ ROOMS = [
     *("errors", "env", "files", "site", "inputs", "progress"),
     *("recipe", "sources", "data", "shipped", "acm", "planning"),
     *("passes", "passes/capture", "passes/find", "passes/rewrite", "passes/lower", "passes/survey"),
-    *("runtime", "calibration", "tasks", "codegen", "backend", "evaluation", "reporting", "checkpoint", "training"),
+    *("runtime", "calibration", "tasks", "codegen", "backend", "evaluation", "reporting"),
+    *("checkpoint", "exporting", "training"),
     *("runs", "hf", "__init__", "cli", "__main__"),
 ]
 MOST_ENTRIES, MOST_FILES_IN_A_FOLDER, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 30, 16, 300, 45

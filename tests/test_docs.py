@@ -27,7 +27,7 @@ def code_of(page: Path) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 
 
-@pytest.mark.parametrize("page", ["python.md", "calibration.md"])
+@pytest.mark.parametrize("page", ["python.md", "calibration.md", "export.md"])
 def test_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(code_of(ROOT / "docs" / page), page, "exec"), {"__name__": page})

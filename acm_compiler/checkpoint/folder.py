@@ -17,7 +17,7 @@ PLAN, WEIGHTS, MODEL, BUDGETS = "plan.json", "model.safetensors", "model.json", 
 # written last: it names the other files of the same save
 _ORDER = (WEIGHTS, PLAN, BUDGETS, MODEL)
 _ASIDE = ".saving"
-_OF_RUNS = ("recipe.yaml", "metrics.jsonl", "eval.json", "bench.json", "report", "state")
+_OF_RUNS = ("recipe.yaml", "metrics.jsonl", "eval.json", "bench.json", "report", "state", "export")
 _OURS = frozenset([*_ORDER, *_OF_RUNS, _ASIDE, LOCK])
 Writer = Callable[[Path], None]
 

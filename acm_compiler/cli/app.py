@@ -15,6 +15,7 @@ from acm_compiler.cli.bench import bench
 from acm_compiler.cli.doctor import doctor
 from acm_compiler.cli.eval import evaluate
 from acm_compiler.cli.explain import explain
+from acm_compiler.cli.export import export
 from acm_compiler.cli.kernels import kernels
 from acm_compiler.cli.output import (
     Output,
@@ -89,6 +90,7 @@ VERBS: dict[str, tuple[Callable[..., None] | typer.Typer, str]] = {
     "bench": (bench, "Measure a saved model's time against the dense model's."),
     "report": (report, "Write charts and an HTML page about a saved model."),
     "explain": (explain, "Show what runs each ACM of a saved model when it is compiled, and why."),
+    "export": (export, "Export a saved model as a program whose budget is an input."),
     "kernels": (kernels, "List GPU kernels: tiles, where they come from, registers, spills."),
     "recipes": (recipes_app, "Shipped recipes: ls, show, copy."),
     "validate": (validate, "Check a recipe, offline and in a second."),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from acm_compiler.errors import BudgetUnreachable, NoBudgetTable, NothingToConvert, UsageError
 from acm_compiler.passes.rewrite.conversion import BudgetTable, Conversion
@@ -17,7 +19,7 @@ from acm_compiler.planning.plan import Plan
 
 TOLERANCE = 1e-6
 # shares are printed with three decimals, or more
-_PRINTED = 5.001e-4
+PRINTED = 5.001e-4
 # how well the table's rows meet the budgets that they were made for
 NEAR = 0.002
 _WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(?:(%)|([kMGT])?MACs?)\s*")
@@ -90,7 +92,7 @@ def _is_printed(budget: float | str, plan: Plan, end: float) -> bool:
     """True if `budget` is the share `end` in its own unit, rounded to as many digits as it has."""
     unit = None if is_number(budget) else _WITH_UNIT.fullmatch(str(budget))
     if unit is None:
-        return abs(float(budget) - end) <= _PRINTED
+        return abs(float(budget) - end) <= PRINTED
     exact = 100 * plan.cost.model_share(end)
     if not unit[2]:
         exact = plan.cost.macs(end) / plan.model.batch / _PREFIX[unit[3] or ""]
@@ -136,27 +138,44 @@ def setting_of(owner: Conversion, asked: float | str) -> Setting:
             found=asked,
             fix="run a recipe's gate phase, or acm.calibrate(model, batches); acm.set_k(model, k) works without gates",
         )
-    return _interpolate(table, budget)
+    knob, k_lo, share = interpolate(rows_of(table), torch.tensor([budget], dtype=torch.float64))
+    return Setting(knob=float(knob), k_lo=int(k_lo), share=float(share))
 
 
-def _interpolate(table: BudgetTable, budget: float) -> Setting:
-    """Between two points the knob is linear in the share; above the highest share reached, that one holds.
+class Rows(NamedTuple):
+    """The rows of a budget table as tensors, in order of rising share: float64, int32 k_lo, and True where it jumps."""
 
-    Where the share jumps from one point to the next, the lower one holds for all budgets before the higher one's.
-    """
+    share: Tensor
+    knob: Tensor
+    k_lo: Tensor
+    jumps: Tensor
+
+
+def rows_of(table: BudgetTable) -> Rows:
+    """The rows of `table`, on the CPU."""
     points = table.points
-    shares = [point.share for point in points]
-    right = bisect_right(shares, budget)
-    if right in (0, len(points)):
-        end = points[0] if right == 0 else points[-1]
-        return Setting(knob=end.knob, k_lo=end.k_lo, share=end.share)
-    low, high = points[right - 1], points[right]
-    if low.share in table.jumps:
-        end = high if high.share - budget <= NEAR else low
-        return Setting(knob=end.knob, k_lo=end.k_lo, share=end.share)
-    weight = (budget - low.share) / (high.share - low.share)
-    knob = low.knob + weight * (high.knob - low.knob)
-    return Setting(knob=knob, k_lo=low.k_lo, share=budget)
+    return Rows(
+        torch.tensor([point.share for point in points], dtype=torch.float64),
+        torch.tensor([point.knob for point in points], dtype=torch.float64),
+        torch.tensor([point.k_lo for point in points], dtype=torch.int32),
+        torch.tensor([point.share in table.jumps for point in points]),
+    )
+
+
+def interpolate(rows: Rows, budgets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Knob, lowest k and expected share, [B] each, for budgets below 1, float64 [B].
+
+    Between two rows the knob is linear in the share; above the highest share reached, that one holds. Where the share
+    jumps from one row to the next, the lower one holds for all budgets before the higher one's.
+    """
+    right = (rows.share <= budgets[:, None]).sum(1)
+    low, high = (right - 1).clamp(min=0), right.clamp(max=rows.share.shape[0] - 1)
+    low_share, high_share, jumps = rows.share[low], rows.share[high], rows.jumps[low]
+    between = (low < high) & ~jumps
+    end = torch.where(jumps & (high_share - budgets <= NEAR), high, low)
+    weight = torch.where(between, (budgets - low_share) / torch.where(between, high_share - low_share, 1), 0)
+    knob = rows.knob[end] + weight * (rows.knob[high] - rows.knob[low])
+    return knob, rows.k_lo[end], torch.where(between, budgets, rows.share[end])
 
 
 def unreachable(

@@ -172,9 +172,10 @@ def _no_acms(model: nn.Module) -> AcmError:
 
 def _exported(name: str) -> FixedBudget:
     return FixedBudget(
-        "an exported graph keeps the budget or k at which it was exported",
+        "an exported graph keeps the budget or k at which it was exported, or takes the budget as an input",
         found=f"a {name} with operators of ACMs",
-        fix="set it on the rewritten model, acm.set_budget(model, 0.4), and export that again",
+        fix="export by acm.export, then program(x, budget=torch.tensor(0.4)); or set it on the rewritten model, "
+        "acm.set_budget(model, 0.4), and export that again",
     )
 
 

@@ -1,0 +1,76 @@
+"""`acmc export DIR`: a saved model as a program that takes its budget as an input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
+
+if TYPE_CHECKING:
+    from acm_compiler.inputs import Inputs
+    from acm_compiler.runs.recipe_run import SavedRun
+
+
+def export(
+    directory: DirArgument,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="pt2: a program of torch.export.")] = "pt2",
+    out: Annotated[Path | None, typer.Option(metavar="PATH", help="A new folder; unset: DIR/export/FORMAT.")] = None,
+    controls: Annotated[
+        str, typer.Option(metavar="C,C,…", help="Inputs beside the model's: budget, cap, k_lo, k_hi.")
+    ] = "budget",
+    per_example: Annotated[bool, typer.Option("--per-example", help="One budget per example.")] = False,
+    dynamic: Annotated[
+        list[str] | None, typer.Option(metavar="NAME:AXIS", help="A further axis of any length; repeatable.")
+    ] = None,
+    input: Annotated[
+        str | None, typer.Option(metavar="SHAPE", help="Example input such as 1x3x224x224; unset: of the data.")
+    ] = None,
+    task: TaskOption = None,
+    data: DataOption = None,
+    base_model: BaseOption = None,
+    allow_code: CodeOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Export the model, compare it with the live one, and print how it is called."""
+    from acm_compiler.errors import UsageError
+    from acm_compiler.exporting import check_folder, check_format
+    from acm_compiler.exporting import export as write
+    from acm_compiler.files import parse_json
+    from acm_compiler.runs.recipe_run import open_saved_run
+
+    output = Output(json=json)
+    check_format(format)
+    target = check_folder(directory / "export" / format if out is None else out)
+    axes: dict[str, list[int]] = {}
+    for text in dynamic or []:
+        name, _, axis = text.rpartition(":")
+        if not name or not axis.isdigit():
+            raise UsageError("no axis of an input", where="--dynamic", found=repr(text), expected="such as x:1")
+        axes.setdefault(name, []).append(int(axis))
+    run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
+    names = [name.strip() for name in controls.split(",") if name.strip()]
+    inputs = _inputs(run, input)
+    file = write(run.model, target, inputs, format, controls=names, per_example=per_example, dynamic=axes)
+    facts = parse_json((target / "export.json").read_text(encoding="utf-8"))
+    output.table([[i["name"], i["dtype"], _shape(i["shape"])] for i in facts["inputs"]], headers=_HEADERS)
+    output.say(f"wrote {file}; its outputs are the model's, largest relative error {facts['relative_error']:.1e}")
+    output.say(f"to run it: {facts['usage']}")
+    output.document({"file": str(file), **{key: value for key, value in facts.items() if key != "format"}})
+
+
+_HEADERS = ("input", "type", "shape")
+
+
+def _inputs(run: SavedRun, shape: str | None) -> Inputs:
+    """The example inputs: of the shape given, else two examples of the data."""
+    from acm_compiler.sources.examples import fit_to, make_inputs, parse_input
+
+    return run.inputs(2) if shape is None else fit_to(run.model, make_inputs(run.model, parse_input(shape)))
+
+
+def _shape(sizes: list[int | str]) -> str:
+    return " x ".join(str(size) for size in sizes) or "one number"

@@ -1,0 +1,99 @@
+"""`acm.export`: a rewritten model as something that runs, or loads, without the Python code that made it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.exporting import pt2
+from acm_compiler.exporting.calls import Axes, batch_of, example_call, free_axes, names_of, plain_output, with_signature
+from acm_compiler.exporting.controls import Controlled, check_controls, example_controls
+from acm_compiler.exporting.folder import check_folder, describe, write_export
+from acm_compiler.exporting.traced import Traced, refused, trace, without_dense_regions
+from acm_compiler.inputs import Inputs
+from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
+from acm_compiler.passes.rewrite.revert import rewritten_root
+from acm_compiler.runtime.control import spend
+from acm_compiler.runtime.measure_budgets import undisturbed
+from acm_compiler.sources.user_code import Attempt
+
+FORMATS = ("pt2",)
+
+
+@torch.inference_mode(False)
+def export(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    example_inputs: Inputs,
+    format: str = "pt2",
+    *,
+    controls: str | Sequence[str] = ("budget",),
+    per_example: bool = False,
+    dynamic: Axes | None = None,
+) -> Path:
+    """Export a rewritten model to the folder `path` and return the file in it that holds the model.
+
+    format "pt2": a program of torch.export that takes its budget as one more input, `budget=torch.tensor(0.4)`, in one
+    graph for all budgets; torch.export.load reads it once acm_compiler.acm is imported.
+    example_inputs: what the model is called with; the number of examples is free, and so is the length of texts.
+    dynamic: further axes of any length, {"x": 1}, or {"x": (1, 2)}, by the names of the model's inputs.
+    per_example: the budget has one value per example, [batch]. controls: further inputs beside the budget: "cap", a
+    bound on every token's k as a share of N, and "k_lo" and "k_hi", in learners.
+    The folder also holds export.json: inputs, budgets, metrics, versions. It is written whole or not at all, once the
+    program's outputs were compared with the model's, which is left as it was.
+    Raises UsageError for what cannot be exported, StorageError, NotRewritten, LayoutUnknown for budgets per example
+    where a site's tokens cannot be told apart, VerificationFailed.
+    """
+    folder = check_folder(path)
+    check_format(format)
+    found = wholly_rewritten(rewritten_root(model), "an export")
+    with undisturbed(found), without_dense_regions(found):
+        traced = _with_budgets(found, example_inputs, controls, per_example=per_example, dynamic=dynamic)
+        error = traced.check(traced.program.module(), where=format)
+    facts = describe(found, format, traced.inputs, usage=pt2.usage(traced), error=error, fixed={})
+    writers = {pt2.FILE: lambda file: pt2.write(traced, file)}
+    write_export(folder, writers, facts, size_bytes=traced.size_bytes)
+    return folder / pt2.FILE
+
+
+def check_format(format: str) -> None:
+    """UsageError unless there is such a format."""
+    if format not in FORMATS:
+        raise UsageError(
+            f"no such format{did_you_mean(str(format), FORMATS)}", found=repr(format), expected=", ".join(FORMATS)
+        )
+
+
+def _with_budgets(
+    found: Rewritten, inputs: Inputs, controls: str | Sequence[str], *, per_example: bool, dynamic: Axes | None
+) -> Traced:
+    """The program whose budget is an input."""
+    model, call = found.model, example_call(found.model, inputs)
+    names = names_of(model, call)
+    module = Controlled(found, check_controls(controls, inputs=names), per_example=per_example)
+    _check_runs(model, call)
+    extra = example_controls(module, batch=batch_of(*call) if per_example else None)
+    args, kwargs = call[0], call[1] | extra
+    names = [*names, *extra]
+
+    def answer(budget: float) -> Any:
+        spend(found, budget)
+        return plain_output(model(*call[0], **call[1]))
+
+    program = trace(with_signature(module.eval(), names), (args, kwargs), free_axes(names, (args, kwargs), dynamic))
+    return Traced(program=program, call=(args, kwargs), names=tuple(names), answer=answer, low=module.low)
+
+
+def _check_runs(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """UsageError for example inputs that the model itself does not take."""
+    attempt = Attempt()
+    with attempt:
+        model(*call[0], **call[1])
+    if attempt.error is not None:
+        raise refused("the model does not run on the example inputs", attempt.error)

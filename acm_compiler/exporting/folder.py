@@ -1,0 +1,86 @@
+"""The folder of an export, written whole or not at all, and its export.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from acm_compiler.checkpoint.folder import Writer, write_folder
+from acm_compiler.errors import StorageError, UsageError, a_few_of
+from acm_compiler.exporting.traced import TensorInput
+from acm_compiler.files import folder_at, parse_json, write_file
+from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.planning.plan import class_of
+from acm_compiler.recipe.resolved import installed_versions
+
+DESCRIPTION = "export.json"
+FORMAT = 1
+
+
+def check_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder that `path` is. UsageError unless it is new, empty, or holds an earlier export alone."""
+    folder = folder_at(path)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError("this is a file, not a folder", where=str(folder), fix="choose an empty or new folder")
+    foreign = sorted({entry.name for entry in folder.iterdir()} - _listed(folder)) if folder.exists() else []
+    if foreign:
+        raise UsageError(
+            "the folder holds files that are of no export",
+            where=str(folder),
+            found=a_few_of(foreign),
+            fix="choose an empty or new folder",
+        )
+    return folder
+
+
+def write_export(folder: Path, writers: Mapping[str, Writer], facts: Mapping[str, Any], *, size_bytes: int) -> None:
+    """Write the files and export.json, all or none; those of an earlier export are removed.
+
+    StorageError when the folder cannot be written.
+    """
+    before = _listed(folder)
+    text = json.dumps({**facts, "files": [*writers, DESCRIPTION]}, indent=1)
+    every = {**writers, DESCRIPTION: lambda path: write_file(path, text)}
+    write_folder(folder, every, size_bytes=size_bytes, among_others=True)
+    for name in before - set(every):
+        (folder / name).unlink(missing_ok=True)
+
+
+def describe(
+    found: Rewritten, format: str, inputs: Sequence[TensorInput], *, usage: str, error: float, fixed: Mapping[str, int]
+) -> dict[str, Any]:
+    """export.json but for the files: `fixed` is k by site, empty where budgets are an input."""
+    table = found.owner.table
+    budgets = table and {
+        "range": [found.owner.table_min, 1.0],
+        "examples": table.examples,
+        "table": [asdict(point) for point in table.points],
+        "metrics": [asdict(budget) for budget in table.evaluated],
+    }
+    return {
+        "format": FORMAT,
+        "kind": format,
+        "class": class_of(found.model),
+        "versions": installed_versions(),
+        "usage": usage,
+        "inputs": [asdict(tensor) for tensor in inputs],
+        "relative_error": error,
+        "k": dict(fixed) or None,
+        "budgets": budgets,
+    }
+
+
+def _listed(folder: Path) -> set[str]:
+    """The files of an earlier export in `folder`, by its export.json; none where there is no such file."""
+    try:
+        names = parse_json((folder / DESCRIPTION).read_text(encoding="utf-8"))["files"]
+        return {name for name in names if Path(name).name == name}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "choose an empty or new folder"
+        raise StorageError("this is no description of an export", where=str(folder / DESCRIPTION), fix=fix) from error

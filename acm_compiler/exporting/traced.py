@@ -1,0 +1,159 @@
+"""The torch.export program of a module, one graph for all lengths of its free axes, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from acm_compiler.errors import AcmError, UsageError, VerificationFailed
+from acm_compiler.exporting.calls import Call
+from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.sources.user_code import Attempt, first_line, with_frames
+
+# of outputs, relative to the largest value
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+Answer = Callable[[float], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInput:
+    """One tensor that a program takes: axes of any length have a name in `shape` where others have a number."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A program, the call that it was made with, and the model's output for that call at a budget.
+
+    `names` are those of the call's inputs, in order. `low` is the least budget, None where there is no choice.
+    """
+
+    program: torch.export.ExportedProgram
+    call: Call
+    names: tuple[str, ...]
+    answer: Answer
+    low: float | None
+
+    @property
+    def words(self) -> list[str]:
+        """The call's arguments as one writes them."""
+        args, kwargs = self.call
+        shown = {name: name if isinstance(value, Tensor) else repr(value) for name, value in kwargs.items()}
+        if "budget" in shown:
+            each = kwargs["budget"].dim()
+            shown["budget"] = "torch.full((batch,), 0.4)" if each else "torch.tensor(0.4)"
+        return [*self.names[: len(args)], *(f"{name}={value}" for name, value in shown.items())]
+
+    @property
+    def inputs(self) -> list[TensorInput]:
+        """The tensors that the program takes; names of free axes: batch, length, or made of the input's."""
+        args, kwargs = self.call
+        values = dict(zip(self.names, (*args, *kwargs.values()), strict=True))
+        leaves: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(values)[0]
+        nodes = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
+        found = []
+        for (path, leaf), node in zip(leaves, self.program.graph_signature.user_inputs, strict=True):
+            if isinstance(leaf, Tensor):
+                name = path[0].key + pytree.keystr(path[1:])
+                sizes = enumerate(nodes[node].meta["val"].shape)
+                shape = tuple(_size(size, name, axis) for axis, size in sizes)
+                found.append(TensorInput(name=name, dtype=str(leaf.dtype).removeprefix("torch."), shape=shape))
+        return found
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its weights."""
+        tensors = {id(t): t for t in (*self.program.state_dict.values(), *self.program.constants.values())}
+        return sum(t.numel() * t.element_size() for t in tensors.values() if isinstance(t, Tensor))
+
+    def check(self, run: Callable[..., Any], *, where: str) -> float:
+        """The largest relative error of `run` against the model, at the least budget, at 1 and in between.
+
+        VerificationFailed where it is above the tolerance of the outputs' type.
+        """
+        args, kwargs = self.call
+        if self.low is None:
+            return _check_answers(run(*args, **kwargs), self.answer(1.0), where=where)
+        errors = []
+        for budget in (self.low, (self.low + 1) / 2, 1.0):
+            given = kwargs | {"budget": torch.full_like(kwargs["budget"], budget)}
+            place = f"{where}, budget {budget:.3f}"
+            errors.append(_check_answers(run(*args, **given), self.answer(budget), where=place))
+        return max(errors)
+
+
+def trace(module: nn.Module, call: Call, free: dict[str, Any]) -> torch.export.ExportedProgram:
+    """The program of `module` for the `call`; UsageError, with torch's reason, for what it cannot be made of.
+
+    free: the axes of any length, as torch.export is told of them.
+    """
+    from torch._inductor import config
+
+    args, kwargs = call
+    attempt = Attempt()
+    with attempt, config.patch(freezing=False):  # a graph to be frozen would keep what it reads of the ACMs
+        return torch.export.export(module, args, kwargs, dynamic_shapes=free, strict=False)
+    assert attempt.error is not None
+    raise refused("torch.export makes no program of this model", attempt.error)
+
+
+def refused(what: str, error: BaseException) -> AcmError:
+    """The refusal for what a model, or a library that reads it, raised; our own errors stay as they are."""
+    if isinstance(error, AcmError):
+        return error
+    reasons = [line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- ")]
+    reason = f"{type(error).__name__}: {reasons[0]}" if reasons else first_line(error)
+    made = UsageError(with_frames(f"{what}: {reason}", error))
+    made.__cause__ = error
+    return made
+
+
+@contextmanager
+def without_dense_regions(found: Rewritten) -> Iterator[None]:
+    """Inside, ACMs with learners do not hold the dense regions that no forward runs: programs hold all they see."""
+    held = {acm: acm.dense for acm in found.acms.values() if acm.state != "dense"}
+    try:
+        for acm in held:
+            acm.dense = None
+        yield
+    finally:
+        for acm, dense in held.items():
+            acm.dense = dense
+
+
+def _size(size: Any, name: str, axis: int) -> int | str:
+    """One length of a shape: a number, or the name of a free one."""
+    return size if isinstance(size, int) else {0: "batch", 1: "length"}.get(axis, f"{name}_{axis}")
+
+
+def _check_answers(found: Any, expected: Any, *, where: str) -> float:
+    """The largest difference of two outputs, relative to the largest value; VerificationFailed above the tolerance."""
+    pairs = zip(_tensors(found), _tensors(expected), strict=True)
+    error = max((_error(a.double(), b.double()) for a, b in pairs if b.numel()), default=0.0)
+    limit = max((TOLERANCE.get(tensor.dtype, 0.0) for tensor in _tensors(expected)), default=0.0)
+    if not error <= limit:
+        raise VerificationFailed(
+            "what was exported gives other outputs than the model",
+            where=where,
+            found=f"relative error {error:.1e}",
+            expected=f"at most {limit:.0e}",
+        )
+    return error
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    largest = float(expected.abs().max())
+    return float((found.to(expected.device) - expected).abs().max()) / (largest or 1.0)

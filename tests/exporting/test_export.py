@@ -1,0 +1,234 @@
+"""Exported programs: the budget is an input, outputs are the live model's, and what cannot be is refused in words."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import acm_compiler as acm
+from acm_compiler.cli import app
+from acm_compiler.errors import AcmError, FixedBudget, UsageError
+from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
+from tests.helpers.rewrite_cases import ALL, PUBLISHED, assert_close, give_budgets, rewritten
+
+BUDGETS = (0.2, 0.35, 0.5, 0.7, 1.0)
+
+
+@pytest.fixture(scope="module")
+def vision():
+    """A converted vision transformer with a budget table, and an input of two images."""
+    _, x, model = rewritten(PUBLISHED["torchvision_vit"], sites="mlp")
+    give_budgets(model)
+    return model, x
+
+
+@pytest.fixture(scope="module")
+def program(vision, tmp_path_factory):
+    """The program exported of it, loaded."""
+    model, x = vision
+    return torch.export.load(acm.export(model, tmp_path_factory.mktemp("pt2") / "out", x)).module()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_program_gives_the_live_models_outputs_at_every_budget(vision, program, budget, batch):
+    model, x = vision
+    x = torch.randn(batch, *x.shape[1:])
+    acm.set_budget(model, budget)
+    assert_close(program(x, budget=torch.tensor(budget)), model(x))
+
+
+@torch.no_grad()
+def test_budgets_change_what_runs(vision, program):
+    _, x = vision
+    low, high = (program(x, budget=torch.tensor(budget)) for budget in (0.2, 1.0))
+    assert (low - high).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("budget", [0.19, 1.01, -1.0, float("nan"), float("inf")])
+def test_a_program_refuses_budgets_out_of_range(vision, program, budget):
+    with pytest.raises(RuntimeError, match=r"budget must be from 0\.2 to 1"):
+        program(vision[1], budget=torch.tensor(budget))
+
+
+@torch.no_grad()
+def test_budgets_of_examples(vision, tmp_path):
+    model, x = vision
+    program = torch.export.load(acm.export(model, tmp_path / "out", x, per_example=True)).module()
+    x = torch.randn(3, *x.shape[1:])
+    budgets = torch.tensor([0.2, 0.5, 1.0])
+    with acm.batch(model, budgets=budgets):
+        expected = model(x)
+    assert_close(program(x, budget=budgets), expected)
+    with pytest.raises(RuntimeError, match="budget must be"):
+        program(x, budget=torch.tensor([0.2, 0.5, 1.1]))
+
+
+@torch.no_grad()
+def test_cap_and_bounds_of_k_are_inputs_too(vision, tmp_path):
+    model, x = vision
+    program = torch.export.load(acm.export(model, tmp_path / "out", x, controls=("cap", "k_lo", "k_hi"))).module()
+    free = {"cap": torch.tensor(1.0), "k_lo": torch.tensor(0), "k_hi": torch.tensor(4)}
+    for k in range(5):
+        acm.set_k(model, k)
+        assert_close(program(x, budget=torch.tensor(1.0), **free | {"k_hi": torch.tensor(k)}), model(x))
+        pinned = {"k_lo": torch.tensor(k), "k_hi": torch.tensor(k)}
+        assert_close(program(x, budget=torch.tensor(0.5), **free | pinned), model(x))
+    acm.set_budget(model, 0.5, cap=0.5)
+    assert_close(program(x, budget=torch.tensor(0.5), **free | {"cap": torch.tensor(0.5)}), model(x))
+    for name, value in (("cap", 0.0), ("cap", 1.1), ("k_lo", -1), ("k_hi", 5)):
+        with pytest.raises(RuntimeError, match=f"{name} must be from"):
+            program(x, budget=torch.tensor(0.5), **free | {name: torch.tensor(value)})
+
+
+@torch.no_grad()
+def test_texts_of_any_length(tmp_path):
+    _, x, model = rewritten(PUBLISHED["hf_llama"])
+    give_budgets(model)
+    file = acm.export(model, tmp_path / "out", {"input_ids": x[:1], "attention_mask": torch.ones_like(x[:1])})
+    program = torch.export.load(file).module()
+    for shape in ((1, 5), (3, 11)):
+        ids = torch.randint(0, 50, shape)
+        acm.set_budget(model, 0.5)
+        mask = torch.ones_like(ids)
+        found = program(input_ids=ids, attention_mask=mask, use_cache=False, budget=torch.tensor(0.5))
+        assert_close(found["logits"], model(ids, attention_mask=mask).logits)
+    assert json.loads((tmp_path / "out/export.json").read_text())["inputs"][0]["shape"] == ["batch", "length"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["encoder", "fused_qkv", "swiglu", "shared"])
+def test_models_of_other_kinds(case, tmp_path):
+    _, x, model = rewritten(ALL[case])
+    give_budgets(model)
+    program = torch.export.load(acm.export(model, tmp_path / "out", x)).module()
+    for budget in BUDGETS:
+        acm.set_budget(model, budget)
+        assert_close(program(x, budget=torch.tensor(budget)), model(x))
+
+
+@torch.no_grad()
+def test_further_axes_by_name(tmp_path):
+    _, x, model = rewritten(ALL["swiglu"])
+    give_budgets(model)
+    program = torch.export.load(acm.export(model, tmp_path / "out", x, dynamic={"x": 1})).module()
+    acm.set_budget(model, 0.5)
+    longer = torch.randn(3, 9, x.shape[-1])
+    assert_close(program(longer, budget=torch.tensor(0.5)), model(longer))
+    refused(model, tmp_path / "two", x, "no input of that name is a tensor", dynamic={"y": 1})
+    refused(model, tmp_path / "two", x, "no such axis", dynamic={"x": 7})
+    refused(model, tmp_path / "two", x, "torch.export makes no program", dynamic={"x": (1, 2)})
+
+
+def test_the_model_is_left_as_it_was(vision, tmp_path):
+    model, x = vision
+    acm.set_budget(model, 0.35)
+    model.train()
+    try:
+        before = {name: module.run_time() for name, module in acm.sites(model).items()}
+        dense = {name: module.dense for name, module in acm.sites(model).items()}
+        acm.export(model, tmp_path / "out", x)
+        assert model.training and acm.status(model).budget == 0.35
+        assert before == {name: module.run_time() for name, module in acm.sites(model).items()}
+        assert dense == {name: module.dense for name, module in acm.sites(model).items()}
+        assert None not in dense.values()
+    finally:
+        model.eval()
+
+
+def test_the_folder_says_budgets_versions_and_how_it_is_loaded(vision, tmp_path):
+    model, x = vision
+    acm.export(model, tmp_path / "out", x)
+    facts = json.loads((tmp_path / "out/export.json").read_text())
+    assert facts["budgets"]["range"] == [0.2, 1.0] and len(facts["budgets"]["table"]) == 3
+    assert facts["versions"]["torch"] and facts["files"] == ["program.pt2", "export.json"]
+    assert [tensor["name"] for tensor in facts["inputs"]] == ["x", "budget"]
+    torch.save(x, tmp_path / "out/x.pt")
+    code = f"import torch; x = torch.load('x.pt'); {facts['usage']}; assert model is not None"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "out", check=True)
+
+
+def test_an_earlier_export_is_replaced_and_files_of_others_are_not(vision, tmp_path):
+    model, x = vision
+    acm.export(model, tmp_path / "out", x)
+    acm.export(model, tmp_path / "out", x)
+    (tmp_path / "out/notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"files that are of no export.*notes\.txt"):
+        acm.export(model, tmp_path / "out", x)
+
+
+def refused(model, path, x, match, **options):
+    with pytest.raises(AcmError, match=match) as caught:
+        acm.export(model, path, x, **options)
+    assert caught.value.exit_code == 2
+    assert not path.exists()
+
+
+def test_what_cannot_be_is_refused_and_nothing_written(vision, tmp_path):
+    model, x = vision
+    refused(model, tmp_path / "out", x, "did you mean 'pt2'", format="pt")
+    refused(model, tmp_path / "out", x, "did you mean 'cap'", controls="caps")
+    refused(model, tmp_path / "out", torch.randn(2, 7), "does not run on the example inputs")
+    refused(model, tmp_path / "out", {}, "no tensor")
+    owner = conversion(model)
+    table, owner.table = owner.table, None
+    try:
+        refused(model, tmp_path / "out", x, "no budget can be an input")
+    finally:
+        owner.table = table
+
+
+class Deciding(nn.Module):
+    """An MLP beside a bypass, and a decision on the values of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x) if x.sum() > 0 else x - self.mlp(x)
+
+
+def test_a_model_that_decides_by_values_is_refused_with_torchs_reason(tmp_path):
+    x = torch.rand(2, 5, 8)
+    original = Deciding().eval()
+    model = acm.rewrite(original, acm.plan(original, x))
+    give_budgets(model)
+    refused(model, tmp_path / "out", x, "torch.export makes no program of this model: .*data-dependent")
+
+
+def test_a_program_names_acm_export_where_a_budget_is_set_on_it(program):
+    with pytest.raises(FixedBudget, match="budget=torch"):
+        acm.set_budget(program, 0.4)
+
+
+def test_a_table_with_jumps(tmp_path):
+    _, x, model = rewritten(ALL["swiglu"])
+    owner = give_budgets(model)
+    owner.table = BudgetTable(rule="damage", points=owner.table.points, examples=64, jumps=(0.2,))
+    program = torch.export.load(acm.export(model, tmp_path / "out", x)).module()
+    with torch.no_grad():
+        for budget in (0.2, 0.4, 0.5975, 0.599, 0.6, 0.8):
+            acm.set_budget(model, budget)
+            assert_close(program(x, budget=torch.tensor(budget)), model(x))
+
+
+def test_the_verb(tmp_path):
+    _, _, model = rewritten(PUBLISHED["hf_llama"])
+    give_budgets(model)
+    acm.save(model, tmp_path / "saved")
+    words = ["export", str(tmp_path / "saved"), "--format", "pt2", "--input", "1x7:int"]
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["schema"] == 1 and document["kind"] == "pt2"
+    assert (tmp_path / "saved/export/pt2/program.pt2").is_file()
+    acm.save(model, tmp_path / "saved")  # an export within is no file of others
+    for more in (["--format", "pt3"], ["--dynamic", "x"], ["--controls", "k"], ["--input", "ax"]):
+        failed = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new"), *more])
+        assert failed.exit_code == 2 and not (tmp_path / "new").exists(), failed.output

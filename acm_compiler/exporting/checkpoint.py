@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from acm_compiler.acm.reference import out_layer, prefix_output
 from acm_compiler.checkpoint.folder import Writer
 from acm_compiler.checkpoint.hf_files import is_pretrained
 from acm_compiler.errors import UsageError
+from acm_compiler.files import write_file
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.site import LinearRef
@@ -60,7 +61,9 @@ def build(found: Rewritten, ks: Mapping[str, int]) -> nn.Module:
     model: Any = found.model
     if not is_pretrained(model):
         expected = "a model of transformers, whose configuration names the width of its layers"
-        raise UsageError("no class to write a checkpoint of", found=type(model).__name__, expected=expected, fix=_INSTEAD)
+        raise UsageError(
+            "no class to write a checkpoint of", found=type(model).__name__, expected=expected, fix=_INSTEAD
+        )
     given: dict[str, Tensor] = {}
     for name, k in ks.items():
         for ref, weight, bias in _layers(found.acms[name], found.plan.site(name), k):
@@ -131,7 +134,11 @@ def _filled(model: Any, config: Any, given: dict[str, Tensor]) -> nn.Module:
 def writers(built: Any, aside: Path) -> dict[str, Writer]:
     """Writers of the files of `save_pretrained`, which writes them to the folder `aside` now."""
     built.save_pretrained(aside)
-    return {path.name: lambda file, path=path: shutil.copyfile(path, file) for path in sorted(aside.iterdir())}
+    return {path.name: partial(_copy, path) for path in sorted(aside.iterdir())}
+
+
+def _copy(source: Path, target: Path) -> None:
+    write_file(target, source.read_bytes())
 
 
 def _refused(where: str, found: str, *, fix: str = _INSTEAD) -> UsageError:

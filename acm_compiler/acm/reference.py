@@ -99,10 +99,10 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
         return F.linear(x_TNGh.flatten(1), weights.w_in[:k].movedim(0, 1).flatten(1), b_O)
     if k == weights.learners and weights.w_top is not None:
         return F.linear(x_TD if weights.form == "linear" else hidden(x_TD, weights, k), weights.w_top, b_O)
-    return F.linear(hidden(x_TD, weights, k), _out_layer(weights, k), b_O)
+    return F.linear(hidden(x_TD, weights, k), out_layer(weights, k), b_O)
 
 
-def _out_layer(weights: Weights, k: int) -> Tensor:
+def out_layer(weights: Weights, k: int) -> Tensor:
     """The second layer [O, k * H] of the prefix k; a view."""
     assert weights.w_out is not None
     w_ONH = weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out

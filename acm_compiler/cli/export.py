@@ -1,9 +1,9 @@
-"""`acmc export DIR`: a saved model as a program that takes its budget as an input."""
+"""`acmc export DIR`: a saved model as a program that takes its budget as an input, or as a checkpoint of one k."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def export(
     directory: DirArgument,
-    format: Annotated[str, typer.Option(metavar="FORMAT", help="pt2: a program of torch.export.")] = "pt2",
+    format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="pt2: a program of torch.export; checkpoint: one k.")
+    ] = "pt2",
     out: Annotated[Path | None, typer.Option(metavar="PATH", help="A new folder; unset: DIR/export/FORMAT.")] = None,
     controls: Annotated[
         str, typer.Option(metavar="C,C,…", help="Inputs beside the model's: budget, cap, k_lo, k_hi.")
@@ -25,6 +27,9 @@ def export(
     per_example: Annotated[bool, typer.Option("--per-example", help="One budget per example.")] = False,
     dynamic: Annotated[
         list[str] | None, typer.Option(metavar="NAME:AXIS", help="A further axis of any length; repeatable.")
+    ] = None,
+    fixed_k: Annotated[
+        int | None, typer.Option("--fixed-k", metavar="K", help="checkpoint: learners that every token runs.")
     ] = None,
     input: Annotated[
         str | None, typer.Option(metavar="SHAPE", help="Example input such as 1x3x224x224; unset: of the data.")
@@ -36,7 +41,6 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Export the model, compare it with the live one, and print how it is called."""
-    from acm_compiler.errors import UsageError
     from acm_compiler.exporting import check_folder, check_format
     from acm_compiler.exporting import export as write
     from acm_compiler.files import parse_json
@@ -45,21 +49,31 @@ def export(
     output = Output(json=json)
     check_format(format)
     target = check_folder(directory / "export" / format if out is None else out)
+    axes = _axes(dynamic or [])
+    run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
+    names = [name.strip() for name in controls.split(",") if name.strip()]
+    inputs = _inputs(run, input)
+    options: dict[str, Any] = {"controls": names, "per_example": per_example, "dynamic": axes, "fixed_k": fixed_k}
+    file = write(run.model, target, inputs, format, **options)
+    facts = parse_json((target / "export.json").read_text(encoding="utf-8"))
+    if facts["inputs"]:
+        output.table([[i["name"], i["dtype"], _shape(i["shape"])] for i in facts["inputs"]], headers=_HEADERS)
+    output.say(f"wrote {file}; its outputs are the model's, largest relative error {facts['relative_error']:.1e}")
+    output.say(f"to run it: {facts['usage']}")
+    output.document({"file": str(file), **{key: value for key, value in facts.items() if key != "format"}})
+
+
+def _axes(texts: list[str]) -> dict[str, list[int]]:
+    """The axes that --dynamic names, by input."""
+    from acm_compiler.errors import UsageError
+
     axes: dict[str, list[int]] = {}
-    for text in dynamic or []:
+    for text in texts:
         name, _, axis = text.rpartition(":")
         if not name or not axis.isdigit():
             raise UsageError("no axis of an input", where="--dynamic", found=repr(text), expected="such as x:1")
         axes.setdefault(name, []).append(int(axis))
-    run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
-    names = [name.strip() for name in controls.split(",") if name.strip()]
-    inputs = _inputs(run, input)
-    file = write(run.model, target, inputs, format, controls=names, per_example=per_example, dynamic=axes)
-    facts = parse_json((target / "export.json").read_text(encoding="utf-8"))
-    output.table([[i["name"], i["dtype"], _shape(i["shape"])] for i in facts["inputs"]], headers=_HEADERS)
-    output.say(f"wrote {file}; its outputs are the model's, largest relative error {facts['relative_error']:.1e}")
-    output.say(f"to run it: {facts['usage']}")
-    output.document({"file": str(file), **{key: value for key, value in facts.items() if key != "format"}})
+    return axes
 
 
 _HEADERS = ("input", "type", "shape")

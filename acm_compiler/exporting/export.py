@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,19 @@ import torch
 from torch import nn
 
 from acm_compiler.errors import UsageError, did_you_mean
-from acm_compiler.exporting import pt2
+from acm_compiler.exporting import checkpoint, pt2
 from acm_compiler.exporting.calls import Axes, batch_of, example_call, free_axes, names_of, plain_output, with_signature
 from acm_compiler.exporting.controls import Controlled, check_controls, example_controls
 from acm_compiler.exporting.folder import check_folder, describe, write_export
-from acm_compiler.exporting.traced import Traced, refused, trace, without_dense_regions
+from acm_compiler.exporting.traced import Traced, check_answers, refused, trace, without_dense_regions
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
-from acm_compiler.runtime.control import spend
+from acm_compiler.runtime.control import set_k, spend
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.sources.user_code import Attempt
 
-FORMATS = ("pt2",)
+FORMATS = ("pt2", "checkpoint")
 
 
 @torch.inference_mode(False)
@@ -36,11 +37,14 @@ def export(
     controls: str | Sequence[str] = ("budget",),
     per_example: bool = False,
     dynamic: Axes | None = None,
+    fixed_k: int | None = None,
 ) -> Path:
     """Export a rewritten model to the folder `path` and return the file in it that holds the model.
 
     format "pt2": a program of torch.export that takes its budget as one more input, `budget=torch.tensor(0.4)`, in one
     graph for all budgets; torch.export.load reads it once acm_compiler.acm is imported.
+    format "checkpoint": an ordinary checkpoint of the model's transformers class in which every token runs `fixed_k`
+    learners, merged into thinner layers; from_pretrained loads it where this package is not installed.
     example_inputs: what the model is called with; the number of examples is free, and so is the length of texts.
     dynamic: further axes of any length, {"x": 1}, or {"x": (1, 2)}, by the names of the model's inputs.
     per_example: the budget has one value per example, [batch]. controls: further inputs beside the budget: "cap", a
@@ -52,7 +56,12 @@ def export(
     """
     folder = check_folder(path)
     check_format(format)
+    if fixed_k is not None and format != "checkpoint":
+        fix = "controls=('k_lo', 'k_hi') makes k an input"
+        raise UsageError("a fixed k is for the format checkpoint", where="fixed_k", found=format, fix=fix)
     found = wholly_rewritten(rewritten_root(model), "an export")
+    if format == "checkpoint":
+        return _write_checkpoint(found, folder, example_inputs, fixed_k)
     with undisturbed(found), without_dense_regions(found):
         traced = _with_budgets(found, example_inputs, controls, per_example=per_example, dynamic=dynamic)
         error = traced.check(traced.program.module(), where=format)
@@ -60,6 +69,23 @@ def export(
     writers = {pt2.FILE: lambda file: pt2.write(traced, file)}
     write_export(folder, writers, facts, size_bytes=traced.size_bytes)
     return folder / pt2.FILE
+
+
+def _write_checkpoint(found: Rewritten, folder: Path, inputs: Inputs, fixed_k: int | None) -> Path:
+    args, kwargs = example_call(found.model, inputs)
+    _check_runs(found.model, (args, kwargs))
+    ks = checkpoint.fixed_ks(found, fixed_k)
+    built = checkpoint.build(found, ks)
+    with undisturbed(found):
+        set_k(found.model, fixed_k)
+        expected = plain_output(found.model(*args, **kwargs))
+        error = check_answers(plain_output(built(*args, **kwargs)), expected, where="checkpoint")
+    facts = describe(found, "checkpoint", [], usage=checkpoint.usage(found.model), error=error, fixed=ks)
+    with tempfile.TemporaryDirectory() as aside:
+        writers = checkpoint.writers(built, Path(aside))
+        size_bytes = sum(path.stat().st_size for path in Path(aside).iterdir())
+        write_export(folder, writers, facts, size_bytes=size_bytes)
+    return folder / checkpoint.FILE
 
 
 def check_format(format: str) -> None:

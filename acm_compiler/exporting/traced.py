@@ -82,12 +82,12 @@ class Traced:
         """
         args, kwargs = self.call
         if self.low is None:
-            return _check_answers(run(*args, **kwargs), self.answer(1.0), where=where)
+            return check_answers(run(*args, **kwargs), self.answer(1.0), where=where)
         errors = []
         for budget in (self.low, (self.low + 1) / 2, 1.0):
             given = kwargs | {"budget": torch.full_like(kwargs["budget"], budget)}
             place = f"{where}, budget {budget:.3f}"
-            errors.append(_check_answers(run(*args, **given), self.answer(budget), where=place))
+            errors.append(check_answers(run(*args, **given), self.answer(budget), where=place))
         return max(errors)
 
 
@@ -135,7 +135,7 @@ def _size(size: Any, name: str, axis: int) -> int | str:
     return size if isinstance(size, int) else {0: "batch", 1: "length"}.get(axis, f"{name}_{axis}")
 
 
-def _check_answers(found: Any, expected: Any, *, where: str) -> float:
+def check_answers(found: Any, expected: Any, *, where: str) -> float:
     """The largest difference of two outputs, relative to the largest value; VerificationFailed above the tolerance."""
     pairs = zip(_tensors(found), _tensors(expected), strict=True)
     error = max((_error(a.double(), b.double()) for a, b in pairs if b.numel()), default=0.0)

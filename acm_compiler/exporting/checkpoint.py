@@ -1,0 +1,145 @@
+"""Format checkpoint: one k for every token as an ordinary checkpoint of the model's own class, with thinner layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.acm.reference import out_layer, prefix_output
+from acm_compiler.checkpoint.folder import Writer
+from acm_compiler.checkpoint.hf_files import is_pretrained
+from acm_compiler.errors import UsageError
+from acm_compiler.files import write_file
+from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.site import LinearRef
+
+FILE = "model.safetensors"
+# parts of the names by which configurations of transformers call the width inside an MLP
+_WIDTHS = ("intermediate", "inner", "ffn", "mlp")
+_INSTEAD = "format pt2 takes every budget as an input, and k by controls=('k_lo', 'k_hi')"
+
+
+def usage(model: nn.Module) -> str:
+    """Python code that loads the checkpoint."""
+    name = type(model).__name__
+    return f"from transformers import {name}; model = {name}.from_pretrained('.')"
+
+
+def fixed_ks(found: Rewritten, k: Any) -> dict[str, int]:
+    """The k of every site where all tokens run `k`, as `acm.set_k` bounds it. UsageError for what cannot be merged."""
+    most = max(acm.count for acm in found.acms.values())
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        raise UsageError("a checkpoint needs one k", where="fixed_k", found=repr(k), expected=f"from 1 to {most}")
+    for name, acm in found.acms.items():
+        site = found.plan.site(name)
+        refs = [*site.first, *([site.last] if site.last else [])]
+        if acm.state == "dense":
+            raise _refused(name, "no learners have been fitted", fix="acm.calibrate(model, batches) first")
+        if site.kind != "linear" and site.learner_act != site.act:
+            raise _refused(name, f"its learners' activation is {site.learner_act}, that of the class {site.act}")
+        if site.kind == "linear" and site.learner_act != "identity" and (k < acm.count or not site.has_top):
+            raise _refused(name, "its learners are not linear, and the class has one linear layer there")
+        if any(ref.rows is not None for ref in refs):
+            raise _refused(name, "its weights are parts of a packed parameter")
+    return {name: acm.within(k, k)[0] for name, acm in found.acms.items()}
+
+
+@torch.no_grad()
+def build(found: Rewritten, ks: Mapping[str, int]) -> nn.Module:
+    """A model of the same class without ACMs, whose thinner layers are the first k learners of each site.
+
+    UsageError where the class cannot say it.
+    """
+    model: Any = found.model
+    if not is_pretrained(model):
+        expected = "a model of transformers, whose configuration names the width of its layers"
+        raise UsageError(
+            "no class to write a checkpoint of", found=type(model).__name__, expected=expected, fix=_INSTEAD
+        )
+    given: dict[str, Tensor] = {}
+    for name, k in ks.items():
+        for ref, weight, bias in _layers(found.acms[name], found.plan.site(name), k):
+            given[ref.weight] = weight.T if ref.transposed else weight
+            if bias is not None:
+                given[ref.bias or ref.weight.removesuffix("weight") + "bias"] = bias
+    kept = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    inside = tuple(f"{name}." for name in found.acms)
+    given |= {name: tensor for name, tensor in kept if not name.startswith(inside)}
+    return _filled(model, _configured(found, ks), given)
+
+
+def _layers(acm: ACM, site: PlannedSite, k: int) -> list[tuple[LinearRef, Tensor, Tensor | None]]:
+    """The site's linear layers in the class, with what the first k learners make of their weights and biases."""
+    weights = acm.learners.weights()
+    b_O = weights.b_out[k] if bool(weights.b_out[k].any()) or (site.last or site.first[0]).bias else None
+    if site.kind == "linear":
+        identity = torch.eye(acm.d_in, dtype=weights.w_in.dtype, device=weights.w_in.device)
+        return [(site.first[0], (prefix_output(identity, weights, k) - weights.b_out[k]).T, b_O)]
+    assert site.last is not None
+    branches = zip(site.first, ((weights.w_in, weights.b_in), (weights.w_up, weights.b_up)), strict=False)
+    first = [
+        (ref, w_NHD[:k].flatten(0, 1), None if b_NH is None else b_NH[:k].flatten())
+        for ref, (w_NHD, b_NH) in branches
+        if w_NHD is not None
+    ]
+    last = weights.w_top if k == acm.count and weights.w_top is not None else out_layer(weights, k)
+    return [*first, (site.last, last, b_O)]
+
+
+def _configured(found: Rewritten, ks: Mapping[str, int]) -> Any:
+    """The model's configuration with the width of its layers, one for all, and biases of MLPs where it has that key."""
+    config: Any = copy.deepcopy(found.model.config)
+    mlps = [site for site in found.plan.sites if site.kind != "linear"]
+    if not mlps:
+        return config
+    widths, before = {ks[site.name] * site.width for site in mlps}, {site.dense_width for site in mlps}
+    values = config.to_dict()
+    keys = [key for key in values if any(part in key for part in _WIDTHS) and any(values[key] == w for w in before)]
+    keys = keys or [key for key in ("n_inner",) if key in values]
+    if len(widths) != 1 or len(keys) != 1:
+        found_text = f"widths {sorted(widths)}, configured by {', '.join(keys) or 'nothing'}"
+        raise UsageError("the class cannot say how thin its layers are", found=found_text, fix=_INSTEAD)
+    setattr(config, keys[0], widths.pop())
+    if values.get("mlp_bias") is False and any(bool(found.acms[s.name].learners.b_out[ks[s.name]].any()) for s in mlps):
+        config.mlp_bias = True
+    return config
+
+
+def _filled(model: Any, config: Any, given: dict[str, Tensor]) -> nn.Module:
+    """A new model of that class with the tensors given; layers whose bias nobody gave have zeros there."""
+    with torch.random.fork_rng():
+        built = type(model)(config).to(next(model.parameters()))
+    expected = built.state_dict()
+    for name, tensor in expected.items():
+        if name not in given and name.endswith(".bias"):
+            given[name] = torch.zeros_like(tensor)
+        if name not in given or given[name].shape != tensor.shape:
+            size = list(given[name].shape) if name in given else "nothing"
+            raise _refused(name, f"{size} for a parameter of {list(tensor.shape)}")
+    if lost := [name for name in given if name.endswith(".bias") and name not in expected]:
+        raise _refused(lost[0], "a bias, which the class has not")
+    built.load_state_dict({name: given[name] for name in expected})
+    built.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+    return built.eval()
+
+
+def writers(built: Any, aside: Path) -> dict[str, Writer]:
+    """Writers of the files of `save_pretrained`, which writes them to the folder `aside` now."""
+    built.save_pretrained(aside)
+    return {path.name: partial(_copy, path) for path in sorted(aside.iterdir())}
+
+
+def _copy(source: Path, target: Path) -> None:
+    write_file(target, source.read_bytes())
+
+
+def _refused(where: str, found: str, *, fix: str = _INSTEAD) -> UsageError:
+    return UsageError("the model's class cannot hold this k", where=where, found=found, fix=fix)

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from benchmarks.low_rank import LowRank, whitened
+from benchmarks.pruned_neurons import balanced_groups
+from benchmarks.rivals import METHODS, rivals
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
 from acm_compiler.tasks.language import CausalLM
-from benchmarks.low_rank import LowRank, whitened
-from benchmarks.pruned_neurons import balanced_groups
-from benchmarks.rivals import METHODS, rivals
 from tests.helpers.gguf_files import WORDS, small_llama
 
 pytest.importorskip("transformers")

@@ -61,28 +61,45 @@ class Converted(Method):
 
 
 class Shuffled(Converted):
-    """The control of *where* learners run: the gates' own choices, dealt out to the tokens of the batch at random."""
+    """The control of *where* learners run: the gates' own choices, dealt out to the tokens of the batch at random.
+
+    The choices are those of a forward before, so that as many learners run at every site.
+    """
 
     title = "random: as many learners, at random tokens"
 
     def convert(self, budgets: Sequence[float], say: Say) -> None:
-        """Load the same model, and shuffle what its gates choose."""
+        """Load the same model, and keep or deal what its gates choose."""
         super().convert(budgets, say)
         self.drawn = torch.Generator().manual_seed(self.subject.seed)
+        self._dealing, self._kept = False, dict[str, list[Tensor]]()
         for acm in rewritten(self.model).acms.values():
-            acm.choose = self._shuffled(acm)  # type: ignore[method-assign]
+            acm.choose = self._instead(acm)  # type: ignore[method-assign]
 
-    def _shuffled(self, acm: ACM) -> Any:
+    @torch.no_grad()
+    def run(self, batch: Batch, budget: float) -> Ran:
+        """One forward to see the choices, and one that deals them out."""
+        set_budget(self.model, _in_percent(budget))
+        self._dealing, self._kept = False, {}
+        self._forward(batch)
+        self._dealing = True
+        score_B, usage = self._forward(batch)
+        return Ran(score_B, usage.macs)
+
+    def _instead(self, acm: ACM) -> Any:
         choose = acm.choose
 
-        def dealt(x_TD: Tensor, shape: torch.Size, said: Said | None = None) -> Tensor:
-            k_T, mask_T = choose(x_TD, shape, said), acm.mask_of(shape)
+        def kept_or_dealt(x_TD: Tensor, shape: torch.Size, said: Said | None = None) -> Tensor:
+            if not self._dealing:
+                self._kept.setdefault(acm.name, []).append(choose(x_TD, shape, said))
+                return self._kept[acm.name][-1]
+            k_T, mask_T = self._kept[acm.name].pop(0).clone(), acm.mask_of(shape)
             real = torch.arange(len(k_T)) if mask_T is None else mask_T.nonzero()[:, 0].cpu()
             order = real[torch.randperm(len(real), generator=self.drawn)]
             k_T[real.to(k_T.device)] = k_T[order.to(k_T.device)]
             return k_T
 
-        return dealt
+        return kept_or_dealt
 
 
 class Static(Converted):

@@ -1,22 +1,27 @@
-"""The methods that benchmarks measure beside ACMs."""
+"""Methods that act on a plan's sites: TEAL, WINA, SVD-LLM, FLAP, CMoE, and the count of what they execute."""
 
 import pytest
 import torch
-from benchmarks.low_rank import LowRank, whitened
-from benchmarks.pruned_neurons import balanced_groups
-from benchmarks.rivals import METHODS, rivals
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
+from acm_compiler.baselines.low_rank import whitened
+from acm_compiler.baselines.measure import measure
+from acm_compiler.baselines.method import Subject
+from acm_compiler.baselines.methods import METHODS
+from acm_compiler.baselines.pruned_neurons import balanced_groups
+from acm_compiler.baselines.site_method import Dense
+from acm_compiler.progress import Progress
+from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.language import CausalLM
 from tests.helpers.gguf_files import WORDS, small_llama
 
-pytest.importorskip("transformers")
-TASK = CausalLM()
+BUDGETS = (0.25, 0.5, 0.75)
+REAL, NEURONS, MACS = 12 + 3 * 30, 64, 3 * 32  # of a batch: real tokens; of an MLP: neurons, MACs of one
 
 
-def batches(count=6):
+def texts(count=6):
     generator = torch.Generator().manual_seed(1)
     for number in range(count):
         ids = torch.randint(len(WORDS), (4, 30), generator=generator)
@@ -26,106 +31,121 @@ def batches(count=6):
 
 
 @pytest.fixture
-def dense():
-    return small_llama()
-
-
-@pytest.fixture
-def plan(dense):
-    return acm.plan(dense, {"input_ids": torch.ones(1, 30, dtype=torch.int64)}, sites="mlp", learners=2)
-
-
-def fitted(dense, plan, method, shares):
-    rival = METHODS[method](dense, plan)
-    rival.fit(((TASK.inputs(batch), TASK.mask(batch)) for batch in batches()), shares)
-    return rival
-
-
-@pytest.mark.parametrize("method", ["teal", "wina"])
-def test_each_layer_reads_its_largest_inputs_alone(dense, plan, method):
-    sparse = fitted(dense, plan, method, [0.5])
-    linear, layer = dense.model.layers[1].mlp.up_proj, sparse.layers[4]
-    assert layer.linear is linear and len(sparse.layers) == 6
-    x = torch.randn(3, 7, 32)
-    norms = linear.weight.detach().norm(dim=0) if method == "wina" else torch.ones(32)
-    kept = torch.where(x.abs() * norms >= layer.thresholds[0.5], x, 0)
-    with sparse.at(0.5):
-        sparse.real = None
-        torch.testing.assert_close(linear(x), kept @ linear.weight.T)
-    torch.testing.assert_close(linear(x), x @ linear.weight.T)
-
-
-@pytest.mark.parametrize("method", ["teal", "wina"])
-def test_the_share_asked_for_is_the_share_of_macs_at_real_tokens(dense, plan, method):
-    rows = rivals(dense, plan, [method], shares=[1.0, 0.5], task=TASK, fit=batches, judge=lambda: batches(9))
-    whole, half = rows
-    assert whole.reached == pytest.approx(1, abs=1e-3) and whole.model_share == pytest.approx(1, abs=1e-3)
-    assert whole.difference.mean == pytest.approx(0, abs=1e-3)
-    assert half.reached == pytest.approx(0.5, abs=0.03)
-    assert half.difference.mean != 0
-    mlps = 2 * 3 * 32 * 64 * 30 / plan.model.dense_macs
-    assert half.model_share == pytest.approx(1 - mlps * (1 - half.reached))
-
-
-def test_padding_counts_neither_in_thresholds_nor_in_what_was_executed(dense, plan):
-    sparse = fitted(dense, plan, "teal", [0.5])
-    with sparse.at(0.5):
-        for batch in sparse.watched(batches(1), TASK):
-            dense(**TASK.inputs(batch))
-    assert sparse.all_macs == (12 + 3 * 30) * 2 * 3 * 32 * 64
+def llama():
+    """A Llama of two layers, whose MLPs are the sites."""
+    pytest.importorskip("transformers")
+    dense = small_llama().eval()
+    plan = acm.plan(dense, {"input_ids": torch.ones(1, 30, dtype=torch.int64)}, sites="mlp", learners=2)
+    return Subject(dense=dense, plan=plan, task=CausalLM(), fit=texts, judge=lambda: texts(1))
 
 
 class Mlp(nn.Module):
-    """A plain MLP with GELU and its bypass; nothing else costs MACs."""
+    """An MLP with GELU and a projection, [B, 30, 32] -> logits [B, 5]."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-        self.norm = nn.LayerNorm(32)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 5)
 
-    def forward(self, x):
-        return self.norm(x + self.mlp(x))
+    def forward(self, image):
+        return self.head(self.norm(image + self.mlp(image)).mean(1))
 
 
 @pytest.fixture
 def mlp():
-    """A plain MLP, its plan, and tokens whose inputs differ in size."""
+    """A plain MLP on tokens whose inputs differ in size."""
     model, x = Mlp().eval(), torch.randn(4, 30, 32, generator=torch.Generator().manual_seed(1))
     plan = acm.plan(model, x[:1], sites="mlp", learners=2)
-    assert len(plan.sites) == 1
-    return model, plan, x * torch.linspace(0.1, 3, 32)
+    batch = {"image": x * torch.linspace(0.1, 3, 32), "label": torch.tensor([0, 1, 2, 3])}
+    return Subject(dense=model, plan=plan, task=Classify(), fit=lambda: [batch], judge=lambda: [batch])
+
+
+def fitted(subject, name, budgets=BUDGETS):
+    method = METHODS[name](subject)
+    method.convert(budgets, print)
+    return method
+
+
+def counted(method, batch, budget):
+    """MACs of all products that ran, by torch's own counter, without inputs of linear layers that are zero."""
+    zeros, linear = [], nn.functional.linear
+
+    def watched(x, weight, bias=None):
+        zeros.append(int((x == 0).sum()) * len(weight))
+        return linear(x, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as flops:
+        patch.setattr("acm_compiler.baselines.sparse_activations.F.linear", watched)
+        method.run(batch, budget)
+    return flops.get_total_flops() // 2 - sum(zeros)
 
 
 @pytest.mark.parametrize("name", ["teal", "wina", "svd"])
-def test_macs_are_those_executed_and_rise_with_the_share(mlp, name):
-    model, plan, x = mlp
-    method = METHODS[name](model, plan)
-    method.fit([(x, None)], [0.25, 0.5, 0.75])
-    reached, errors = [], []
-    for share in (0.25, 0.5, 0.75):
-        with method.at(share), torch.no_grad():
-            out, ran = counted(model, x)
-        assert ran == method.kept_macs and method.all_macs == 120 * 2 * 32 * 128
-        assert method.reached == pytest.approx(share, abs=0.05)
-        reached.append(method.reached)
-        errors.append((out - model(x)).norm().item())
-    assert reached == sorted(reached) and errors == sorted(errors, reverse=True)
+def test_macs_are_those_executed_and_rise_with_the_budget(mlp, name):
+    method, (batch,) = fitted(mlp, name), mlp.judge()
+    ran = [float(method.run(batch, budget).macs_B.sum()) for budget in BUDGETS]
+    assert ran == [counted(method, batch, budget) for budget in BUDGETS]
+    assert ran == sorted(ran)
+    dense = 4 * mlp.plan.model.dense_macs
+    assert [macs / dense for macs in ran] == pytest.approx(BUDGETS, abs=0.05)
 
 
-def counted(model, x):
-    """The output, and MACs of the products that ran, without inputs that are zero."""
-    zeros = []
-    hooks = [
-        part.register_forward_hook(lambda part, args, _: zeros.append(int((args[0] == 0).sum()) * part.out_features))
-        for part in model.modules()
-        if isinstance(part, nn.Linear)
-    ]
+@pytest.mark.parametrize("name", ["teal", "wina", "svd", "flap"])
+def test_errors_fall_with_the_budget_and_the_dense_model_stays(mlp, name):
+    (batch,) = mlp.judge()
+    wanted = mlp.dense(batch["image"])
+    method = fitted(mlp, name)
+    errors = []
+    for budget in BUDGETS:
+        method.run(batch, budget)
+        errors.append((method.host(batch["image"]) - wanted).norm().item())
+    assert errors == sorted(errors, reverse=True) and errors[0] > 0
+    torch.testing.assert_close(mlp.dense(batch["image"]), wanted, rtol=0, atol=0)
+
+
+def test_the_dense_model_is_counted_as_torch_counts_it(mlp):
+    (batch,) = mlp.judge()
+    ran = Dense(mlp).run(batch, 1.0)
     with FlopCounterMode(display=False) as flops:
-        out = model(x)
-    for hook in hooks:
-        hook.remove()
-    return out, flops.get_total_flops() // 2 - sum(zeros)
+        mlp.dense(batch["image"])
+    assert ran.macs_B.tolist() == [flops.get_total_flops() / 8] * 4
+
+
+@pytest.mark.parametrize("name", ["teal", "wina"])
+def test_each_layer_reads_its_largest_inputs_alone(llama, name):
+    region = fitted(llama, name).regions["model.layers.1.mlp"]
+    share, layer = sorted(region.first[1].thresholds)[1], region.first[1]
+    weight = llama.dense.model.layers[1].mlp.up_proj.weight
+    assert torch.equal(layer.weight_OD, weight)
+    x = torch.randn(7, 32)
+    norms = weight.norm(dim=0) if name == "wina" else torch.ones(32)
+    kept = torch.where(x.abs() * norms >= layer.thresholds[share], x, 0)
+    given, macs = layer.run(x, share)
+    torch.testing.assert_close(given, kept @ weight.T)
+    assert torch.equal(macs, (kept != 0).sum(1) * NEURONS)
+
+
+@pytest.mark.parametrize("name", ["teal", "svd", "flap", "cmoe"])
+def test_padding_counts_nowhere(llama, name):
+    if name == "cmoe":
+        pytest.importorskip("scipy")
+    dense, (batch,) = Dense(llama), texts(1)
+    whole = dense.run(batch, 1.0).macs_B
+    part = dense.run({key: value[:1, :12] for key, value in batch.items() if key != "source"}, 1.0).macs_B
+    assert whole[0] == pytest.approx(part[0]) and whole[0] < whole[1]
+    rest = float(whole.sum()) - REAL * 2 * NEURONS * MACS
+    method = fitted(llama, name, (0.8,))
+    share = method.share_of(0.8, llama.plan)
+    run = (float(method.run(batch, 0.8).macs_B.sum()) - rest) / (REAL * 2 * NEURONS * MACS)
+    assert run == pytest.approx(share, abs=0.2 if name == "cmoe" else 0.06)
+
+
+def test_a_method_is_measured_at_all_budgets_in_one_pass(llama):
+    with Progress("teal", shown=False) as progress:
+        found = measure(fitted(llama, "teal", (0.8, 0.9)), (0.8, 0.9), progress)
+    assert list(found.scores) == [0.8, 0.9] and all(len(part) == 4 for part in found.macs.values())
+    assert found.units_E.tolist() == [11, 29, 29, 29] and found.groups_E.tolist() == [0, 1, 2, 3]
 
 
 def test_the_factors_of_full_rank_are_the_weight_and_cut_ones_beat_a_plain_cut():
@@ -142,61 +162,32 @@ def test_the_factors_of_full_rank_are_the_weight_and_cut_ones_beat_a_plain_cut()
     assert lost < 0.9 * (x @ (plain - weight).T).norm()
 
 
-def test_low_rank_puts_the_dense_layers_back(dense, plan):
-    names = [name for name, _ in dense.named_modules()]
-    before = {name: part for name, part in dense.named_modules() if isinstance(part, nn.Linear)}
-    method = LowRank(dense, plan)
-    method.fit(((TASK.inputs(batch), TASK.mask(batch)) for batch in batches(2)), [0.5])
-    with pytest.raises(KeyboardInterrupt), method.at(0.5):
-        assert dense.model.layers[1].mlp.up_proj is not before["model.layers.1.mlp.up_proj"]
-        raise KeyboardInterrupt
-    assert names == [name for name, _ in dense.named_modules()]
-    assert all(dense.get_submodule(name) is part for name, part in before.items())
-    assert not any(part._forward_pre_hooks for part in before.values())
+def test_flap_drops_the_same_neurons_for_all_tokens_and_keeps_their_mean(llama):
+    method = fitted(llama, "flap", (0.8,))
+    region, mlp = method.regions["model.layers.1.mlp"], llama.dense.model.layers[1].mlp
+    region.share = method.share_of(0.8, llama.plan)
+    kept, x = region.kept[region.share], torch.randn(30, 32)
+    hidden = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+    torch.testing.assert_close(region(x), mlp.down_proj(torch.where(kept, hidden, region.mean_F)))
+    assert int(kept.sum()) == int(region.share * NEURONS)
+    assert torch.equal(region.macs_T, torch.full((30,), int(kept.sum()) * MACS))
 
 
-def test_padding_counts_neither_in_moments_nor_in_macs_of_low_rank(dense, plan):
-    method = LowRank(dense, plan)
-    method.fit(((TASK.inputs(batch), TASK.mask(batch)) for batch in batches()), [0.5])
-    with method.at(0.5):
-        for batch in method.watched(batches(1), TASK):
-            dense(**TASK.inputs(batch))
-    assert method.all_macs == (12 + 3 * 30) * 2 * 3 * 32 * 64
-    assert 0.45 < method.reached <= 0.5
-
-
-def test_flap_drops_the_same_neurons_for_all_tokens_and_keeps_their_mean(dense, plan):
-    rival = fitted(dense, plan, "flap", [0.5])
-    second, keep_F = dense.model.layers[1].mlp.down_proj, rival.kept[0.5][1]
-    assert rival.changed[1] is second
-    assert [int(keep.sum()) for keep in rival.kept[0.5]] == [32, 32]
-    h = torch.randn(2, 30, 64)
-    with rival.at(0.5):
-        rival.real = None
-        given = second(h)
-    bias = (rival.means[1] * ~keep_F) @ second.weight.T
-    torch.testing.assert_close(given, (h * keep_F) @ second.weight.T + bias)
-    assert torch.equal(rival.means[1].isfinite(), torch.ones(64, dtype=torch.bool))
-
-
-def test_a_token_runs_the_shared_experts_and_those_whose_middle_neuron_is_most_active(dense, plan):
+def test_a_token_runs_the_shared_experts_and_those_whose_middle_neuron_is_most_active(llama):
     pytest.importorskip("scipy")
-    rival = fitted(dense, plan, "cmoe", [0.5])
-    experts = rival.experts[0.5][1]
+    method = fitted(llama, "cmoe", (0.8,))
+    region = method.regions["model.layers.1.mlp"]
+    region.experts[0.5] = region._cut(torch.randn(50, NEURONS).abs(), 0.5)
+    region.share, experts = 0.5, region.experts[0.5]
     assert experts.expert_F.clamp_min(-1).add(1).bincount().tolist() == [16] + [4] * 12
     assert torch.equal(experts.expert_F[experts.middle_P], torch.arange(12))
-    h = torch.randn(1, 30, 64)
-    with rival.at(0.5):
-        rival.real = None
-        changed = rival.change(1, h, 0.5)
-    runs = (changed != 0).sum(-1)
-    assert torch.equal(runs, torch.full((1, 30), 32))
-    best = h[..., experts.middle_P].abs().topk(4, -1).indices
-    for number in range(30):
-        ran = set(experts.expert_F[changed[0, number] != 0].tolist())
-        assert ran == {-1, *best[0, number].tolist()}
+    x = torch.randn(30, 32)
+    hidden = region.dense.hidden(x)
+    best = hidden[:, experts.middle_P].abs().topk(4, -1).indices
+    runs = torch.stack([torch.isin(experts.expert_F, torch.tensor([-1, *row])) for row in best.tolist()])
+    torch.testing.assert_close(region(x), (hidden * runs) @ region.last[0].T)
     # 32 of 64 neurons, and two of the three layers for the middle neurons of eight experts
-    assert rival.reached == pytest.approx((32 + 8 * 2 / 3) / 64)
+    assert region.macs_T.tolist() == [32 * MACS + 8 * 64] * 30
 
 
 def test_groups_are_of_equal_size_and_near_their_centres():

@@ -138,7 +138,7 @@ class _Comparing:
             yield {name: value.to(device) for name, value in batch.items()}
 
     def _measured(self, name: str, budgets: tuple[float, ...], subject: Subject) -> Measured:
-        """What a method scores: from the folder, or fitted and measured now."""
+        """Scores of a method: from the folder, or fitted and measured now."""
         if (kept := self.scores.load(name, budgets)) is not None:
             self.say(f"{name}: measured before")
             return kept

@@ -22,7 +22,7 @@ from acm_compiler.progress import Progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one method scored: for each budget a score and MACs per example, [E], and seconds per example.
+    """Results of one method: for each budget a score and MACs per example, [E], and seconds per example.
 
     units_E, groups_E: what each example counts for, and its source. unreached: budgets that the method could not be set
     to once it was fitted.

@@ -49,7 +49,7 @@ def choose(
     budgets: Sequence[float] | None,
     usual: Sequence[float],
 ) -> Chosen:
-    """What to run on a model, weights or not. UsageError for what was asked for by name and cannot be.
+    """Methods and budgets to run on a model, weights or not. UsageError for what was asked for by name and cannot be.
 
     names: None for all that need no training; "all" is every method. budgets: None for the `usual` ones. What was not
     asked for by name is left out where it does not fit.

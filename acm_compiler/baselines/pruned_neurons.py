@@ -133,7 +133,7 @@ class _OnMlps(SiteMethod):
 class Flap(_OnMlps):
     """Neurons dropped for every token."""
 
-    title, region = "FLAP: neurons dropped for all tokens", FlapRegion
+    title, region, masks = "FLAP: neurons dropped for all tokens", FlapRegion, True
 
 
 class Cmoe(_OnMlps):

@@ -25,7 +25,7 @@ _FOLDER, _RUN = "compare", "run.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What is kept below one folder, for a run that is `of` this."""
+    """Scores kept below one folder, for a run that is `of` this."""
 
     directory: Path
     of: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Scores:
         write_file(self.folder / _RUN, json.dumps(dict(self.of), indent=1))
 
     def load(self, name: str, budgets: tuple[float, ...]) -> Measured | None:
-        """What a method scored at these budgets; None where it is not there, or not whole."""
+        """The scores of a method at these budgets; None where they are not there, or not whole."""
         found = _read(self.folder / f"{name}.json")
         if found is None or sorted(map(float, (*found["scores"], *found["unreached"]))) != sorted(budgets):
             return None
@@ -70,7 +70,7 @@ class Scores:
         )
 
     def save(self, name: str, found: Measured) -> None:
-        """Keep what a method scored, whole or not at all. StorageError."""
+        """Keep a method's scores, whole or not at all. StorageError."""
         document = {
             "units": found.units_E.tolist(),
             "groups": found.groups_E.tolist(),

@@ -36,7 +36,7 @@ class SparseLayer:
         self.thresholds: dict[float, float] = {}
 
     def scores(self, x_TD: Tensor) -> Tensor:
-        """How much each input matters."""
+        """The weight of each input in the output."""
         return x_TD.abs() * self.weight_D
 
     def look(self, x_TD: Tensor) -> None:

@@ -93,7 +93,7 @@ def _times(directory: Path, output: Output) -> Times | None:
 
 
 def _comparison(directory: Path, output: Output) -> Comparison | None:
-    """What `acmc compare` found beside the model that is here now."""
+    """Methods that `acmc compare` measured beside the model that is here now."""
     from acm_compiler.checkpoint import save_id
     from acm_compiler.evaluation.comparison import FILE, load_comparison
 

@@ -129,7 +129,7 @@ def comparison_table(found: Comparison) -> str:
 
 
 def basis(found: Comparison) -> str:
-    """What the numbers are of."""
+    """A sentence on what the numbers are of."""
     sources = "" if found.groups == found.n else f" from {wording.count(found.groups, 'source')}"
     return (
         f"{found.metric.name} measured on {wording.count(found.n, 'example')}{sources}, ± half of a 95 % interval over "

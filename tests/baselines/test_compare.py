@@ -1,6 +1,7 @@
-"""A comparison from end to end: its rows, its controls, its folder, what it refuses, and how it goes on when stopped."""
+"""A comparison from end to end: its rows and controls, its folder, its refusals, and how it goes on when stopped."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from acm_compiler.errors import RunInterrupted, UsageError
 from acm_compiler.evaluation.comparison import comparison_table, load_comparison
 from acm_compiler.recipe import load_recipe
 
-SMALL = ["data.train.count=300", "data.eval.count=96", "schedule[0].tokens=4000", "expect=null", "run.eval_batch=48"]
+SMALL = ["data.train.count=100", "data.eval.count=48", "schedule[0].tokens=3000", "expect=null", "run.eval_batch=48"]
+SMALL += ["sites=[{match: mlp, learners: 2}]", "budgets.report=[0.25, 0.5, 1.0]", "budgets.train=0.5"]
 NAMES = ("acm", "random", "width", "teal", "tome")
 
 
@@ -32,16 +34,16 @@ def acmc(*words):
 def whole(tmp_path_factory):
     """A comparison that was never stopped: its folder, and what it found."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return folder, compare(small(), Options(directory=folder, methods=NAMES, budgets=(0.5, 0.75)), say=print)
+    return folder, compare(small(), Options(directory=folder, methods=NAMES, budgets=(0.6, 0.75)), say=print)
 
 
 def test_every_method_has_a_row_at_every_budget_beside_the_dense_model_and_ours(whole):
     folder, found = whole
     assert [method.name for method in found.methods] == list(NAMES)
     assert load_comparison(folder) == found
-    assert (found.n, found.budgets) == (96, [0.5, 0.75])
+    assert (found.n, found.budgets) == (48, [0.6, 0.75])
     for method in found.methods:
-        assert [row.budget for row in method.rows] == [0.5, 0.75]
+        assert [row.budget for row in method.rows] == [0.6, 0.75]
         assert all(abs(row.cost.share - row.budget) < 0.03 for row in method.rows)
         assert all(row.difference.low <= row.difference.mean <= row.difference.high for row in method.rows)
     assert all(row.to_acm is None for row in found.methods[0].rows)
@@ -59,11 +61,12 @@ def test_random_runs_as_many_learners_as_the_gates_and_does_worse(whole):
 
 def test_one_width_for_all_tokens_costs_what_the_budget_says_and_has_no_gate(whole):
     width = whole[1].methods[2]
-    assert [row.cost.share for row in width.rows] == pytest.approx([0.5, 0.75], abs=1e-3)
+    assert [row.cost.share for row in width.rows] == pytest.approx([0.6, 0.75], abs=1e-3)
 
 
 def test_a_comparison_that_was_stopped_goes_on_with_the_next_method_to_the_same_table(whole, tmp_path, monkeypatch):
-    options = Options(directory=tmp_path / "run", methods=NAMES, budgets=(0.5, 0.75), command="acmc compare …")
+    options = Options(directory=tmp_path / "run", methods=NAMES, budgets=(0.6, 0.75), command="acmc compare …")
+    shutil.copytree(whole[0], tmp_path / "run", ignore=shutil.ignore_patterns("compare*", "report"))
     fitted, measured = [], compared.measure
 
     def stopping(method, budgets, progress):
@@ -82,7 +85,7 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_next_method_to_the_same_
     assert again == [METHODS[name] for name in ("width", "teal", "tome")]
     assert str(found) == str(whole[1])
     more = compare(
-        small(), Options(directory=tmp_path / "run", methods=(*NAMES, "svd"), budgets=(0.5, 0.75)), say=print
+        small(), Options(directory=tmp_path / "run", methods=(*NAMES, "svd"), budgets=(0.6, 0.75)), say=print
     )
     assert again[3:] == [METHODS["svd"]] and len(more.methods) == 6
 
@@ -90,7 +93,7 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_next_method_to_the_same_
 def test_a_folder_with_another_runs_scores_is_refused_and_keeps_them(whole, tmp_path):
     folder, before = whole
     with pytest.raises(UsageError, match=r"another run[^$]*quick"):
-        compare(small(), Options(directory=folder, methods=NAMES, budgets=(0.5, 0.75), quick=True), say=print)
+        compare(small(), Options(directory=folder, methods=NAMES, budgets=(0.6, 0.75), quick=True), say=print)
     assert load_comparison(folder) == before
 
 
@@ -101,11 +104,11 @@ def test_a_folder_with_another_runs_scores_is_refused_and_keeps_them(whole, tmp_
         (("--methods", "acm,cmoe"), "cmoe cannot be applied to this model (found its experts are cut from gated MLPs"),
         (
             ("--methods", "flap", "--budgets", ".3,.6"),
-            "a budget below the floor of flap: its least on this model is 42",
+            "below the floor of flap: its least on this model is 42",
         ),
         (
-            ("--methods", "acm", "--budgets", "10%"),
-            "a budget below the floor of acm: its least on this model is 17.9 %",
+            ("--methods", "acm", "--budgets", "30%"),
+            "below the floor of acm: its least on this model is 42",
         ),
         (("--budgets", "40"), "40%?"),
         (("--budgets", "fast"), "shares of the dense model's MACs, such as .4 or 40%"),
@@ -120,7 +123,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, words, s
 
 def test_the_verb_prints_a_table_or_one_document_and_the_report_shows_it(whole):
     folder, found = whole
-    words = ("--out", str(folder), "--methods", ",".join(NAMES), "--budgets", "50%,.75")
+    words = ("--out", str(folder), "--methods", ",".join(NAMES), "--budgets", "60%,.75")
     done = acmc(*words)
     assert done.exit_code == 0 and comparison_table(found) in done.stdout
     document = json.loads(acmc(*words, "--json").stdout)

@@ -120,7 +120,7 @@ def cells(found: Comparison, method: MethodResult, row: Row) -> list[str]:
 
 
 def comparison_table(found: Comparison) -> str:
-    """For each budget the methods, the best first; then the dense model, and what was left out."""
+    """Methods by budget, the best first; then the dense model, and what was left out."""
     rows = [cells(found, method, row) for budget in found.budgets for method, row in found.at(budget)]
     rows.append(["", "dense model", wording.percent(1.0), wording.score(found.metric.dense, found.metric), "", ""])
     align = ("right", "left", *("right",) * 4)

@@ -56,7 +56,7 @@ def comparison_chart(found: Comparison, theme: Theme) -> Figure:
     axes.set_ylabel(f"{found.metric.name} (measured)")
     axes.xaxis.set_major_formatter(lambda x, _: wording.percent(x, 0))
     if found.metric.is_share:
-        axes.yaxis.set_major_formatter(lambda y, _: wording.percent(y, 0))
+        axes.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.4g} %")
     figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=theme.ink, fontsize=8)
     return figure
 

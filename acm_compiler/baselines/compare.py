@@ -42,7 +42,7 @@ _FITTED, _QUICK = 2048, 1200  # examples
 class Options:
     """Options of a comparison: its folder, its methods and budgets (None: the usual ones).
 
-    quick: fewer held-out examples and steps. force: start over. command: what an interrupted user is told to type.
+    quick: fewer held-out examples. force: start over. command: what an interrupted user is told to type.
     """
 
     directory: Path

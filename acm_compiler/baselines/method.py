@@ -24,8 +24,8 @@ from acm_compiler.tasks import Task
 class Subject:
     """The model, data and task that methods are compared on.
 
-    fit: training examples without augmentation, the same ones every time. judge: held-out examples. lessons: training
-    batches without end, for methods that train, in the same order every time. folder: where the ACMs were saved.
+    fit: training examples without augmentation, the same ones every time. judge: held-out examples. folder: where the
+    ACMs were saved.
     """
 
     dense: nn.Module
@@ -33,8 +33,6 @@ class Subject:
     task: Task
     fit: Callable[[], Iterable[Batch]]
     judge: Callable[[], Iterable[Batch]]
-    lessons: Callable[[], Iterable[Batch]] | None = None
-    steps: int = 0
     folder: Path | None = None
     seed: int = 0
 

@@ -24,9 +24,7 @@ def compare(
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of the whole dense model's MACs: .4 or 40%; unset: .25 to .75."),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure on 1,200 held-out examples, and train a tenth of the steps.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look: measure on 1,200 held-out examples.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start over, and replace the model and the comparison in the folder.")
     ] = False,

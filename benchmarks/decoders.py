@@ -9,7 +9,7 @@
 GPT-2 and GPT-NeoX have GELU MLPs, Llama SwiGLU. They are trained on documentation of installed packages as the shipped
 language model is, one file per size below `--out`; the same command goes on with a training that was interrupted.
 FOLDER is one with config.json, weights and tokenizer.json. Nothing is trained after the conversion. `--against` adds
-other methods at the same shares on the same texts (benchmarks/rivals.py; cmoe needs scipy).
+other methods of acm_compiler/baselines at the same shares on the same texts (cmoe needs scipy).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,10 @@ import torch
 from torch import nn
 
 import acm_compiler as acm
+from acm_compiler.baselines.measure import measure, result_of
+from acm_compiler.baselines.method import Subject
+from acm_compiler.baselines.methods import METHODS, OURS
+from acm_compiler.baselines.site_method import Dense, SiteMethod
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options
 from acm_compiler.data import Batch, BatchStream
@@ -36,8 +40,10 @@ from acm_compiler.data.texts import TextSet
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import BudgetResult, Evaluation, Interval, load_evaluation
+from acm_compiler.evaluation.statistics import Sample
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.planning.plan import Plan
+from acm_compiler.progress import Progress
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.runs.recipe_run import open_saved_run
 from acm_compiler.runtime.control import FixedK
@@ -45,12 +51,13 @@ from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS,
 from acm_compiler.shipped.open_weights import load_shipped
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.language import CausalLM
-from benchmarks.rivals import METHODS, rivals
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
 from scripts.train_shipped.text import Lesson, texts, train
 
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75, 1.0)
 TASK, RATE = CausalLM(), 3e-3
+RIVALS = tuple(name for name, kind in METHODS.items() if issubclass(kind, SiteMethod) and name not in OURS)
+FITTED = 16  # batches that other methods are fitted on
 _POOL = 96  # batches of like length, before they are shuffled
 
 
@@ -82,7 +89,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--learners", type=int, default=8)
     parser.add_argument("--lossless", action="store_true")
     parser.add_argument("--tokens", type=int, default=20_000, help="to calibrate on")
-    parser.add_argument("--against", nargs="+", choices=tuple(METHODS), default=[], help="measured beside ours")
+    parser.add_argument("--against", nargs="+", choices=RIVALS, default=[], help="measured beside ours")
     parser.add_argument("--texts", type=int, default=400, help="to judge by")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("runs/decoders"))
@@ -210,12 +217,33 @@ def table(found: Evaluation) -> Iterator[str]:
         yield f"| {setting} | {result.reached:.3f} | {result.model_share:.1%} | {result.metric:.2f} | {moved} |"
 
 
-def task_rivals(dense: nn.Module, plan: Plan, methods: list[str], task: Task, **batches: Any) -> Iterator[str]:
-    """A row of the same table for every method and share."""
-    for row in rivals(dense, plan, methods, shares=BUDGETS[:-1][::-1], task=task, **batches):
-        moved = part_of(row.metric - row.difference.mean, row.difference)
-        setting = f"{row.method}, {row.share:g} | {row.reached:.3f} | {row.model_share:.1%}"
-        yield f"| {setting} | {row.metric:.2f} | {moved} | |"
+def task_rivals(
+    dense: nn.Module,
+    plan: Plan,
+    methods: list[str],
+    task: Task,
+    *,
+    fit: Callable[[], Iterable[Batch]],
+    judge: Callable[[], Iterable[Batch]],
+) -> Iterator[str]:
+    """A row of the same table for every method and share of the MACs of the plan's sites."""
+    subject = Subject(dense=dense.eval(), plan=plan, task=task, fit=lambda: islice(fit(), FITTED), judge=judge)
+    part = 1 - plan.cost.fixed_macs / plan.model.dense_macs
+    with Progress("dense", shown=False) as work:
+        whole = measure(Dense(subject), (1.0,), work) if methods else None
+    for name in methods:
+        assert whole is not None
+        budgets = {1 - part * (1 - share): share for share in BUDGETS[-2::-1]}
+        method = METHODS[name](subject)
+        method.convert(list(budgets), say)
+        with Progress(name, shown=False) as work:
+            found = measure(method, list(budgets), work)
+        sample = Sample(task=task, units_E=whole.units_E, groups_E=whole.groups_E)
+        for row in result_of(name, METHODS[name], found, sample=sample, dense=whole, ours=None).rows:
+            moved = part_of(row.metric - row.difference.mean, row.difference)
+            reached = 1 - (1 - row.cost.share) / part
+            setting = f"{name}, {budgets[row.budget]:g} | {reached:.3f} | {row.cost.share:.1%}"
+            yield f"| {setting} | {row.metric:.2f} | {moved} | |"
 
 
 def part_of(dense: float, change: Interval | None) -> str:

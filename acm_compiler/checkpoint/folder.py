@@ -17,8 +17,10 @@ PLAN, WEIGHTS, MODEL, BUDGETS = "plan.json", "model.safetensors", "model.json", 
 # written last: it names the other files of the same save
 _ORDER = (WEIGHTS, PLAN, BUDGETS, MODEL)
 _ASIDE = ".saving"
+# what a comparison leaves: results, table, charts, and each method's scores
+COMPARED = ("compare.json", "compare.txt", "compare.png", "compare.svg", "compare")
 _OF_RUNS = ("recipe.yaml", "metrics.jsonl", "eval.json", "bench.json", "report", "state", "export")
-_OURS = frozenset([*_ORDER, *_OF_RUNS, _ASIDE, LOCK])
+_OURS = frozenset([*_ORDER, *_OF_RUNS, *COMPARED, _ASIDE, LOCK])
 Writer = Callable[[Path], None]
 
 

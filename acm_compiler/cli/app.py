@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from acm_compiler.cli.bench import bench
+from acm_compiler.cli.compare import compare
 from acm_compiler.cli.doctor import doctor
 from acm_compiler.cli.eval import evaluate
 from acm_compiler.cli.explain import explain
@@ -88,6 +89,7 @@ VERBS: dict[str, tuple[Callable[..., None] | typer.Typer, str]] = {
     "rewrite": (rewrite, "Convert a model by a recipe: plan, rewrite, train, evaluate, save."),
     "eval": (evaluate, "Measure a saved model at several budgets."),
     "bench": (bench, "Measure a saved model's time against the dense model's."),
+    "compare": (compare, "Measure other methods beside ours, on a recipe's model and data."),
     "report": (report, "Write charts and an HTML page about a saved model."),
     "explain": (explain, "Show what runs each ACM of a saved model when it is compiled, and why."),
     "export": (export, "Export a saved model as a program whose budget is an input."),

@@ -10,6 +10,7 @@ from acm_compiler.cli.output import JsonOption, Output
 from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
 
 if TYPE_CHECKING:
+    from acm_compiler.evaluation.comparison import Comparison
     from acm_compiler.evaluation.find_loads import Loads
     from acm_compiler.evaluation.results import Evaluation
     from acm_compiler.evaluation.times import Times
@@ -26,7 +27,7 @@ def report(
     allow_code: CodeOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write DIR/report from DIR/eval.json, which is measured first where it is missing, and DIR/bench.json."""
+    """Write DIR/report from DIR/eval.json, which is measured first where it is missing, bench.json and compare.json."""
     from acm_compiler.calibration.recalibrate import known_damages
     from acm_compiler.evaluation.results import load_evaluation
     from acm_compiler.passes.rewrite.conversion import conversion
@@ -59,6 +60,7 @@ def report(
             damages=known_damages(run.model),
             loads=loads,
             times=_times(directory, output),
+            comparison=_comparison(directory, output),
         ),
     )
     output.say(f"wrote {page}, and its charts as PNG and SVG beside it")
@@ -88,3 +90,15 @@ def _times(directory: Path, output: Output) -> Times | None:
         output.note(f"{directory / FILE} is of another model than the one here, and left out (acmc bench)")
         return None
     return times
+
+
+def _comparison(directory: Path, output: Output) -> Comparison | None:
+    """Methods that `acmc compare` measured beside the model that is here now."""
+    from acm_compiler.checkpoint import save_id
+    from acm_compiler.evaluation.comparison import FILE, load_comparison
+
+    found = load_comparison(directory)
+    if found is not None and found.save not in (None, save_id(directory)):
+        output.note(f"{directory / FILE} is of another model than the one here, and left out (acmc compare)")
+        return None
+    return found

@@ -6,6 +6,7 @@ import base64
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from acm_compiler.evaluation.comparison import Comparison
 from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.results import BudgetResult, Evaluation
 from acm_compiler.evaluation.times import Times
@@ -19,7 +20,7 @@ class Report:
     """The facts of one report.
 
     damages: the expected damage by site and k (`acm.sensitivity`), empty where the model was not calibrated.
-    times: what `acmc bench` measured, if it did.
+    times: what `acmc bench` measured, if it did. comparison: what `acmc compare` found, if it did.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Report:
     damages: dict[str, dict[int, float]] = field(default_factory=dict)
     loads: Loads = field(default_factory=Loads)
     times: Times | None = None
+    comparison: Comparison | None = None
 
 
 class Bar(NamedTuple):

@@ -23,6 +23,7 @@ from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.files import folder_at, storing, write_file
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.reporting.charts import clip_chart, cost_chart, k_chart
+from acm_compiler.reporting.comparison_chart import comparison_alt, comparison_chart, comparison_facts
 from acm_compiler.reporting.contents import Image, Report, data_uri
 from acm_compiler.reporting.figures import (
     DARK,
@@ -63,6 +64,7 @@ def page(report: Report, pictures: Mapping[str, Image]) -> str:
             cost_caption=cost_caption(found),
             budgets=budget_table(found),
             times=time_facts(report.times) if report.times else None,
+            comparison=comparison_facts(report.comparison) if report.comparison else None,
             texts=text_facts(loads.texts, found.names) if loads.texts is not None else None,
             images=map_facts(loads.maps, found) if loads.maps else None,
             speech_or_object=foreground_facts(found),
@@ -125,6 +127,8 @@ def _charts(report: Report) -> dict[str, Draw]:
         charts["load_over_time"] = partial(clip_chart, loads.clips, names=found.names)
     if report.times is not None:
         charts["time_over_budget"] = partial(time_chart, report.times)
+    if report.comparison is not None:
+        charts["methods_over_cost"] = partial(comparison_chart, report.comparison)
     return charts
 
 
@@ -136,6 +140,8 @@ def _pictures(report: Report, files: dict[str, bytes]) -> dict[str, Image]:
         alts["load_over_time"] = f"load over time of {wording.count(len(clips.clips), 'clip')}"
     if times is not None:
         alts["time_over_budget"] = time_alt(times)
+    if report.comparison is not None:
+        alts["methods_over_cost"] = comparison_alt(report.comparison)
     charts = _charts(report)
     sources = {name: {_DARK: _svg(charts[name](DARK))} for name in alts}
     sources["accuracy_over_cost"] = {

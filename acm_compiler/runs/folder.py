@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from acm_compiler.checkpoint import check_own_folder, holds_model, locked, save_id
+from acm_compiler.checkpoint.folder import COMPARED
 from acm_compiler.errors import AcmError, BudgetMissed, RunInterrupted, UsageError
 from acm_compiler.evaluation.results import FILE, Evaluation
 from acm_compiler.progress import Say
@@ -39,6 +40,7 @@ class RunOptions:
     force: bool = False
     until: str | None = None
     strict_budget: bool = False
+    judge: bool = True
     resume_command: str = "acmc rewrite --resume"
 
 
@@ -128,7 +130,7 @@ def subject_of(directory: Path, data: DataConfig | None, task: TaskConfig | None
 
 def drop_measured(directory: Path, say: Say, *, evaluated: bool) -> None:
     """Remove what was measured on a model that has just been replaced; `evaluated`: eval.json is the new one's."""
-    names = ("bench.json", "report") if evaluated else (FILE, "bench.json", "report")
+    names = ("bench.json", "report", *COMPARED) if evaluated else (FILE, "bench.json", "report", *COMPARED)
     stale = [directory / name for name in names if (directory / name).exists()]
     for path in stale:
         if path.is_dir():

@@ -86,7 +86,7 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
     if not machine.is_main:
         return None
     with in_words(options):
-        evaluation = run.judge(model, dense) if recipe.data and recipe.task else None
+        evaluation = run.judge(model, dense) if options.judge and recipe.data and recipe.task else None
     if evaluation is not None:
         _note_budgets(model, evaluation)
     save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe), **processor_files(recipe.model)})
@@ -192,7 +192,7 @@ class RecipeRun(OpenedRecipe):
 
     def measure_budgets(self, model: nn.Module) -> None:
         """Find the knob of every budget on plain training examples, and set the recipe's own budget."""
-        batches = list(self.first(_plain(self.data.train), _MEASURED_EXAMPLES, self.machine.device))
+        batches = list(self.first(plain(self.data.train), _MEASURED_EXAMPLES, self.machine.device))
         examples = [(self.task.inputs(batch), self.task.mask(batch)) for batch in batches]
         with Progress("budgets", say=self.say, shown=self.machine.is_main) as work:
             table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, progress=work)
@@ -247,7 +247,7 @@ def _difference(found: Sequence[str], expected: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
-def _plain(config: DataConfig) -> DataConfig:
+def plain(config: DataConfig) -> DataConfig:
     """The same data without augmentation."""
     if isinstance(config, ImageFolderData):
         return config.model_copy(update={"augment": "none", "mixup": 0.0, "cutmix": 0.0})

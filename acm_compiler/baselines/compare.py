@@ -1,0 +1,196 @@
+"""A comparison carried out: one dense model made cheaper by each method, all measured on the same held-out examples."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import torch
+
+from acm_compiler.baselines.measure import Measured, measure, result_of
+from acm_compiler.baselines.method import Subject
+from acm_compiler.baselines.methods import METHODS, OURS, Chosen, choose
+from acm_compiler.baselines.scores import Scores
+from acm_compiler.baselines.site_method import Dense
+from acm_compiler.checkpoint import check_own_folder, save_id
+from acm_compiler.data import Batch, BatchStream, count_examples
+from acm_compiler.errors import RunInterrupted, UsageError
+from acm_compiler.evaluation.comparison import ACM, Comparison, save_comparison
+from acm_compiler.evaluation.results import MetricResult
+from acm_compiler.evaluation.statistics import Sample
+from acm_compiler.planning.plan import Plan
+from acm_compiler.progress import Progress, Say, duration
+from acm_compiler.recipe import Recipe, decisions, expand_paths
+from acm_compiler.recipe.resolved import installed_versions
+from acm_compiler.runs.folder import RunOptions, is_finished, one_run
+from acm_compiler.runs.pipeline import check_recipe, plan_recipe
+from acm_compiler.runs.recipe_run import OpenedRecipe
+from acm_compiler.runs.run_recipe import plain, run_recipe
+from acm_compiler.sources import build
+from acm_compiler.training.machine import Machine, open_machine
+
+BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75)
+_DENSE = "dense"
+_FITTED, _QUICK = 2048, 1200  # examples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a comparison: its folder, its methods and budgets (None: the usual ones).
+
+    quick: fewer held-out examples. force: start over. command: what an interrupted user is told to type.
+    """
+
+    directory: Path
+    methods: Sequence[str] | None = None
+    budgets: Sequence[float] | None = None
+    quick: bool = False
+    force: bool = False
+    command: str = "acmc compare"
+
+
+def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
+    """Refuse what cannot be; convert by the recipe; fit and measure one method after the other; write what was found.
+
+    A finished method is kept in the folder, and a comparison that was killed goes on with the next one. UsageError for
+    what is refused, before anything is written; else the errors of `run_recipe`.
+    """
+    recipe = expand_paths(recipe)
+    if recipe.data is None or recipe.task is None:
+        raise UsageError("a comparison needs data and a task", where=recipe.name, fix="write `data:` and `task:`")
+    built, plan, _ = plan_recipe(recipe)
+    check_recipe(recipe, built.model, plan)
+    chosen = choose(built.model, plan, names=options.methods, budgets=options.budgets, usual=BUDGETS)
+    scores = Scores(directory=options.directory, of={"recipe": decisions(recipe), "quick": options.quick})
+    machine = open_machine(recipe.run.precision, recipe.run.device)
+    if machine.world > 1:
+        raise UsageError("a comparison runs in one process", found=f"{machine.world} processes")
+    check_own_folder(options.directory)
+    run_options = RunOptions(
+        directory=options.directory, resume=True, force=options.force, judge=False, resume_command=options.command
+    )
+    is_finished(recipe, run_options)
+    if not options.force:
+        scores.check()
+    if any(name in OURS for name in chosen.budgets):
+        run_recipe(recipe, run_options, say=say)
+    with one_run(options.directory, machine, say):
+        scores.begin(anew=options.force)
+        return _Comparing(recipe, options, machine, scores, say).run(chosen)
+
+
+class _Comparing:
+    """The methods of one comparison, on a model and data that are opened once."""
+
+    def __init__(self, recipe: Recipe, options: Options, machine: Machine, scores: Scores, say: Say) -> None:
+        if recipe.run.threads is not None:
+            torch.set_num_threads(recipe.run.threads)
+        self.recipe, self.options, self.machine, self.scores, self.say = recipe, options, machine, scores, say
+        self.opened = OpenedRecipe(recipe)
+
+    def run(self, chosen: Chosen) -> Comparison:
+        """Measure the dense model, then each method, and write the comparison."""
+        for name, reason in chosen.left_out.items():
+            self.say(f"left out: {name}: {reason}")
+        subject = self._subject()
+        try:
+            found = {_DENSE: self._measured(_DENSE, (1.0,), subject)}
+            for name, budgets in chosen.budgets.items():
+                found[name] = self._measured(name, budgets, subject)
+        except KeyboardInterrupt:
+            stopped = "stopped; the methods that were finished are kept"
+            raise RunInterrupted(stopped, fix=f"go on with the next one: {self.options.command}") from None
+        comparison = self._comparison(found, subject, chosen)
+        save_comparison(self.options.directory, comparison)
+        return comparison
+
+    def _subject(self) -> Subject:
+        """The dense model in eval mode, its plan, and its data."""
+        recipe, data = self.recipe, self.recipe.data
+        assert data is not None
+        torch.manual_seed(recipe.run.seed)
+        dense = build(recipe.model, device="cpu", example=recipe.input).model.to(self.machine.device).eval()
+        return Subject(
+            dense=dense,
+            plan=self._plan(),
+            task=self.opened.open_task(data.train, dense),
+            fit=lambda: self.opened.first(plain(data.train), _FITTED, self.machine.device),
+            judge=self._held_out,
+            folder=self.options.directory,
+            seed=recipe.run.seed,
+        )
+
+    def _plan(self) -> Plan:
+        return plan_recipe(self.recipe)[1]
+
+    def _held_out(self) -> Iterable[Batch]:
+        """The examples to measure on: all, or a few for a first look."""
+        config, device = self.opened.held_out, self.machine.device
+        if self.options.quick:
+            yield from self.opened.first(config, _QUICK, device)
+            return
+        stream = BatchStream(dataset=self.opened.dataset(config), batch=self.recipe.run.eval_batch)
+        for batch in stream.epoch():
+            yield {name: value.to(device) for name, value in batch.items()}
+
+    def _measured(self, name: str, budgets: tuple[float, ...], subject: Subject) -> Measured:
+        """Scores of a method: from the folder, or fitted and measured now."""
+        if (kept := self.scores.load(name, budgets)) is not None:
+            self.say(f"{name}: measured before")
+            return kept
+        began, kind = monotonic(), Dense if name == _DENSE else METHODS[name]
+        torch.manual_seed(self.recipe.run.seed)
+        method = kind(subject)
+        method.convert(budgets, self.say)
+        fitted = monotonic()
+        examples = count_examples(self.opened.dataset(self.opened.held_out))
+        batches = -(-(min(examples, _QUICK) if self.options.quick else examples) // self.recipe.run.eval_batch)
+        with Progress(name, batches, unit="batch", say=self.say) as progress:
+            found = measure(method, budgets, progress)
+        self.scores.save(name, found)
+        self.say(f"{name}: fitted in {duration(fitted - began)}, measured in {duration(monotonic() - fitted)}")
+        if name == _DENSE:
+            self._expect(subject, found)
+        return found
+
+    def _expect(self, subject: Subject, found: Measured) -> None:
+        """Refuse a dense model that is not what the recipe expects, if it does. UnexpectedMetric."""
+        wanted = self.recipe.expect
+        if wanted is not None:
+            value = subject.task.value(found.scores[1.0], found.units_E)
+            wanted.refuse_other(value, metric=subject.task.metric, where=self.recipe.place("expect"))
+
+    def _comparison(self, found: dict[str, Measured], subject: Subject, chosen: Chosen) -> Comparison:
+        dense, task = found[_DENSE], subject.task
+        sample = Sample(task=task, units_E=dense.units_E, groups_E=dense.groups_E)
+        metric = MetricResult(
+            name=task.metric,
+            lower_is_better=task.lower_is_better,
+            is_share=task.is_share,
+            dense=sample.value(dense.scores[1.0]),
+            dense_error=sample.error(dense.scores[1.0]),
+            dense_from="original",
+        )
+        results = [
+            result_of(name, METHODS[name], found[name], sample=sample, dense=dense, ours=found.get(ACM))
+            for name in chosen.budgets
+        ]
+        return Comparison(
+            recipe=self.recipe.name,
+            quick=self.options.quick,
+            metric=metric,
+            methods=tuple(results),
+            n=len(dense.groups_E),
+            groups=len(dense.groups_E.unique()),
+            model=subject.plan.model.cls,
+            dense_macs=float(dense.macs[1.0].nanmean()),
+            left_out=chosen.left_out,
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            versions={"python": platform.python_version(), **installed_versions()},
+            threads=torch.get_num_threads(),
+            save=save_id(self.options.directory) if ACM in found else None,
+        )

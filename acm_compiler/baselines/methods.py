@@ -1,0 +1,96 @@
+"""All methods by name, and what is refused before any of them is fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from acm_compiler.baselines.learners import Converted, Shuffled, Static
+from acm_compiler.baselines.low_rank import LowRank
+from acm_compiler.baselines.merged_tokens import ToMe
+from acm_compiler.baselines.method import Method
+from acm_compiler.baselines.pruned_neurons import Cmoe, Flap
+from acm_compiler.baselines.sparse_activations import Teal, Wina
+from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.evaluation.wording import percent
+from acm_compiler.planning.plan import Plan
+
+METHODS: dict[str, type[Method]] = {
+    "acm": Converted,
+    "random": Shuffled,
+    "width": Static,
+    "teal": Teal,
+    "wina": Wina,
+    "svd": LowRank,
+    "flap": Flap,
+    "cmoe": Cmoe,
+    "tome": ToMe,
+}
+# those that run what the recipe has converted
+OURS = ("acm", "random", "width")
+_ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The methods to run, each with the budgets that it reaches, and a sentence on each method or budget left out."""
+
+    budgets: dict[str, tuple[float, ...]]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def choose(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    names: Sequence[str] | None,
+    budgets: Sequence[float] | None,
+    usual: Sequence[float],
+) -> Chosen:
+    """Methods and budgets to run on a model, weights or not. UsageError for what was asked for by name and cannot be.
+
+    names: None for all that need no training; "all" is every method. budgets: None for the `usual` ones. What was not
+    asked for by name is left out where it does not fit.
+    """
+    asked = _known(names)
+    wanted = asked or [name for name, method in METHODS.items() if not method.trains or names is not None]
+    shares = sorted(usual if budgets is None else set(budgets))
+    found: dict[str, tuple[float, ...]] = {}
+    left_out: dict[str, str] = {}
+    for name in wanted:
+        reason = METHODS[name].refuses(model, plan)
+        if reason is not None:
+            if name in asked:
+                raise UsageError(f"{name} cannot be applied to this model", where="--methods", found=reason)
+            left_out[name] = reason
+            continue
+        low = METHODS[name].floor(model, plan)
+        found[name] = tuple(share for share in shares if share >= low - 1e-6)
+        if len(found[name]) < len(shares):
+            below = [percent(share, 0) for share in shares if share < low - 1e-6]
+            sentence = f"its least on this model is {percent(low)} of the dense MACs, above {', '.join(below)}"
+            if budgets is not None:
+                raise _below(name, sentence, asked=bool(asked))
+            left_out[name] = sentence
+    if not any(found.values()):
+        raise UsageError("no method reaches any of these budgets", where="--budgets")
+    return Chosen(budgets={name: reached for name, reached in found.items() if reached}, left_out=left_out)
+
+
+def _known(names: Sequence[str] | None) -> list[str]:
+    """The methods named, each once, empty for those of a group. UsageError for other names."""
+    asked = list(dict.fromkeys(names or ()))
+    for name in asked:
+        if name not in METHODS and name != _ALL:
+            hint = did_you_mean(name, [*METHODS, _ALL])
+            raise UsageError(
+                f"unknown method{hint}", where="--methods", found=name, expected=", ".join([*METHODS, _ALL])
+            )
+    return [] if _ALL in asked else asked
+
+
+def _below(name: str, sentence: str, *, asked: bool) -> UsageError:
+    fix = "ask for budgets from there on" + (", or leave the method out" if asked else ", or name methods: --methods")
+    return UsageError(f"a budget below the floor of {name}: {sentence}", where="--budgets", fix=fix)

@@ -1,0 +1,159 @@
+"""Methods that act on a plan's sites: each site's dense computation is replaced by a region that runs a part of it.
+
+The host is a rewritten copy of the dense model, so that sites of every kind of model are found, and what stays dense is
+counted as it is for ACMs. Shapes: T tokens, D inputs, O outputs, B examples, S tokens of one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm.context import observed
+from acm_compiler.baselines.method import Method, Ran, Subject
+from acm_compiler.data import Batch
+from acm_compiler.inputs import call_model
+from acm_compiler.passes.rewrite.conversion import rewritten
+from acm_compiler.passes.rewrite.dense_region import DenseWeights, read_dense
+from acm_compiler.passes.rewrite.rewrite import rewrite
+from acm_compiler.planning.cost import dense_macs_per_token
+from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.planning.plan import Plan
+from acm_compiler.progress import Say
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.usage import record
+
+
+class Region(nn.Module, ABC):
+    """Computes a site at `share` of its dense MACs; each forward leaves the MACs of its tokens in `macs_T`."""
+
+    def __init__(self, dense: DenseWeights, site: PlannedSite) -> None:
+        super().__init__()
+        self.dense, self.site, self.share = dense, site, 1.0
+        self.macs_T = torch.empty(0)
+
+    @abstractmethod
+    def look(self, x_TD: Tensor) -> None:
+        """Keep what fitting needs of real tokens' inputs."""
+
+    @abstractmethod
+    def settle(self, shares: Sequence[float]) -> None:
+        """Fit to what was kept, for each of `shares`."""
+
+    @abstractmethod
+    def compute(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs [T, O], and the MACs executed for each token [T]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y_TO, self.macs_T = self.compute(x.reshape(-1, x.shape[-1]))
+        return y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
+
+
+class SiteMethod(Method):
+    """Regions of one kind at the sites that it acts on, all at one share of their MACs; other sites stay dense."""
+
+    region: ClassVar[type[Region]]
+    least: ClassVar[float] = 0.0
+    """The smallest share of a site's MACs that its region can run."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        self.host = rewrite(subject.dense, subject.plan).eval()
+        self.found = rewritten(self.host)
+        for acm in self.found.acms.values():
+            acm.state = "dense"
+        weights, plan = read_dense(self.found), subject.plan
+        self.regions = {
+            name: self.region(weights[name], plan.site(name)) for name in self.found.acms if self.acts(plan.site(name))
+        }
+        self._macs_B = torch.empty(0)
+
+    @classmethod
+    def acts(cls, site: PlannedSite) -> bool:
+        """True if the method changes a site like this one."""
+        return True
+
+    @classmethod
+    def refuses(cls, model: nn.Module, plan: Plan) -> str | None:
+        """A reason where it acts on no site of the plan."""
+        return None if any(map(cls.acts, plan.sites)) else "the plan holds no site of the kind that it acts on"
+
+    @classmethod
+    def floor(cls, model: nn.Module, plan: Plan) -> float:
+        """All its sites at their least."""
+        return 1 - (1 - cls.least) * cls._part(plan)
+
+    @classmethod
+    def share_of(cls, budget: float, plan: Plan) -> float:
+        """The share that its sites run at a budget."""
+        part = cls._part(plan)
+        return min(1.0, max(cls.least, 1 - (1 - budget) / part)) if part else 1.0
+
+    @classmethod
+    def _part(cls, plan: Plan) -> float:
+        """The part of the dense model's MACs that is done in the sites it acts on."""
+        macs = [own.dense_macs for site, own in zip(plan.sites, plan.cost.sites, strict=True) if cls.acts(site)]
+        return sum(macs) / plan.model.dense_macs
+
+    @torch.no_grad()
+    def convert(self, budgets: Sequence[float], say: Say) -> None:
+        """Look at the inputs of all sites in the dense model, then fit and install the regions."""
+        with observed(self.found.owner, self._look):
+            for batch in self.subject.fit() if self.regions else ():
+                with batch_context(self.host, mask=self.subject.task.mask(batch)):
+                    call_model(self.host, self.subject.task.inputs(batch))
+        shares = [self.share_of(budget, self.subject.plan) for budget in budgets]
+        for name, region in self.regions.items():
+            region.settle(shares)
+            self.found.acms[name].dense = region
+
+    def _look(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
+        if acm.name in self.regions:
+            x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)
+            self.regions[acm.name].look(x_BSD.flatten(0, 1) if mask_BS is None else x_BSD[mask_BS])
+
+    @torch.no_grad()
+    def run(self, batch: Batch, budget: float) -> Ran:
+        """One forward with all regions at the share that the budget leaves them."""
+        task, self._macs_B = self.subject.task, torch.zeros((), dtype=torch.float64)
+        for region in self.regions.values():
+            region.share = self.share_of(budget, self.subject.plan)
+        mask = task.mask(batch)
+        with batch_context(self.host, mask=mask), observed(self.found.owner, self._count), record(self.host) as usage:
+            output = call_model(self.host, task.inputs(batch))
+        return Ran(self.score(output, batch), usage.kept_macs + self._macs_B)
+
+    def _count(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
+        """Add what one call of a site executed at real tokens."""
+        if acm.name in self.regions:
+            macs_T = self.regions[acm.name].macs_T.double()
+        else:
+            macs_T = torch.full((x.shape[:-1].numel(),), float(dense_macs_per_token(self.found.plan.site(acm.name))))
+        macs_BS = tokens.to_batch(macs_T.cpu(), x.shape[:-1], acm.layout, site=acm.name)
+        self._macs_B = self._macs_B + (macs_BS if mask_BS is None else macs_BS * mask_BS.cpu()).double().sum(1)
+
+
+class Dense(SiteMethod):
+    """The dense model itself, counted in the same way."""
+
+    title = "dense model"
+
+    @classmethod
+    def acts(cls, site: PlannedSite) -> bool:
+        """False: nothing changes."""
+        return False
+
+    @classmethod
+    def refuses(cls, model: nn.Module, plan: Plan) -> str | None:
+        """None: every model is its own."""
+        return None
+
+    @classmethod
+    def floor(cls, model: nn.Module, plan: Plan) -> float:
+        """The whole model."""
+        return 1.0

@@ -1,0 +1,100 @@
+"""`acmc compare --recipe R --out DIR`: other methods beside ours, on the model and data of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acm_compiler.cli.output import JsonOption, Output, SetOption
+from acm_compiler.errors import UsageError
+
+
+def compare(
+    recipe: Annotated[str, typer.Option("--recipe", metavar="R", help="A YAML file, or the name of a shipped recipe.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the result goes, the converted model too; unset: runs/NAME."),
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(metavar="M,M,…", help="Which methods, or all; unset: those that need no training.")
+    ] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(metavar="B,B,…", help="Shares of the whole dense model's MACs: .4 or 40%; unset: .25 to .75."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look: measure on 1,200 held-out examples.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start over, and replace the model and the comparison in the folder.")
+    ] = False,
+    overrides: SetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure each method at each budget; a comparison that was stopped goes on."""
+    from acm_compiler.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    shares = None if budgets is None else _shares(budgets)
+    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
+    directory = out or Path("runs") / loaded.name
+    from acm_compiler.baselines.compare import Options, compare
+
+    output = Output(json=json)
+    output.progress(f"{loaded.name}: the comparison goes to {directory}")
+    options = Options(
+        directory=directory,
+        methods=names,
+        budgets=shares,
+        quick=quick,
+        force=force,
+        command=_command(recipe, directory, overrides or [], {"--methods": methods, "--budgets": budgets}, quick=quick),
+    )
+    found = compare(loaded, options, say=output.progress)
+    output.say(str(found))
+    _draw(directory, output)
+    output.document(found.as_json() | {"directory": str(directory)})
+    output.say(f"compared in {directory}: compare.txt, compare.json")
+
+
+def _shares(text: str) -> list[float]:
+    """Budgets by commas, as shares of the dense model's MACs. UsageError for others."""
+    shares = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        number, percent = part.removesuffix("%"), part.endswith("%")
+        try:
+            share = float(number) / (100 if percent else 1)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            fix = f"{part}%?" if share > 1 and not percent else None
+            expected = "shares of the dense model's MACs, such as .4 or 40%"
+            raise UsageError("no budget of a comparison", where="--budgets", found=part, expected=expected, fix=fix)
+        shares.append(share)
+    if not shares:
+        raise UsageError("no budgets given", where="--budgets", found=repr(text), expected="such as .25,.5 or 25%,50%")
+    return shares
+
+
+def _draw(directory: Path, output: Output) -> None:
+    """Draw `compare.png` and `compare.svg`; a note where there is no matplotlib."""
+    from acm_compiler.errors import PackageMissing
+    from acm_compiler.evaluation.comparison import load_comparison
+    from acm_compiler.reporting.comparison_chart import write_chart
+
+    found = load_comparison(directory)
+    assert found is not None
+    try:
+        write_chart(directory, found)
+    except PackageMissing as error:
+        output.note(f"no chart: {error.what}")
+
+
+def _command(recipe: str, directory: Path, overrides: list[str], given: dict[str, str | None], *, quick: bool) -> str:
+    """The command that goes on with a comparison."""
+    import shlex
+
+    words = ["acmc", "compare", "--recipe", recipe, "--out", str(directory)]
+    words += [word for option, value in given.items() if value is not None for word in (option, value)]
+    words += [part for override in overrides for part in ("--set", override)]
+    return shlex.join([*words, *(["--quick"] if quick else [])])

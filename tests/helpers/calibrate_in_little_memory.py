@@ -1,9 +1,10 @@
-"""Calibrate a model of 80 blocks where its weights take twice the memory that is left; run by test_offload, or by hand.
+"""Calibrate a model whose weights take twice the memory that is left; run by test_offload, or by hand.
 
-    python -m tests.helpers.calibrate_in_little_memory offload|memory FOLDER [unlimited]
+    python -m tests.helpers.calibrate_in_little_memory offload|memory FOLDER BLOCKS WIDTH [unlimited]
 
-`offload` converts it with what is new in files, `memory` without; its own weights are in files for both. Prints a
-digest of the learners and of the budget table.
+The model is opened from a checkpoint in shards, whose files are mapped for both; `offload` puts what is new into files,
+`memory` does not. The limit is one on what is allocated (RLIMIT_DATA): pages of files that the system can drop are not
+counted. Prints a digest of learners and budget table, and how far resident anonymous memory grew.
 """
 
 from __future__ import annotations
@@ -12,36 +13,51 @@ import hashlib
 import re
 import resource
 import sys
+import threading
 import warnings
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import acm_compiler as acm
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.passes.rewrite.conversion import conversion, sites
-from acm_compiler.passes.rewrite.offload import kept, offloading
 
-BLOCKS, WIDTH = 80, 1024
-SIZE_BYTES = BLOCKS * 2 * WIDTH**2 * 4
+BATCHES, ROWS, LENGTH, TOKENS = 12, 2, 64, 1_280
+SHARD = 10  # tensors
 
 
 class Deep(nn.Module):
-    """[B, S, 1024] -> [B, S, 1024]: MLPs without biases, each beside a bypass."""
+    """[B, S, width] -> the same: MLPs without biases, each beside a bypass."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
-        for _ in range(BLOCKS):
-            first, last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-            self.blocks.append(kept(nn.Sequential(first, nn.GELU(), last)))
+        for _ in range(blocks):
+            first, last = (nn.Linear(width, width, bias=False) for _ in range(2))
+            self.blocks.append(nn.Sequential(first, nn.GELU(), last))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+def opened(folder: Path, blocks: int, width: int) -> nn.Module:
+    """The model with weights in the files of a checkpoint, which is written a shard at a time."""
+    with torch.device("meta"):
+        model = Deep(blocks, width)
+    weights: dict[str, Tensor] = {}
+    names = list(model.state_dict())
+    for first in range(0, len(names), SHARD):
+        shard, part = folder / f"{first}.safetensors", names[first : first + SHARD]
+        save_file({name: torch.randn(width, width) / width**0.5 for name in part}, shard)
+        weights |= load_file(shard)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
 
 
 def status(name: str) -> int:
@@ -51,31 +67,46 @@ def status(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def main(where: str, folder: Path, limited: bool) -> None:
+class Watch(threading.Thread):
+    """The largest resident anonymous memory seen, looked at every 5 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self.ended = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.005):
+            self.most = max(self.most, status("RssAnon"))
+
+
+def main(where: str, folder: Path, blocks: int, width: int, limited: bool) -> None:
     """Convert and calibrate; MemoryError or RuntimeError where memory does not suffice."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    with offloading(folder):
-        model = Deep().eval()
-    batches = [torch.randn(2, 64, WIDTH) for _ in range(24)]
+    model, size_bytes = opened(folder, blocks, width), blocks * 2 * width**2 * 4
+    batches = [torch.randn(ROWS, LENGTH, width) for _ in range(BATCHES)]
     plan = acm.plan(model, batches[0], sites="mlp")
-    before = status("VmData")  # libraries are loaded by now
-    sys.stdout.write(f"weights {SIZE_BYTES >> 20} MiB; allocated before the conversion {before >> 20} MiB\n")
+    watch = Watch()
+    watch.start()
+    before, resident = status("VmData"), status("RssAnon")  # libraries are loaded by now
     if limited:
-        limit = before + SIZE_BYTES // 2
+        limit = before + size_bytes // 2
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     offload = folder if where == "offload" else None
     acm.rewrite(model, plan, inplace=True, offload=offload)
-    options = Options(tokens=2_500, gate_steps=10, sample=512, projections=1, offload=offload)
+    options = Options(tokens=TOKENS, gate_steps=10, sample=512, projections=1, offload=offload)
     calibrate_on(model, masked(batches), options=options)
+    watch.ended.set()
     digest = hashlib.sha256(repr(conversion(model).table).encode())
     for site in sites(model).values():
         for parameter in site.parameters():
             digest.update(parameter.detach().numpy().data)
-    peak = f"largest resident size {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB"
-    sys.stdout.write(f"{digest.hexdigest()[:16]}; allocated at the end {status('VmData') >> 20} MiB; {peak}\n")
+    sys.stdout.write(
+        f"{digest.hexdigest()[:16]}; weights {size_bytes >> 20} MiB; resident anonymous memory grew by "
+        f"{(watch.most - resident) >> 20} MiB, allocated by {(status('VmData') - before) >> 20} MiB at the end\n"
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), limited="unlimited" not in sys.argv)
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:5]), limited="unlimited" not in sys.argv)

@@ -91,14 +91,24 @@ def _kept(value: Any, folder: str, met: dict[int, Tensor]) -> Any:
 
 def _moved(tensor: Tensor, folder: str) -> Tensor:
     """A copy of `tensor` in a file without a name, or the tensor itself where it stays."""
+    return tensor if tensor.untyped_storage().filename is not None else _copied(tensor, folder)
+
+
+def file_copy(tensor: Tensor) -> Tensor:
+    """A copy of `tensor` in a file while offloading; the tensor itself where it is small, or is not on the CPU."""
+    folder = _FOLDER.get()
+    return tensor if folder is None else _copied(tensor, folder)
+
+
+def _copied(tensor: Tensor, folder: str) -> Tensor:
     size_bytes = tensor.numel() * tensor.element_size()
-    movable = type(tensor) is Tensor and tensor.device.type == "cpu"
-    if not movable or size_bytes < _SMALL or tensor.untyped_storage().filename is not None:
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or size_bytes < _SMALL:
         return tensor
-    with storing(folder), tempfile.NamedTemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)  # a full disk is an error here, and a crash later
-        storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=size_bytes)
+    with storing(folder), tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size_bytes)  # a full disk is an error here, and a crash later
+        storage = torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=size_bytes)
     # the same order in memory: products take other paths for another one, and round otherwise
     stride = torch.empty_like(tensor, device="meta").stride()
-    moved = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, stride)  # type: ignore[arg-type]
-    return moved.copy_(tensor.detach())
+    copied = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, stride)  # type: ignore[arg-type]
+    return copied.copy_(tensor.detach())

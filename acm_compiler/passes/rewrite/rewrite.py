@@ -26,7 +26,7 @@ from acm_compiler.passes.rewrite.conversion import Conversion, gates_digest, ref
 from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, weights_digest
 from acm_compiler.passes.rewrite.graft_graph import find_in_graph, graft_graph
 from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graft_modules, graft_weights, paths_of
-from acm_compiler.passes.rewrite.offload import kept, offloading
+from acm_compiler.passes.rewrite.offload import file_copy, kept, offloading
 from acm_compiler.passes.rewrite.saving_hooks import carry_budgets, guard_saving
 from acm_compiler.passes.rewrite.stand_ins import StashedACM
 from acm_compiler.planning.cost import learner_unit
@@ -136,9 +136,9 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _copies(model: nn.Module) -> dict[int, Any]:
-    """Copies of the model's parameters, for `deepcopy`: those that are offloaded."""
+    """Copies in files of the model's parameters, for `deepcopy`; none but while offloading."""
     plain = [(parameter, parameter.data) for parameter in model.parameters() if type(parameter) is nn.Parameter]
-    files = ((parameter, data, kept(data)) for parameter, data in plain)
+    files = ((parameter, data, file_copy(data)) for parameter, data in plain)
     return {id(p): nn.Parameter(file, p.requires_grad) for p, data, file in files if file is not data}
 
 

@@ -26,7 +26,7 @@ from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 
-BATCHES, ROWS, LENGTH, TOKENS = 12, 2, 64, 1_280
+BATCHES, ROWS, LENGTH, TOKENS = 24, 1, 64, 1_280
 SHARD = 10  # tensors
 
 

@@ -127,6 +127,8 @@ def test_a_folder_of_pictures_is_enough(folder):
     assert {"plan.json", "model.safetensors", "eval.json"} <= {path.name for path in (folder / "out").iterdir()}
 
 
+@pytest.mark.filterwarnings("ignore:the model's answer is zero")
+@pytest.mark.filterwarnings("ignore:too few tokens")
 def test_a_run_that_offloads_leaves_the_same_weights_and_no_other_file(folder, monkeypatch):
     monkeypatch.setattr(offload, "_SMALL", 1)
     words = ("--set", "schedule=[{phase: calibrate, tokens: 100, batch: 4}]", "--force")

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +94,26 @@ def size_text(count: int) -> str:
         return f"{count} bytes"
     unit = next((unit for unit in ((1e3, "kB"), (1e6, "MB"), (1e9, "GB")) if count < 999.5 * unit[0]), (1e12, "TB"))
     return f"{count / unit[0]:.3g} {unit[1]}"
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
+
+
+def bytes_of(size: int | str, what: str) -> int:
+    """The number of bytes that `size` is, such as 5_000_000 or "5GB" ("5GiB" in powers of 1024); UsageError for others.
+
+    `what` says what it is for.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    count = 0
+    if found is not None:
+        number, unit, binary = found.groups()
+        count = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    if not count:
+        raise UsageError(f"{what} must be a size", found=repr(size), expected="a number of bytes, or text as '5GB'")
+    return count
 
 
 def read_result(path: Path, what: str, *, fix: str) -> str | None:

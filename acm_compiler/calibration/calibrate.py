@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -10,13 +11,14 @@ from torch import nn
 
 from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.damage import Answer, default_answer
-from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, shares_of
+from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, refuse_elsewhere, shares_of
 from acm_compiler.calibration.fit_all import fit_all, install, install_gates
 from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.errors import LayoutUnknown
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import refuse_compiled, refuse_inference_tensors, wholly_rewritten
+from acm_compiler.passes.rewrite.offload import offloading
 from acm_compiler.planning.check_schedule import check_closed_form
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
@@ -37,6 +39,7 @@ def calibrate(
     budgets: Sequence[float | str] = (),
     mask: MaskOf | None = None,
     answer: Answer | None = None,
+    offload: str | os.PathLike[str] | None = None,
     progress: Say | None = None,
 ) -> Plan:
     """Give a rewritten model fitted learners, gates and a budget table, in place; returns its resolved plan.
@@ -55,6 +58,9 @@ def calibrate(
     judged by, every element alike. `output` is what the model gave for a batch, `mask` its padding mask as above (bool,
     or None); of one [batch, tokens, ...] padding is left out. Where unset: the output's `logits` (of tokens:
     their probabilities), else `last_hidden_state`, else all floating outputs; so give one where pooling follows.
+    offload: a folder, or "disk" for the system's own for temporary files, for models that memory does not hold:
+    statistics and learners lie in files there, without names, whose pages come and go. The result is the same. Give
+    `rewrite` the same; models read from safetensors lie in their files already.
     progress: called with a line of text after each step, such as "calibrate: site 7 of 60, 2 min left"; when unset, a
     terminal shows a bar, else the log, or stderr where that does not listen at INFO, has a line every ten seconds.
 
@@ -62,7 +68,8 @@ def calibrate(
     Afterwards the model runs at its default budget, or all learners if it has none. Learners and gates are new
     parameters then: make optimizers afterwards. On an error or an interrupt the model is as it was. Raises DataError
     (no batches; a site that never ran), NoDenseRegion, TrainingFailed (values that are not finite), LayoutUnknown,
-    CompiledModelError, UsageError (a batch that the model does not take); warns where tokens are too few to refit.
+    CompiledModelError, StorageError (no room where to offload), UsageError (a batch that the model does not take);
+    warns where tokens are too few to refit.
     """
     options = Options(
         tokens=tokens,
@@ -70,6 +77,7 @@ def calibrate(
         local_steps=local_steps,
         budgets=budgets,
         answer=default_answer if answer is None else answer,
+        offload=offload,
     )
     return calibrate_on(model, masked(batches, mask), options=options, progress=progress)
 
@@ -86,6 +94,7 @@ def calibrate_on(
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "calibration")
     refuse_inference_tensors(model)
+    refuse_elsewhere(found, options.offload)
     owner, asked = found.owner, shares_of(found.plan, options.budgets)
     for site in owner.plan.sites:
         check_closed_form(site)
@@ -95,6 +104,7 @@ def calibrate_on(
     with (
         torch.inference_mode(False),
         own_types(),
+        offloading(options.offload),
         progress_of("calibrate", progress) as work,
         ExitStack() as undo,
     ):

@@ -26,6 +26,7 @@ from acm_compiler.calibration.local_training import can_be_trained, train_locall
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.calibration.slices import Fit, fit_slices, proven
 from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.cost import learner_macs, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime import ranks
@@ -100,7 +101,7 @@ def fit_pairs(
     options: Options,
 ) -> dict[str, Fit]:
     """Slices for the sites of these pairs, by name, without the pairs whose change of basis the model refutes."""
-    fits = [fit_slices(first, second, judged) for first, second in pairs]
+    fits = [kept(fit_slices(first, second, judged)) for first, second in pairs]
     hold = proven(found, fits, examples[0], answer=options.answer) if fits else []
     return {part.site.name: part for fit, holds in zip(fits, hold, strict=True) if holds for part in fit}
 
@@ -109,7 +110,9 @@ def learn(
     records: Sequence[SiteRecord], judged: Mapping[str, Judged], slices: Mapping[str, Fit], options: Options
 ) -> list[list[Candidate]]:
     """The learners of a unit in every form it may take; `slices` holds those of the pairs that can be sliced."""
-    learned = [[_judge(fit, record.tokens) for fit in _forms(record, judged, slices, options)] for record in records]
+    learned = [
+        [kept(_judge(fit, record.tokens)) for fit in _forms(record, judged, slices, options)] for record in records
+    ]
     return [list(unit) for unit in zip(*learned, strict=True)]
 
 

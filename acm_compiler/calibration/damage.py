@@ -27,6 +27,7 @@ from acm_compiler.calibration.moments import thin_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.runtime import ranks
 
 _BLOCK = 2048
@@ -87,6 +88,7 @@ class Judged:
         else:
             root = torch.eye(len(metric)).to(metric) / len(metric) ** 0.5
             listens_T = torch.full_like(listens_T, elsewhere)
+        root, whole = kept(root), kept(whole)
         return Judged(dense=record.dense, root=root, x_TD=x_TD, listens_T=listens_T, whole=whole)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +153,7 @@ class Options:
     for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what the
     statistics of all sites may take at once; beyond it the data is passed over more than once. local_steps: of training
     for the learners of each MLP whose k share one second layer, on inputs of its own; local_tokens: how many of these.
+    offload: where statistics and learners lie in files, as of `offloading`; None: in memory.
     """
 
     tokens: int = 20_000
@@ -164,6 +166,7 @@ class Options:
     memory_bytes: int = 4 * 2**30
     local_steps: int = 0
     local_tokens: int = 65_536
+    offload: str | os.PathLike[str] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -176,6 +179,17 @@ class Options:
         if not callable(self.answer):
             expected = "a function answer(output, mask) of what the model gives for a batch"
             raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)
+
+
+def refuse_elsewhere(found: Rewritten, offload: str | os.PathLike[str] | None) -> None:
+    """UsageError where what a calibration makes is to be offloaded, and the model is on another device than the CPU."""
+    device = next(iter(found.acms.values())).k_lo.device
+    if offload is not None and device.type != "cpu":
+        raise UsageError(
+            "only what is calibrated on the CPU can be offloaded to files",
+            found=f"a model on {device}",
+            fix="calibrate it on the CPU: model.cpu(), or run.device: cpu; or leave offload out",
+        )
 
 
 def check_tokens(tokens: int) -> None:

@@ -19,6 +19,7 @@ from acm_compiler.calibration.moments import mean_diagonal, square_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import new_learners
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.planner import matched_width
 
@@ -126,7 +127,7 @@ def as_module(weights: Weights, site: PlannedSite, like: Tensor) -> Learners:
     learners = new_learners(site, like=like)
     for name, parameter in learners.named_parameters():
         parameter.copy_(getattr(weights, name))
-    return learners
+    return kept(learners)
 
 
 # a metric from a few hundred examples is noisy: of the ridges tried on MiniLM this one served held-out texts best

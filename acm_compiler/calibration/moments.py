@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.precision import float64_device, to_float64
+from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.runtime import ranks
 
 _BLOCK = 4096
@@ -148,7 +149,7 @@ class Reservoir:
                 self._vectors = call.vectors.new_zeros(0, call.vectors.shape[1])
                 self._weights = call.vectors.new_zeros(0, dtype=torch.float32)
             if (missing := min(self.seen, self.size) - len(self._vectors)) > 0:
-                self._vectors = F.pad(self._vectors, (0, 0, 0, missing))
+                self._vectors = kept(F.pad(self._vectors, (0, 0, 0, missing)))
                 self._weights = F.pad(self._weights, (0, missing))
             slots = call.slots.to(call.vectors.device)
             self._vectors[slots] = call.vectors
@@ -161,7 +162,7 @@ class Reservoir:
         own = (self.vectors[every].cpu(), self.weights[every].cpu()) if self.seen else None
         parts = [part for part in ranks.gathered(own) if part is not None]
         if parts:
-            self._vectors = torch.cat([vectors for vectors, _ in parts]).to(home)
+            self._vectors = kept(torch.cat([vectors for vectors, _ in parts]).to(home))
             self._weights = torch.cat([weights for _, weights in parts]).to(home)
             self.size = self.seen = len(self._vectors)
 
@@ -212,7 +213,7 @@ class SymmetricSum:
         """Add a^T b, taken in the type of `a` and `b`."""
         if self._upper_FF is None:
             features, home = a_TF.shape[1], float64_device(a_TF.device)
-            self._upper_FF = torch.zeros(features, features, dtype=torch.float64, device=home)
+            self._upper_FF = kept(torch.zeros(features, features, dtype=torch.float64, device=home))
         for first in range(0, len(self._upper_FF), _ROWS):
             rows_RF = a_TF[:, first : first + _ROWS].T @ b_TF[:, first:]
             self._upper_FF[first : first + _ROWS, first:] += rows_RF.to(self._upper_FF.device)
@@ -241,7 +242,7 @@ class SymmetricSum:
 
     def replace(self, value_FF: Tensor) -> None:
         """Become this symmetric matrix."""
-        self._upper_FF = value_FF
+        self._upper_FF = kept(value_FF)
 
 
 _ROUNDING = 1e-7
@@ -274,8 +275,8 @@ def cholesky(a_FF: Tensor) -> Tensor:
 def thin_factors(c_FF: Tensor) -> tuple[Tensor, Tensor]:
     """R [F, rank] and its left inverse with R R^T = c, without directions in which `c`, summed in fp32, is rounding."""
     values, vectors = torch.linalg.eigh(c_FF)
-    kept = values > _ROUNDING * values[-1]
-    values, vectors = values[kept].sqrt(), vectors[:, kept]
+    large = values > _ROUNDING * values[-1]
+    values, vectors = values[large].sqrt(), vectors[:, large]
     return vectors * values, (vectors / values).T
 
 

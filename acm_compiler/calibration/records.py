@@ -16,6 +16,7 @@ from acm_compiler.acm.precision import float64_device
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime import ranks
 
@@ -180,12 +181,12 @@ class WholeExamples:
         self._seen += len(kept_T)
         if not kept_T.any():
             return _nothing
-        x_TD = x_TD[kept_T]
+        x_TD = kept(x_TD[kept_T])
         gradients: list[Tensor] = []
         self._kept.append((x_TD, example_T[kept_T], at_T[kept_T], gradients))
 
         def take(g_TO: Tensor) -> None:
-            gradients.append(g_TO[kept_T].to(x_TD))
+            gradients.append(kept(g_TO[kept_T].to(x_TD)))
 
         return take
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -20,6 +21,9 @@ _ASIDE = ".saving"
 # what a comparison leaves: results, table, charts, and each method's scores
 COMPARED = ("compare.json", "compare.txt", "compare.png", "compare.svg", "compare")
 _OF_RUNS = ("recipe.yaml", "metrics.jsonl", "eval.json", "bench.json", "report", "state", "export")
+# the weights in several files, and the list of them that other libraries read
+INDEX = f"{WEIGHTS}.index.json"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _OURS = frozenset([*_ORDER, *_OF_RUNS, *COMPARED, _ASIDE, LOCK])
 Writer = Callable[[Path], None]
 
@@ -34,7 +38,7 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
         raise StorageError("this is a file, not a folder", where=str(folder), fix="choose an empty or new folder")
     known = _known(folder)
     found = [path.name for path in folder.iterdir()] if folder.exists() else []
-    foreign = sorted(name for name in found if name not in known and not is_part(name))
+    foreign = sorted(name for name in found if name not in known and not is_part(name) and not _is_weights(name))
     if foreign:
         raise StorageError(
             "the folder holds files that are not ours",
@@ -49,7 +53,12 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
 
 def holds_model(directory: str | os.PathLike[str]) -> bool:
     """True if a save has left weights, or their description, in `directory`."""
-    return any((Path(directory) / name).exists() for name in (MODEL, WEIGHTS))
+    return any((Path(directory) / name).exists() for name in (MODEL, WEIGHTS, INDEX))
+
+
+def _is_weights(name: str) -> bool:
+    """True for a file of a saved model's weights, or the list of these."""
+    return name in (WEIGHTS, INDEX) or _SHARD.fullmatch(name) is not None
 
 
 def save_id(directory: str | os.PathLike[str]) -> str | None:
@@ -82,7 +91,13 @@ def checked_extra(extra: Mapping[str, bytes | str] | None) -> dict[str, bytes | 
     for name, content in (extra or {}).items():
         if not isinstance(content, (bytes, str)):
             raise UsageError("an extra file must be text or bytes", where=repr(name), found=type(content).__name__)
-        if not isinstance(name, str) or name in _ORDER or name in ("", ".", "..") or Path(name).name != name:
+        if (
+            not isinstance(name, str)
+            or name in _ORDER
+            or _is_weights(name)
+            or name in ("", ".", "..")
+            or Path(name).name != name
+        ):
             raise UsageError(
                 "no name for an extra file of a saved model", found=repr(name), expected="a plain new name"
             )
@@ -114,6 +129,9 @@ def write_folder(
             for name, write in writers.items():
                 write(aside / name)
             _move(aside, folder, [*(set(writers) - set(_ORDER)), *(name for name in _ORDER if name in writers)])
+            for old in folder.iterdir():
+                if _is_weights(old.name) and old.name not in writers:
+                    old.unlink()
         finally:
             _clear(aside)
 

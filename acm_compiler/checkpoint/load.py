@@ -52,10 +52,14 @@ def load(
     """
     folder = folder_at(directory)
     description, plan, budgets = _read(folder)
-    stored = read_tensors(folder / WEIGHTS)
+    digests = description["digests"]
+    # folders written before there was a digest of weights have them in one file
+    names = [name for name in digests if name.endswith(Path(WEIGHTS).suffix)] or [WEIGHTS]
+    stored = read_tensors(folder / name for name in names)
     if stored.save_id != description["save"]:
         raise _mixed(folder, WEIGHTS)
-    _check_weights(folder / WEIGHTS, description["digests"].get(WEIGHTS))
+    for name in names:
+        _check_weights(folder / name, digests.get(name))
     if base_model is not None:
         model = _from_base(base_model, plan, description, budgets, stored, folder)
     else:

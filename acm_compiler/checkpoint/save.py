@@ -7,18 +7,18 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from acm_compiler.checkpoint.documents import FORMAT, budgets_document
-from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS, Writer, checked_extra, write_folder
+from acm_compiler.checkpoint.folder import BUDGETS, INDEX, MODEL, PLAN, WEIGHTS, Writer, checked_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.source import source_of
-from acm_compiler.checkpoint.tensors import collect, write_tensors
-from acm_compiler.files import whole_file
+from acm_compiler.checkpoint.tensors import collect, index_of, shards, write_tensors
+from acm_compiler.files import bytes_of, whole_file
 from acm_compiler.passes.rewrite.conversion import Conversion, rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
 from acm_compiler.passes.rewrite.saving_hooks import refuse_part
@@ -33,6 +33,7 @@ def save(
     *,
     extra: Mapping[str, bytes | str] | None = None,
     among_others: bool = False,
+    max_shard_size: int | str = "5GB",
 ) -> None:
     """Write a rewritten model to `directory`: its plan, weights, source and budgets, and the `extra` files by name.
 
@@ -41,6 +42,8 @@ def save(
     through. Files of ours already in the folder are replaced, once all new ones are complete; those of others are
     refused, or left there with `among_others`. Models of transformers get a config.json: see `acm_compiler.hf`. The
     log warns where `acm.load` will need the base model.
+    max_shard_size: bytes, or text as "5GB": weights that take more are cut into several files of at most so much, or
+    one tensor, each, beside model.safetensors.index.json; tied ones are written once.
     Raises NotRewritten, UsageError for a part of a rewritten model, and StorageError for a folder that holds files of
     others or cannot be written.
     """
@@ -48,18 +51,23 @@ def save(
     found = rewritten(root)
     owner, extra = found.owner, checked_extra(extra)
     refuse_part(root, whole=len(found.acms) == len(owner.plan.sites))
+    most = bytes_of(max_shard_size, "max_shard_size")
     tensors, aliases = collect(root)
+    parts = shards(tensors, most, WEIGHTS)
     save_id = uuid.uuid4().hex
     plan = found.reached
     texts = {PLAN: plan.to_json(), BUDGETS: _json(budgets_document(found))}
+    if len(parts) > 1:
+        texts[INDEX] = index_of(parts)
     source = source_of(root, plan)
     extra = hf_files(root, source) | extra
-    files = [*extra, *texts, MODEL, WEIGHTS]
+    files = [*extra, *texts, MODEL, *parts]
     description = _description(owner, texts, save_id, source=source, files=files)
+    stop = _stop(root, owner, tensors)
     writers: dict[str, Writer] = {
-        WEIGHTS: lambda path: write_tensors(path, tensors, aliases, save_id=save_id, stop=_stop(root, owner, tensors)),
+        **{name: _writes_tensors(part, aliases, save_id, stop) for name, part in parts.items()},
         **{name: _writes(content) for name, content in (texts | extra).items()},
-        MODEL: lambda path: _write_description(path, description),
+        MODEL: lambda path: _write_description(path, description, parts),
     }
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     write_folder(directory, writers, size_bytes=size_bytes, among_others=among_others)
@@ -90,9 +98,13 @@ def _writes(content: bytes | str) -> Writer:
     return write
 
 
-def _write_description(path: Path, description: Mapping[str, Any]) -> None:
+def _writes_tensors(part: Mapping[str, Tensor], aliases: Mapping[str, str], save_id: str, stop: str | None) -> Writer:
+    return lambda path: write_tensors(path, part, aliases, save_id=save_id, stop=stop)
+
+
+def _write_description(path: Path, description: Mapping[str, Any], weights: Iterable[str]) -> None:
     """Write model.json beside the weights, whose digest it holds with those of the texts."""
-    digests = description["digests"] | {WEIGHTS: file_digest(path.with_name(WEIGHTS))}
+    digests = description["digests"] | {name: file_digest(path.with_name(name)) for name in weights}
     _writes(_json({**description, "digests": digests}))(path)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,10 +72,36 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
+def shards(tensors: Mapping[str, Tensor], most: int, name: str) -> dict[str, dict[str, Tensor]]:
+    """The tensors by file, in their order: one called `name`, or several of at most so many bytes, or one tensor, each.
+
+    model.safetensors becomes model-00001-of-00003.safetensors and so on.
+    """
+    parts: list[dict[str, Tensor]] = [{}]
+    left = most
+    for key, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if parts[-1] and size > left:
+            parts.append({})
+            left = most
+        parts[-1][key] = tensor
+        left -= size
+    stem, _, suffix = name.partition(".")
+    several = {f"{stem}-{i:05d}-of-{len(parts):05d}.{suffix}": part for i, part in enumerate(parts, start=1)}
+    return several if len(parts) > 1 else {name: parts[0]}
+
+
+def index_of(files: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """The list of tensors by file, as transformers writes and reads it."""
+    places = {key: file for file, part in files.items() for key in part}
+    size = sum(t.numel() * t.element_size() for part in files.values() for t in part.values())
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1)
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], *, save_id: str, stop: str | None = None
 ) -> None:
-    """Write model.safetensors; an empty tensor called `stop` keeps others from taking it for weights of theirs."""
+    """Write weights to one file; an empty tensor called `stop` keeps others from taking it for weights of theirs."""
     # views of one storage become tensors of their own: the format holds no overlaps
     own = {name: tensor.contiguous().clone() if _is_part(tensor) else tensor for name, tensor in tensors.items()}
     metadata = {"aliases": json.dumps(dict(aliases)), "save": save_id}
@@ -90,15 +116,25 @@ def _is_part(tensor: Tensor) -> bool:
 
 
 class Stored(NamedTuple):
-    """Content of model.safetensors."""
+    """Content of a saved model's files of weights."""
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     save_id: str | None
 
 
-def read_tensors(path: Path) -> Stored:
-    """Read model.safetensors onto the CPU; StorageError when it is missing or damaged."""
+def read_tensors(paths: Iterable[Path]) -> Stored:
+    """Read files of weights onto the CPU, one after the other; StorageError where one is missing or damaged.
+
+    There is no identifier of the save where they differ in it.
+    """
+    parts = [_read(path) for path in paths]
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    ids = {part.save_id for part in parts}
+    return Stored(tensors, parts[0].aliases, ids.pop() if len(ids) == 1 else None)
+
+
+def _read(path: Path) -> Stored:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

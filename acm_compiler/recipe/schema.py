@@ -124,6 +124,9 @@ class RunConfig(Section):
     """CPU threads of torch; unset: torch decides."""
     device: str = "auto"
     """auto: the first GPU, else the CPU. Or cpu, cuda, cuda:1, mps."""
+    offload: str | None = None
+    """A folder, or disk for the system's own for temporary files: what conversion and calibration make lies in files
+    there, for models that memory does not hold. On the CPU alone."""
 
     @field_validator("device")
     @classmethod

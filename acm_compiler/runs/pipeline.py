@@ -124,7 +124,7 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     say(str(made))
     for name in check_recipe(recipe, built.model, made):
         built.model.get_parameter(name).requires_grad_(False)
-    model = rewrite(built.model, made)
+    model = rewrite(built.model, made, offload=recipe.run.offload)
     conversion(model).default_budget = recipe.budgets.train
     dump("30_rewritten.txt", lambda: str(model))
     return built.model, model

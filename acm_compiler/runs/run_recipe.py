@@ -207,6 +207,7 @@ class RecipeRun(OpenedRecipe):
             local_steps=phase.local_steps,
             budgets=self.recipe.budgets.report,
             answer=self.task.judged_by,
+            offload=self.run.offload,
         )
         with Progress("calibrate", say=self.say, shown=self.machine.is_main) as work:
             calibrate_on(model, examples, options=options, progress=work)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from acm_compiler.checkpoint import locked
 from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import RunInterrupted
+from acm_compiler.passes.rewrite import offload
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
@@ -123,6 +125,21 @@ def test_a_folder_of_pictures_is_enough(folder):
     result = rewrite(folder)
     assert result.exit_code == 0, result.stderr
     assert {"plan.json", "model.safetensors", "eval.json"} <= {path.name for path in (folder / "out").iterdir()}
+
+
+@pytest.mark.filterwarnings("ignore:the model's answer is zero")
+@pytest.mark.filterwarnings("ignore:too few tokens")
+def test_a_run_that_offloads_leaves_the_same_weights_and_no_other_file(folder, monkeypatch):
+    monkeypatch.setattr(offload, "_SMALL", 1)
+    words = ("--set", "schedule=[{phase: calibrate, tokens: 100, batch: 4}]", "--force")
+    written = []
+    for more in ((), ("--set", f"run.offload={folder}/large", "--set", "run.device=cpu")):
+        done = rewrite(folder, *words, *more)
+        assert done.exit_code == 0, done.stderr
+        written.append(load_file(folder / "out/model.safetensors"))
+    plain, offloaded = written
+    assert plain.keys() == offloaded.keys() and all(torch.equal(plain[name], offloaded[name]) for name in plain)
+    assert os.listdir(folder / "large") == []
 
 
 def test_an_unfinished_run_is_not_thrown_away(folder):

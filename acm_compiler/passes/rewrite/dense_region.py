@@ -18,6 +18,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import resolve
 from acm_compiler.errors import NoDenseRegion, PlanMismatch
 from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.site import LinearRef, Site
 
@@ -215,7 +216,7 @@ def _as_float(linear: DenseLinear) -> DenseLinear:
     weight, bias = (None if t is None else t.detach() for t in linear)
     assert weight is not None
     if weight.element_size() < 4:
-        weight, bias = weight.float(), None if bias is None else bias.float()
+        weight, bias = kept(weight.float()), None if bias is None else bias.float()
     return weight, bias
 
 

@@ -7,6 +7,7 @@ after:  x + self.mlp(self.norm(x))           mlp: ACM(gate, learners, dense: Seq
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import types
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from acm_compiler.passes.rewrite.conversion import Conversion, gates_digest, ref
 from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, weights_digest
 from acm_compiler.passes.rewrite.graft_graph import find_in_graph, graft_graph
 from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graft_modules, graft_weights, paths_of
+from acm_compiler.passes.rewrite.offload import file_copy, kept, offloading
 from acm_compiler.passes.rewrite.saving_hooks import carry_budgets, guard_saving
 from acm_compiler.passes.rewrite.stand_ins import StashedACM
 from acm_compiler.planning.cost import learner_unit
@@ -55,7 +57,9 @@ class Undo:
 
 
 @torch.inference_mode(False)
-def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
+def rewrite(
+    model: nn.Module, plan: Plan, *, inplace: bool = False, offload: str | os.PathLike[str] | None = None
+) -> nn.Module:
     """`model` with an ACM at every site of `plan`: a copy, or the model itself with `inplace`.
 
     Class, call, and the names in the state dict of what was not replaced stay. Its outputs stay the same up to rounding
@@ -63,8 +67,10 @@ def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module
     Learners and gates are new parameters, and what they replaced is frozen: make optimizers afterwards.
     Its tensors are ordinary ones also when this is called inside `torch.inference_mode`.
     A class of another name with the same parameters is the same model, renamed: the log warns of it.
-    Raises PlanMismatch for another model, AlreadyRewritten, NothingToConvert for a plan without sites, and UsageError
-    for inference tensors that `inplace` would keep.
+    offload: a folder, or "disk" for the system's own for temporary files, for models that memory does not hold: what is
+    new lies in files there, without names, whose pages come and go; what the model has stays where it is.
+    Raises PlanMismatch for another model, AlreadyRewritten, NothingToConvert for a plan without sites, StorageError for
+    a folder that cannot be written, and UsageError for inference tensors that `inplace` would keep.
     """
     check_convertible(model, plan)
     warn_of_class(plan, model)
@@ -74,8 +80,9 @@ def rewrite(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module
         )
     if inplace:
         refuse_inference_tensors(model)
-    model = model if inplace else copied(model)
-    convert(model, plan)
+    with offloading(offload):
+        model = model if inplace else copied(model)
+        convert(model, plan)
     return model
 
 
@@ -119,13 +126,20 @@ def copied(model: nn.Module) -> nn.Module:
                 fix="pass inplace=True to change the model itself",
             )
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, _copies(model))
     except (RuntimeError, TypeError, pickle.PickleError) as error:
         raise UsageError(
             f"this {type(model).__name__} cannot be copied",
             found=str(error).splitlines()[0],
             fix="pass inplace=True to change the model itself",
         ) from error
+
+
+def _copies(model: nn.Module) -> dict[int, Any]:
+    """Copies in files of the model's parameters, for `deepcopy`; none but while offloading."""
+    plain = [(parameter, parameter.data) for parameter in model.parameters() if type(parameter) is nn.Parameter]
+    files = ((parameter, data, file_copy(data)) for parameter, data in plain)
+    return {id(p): nn.Parameter(file, p.requires_grad) for p, data, file in files if file is not data}
 
 
 def _encloses_module(forward: Any) -> bool:
@@ -170,6 +184,7 @@ def _graft_all(model: nn.Module, plan: Plan, tensors: Mapping[str, Tensor], *, e
             acm.state = site.state
         else:
             start(acm, site, tensors)
+            kept(acm)
         acms[site.name] = acm
         if regions is not None:
             assert isinstance(model, fx.GraphModule)

@@ -173,25 +173,23 @@ def _forward_fake(*tensors: Any, form: str, act: str) -> Tensor:
 
 
 def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
-    weights = Weights(*tensors[: len(LearnerWeights._fields)], act=act, form=form)
-    if weights.is_int8:  # gradients pass the rounding of weights and of activations as if there were none
-        weights = int8.dequantized(weights)
-    learned = _learned(LearnerWeights(*tensors))
+    call = LearnersArguments(x.detach().requires_grad_(), k, *tensors)
+    learned = _learned(call)
+    if call.s_in is not None:  # gradients pass the rounding of weights and of activations as if there were none
+        floats = int8.dequantized(Weights(*part(LearnerWeights, call), act=act, form=form))
+        call = call._replace(**floats.tensors._asdict())
     with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        leaves: dict[str, Any] = {
-            n: t.detach().requires_grad_(n in learned) for n, t in weights.tensors._asdict().items() if t is not None
-        }
-        inputs = [x, *(leaves[name] for name in learned)]
-        y = _run(LearnersArguments(x, k, *LearnerWeights._make(map(leaves.get, LearnerWeights._fields))), form, act)
+        leaves = {name: getattr(call, name).detach().requires_grad_() for name in learned}
+        inputs = [call.x, *leaves.values()]
+        y = _run(call._replace(**leaves), form, act)
         grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
     return [torch.zeros_like(i) if g is None else _own(g, dy) for i, g in zip(inputs, grads, strict=True)]
 
 
-def _learned(weights: LearnerWeights) -> list[str]:
+def _learned(call: LearnersArguments) -> list[str]:
     """Names of the weights that are there and have gradients: int8 ones have none, nor have their scales."""
-    fixed = () if weights.s_in is None else int8.INTEGERS + int8.SCALES
-    return [name for name, tensor in weights._asdict().items() if tensor is not None and name not in fixed]
+    fixed = ("x", "k") if call.s_in is None else ("x", "k", *int8.INTEGERS, *int8.SCALES)
+    return [name for name, tensor in call._asdict().items() if tensor is not None and name not in fixed]
 
 
 def _own(grad: Tensor, dy: Tensor) -> Tensor:
@@ -202,7 +200,7 @@ def _own(grad: Tensor, dy: Tensor) -> Tensor:
 def _backward_fake(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
     call = LearnersArguments(x, k, *tensors)
     require_learners(call, form=form, same=may_equal)
-    return [t.new_empty(t.shape) for t in (x, *(getattr(call, n) for n in _learned(part(LearnerWeights, call))))]
+    return [t.new_empty(t.shape) for t in (x, *(getattr(call, name) for name in _learned(call)))]
 
 
 def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
@@ -214,7 +212,7 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
 def _run_backward(ctx, dy: Tensor):
     x, k, *weights = ctx.saved_tensors
     dx, *others = LEARNERS_BACKWARD(dy, x, k, *weights, **ctx.options)
-    grads = dict(zip(_learned(LearnerWeights(*weights)), others, strict=True))
+    grads = dict(zip(_learned(LearnersArguments(x, k, *weights)), others, strict=True))
     return (dx, None, *(grads.get(name) for name in LearnerWeights._fields), dy if ctx.has_residual else None)
 
 

@@ -55,7 +55,8 @@ class Weights:
     @property
     def tensors(self) -> LearnerWeights:
         """Without activation and form, as the operators take them."""
-        return LearnerWeights(*(getattr(self, name) for name in LearnerWeights._fields))
+        first = self.w_in, self.b_in, self.w_up, self.b_up, self.w_out, self.b_out, self.w_top
+        return LearnerWeights(*first, self.s_in, self.s_up, self.s_out, self.s_top)
 
     @property
     def is_int8(self) -> bool:

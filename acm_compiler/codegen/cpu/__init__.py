@@ -48,7 +48,7 @@ def take_over() -> bool:
     return True
 
 
-def not_covered(*, act: str, dtype: torch.dtype, is_int8: bool) -> str | None:
+def not_covered(*, act: str, dtype: torch.dtype, is_int8: bool = False) -> str | None:
     """Reason why the native kernel hands such an ACM to the reference, None when it does not."""
     if is_int8:
         return "int8 learners have no native CPU kernel yet"

@@ -129,7 +129,7 @@ def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: 
 
 
 def not_covered(
-    *, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ...], arch: int, is_int8: bool
+    *, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ...], arch: int, is_int8: bool = False
 ) -> str | None:
     """Reason why such an ACM is handed to the reference, None when the kernels run it. shape: of w_in."""
     if is_int8:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from acm_compiler.runtime.control import set_k as set_k
     from acm_compiler.runtime.generate import Draft as Draft
     from acm_compiler.runtime.generate import generate as generate
+    from acm_compiler.runtime.quantize import quantize as quantize
     from acm_compiler.runtime.site_status import status as status
     from acm_compiler.runtime.usage import record as record
     from acm_compiler.training.loss_terms import losses as losses
@@ -66,6 +67,7 @@ _HOMES = {
     "load": "checkpoint.load",
     "losses": "training.loss_terms",
     "plan": "runs.pipeline",
+    "quantize": "runtime.quantize",
     "recalibrate": "calibration.recalibrate",
     "record": "runtime.usage",
     "relax": "runtime.control",

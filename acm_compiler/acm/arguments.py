@@ -31,6 +31,10 @@ class LearnerWeights(NamedTuple):
     w_out: Tensor | None
     b_out: Tensor
     w_top: Tensor | None
+    s_in: Tensor | None
+    s_up: Tensor | None
+    s_out: Tensor | None
+    s_top: Tensor | None
 
 
 class GateArguments(NamedTuple):
@@ -58,6 +62,10 @@ class LearnersArguments(NamedTuple):
     w_out: Tensor | None
     b_out: Tensor
     w_top: Tensor | None
+    s_in: Tensor | None
+    s_up: Tensor | None
+    s_out: Tensor | None
+    s_top: Tensor | None
     residual: Tensor | None = None
 
 
@@ -79,6 +87,10 @@ class GatedArguments(NamedTuple):
     w_out: Tensor | None
     b_out: Tensor
     w_top: Tensor | None
+    s_in: Tensor | None
+    s_up: Tensor | None
+    s_out: Tensor | None
+    s_top: Tensor | None
     residual: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None

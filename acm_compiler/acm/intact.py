@@ -1,4 +1,6 @@
-"""Refuses an ACM that another tool changed: its operators read weights, and never call the layers that hold them.
+"""Refuses an ACM that another tool changed, cannot hold or waits for, before that tool fails in its own words.
+
+An ACM's operators read weights, and never call the layers that hold them.
 
 Tools that quantise or adapt every `nn.Linear` of a model find the two of a gate, and put another layer or another kind
 of tensor there, which the operators could not read, or would leave out without a word.
@@ -6,11 +8,13 @@ of tensor there, which the operators could not read, or would leave out without 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acm_compiler.acm.arguments import LearnerWeights
@@ -68,6 +72,24 @@ def refuse_onnx() -> None:
             "an ACM cannot be exported to ONNX: no operator there chooses a computation per token",
             fix="export to ONNX the original model, or a copy after acm.revert(copy); "
             "torch.export.export and torch.compile take the ACMs",
+        )
+
+
+def refuse_idle(name: str, parameters: Iterable[nn.Parameter], *, what: str, fix: str) -> None:
+    """Raise UsageError where the wrapper whose forward runs waits for gradients of `parameters`, which get none.
+
+    name: of the ACM; `what` takes no part, and `fix` is what to do about it.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None or wrapper.find_unused_parameters or wrapper.static_graph:
+        return
+    if wrapper.require_backward_grad_sync and any(parameter.requires_grad for parameter in parameters):
+        raise UsageError(
+            f"{what} take no part in this step, and DistributedDataParallel waits for the gradients of all parameters",
+            where=name,
+            fix=fix,
         )
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm import int8
 from acm_compiler.acm.arguments import LearnerWeights, held
 from acm_compiler.acm.reference import Weights
 
@@ -17,6 +18,8 @@ class Learners(nn.Module):
     w_in, w_up [N, H, D]; b_in, b_up [N, H]; w_out [O, N, H] or, with `per_k`, [N, O, N, H]; b_out [N + 1, O];
     w_top [O, N * H] or, for form "linear", [O, D]. Absent ones are None. Slices (forms "rows", "cols") of G `heads`
     have w_in [N, G, H / G, D] or [N, O, G, H / G] and no w_out.
+
+    After `quantize` the weights are buffers of int8, with scales s_in to s_top (`reference.Weights`); biases stay.
     """
 
     def __init__(
@@ -53,10 +56,32 @@ class Learners(nn.Module):
         self.w_out = None if sliced else parameter(*([learners] if per_k else []), d_out, learners, width)
         self.b_out = parameter(learners + 1, d_out)
         self.w_top = parameter(d_out, d_in if form == "linear" else learners * width) if top else None
+        self.s_in = self.s_up = self.s_out = self.s_top = None
 
     def weights(self) -> Weights:
         """The tensors as the reference and the operators take them."""
         return Weights(*LearnerWeights(*held(LearnerWeights._fields, self)), act=self.act, form=self.form)
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Replace the weights by int8 ones, in place (docs/semantics.md, Int8 learners)."""
+        quantized = int8.quantized(self.weights()).tensors._asdict()
+        for name in (*int8.INTEGERS, *int8.SCALES):
+            if quantized[name] is not None:
+                delattr(self, name)
+                self.register_buffer(name, quantized[name])
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+
+    def _apply(self, fn, recurse=True):
+        """Keep scales float32, where others change a module's type."""
+        scales = {name: scale for name in int8.SCALES if (scale := self._buffers.get(name)) is not None}
+        super()._apply(fn, recurse)
+        for name, former in scales.items():
+            moved = getattr(self, name)
+            if moved.dtype != former.dtype:
+                self._buffers[name] = former.to(moved.device)
+        return self
 
     @torch.no_grad()
     def start_random(self) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from acm_compiler.acm import ops, tokens
 from acm_compiler.acm.arguments import held
 from acm_compiler.acm.context import Said, batch_of, observers_of, recomputing
-from acm_compiler.acm.data_parallel import refuse_idle
 from acm_compiler.acm.gate import Gate
-from acm_compiler.acm.intact import refuse_changed, refuse_torchscript
+from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript
 from acm_compiler.acm.learners import Learners
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
@@ -110,8 +109,8 @@ class ACM(nn.Module):
             y = self._run_relaxed(x, self.temperature)
         else:
             weights = learners.weights()
-            if x.dtype != weights.w_in.dtype:
-                refuse_type(x, weights.w_in.dtype, site=self.name)
+            if x.dtype != weights.b_out.dtype:
+                refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
             k_T = self.choose(x_TD, x.shape[:-1], said)
             self._report(k_T, x)

@@ -17,6 +17,7 @@ from acm_compiler.acm.arguments import (
     LearnerWeights,
     part,
 )
+from acm_compiler.acm.int8 import INTEGERS, SCALES
 from acm_compiler.acm.precision import autocast_type
 from acm_compiler.acm.reference import GateRule
 from acm_compiler.errors import UsageError
@@ -71,11 +72,15 @@ def require_learners(call: LearnersArguments | GatedArguments, *, form: str, sam
         _refuse(operator, "x", x, f"[tokens, {d_in}]")
     if k is not None and not (same(k.shape, (tokens,)) and k.dtype in _INTEGERS):
         _refuse(operator, "k", k, f"[{tokens}], int32 or int64")
+    dtypes = {}
+    if w.s_in is not None:
+        dtypes = dict.fromkeys(INTEGERS, torch.int8) | dict.fromkeys(SCALES, torch.float32)
+        shapes |= _scale_shapes(w, shapes, form)
     for name, tensor in zip(w._fields, w, strict=True):
-        _require(operator, name, tensor, shapes.get(name), like=x, same=same)
+        _require(operator, name, tensor, shapes.get(name), like=x, same=same, dtype=dtypes.get(name, x.dtype))
     _require(operator, "residual", call.residual, (tokens, shapes["b_out"][1]), like=x, same=same)
-    for name, tensor in (("w_out", w.w_out), ("w_up", w.w_up)):
-        if tensor is None and name in shapes:
+    for name in ("w_out", "w_up", *(name for name in SCALES if name in shapes)):
+        if getattr(w, name) is None and name in shapes:
             raise UsageError(f"operand {name} of {operator} is missing", expected=_written(shapes[name]))
     if k is not None and k.device != x.device:
         _refuse(operator, "k", k, f"device {x.device}")
@@ -102,6 +107,20 @@ def _learner_shapes(w_in: Tensor, b_out: Tensor, form: str, *, per_k: bool) -> t
     if form == "gated":
         shapes |= {"w_up": w_in.shape, "b_up": (n, width)}
     return d_in, shapes
+
+
+def _scale_shapes(w: LearnerWeights, shapes: dict[str, Shape], form: str) -> dict[str, Shape]:
+    """The shapes of the scales that int8 weights of these shapes need: one per output channel."""
+    if form == "cols":
+        return {"s_in": (w.w_in.shape[1],)}
+    scales: dict[str, Shape] = {"s_in": w.w_in.shape[:-1]}
+    if w.w_up is not None:
+        scales["s_up"] = shapes["b_up"]
+    if w.w_out is not None:
+        scales["s_out"] = shapes["w_out"][:-2]
+    if w.w_top is not None:
+        scales["s_top"] = shapes["w_top"][:1]
+    return scales
 
 
 def require_gate(call: GateArguments | GatedArguments, *, k_min: int, rule: str, same: Same = eq) -> None:
@@ -159,16 +178,26 @@ def may_equal(found: Shape, expected: Shape) -> bool:
     return len(found) == len(expected) and all(guard_or_true(a == b) for a, b in zip(found, expected, strict=True))
 
 
-def _require(operator: str, name: str, tensor: Tensor | None, shape: Shape | None, *, like: Tensor, same: Same) -> None:
-    """UsageError unless an operand that is there has this shape and the type and device of another one."""
+def _require(
+    operator: str,
+    name: str,
+    tensor: Tensor | None,
+    shape: Shape | None,
+    *,
+    like: Tensor,
+    same: Same,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """UsageError unless an operand that is there has this shape and the type (or `dtype`) and device of another one."""
     if tensor is None:
         return
     if shape is None:
         raise UsageError(f"operand {name} of {operator} has no use in this form", found=_written(tensor.shape))
     if not same(tensor.shape, shape):
         _refuse(operator, name, tensor, _written(shape))
-    if tensor.dtype != like.dtype or tensor.device != like.device:
-        _refuse(operator, name, tensor, f"{_short(like.dtype)} on {like.device}")
+    dtype = dtype or like.dtype
+    if tensor.dtype != dtype or tensor.device != like.device:
+        _refuse(operator, name, tensor, f"{_short(dtype)} on {like.device}")
 
 
 def _refuse(operator: str, name: str, tensor: Tensor, expected: str) -> NoReturn:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from acm_compiler.acm import int8
 from acm_compiler.acm.arguments import GateArguments, LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.intact import refuse_onnx
 from acm_compiler.acm.operands import may_equal, require_gate, require_learners
@@ -57,10 +58,12 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     compiling = torch.compiler.is_compiling()
     mapped, transformed = (False, False) if compiling else transforms()
     if mapped and (transformed or pushed_forward):
-        return branchless_output(x_TD, k_T, weights)
+        return branchless_output(x_TD, k_T, int8.dequantized(weights) if weights.is_int8 else weights)
     if mapped or compiling:
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
+    if differentiated and weights.is_int8:  # its rule knows what gradients of rounded values are
+        return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     if observed() or differentiated or pushed_forward:
         require_learners(LearnersArguments(x_TD, k_T, *tensors), form=form)
         few = x_TD.shape[0] * x_TD.element_size() <= _FEW_BYTES and (weights.is_nested or weights.w_out is None)
@@ -121,9 +124,13 @@ def observed() -> bool:
 
 
 def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
-    """The same weights in another floating type."""
-    tensors: Any = (None if tensor is None else tensor.to(dtype) for tensor in weights.tensors)
-    return Weights(*LearnerWeights(*tensors), act=weights.act, form=weights.form)
+    """The same weights in another floating type; int8 ones stay, with their scales."""
+    kept = () if not weights.is_int8 else int8.INTEGERS + int8.SCALES
+    tensors: Any = (
+        tensor if tensor is None or name in kept else tensor.to(dtype)
+        for name, tensor in weights.tensors._asdict().items()
+    )
+    return Weights(*tensors, act=weights.act, form=weights.form)
 
 
 def _run(call: LearnersArguments, form: str, act: str) -> Tensor:
@@ -166,13 +173,23 @@ def _forward_fake(*tensors: Any, form: str, act: str) -> Tensor:
 
 
 def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
+    call = LearnersArguments(x.detach().requires_grad_(), k, *tensors)
+    learned = _learned(call)
+    if call.s_in is not None:  # gradients pass the rounding of weights and of activations as if there were none
+        floats = int8.dequantized(Weights(*part(LearnerWeights, call), act=act, form=form))
+        call = call._replace(**floats.tensors._asdict())
     with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        leaves: Any = [None if t is None else t.detach().requires_grad_() for t in tensors]
-        inputs = [x, *(leaf for leaf in leaves if leaf is not None)]
-        y = _run(LearnersArguments(x, k, *leaves), form, act)
+        leaves = {name: getattr(call, name).detach().requires_grad_() for name in learned}
+        inputs = [call.x, *leaves.values()]
+        y = _run(call._replace(**leaves), form, act)
         grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
     return [torch.zeros_like(i) if g is None else _own(g, dy) for i, g in zip(inputs, grads, strict=True)]
+
+
+def _learned(call: LearnersArguments) -> list[str]:
+    """Names of the weights that are there and have gradients: int8 ones have none, nor have their scales."""
+    fixed = ("x", "k") if call.s_in is None else ("x", "k", *int8.INTEGERS, *int8.SCALES)
+    return [name for name, tensor in call._asdict().items() if tensor is not None and name not in fixed]
 
 
 def _own(grad: Tensor, dy: Tensor) -> Tensor:
@@ -181,8 +198,9 @@ def _own(grad: Tensor, dy: Tensor) -> Tensor:
 
 
 def _backward_fake(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
-    require_learners(LearnersArguments(x, k, *tensors), form=form, same=may_equal)
-    return [t.new_empty(t.shape) for t in (x, *tensors) if t is not None]
+    call = LearnersArguments(x, k, *tensors)
+    require_learners(call, form=form, same=may_equal)
+    return [t.new_empty(t.shape) for t in (x, *(getattr(call, name) for name in _learned(call)))]
 
 
 def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
@@ -193,9 +211,9 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
 
 def _run_backward(ctx, dy: Tensor):
     x, k, *weights = ctx.saved_tensors
-    grads = iter(LEARNERS_BACKWARD(dy, x, k, *weights, **ctx.options))
-    dx, *others = [None if tensor is None else next(grads) for tensor in (x, *weights)]
-    return (dx, None, *others, dy if ctx.has_residual else None)
+    dx, *others = LEARNERS_BACKWARD(dy, x, k, *weights, **ctx.options)
+    grads = dict(zip(_learned(LearnersArguments(x, k, *weights)), others, strict=True))
+    return (dx, None, *(grads.get(name) for name in LearnerWeights._fields), dy if ctx.has_residual else None)
 
 
 def _gate(x: Tensor, *tensors: Tensor, **options) -> Tensor:

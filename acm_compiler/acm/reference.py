@@ -8,13 +8,14 @@ Shapes: T tokens, D in, O out, N learners, H learner width, C = N - k_min + 1 ga
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.acm import int8
 from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.acm.precision import float64_device
@@ -33,6 +34,8 @@ class Weights:
     w_out [O, N, H], or one per k: [N, O, N, H], of which entry k - 1 uses its first k learners.
     w_top: what k = N runs instead: a second layer [O, N * H] (form "mlp", "gated") or the dense weight [O, D] (form
     "linear").
+    s_in, s_up [N, H], s_out [O] or [N, O], s_top [O]: scales of weights that are int8 (`int8`), one per output channel;
+    of slices s_in is [N, G, H / G] ("rows") or [O] ("cols"). Absent where weights are floats.
     """
 
     w_in: Tensor
@@ -42,13 +45,23 @@ class Weights:
     w_out: Tensor | None
     b_out: Tensor
     w_top: Tensor | None
-    act: str
-    form: str
+    s_in: Tensor | None = None
+    s_up: Tensor | None = None
+    s_out: Tensor | None = None
+    s_top: Tensor | None = None
+    act: str = field(kw_only=True)
+    form: str = field(kw_only=True)
 
     @property
     def tensors(self) -> LearnerWeights:
         """Without activation and form, as the operators take them."""
-        return LearnerWeights(self.w_in, self.b_in, self.w_up, self.b_up, self.w_out, self.b_out, self.w_top)
+        first = self.w_in, self.b_in, self.w_up, self.b_up, self.w_out, self.b_out, self.w_top
+        return LearnerWeights(*first, self.s_in, self.s_up, self.s_out, self.s_top)
+
+    @property
+    def is_int8(self) -> bool:
+        """True if the weights are int8, with scales."""
+        return self.s_in is not None
 
     @property
     def learners(self) -> int:
@@ -77,14 +90,23 @@ def layer_norm(x_TD: Tensor, norm: Norm) -> Tensor:
 
 def hidden(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     """Hidden activations [T, k * H] of the first k learners."""
-    h_TH = resolve(weights.act)(_in_layer(x_TD, weights.w_in, weights.b_in, k))
+    h_TH = resolve(weights.act)(_in_layer(x_TD, weights.w_in, weights.s_in, weights.b_in, k))
     if weights.w_up is not None:
-        h_TH = h_TH * _in_layer(x_TD, weights.w_up, weights.b_up, k)
+        h_TH = h_TH * _in_layer(x_TD, weights.w_up, weights.s_up, weights.b_up, k)
     return h_TH
 
 
-def _in_layer(x_TD: Tensor, w_NHD: Tensor, b_NH: Tensor | None, k: int) -> Tensor:
-    return F.linear(x_TD, w_NHD[:k].flatten(0, 1), None if b_NH is None else b_NH[:k].flatten())
+def _in_layer(x_TD: Tensor, w_NHD: Tensor, s_NH: Tensor | None, b_NH: Tensor | None, k: int) -> Tensor:
+    s_H, b_H = (None if tensor is None else tensor[:k].flatten() for tensor in (s_NH, b_NH))
+    return _linear(x_TD, w_NHD[:k].flatten(0, 1), s_H, b_H)
+
+
+def _linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor | None, b_O: Tensor | None, parts: int = 1) -> Tensor:
+    """x w^T + b; of int8 weights with scales s each of so many equal parts of a row of x is quantised by itself."""
+    if s_O is None:
+        return F.linear(x_TD, w_OD, b_O)
+    y_TO = int8.linear(x_TD, w_OD, s_O, parts)
+    return y_TO if b_O is None else y_TO + b_O.float()
 
 
 def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
@@ -92,14 +114,24 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     b_O = weights.b_out[k]
     if k == 0:
         return b_O.to(x_TD.dtype).expand(x_TD.shape[0], -1)
-    if weights.form == "rows":
-        return _slices_of_output(F.linear(x_TD, weights.w_in[:k].flatten(0, 2)), weights) + b_O
-    if weights.form == "cols":
-        x_TNGh = _slices_of_input(x_TD, weights)[:, :k]
-        return F.linear(x_TNGh.flatten(1), weights.w_in[:k].movedim(0, 1).flatten(1), b_O)
-    if k == weights.learners and weights.w_top is not None:
-        return F.linear(x_TD if weights.form == "linear" else hidden(x_TD, weights, k), weights.w_top, b_O)
-    return F.linear(hidden(x_TD, weights, k), out_layer(weights, k), b_O)
+    # int8 products are computed from and to float32
+    return _prefix_sums(x_TD.float(), weights, k).to(x_TD.dtype) if weights.is_int8 else _prefix_sums(x_TD, weights, k)
+
+
+def _prefix_sums(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
+    w, b_O = weights, weights.b_out[k]
+    if w.form == "rows":
+        s_R = None if w.s_in is None else w.s_in[:k].flatten()
+        return _slices_of_output(_linear(x_TD, w.w_in[:k].flatten(0, 2), s_R, None), w) + b_O
+    if w.form == "cols":
+        x_TNGh = _slices_of_input(x_TD, w)[:, :k]
+        return _linear(x_TNGh.flatten(1), w.w_in[:k].movedim(0, 1).flatten(1), w.s_in, b_O, parts=k)
+    if k == w.learners and w.w_top is not None:
+        if w.form == "linear":
+            return _linear(x_TD, w.w_top, w.s_top, b_O)
+        return _linear(hidden(x_TD, w, k), w.w_top, w.s_top, b_O, parts=k)
+    s_O = w.s_out[k - 1] if w.s_out is not None and w.s_out.dim() == 2 else w.s_out
+    return _linear(hidden(x_TD, w, k), out_layer(w, k), s_O, b_O, parts=k)
 
 
 def out_layer(weights: Weights, k: int) -> Tensor:

@@ -17,7 +17,12 @@ from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.errors import LayoutUnknown
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors
-from acm_compiler.passes.rewrite.conversion import refuse_compiled, refuse_inference_tensors, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import (
+    refuse_compiled,
+    refuse_inference_tensors,
+    refuse_quantized,
+    wholly_rewritten,
+)
 from acm_compiler.passes.rewrite.offload import offloading
 from acm_compiler.planning.check_schedule import check_closed_form
 from acm_compiler.planning.plan import Plan
@@ -95,6 +100,7 @@ def calibrate_on(
     found = wholly_rewritten(model, "calibration")
     refuse_inference_tensors(model)
     refuse_elsewhere(found, options.offload)
+    refuse_quantized(found.owner, "calibration")
     owner, asked = found.owner, shares_of(found.plan, options.budgets)
     for site in owner.plan.sites:
         check_closed_form(site)

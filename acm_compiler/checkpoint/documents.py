@@ -30,7 +30,7 @@ from acm_compiler.runtime.control import PHASES, set_budget
 from acm_compiler.runtime.site_status import status
 from acm_compiler.site import Share, Whole
 
-FORMAT = 1
+FORMAT, QUANTIZED_FORMAT = 1, 2  # quantised models are refused by versions that know the first alone
 _FIX = "copy the folder again from where it is whole, or save the model again"
 _Phase = Literal["prefill", "decode"]
 
@@ -77,6 +77,7 @@ class Budgets(_Document):
     teacher: str | None
     start_gates: str | None = None
     default_budget: Share | None
+    quantized: Literal["int8"] | None = None
     choices: _Choices | None = None
     phase_budgets: dict[_Phase, Share] | None = None
     damage: dict[str, tuple[float, ...]]
@@ -106,15 +107,21 @@ def check_budgets(text: str, plan: Plan, where: str) -> None:
             raise wrong_entry(f"choices.sites.{name}", list(phases), expected, what=what, where=where, fix=_FIX)
 
 
+def format_of(owner: Conversion) -> int:
+    """The format that a model is saved in."""
+    return FORMAT if owner.quantized is None else QUANTIZED_FORMAT
+
+
 def budgets_document(found: Rewritten) -> dict[str, Any]:
     """budgets.json of a model: what the plan says too is left out, and each budget evaluated has a place of its own."""
     owner, facts = found.owner, plain_facts(found)
     table = facts["table"]
     return {
-        "format": FORMAT,
+        "format": format_of(owner),
         "teacher": owner.teacher,
         "start_gates": owner.start_gates,
         "default_budget": facts["default_budget"],
+        **({"quantized": owner.quantized} if owner.quantized else {}),
         "choices": collect_choices(found),
         "damage": facts["damage"],
         "rules": {name: site["rule"] for name, site in facts["sites"].items()},
@@ -131,7 +138,7 @@ def restore_document(owner: Conversion, acms: Mapping[str, ACM], document: Mappi
     }
     measured = table and {**table, "evaluated": document.get("budgets", ())}
     restore_facts(owner, acms, {**document, "sites": sites, "table": measured})
-    owner.teacher = document["teacher"]
+    owner.teacher, owner.quantized = document["teacher"], document.get("quantized")
     owner.start_gates = document.get("start_gates")  # not known to folders that were written before there was one
 
 

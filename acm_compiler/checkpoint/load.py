@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from acm_compiler.checkpoint.documents import (
     FORMAT,
+    QUANTIZED_FORMAT,
     check_budgets,
     check_description,
     choices_in_words,
@@ -63,7 +64,7 @@ def load(
     if base_model is not None:
         model = _from_base(base_model, plan, description, budgets, stored, folder)
     else:
-        model = _from_source(plan, description, stored, folder, allow_code=allow_code)
+        model = _from_source(plan, description, budgets, stored, folder, allow_code=allow_code)
     _restore_budgets(model, budgets, folder)
     restore_generation(model, folder)
     return model.eval()
@@ -123,14 +124,14 @@ def _description(folder: Path) -> dict[str, Any]:
     except ValueError:
         document = None
     number = document.get("format") if isinstance(document, dict) else None
-    if isinstance(number, int) and number != FORMAT:
+    if isinstance(number, int) and number not in (FORMAT, QUANTIZED_FORMAT):
         versions = document.get("versions")
         written_by = versions.get("acm_compiler", "unknown") if isinstance(versions, dict) else "unknown"
         raise StorageError(
             "the model was saved in a format that this version does not read",
             where=str(path),
             found=f"format {number}, written by acm_compiler {written_by}",
-            expected=f"format {FORMAT}",
+            expected=f"format {FORMAT} or {QUANTIZED_FORMAT}",
             fix=f"pip install 'acm_compiler>={written_by}'",
         )
     check_description(text, str(path))
@@ -159,13 +160,19 @@ def _check_weights(path: Path, expected: str | None) -> None:
 
 
 def _from_source(
-    plan: Plan, description: dict[str, Any], stored: Stored, folder: Path, *, allow_code: bool
+    plan: Plan,
+    description: dict[str, Any],
+    budgets: dict[str, Any],
+    stored: Stored,
+    folder: Path,
+    *,
+    allow_code: bool,
 ) -> nn.Module:
     record = _source_of(description, folder)
-    model = _filled(build_from_record(record, device="meta", allow_code=allow_code), plan, stored, folder)
+    model = _filled(build_from_record(record, device="meta", allow_code=allow_code), plan, budgets, stored, folder)
     if without := left_on_meta(model):
         _LOG.info("built with values, which tensors outside parameters and buffers need: %s", ", ".join(without[:3]))
-        model = _filled(build_from_record(record, device="cpu", allow_code=allow_code), plan, stored, folder)
+        model = _filled(build_from_record(record, device="cpu", allow_code=allow_code), plan, budgets, stored, folder)
     return model
 
 
@@ -179,7 +186,7 @@ def _source_of(description: dict[str, Any], folder: Path) -> dict[str, Any]:
     return description["source"]
 
 
-def _filled(model: nn.Module, plan: Plan, stored: Stored, folder: Path) -> nn.Module:
+def _filled(model: nn.Module, plan: Plan, budgets: dict[str, Any], stored: Stored, folder: Path) -> nn.Module:
     """`model` with the plan's ACMs and the stored tensors; without dense regions, but those that forwards run."""
     _check_structure(
         model,
@@ -191,7 +198,7 @@ def _filled(model: nn.Module, plan: Plan, stored: Stored, folder: Path) -> nn.Mo
     )
     convert(model, plan, empty=True)
     finalize(model)
-    _give_values(model, stored, folder)
+    _give_values(model, budgets, stored, folder)
     return model
 
 
@@ -218,10 +225,10 @@ def _from_base(
             folder,
         )
         finalize(model)
-    _give_values(model, stored, folder)
+    _give_values(model, budgets, stored, folder)
     for acm in sites(model).values():
         if acm.dense is not None:
-            acm.dense.to(device="cpu", dtype=acm.learners.w_in.dtype)
+            acm.dense.to(device="cpu", dtype=acm.learners.b_out.dtype)
     return model
 
 
@@ -243,7 +250,10 @@ def _check_structure(base: nn.Module, plan: Plan, stored: Stored, *, what: str, 
     warn_of_class(plan, base)
 
 
-def _give_values(model: nn.Module, stored: Stored, folder: Path) -> None:
+def _give_values(model: nn.Module, budgets: dict[str, Any], stored: Stored, folder: Path) -> None:
+    if budgets.get("quantized") is not None:
+        for acm in sites(model).values():
+            acm.learners.quantize()  # what it holds is of the right kind then, and about to be replaced
     fill(model, stored, where=str(folder / WEIGHTS))
     for acm in sites(model).values():
         renew_run_time(acm)

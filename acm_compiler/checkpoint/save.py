@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from acm_compiler.checkpoint.documents import FORMAT, budgets_document
+from acm_compiler.checkpoint.documents import budgets_document, format_of
 from acm_compiler.checkpoint.folder import BUDGETS, INDEX, MODEL, PLAN, WEIGHTS, Writer, checked_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.source import source_of
@@ -112,7 +112,7 @@ def _description(
     owner: Conversion, texts: Mapping[str, str], save_id: str, *, source: dict[str, Any] | None, files: list[str]
 ) -> dict[str, Any]:
     return {
-        "format": FORMAT,
+        "format": format_of(owner),
         "class": owner.plan.model.cls,
         "source": source,
         "graph": graph_digest(owner.undo.graph),

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from acm_compiler.acm import ACM
+from acm_compiler.acm import ACM, Learners
+from acm_compiler.acm.int8 import SCALES
 from acm_compiler.checkpoint.hf_files import auto_classes
 from acm_compiler.checkpoint.tensors import Stored, slots
 from acm_compiler.errors import AcmError, PlanMismatch
@@ -65,7 +66,13 @@ def _rewritten(record: Record, plan: Plan) -> nn.Module | None:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(slot.tensor.shape) for name, slot in slots(model).items()}
+    # but for scales, which what was just built has not, whatever became of the model since
+    kept = {name: slot for name, slot in slots(model).items() if slot.leaf not in _scales_of(slot.owner)}
+    return {name: tuple(slot.tensor.shape) for name, slot in kept.items()}
+
+
+def _scales_of(module: nn.Module) -> tuple[str, ...]:
+    return SCALES if isinstance(module, Learners) else ()
 
 
 def _transformers(model: nn.Module) -> Iterator[Record]:

@@ -32,7 +32,7 @@ class Status:
 
     `budget_range`: the budgets in reach, None where none were measured; `model_range`: what the whole model runs at
     them, as shares of the dense model's MACs. `cap`: what bounds every token's k beside the budget, as a share of N.
-    `held`: at how many sites a fixed k overrules the gates.
+    `held`: at how many sites a fixed k overrules the gates. `quantized`: int8 after `acm.quantize`.
     """
 
     sites: tuple[SiteStatus, ...]
@@ -41,9 +41,12 @@ class Status:
     model_range: tuple[float, float] | None = None
     cap: float | None = None
     held: int = 0
+    quantized: str | None = None
 
     def __str__(self) -> str:
         table = tabulate([asdict(row) for row in self.sites], headers="keys")
+        if self.quantized is not None:
+            table += f"\nlearners: {self.quantized}"
         if self.budget_range is None:
             return f"{table}\nbudgets: none measured yet"
         of_model = ""
@@ -106,5 +109,6 @@ def status(model: nn.Module) -> Status:
         budget_range=measured,
         model_range=of_model,
         cap=owner.cap,
+        quantized=owner.quantized,
         held=sum(is_held(acm, owner) for acm in found.acms.values()),
     )

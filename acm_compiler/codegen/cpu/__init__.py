@@ -48,8 +48,10 @@ def take_over() -> bool:
     return True
 
 
-def not_covered(*, act: str, dtype: torch.dtype) -> str | None:
+def not_covered(*, act: str, dtype: torch.dtype, is_int8: bool = False) -> str | None:
     """Reason why the native kernel hands such an ACM to the reference, None when it does not."""
+    if is_int8:
+        return "int8 learners have no native CPU kernel yet"
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the native CPU kernel's"
     return gate_not_covered((dtype,))

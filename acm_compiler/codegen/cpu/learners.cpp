@@ -22,7 +22,8 @@ namespace {
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Maybe&, const Maybe&, const Maybe&,
-                         const Maybe&, const Tensor&, const Maybe&, const Maybe&, std::string_view, std::string_view);
+                         const Maybe&, const Tensor&, const Maybe&, const Maybe&, const Maybe&, const Maybe&,
+                         const Maybe&, const Maybe&, std::string_view, std::string_view);
 
 // the operator's tensors, each with its rows packed
 struct Operands {
@@ -75,14 +76,14 @@ struct Site {
   const Tensor& w_in;
   const Maybe &b_in, &w_up, &b_up, &w_out;
   const Tensor& b_out;
-  const Maybe &w_top, &residual;
+  const Maybe &w_top, &s_in, &s_up, &s_out, &s_top, &residual;
   std::string_view form_name, act_name;
   std::optional<Form> form = find_form(form_name);
   std::optional<Act> act = find_act(act_name);
 
   bool covers(const Tensor& x) const {
     const auto type = x.scalar_type();
-    if (!form || !act || (type != at::kFloat && type != at::kBFloat16)) return false;
+    if (!form || !act || s_in || s_up || s_out || s_top || (type != at::kFloat && type != at::kBFloat16)) return false;
     if (!w_out && form != Form::rows && form != Form::cols) return false;
     const auto fits = [&](const Maybe& t) { return !t || t->scalar_type() == type; };
     return w_in.scalar_type() == type && b_out.scalar_type() == type && fits(b_in) && fits(w_up) && fits(b_up) &&
@@ -127,26 +128,29 @@ Tensor run_site(const Tensor& x, const Tensor& k, const Site& s, const Norm* nor
     if (run_any(operands, y)) return y;
   }
   const Tensor z = norm ? normalised(x, norm->weight, norm->bias, norm->eps) : x;
-  return reference.call(z, k, s.w_in, s.b_in, s.w_up, s.b_up, s.w_out, s.b_out, s.w_top, s.residual, s.form_name,
-                        s.act_name);
+  return reference.call(z, k, s.w_in, s.b_in, s.w_up, s.b_up, s.w_out, s.b_out, s.w_top, s.s_in, s.s_up, s.s_out,
+                        s.s_top, s.residual, s.form_name, s.act_name);
 }
 
 Tensor learners(const Tensor& x, const Tensor& k, const Tensor& w_in, const Maybe& b_in, const Maybe& w_up,
-                const Maybe& b_up, const Maybe& w_out, const Tensor& b_out, const Maybe& w_top, const Maybe& residual,
-                std::string_view form, std::string_view act) {
-  return run_site(x, k, Site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form, act}, nullptr);
+                const Maybe& b_up, const Maybe& w_out, const Tensor& b_out, const Maybe& w_top, const Maybe& s_in,
+                const Maybe& s_up, const Maybe& s_out, const Maybe& s_top, const Maybe& residual, std::string_view form,
+                std::string_view act) {
+  const Site site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, s_in, s_up, s_out, s_top, residual, form, act};
+  return run_site(x, k, site, nullptr);
 }
 
 Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_inner, const Tensor& w_outer,
                       const Tensor& b_outer, const Tensor& knob, const Tensor& k_lo, const Tensor& k_hi,
                       const Tensor& w_in, const Maybe& b_in, const Maybe& w_up, const Maybe& b_up, const Maybe& w_out,
-                      const Tensor& b_out, const Maybe& w_top, const Maybe& residual, const Maybe& norm_weight,
-                      const Maybe& norm_bias, double cost, int64_t k_min, std::string_view rule, std::string_view form,
-                      std::string_view act, std::optional<double> norm_eps) {
+                      const Tensor& b_out, const Maybe& w_top, const Maybe& s_in, const Maybe& s_up, const Maybe& s_out,
+                      const Maybe& s_top, const Maybe& residual, const Maybe& norm_weight, const Maybe& norm_bias,
+                      double cost, int64_t k_min, std::string_view rule, std::string_view form, std::string_view act,
+                      std::optional<double> norm_eps) {
   static const auto reference = c10::Dispatcher::singleton()
                                     .findSchemaOrThrow("acm::gated_learners_reference", "")
                                     .typed<decltype(gated_learners)>();
-  const Site site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, residual, form, act};
+  const Site site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, s_in, s_up, s_out, s_top, residual, form, act};
   const auto run = [&](const Tensor& tokens, Norm* norm) {
     const Tensor k =
         choose(tokens, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, cost, k_min, rule, norm);
@@ -154,7 +158,8 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
   };
   const auto apart = [&] {
     return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, w_in, b_in, w_up, b_up, w_out, b_out,
-                          w_top, residual, norm_weight, norm_bias, cost, k_min, rule, form, act, norm_eps);
+                          w_top, s_in, s_up, s_out, s_top, residual, norm_weight, norm_bias, cost, k_min, rule, form,
+                          act, norm_eps);
   };
   if (w_outer.dim() != 2 || w_in.dim() < 3 || k_min + w_outer.size(0) - 1 > w_in.size(0)) return apart();
   if (!norm_eps) return run(x, nullptr);
@@ -172,7 +177,8 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
 TORCH_LIBRARY_FRAGMENT(acm, m) {
   m.def(
       "learners_cpu(Tensor x, Tensor k, Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, "
-      "Tensor b_out, Tensor? w_top, Tensor? residual=None, *, str form, str act) -> Tensor");
+      "Tensor b_out, Tensor? w_top, Tensor? s_in, Tensor? s_up, Tensor? s_out, Tensor? s_top, Tensor? residual=None, "
+      "*, str form, str act) -> Tensor");
   m.impl("learners_cpu", c10::DispatchKey::CPU, TORCH_FN(learners));
   m.def("gate_cpu" ACM_GATE_SCHEMA);
   m.impl("gate_cpu", c10::DispatchKey::CPU, TORCH_FN(gate));

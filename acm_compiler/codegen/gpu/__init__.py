@@ -64,7 +64,9 @@ def learners(x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> Tensor
     call = LearnersArguments(x, k, *tensors)
     require_learners(call, form=form)
     machine, shape = machine_of(x.device), call.w_in.shape
-    reason = not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
+    reason = not_covered(
+        form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_int8=call.s_in is not None
+    )
     if reason is None:
         from acm_compiler.codegen.gpu.launch import run  # imports triton
 
@@ -103,7 +105,9 @@ def gated_learners(*tensors: Any, norm_eps: float | None = None, form: str, act:
         x, w_inner = call.x, call.w_inner
         machine, shape = machine_of(x.device), call.w_in.shape
         reason = gate_not_covered((x.dtype, w_inner.dtype), width=w_inner.shape[0], arch=machine.arch)
-        reason = reason or not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch)
+        reason = reason or not_covered(
+            form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_int8=call.s_in is not None
+        )
         normed = ("norm", form, act, x.dtype, shape, w_inner.shape)
         if reason is None and normed not in _UNBUILT:
             from acm_compiler.codegen.gpu.gate_kernel import run_gate  # imports triton
@@ -124,8 +128,12 @@ def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: 
     return y
 
 
-def not_covered(*, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ...], arch: int) -> str | None:
+def not_covered(
+    *, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ...], arch: int, is_int8: bool = False
+) -> str | None:
     """Reason why such an ACM is handed to the reference, None when the kernels run it. shape: of w_in."""
+    if is_int8:
+        return "the Triton kernels know no int8 learners"
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the Triton kernels'"
     return _machine_lacks(dtype, arch) or _UNBUILT.get((form, act, dtype, shape))

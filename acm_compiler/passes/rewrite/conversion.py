@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -63,6 +63,7 @@ class Conversion:
     trained them, where it is known; `default_budget` is the recipe's own, what `set_budget(model, None)` means;
     `budget` is the budget set last, one per phase where it was set so, None when the gates were not asked to keep one;
     `cap` bounds every token's k with it, as a share of N.
+    `quantized` is what the learners' weights were made by `acm.quantize`, None while they are floats.
     `damage` is what the last calibration expects of every k at every site, from k_min to N. `padding` follows the masks
     of the model's calls while training relaxes the gates.
     """
@@ -74,6 +75,7 @@ class Conversion:
     default_budget: float | None = None
     budget: float | dict[str, float] | None = None
     cap: float | None = None
+    quantized: Literal["int8"] | None = None
     damage: dict[str, tuple[float, ...]] = field(default_factory=dict)
     padding: Any = None
     undo: Any = None  # what `rewrite` changed around the ACMs, for `revert`
@@ -255,6 +257,15 @@ def wholly_rewritten(model: nn.Module, request: str) -> Rewritten:
             fix="name the model that acm.rewrite or acm.load gave; acm.set_k(part, k) fixes the sites of a part",
         )
     return found
+
+
+def refuse_quantized(owner: Conversion, request: str) -> None:
+    """UsageError where `request` would fit or train learners that were quantised."""
+    if owner.quantized is not None:
+        raise UsageError(
+            f"{request} fits learners or trains through them, and those of this model are {owner.quantized}",
+            fix="do it before acm.quantize; acm.recalibrate measures the budgets of a quantised model",
+        )
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:

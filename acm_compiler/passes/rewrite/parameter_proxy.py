@@ -170,7 +170,7 @@ class WeightStandIn:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.source.uses[0].acm.learners.w_in.dtype
+        return self.source.uses[0].acm.learners.b_out.dtype
 
     @property
     def device(self) -> torch.device:

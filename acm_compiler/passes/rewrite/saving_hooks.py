@@ -54,7 +54,13 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
             f"the learners of {len(other)} sites have another form than here, such as {other[0]}: rewrite by the plan "
             "that acm.calibrate returned, acm.rewrite(model, plan), whose forms are decided; plan.to_json() keeps it"
         )
-    if text is None or other:
+    kinds = [name for name, acm in here if _is_of_another_kind(acm, state_dict, f"{prefix}{name}.learners.")]
+    if kinds:
+        errors.append(
+            f"the learners of {len(kinds)} sites are int8 on one side and floats on the other, such as {kinds[0]}: "
+            'acm.quantize(model, "int8") before a state dict of such a model is loaded'
+        )
+    if text is None or other or kinds:
         return
     facts = parse_json(bytes(text.cpu().tolist()))
     found = rewritten(model)
@@ -71,6 +77,11 @@ def _is_of_another_form(acm: ACM, state_dict: dict[str, Any], prefix: str) -> bo
     """True if torch will refuse the learners under `prefix`, strict or not, because their shapes are others."""
     learners = acm.learners.named_parameters(prefix=f"{prefix}learners")
     return any(name in state_dict and state_dict[name].shape != own.shape for name, own in learners)
+
+
+def _is_of_another_kind(acm: ACM, state_dict: dict[str, Any], prefix: str) -> bool:
+    """True if weights of learners are there that are int8 where those of `acm` are floats, or the other way round."""
+    return f"{prefix}w_in" in state_dict and (f"{prefix}s_in" in state_dict) != (acm.learners.s_in is not None)
 
 
 _METHOD = "save_pretrained"

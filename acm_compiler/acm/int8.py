@@ -1,0 +1,105 @@
+"""Products of int8 weights with activations that are quantised as they come (docs/semantics.md, Int8 learners).
+
+A weight is q s: q in [-127, 127], one scale s per output channel. A row of activations is (q - z) s: q in [0, 255],
+and a scale and a zero point z of its own, so that a token's output depends on that token alone. Sums of products are
+integers and exact; all else is float32. Where a layer reads what several learners made, each learner's part of a row
+is a row of its own: what k learners give does not depend on those that come after them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from acm_compiler.acm.reference import Weights
+
+INTEGERS = ("w_in", "w_up", "w_out", "w_top")
+"""The weights that become int8."""
+SCALES = ("s_in", "s_up", "s_out", "s_top")
+"""Their scales, by the same order."""
+DEEPEST = (2**31 - 1) // (255 * 127)
+"""The longest row whose sums fit into 32 bits."""
+
+_LEAST = 2.0**-100  # a row of a smaller scale counts as zeros: the scale's reciprocal must be finite
+# sums of so many products stay below 2^24, so that floats hold them exactly, in whatever order they are added
+_EXACT = 2**24 // (255 * 127)
+
+
+class Rows(NamedTuple):
+    """Quantised rows: q - z as floats [..., D] and scales [..., 1]; NaN as the scale of a row that is not finite."""
+
+    centred: Tensor
+    scale: Tensor
+
+
+def quantize_rows(x: Tensor) -> Rows:
+    """Quantise every row of float32 values [..., D] by its own range, which always includes zero."""
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    scale = (high - low) / 255
+    scale = torch.where(scale.isfinite(), torch.where(scale >= _LEAST, scale, 0.0), torch.nan)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    zero = (-low * inverse).round()
+    q = ((x * inverse).round() + zero).clamp(0, 255)
+    return Rows((q - zero).nan_to_num(), scale)
+
+
+def quantize_weight(w: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(int8 values, float32 scales) of a weight whose axes `axes` are summed over; scales have the others."""
+    w = w.detach().float()
+    scale = w.abs().amax(axes, keepdim=True) / 127
+    scale = torch.where(scale < _LEAST, 0.0, scale)
+    q = torch.where(scale > 0, w / scale, 0.0).round().clamp(-127, 127)
+    return q.nan_to_num().to(torch.int8), scale.squeeze(axes)
+
+
+def quantized(weights: Weights) -> Weights:
+    """The same weights as int8 with scales; biases stay as they are."""
+    made: dict[str, Any] = {}
+    for name, scale in zip(INTEGERS, SCALES, strict=True):
+        weight = getattr(weights, name)
+        if weight is not None:
+            made[name], made[scale] = quantize_weight(weight, _summed(weights, name))
+    return replace(weights, **made)
+
+
+def dequantized(weights: Weights) -> Weights:
+    """The floats that int8 weights stand for, in the type of the biases."""
+    made: dict[str, Any] = dict.fromkeys(SCALES)
+    for name, scale in zip(INTEGERS, SCALES, strict=True):
+        weight, of = getattr(weights, name), getattr(weights, scale)
+        if weight is None:
+            continue
+        for axis in sorted(axis % weight.dim() for axis in _summed(weights, name)):
+            of = of.unsqueeze(axis)
+        made[name] = (weight * of).to(weights.b_out.dtype)
+    return replace(weights, **made)
+
+
+def _summed(weights: Weights, name: str) -> tuple[int, ...]:
+    """The axes of a weight that a product sums over, those of all learners at once."""
+    if name == "w_in" and weights.form == "cols":
+        return (0, 2, 3)
+    return (-2, -1) if name == "w_out" else (-1,)
+
+
+def linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor, parts: int = 1) -> Tensor:
+    """x w^T of float32 tokens and an int8 weight with its scales; rows of x are quantised in so many equal parts."""
+    rows = quantize_rows(x_TD.unflatten(-1, (parts, -1)))
+    pieces = zip(rows.centred.unbind(-2), w_OD.chunk(parts, -1), rows.scale.unbind(-2), strict=True)
+    y_TO = x_TD.new_zeros(x_TD.shape[0], w_OD.shape[0])
+    for centred_TD, piece_OD, scale_T1 in pieces:
+        y_TO = y_TO + _exact(centred_TD, piece_OD).float() * scale_T1
+    return y_TO * s_O
+
+
+def _exact(centred_TD: Tensor, w_OD: Tensor) -> Tensor:
+    """Sums of products of integers, int32; by stretches of depth in which float32 makes no error."""
+    total_TO = torch.zeros(centred_TD.shape[0], w_OD.shape[0], dtype=torch.int32, device=w_OD.device)
+    for x, w in zip(centred_TD.split(_EXACT, -1), w_OD.split(_EXACT, -1), strict=True):
+        total_TO += F.linear(x, w.float()).to(torch.int32)
+    return total_TO

@@ -1,0 +1,51 @@
+"""`acm.quantize`: learners with int8 weights, in place (docs/semantics.md, Int8 learners)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.acm.int8 import DEEPEST
+from acm_compiler.errors import UsageError
+from acm_compiler.passes.rewrite.conversion import refuse_compiled, wholly_rewritten
+from acm_compiler.runtime.control import refuse_unfitted
+
+
+@torch.inference_mode(False)
+def quantize(model: nn.Module, to: Literal["int8"] = "int8") -> nn.Module:
+    """Give the learners of a rewritten model int8 weights, in place; gives `model`.
+
+    One scale per output channel; activations are quantised as they come, by token. Gates, biases and all layers
+    outside of ACMs stay as they are, and so does the budget table: `acm.recalibrate` measures it anew. The choice is
+    final: what fits or trains learners comes before. Raises UsageError for another type, a model that is quantised or
+    relaxed, or values too many to sum; SitesNotFitted, NotRewritten, CompiledModelError.
+    """
+    if to != "int8":
+        raise UsageError("learners can be quantised to one type", found=repr(to), expected="'int8'")
+    refuse_compiled(model, "quantised", fix="quantise the eager model, then torch.compile it")
+    found = wholly_rewritten(model, "acm.quantize")
+    if found.owner.quantized is not None:
+        raise UsageError("the learners of this model are quantised already", found=found.owner.quantized)
+    refuse_unfitted(found, "quantize")
+    for name, acm in found.acms.items():
+        _refuse_site(name, acm)
+    for acm in found.acms.values():
+        acm.learners.quantize()
+    found.owner.quantized = to
+    return model
+
+
+def _refuse_site(name: str, acm: ACM) -> None:
+    if acm.temperature is not None:
+        raise UsageError("the gates of this model are relaxed", where=name, fix="first acm.relax(model, None)")
+    deepest = max(acm.d_in, acm.learners.w_in.shape[1])
+    if deepest > DEEPEST:
+        raise UsageError(
+            "sums of int8 products of a layer this wide do not fit into 32 bits",
+            where=name,
+            found=f"{deepest:,} inputs",
+            expected=f"at most {DEEPEST:,}",
+        )

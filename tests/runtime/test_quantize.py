@@ -1,0 +1,158 @@
+"""`acm.quantize`: a model with int8 learners answers, is saved, copied, moved and compiled as any other."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import acm_compiler as acm
+from acm_compiler.errors import CompiledModelError, SitesNotFitted, StorageError, UsageError
+from tests.helpers.rewrite_cases import ALL, answer, rewritten
+from tests.helpers.tour_model import TOKENS, WIDTH, Classifier
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    """(calibrated model, batches), of floats."""
+    torch.manual_seed(0)
+    batches = [torch.randn(8, TOKENS, WIDTH) for _ in range(6)]
+    model = Classifier().eval()
+    floats = acm.rewrite(model, acm.plan(model, batches[0]))
+    acm.calibrate(floats, batches, tokens=300, budgets=(0.5,))
+    return floats, batches
+
+
+@pytest.fixture
+def pair(calibrated):
+    """(model of floats, model of int8 learners, input)."""
+    floats, batches = calibrated
+    return floats, acm.quantize(copy.deepcopy(floats)), batches[0]
+
+
+@torch.no_grad()
+def far(model, floats, x):
+    expected = floats(x)
+    return float((model(x).float() - expected).norm() / expected.norm())
+
+
+def test_answers_are_near_the_floats_at_every_budget(pair):
+    floats, model, x = pair
+    for k in (0, 1, 2, 4):
+        for one in (floats, model):
+            acm.set_k(one, k)
+        assert 0 < far(model, floats, x) < 0.03
+    acm.set_k(floats, None)
+    acm.set_k(model, None)
+
+
+def test_learners_are_int8_and_nothing_else_is(pair):
+    floats, model, _ = pair
+    small, large = (sum(t.numel() * t.element_size() for t in m.state_dict().values()) for m in (model, floats))
+    assert small < 0.6 * large
+    for acm_ in acm.sites(model).values():
+        assert acm_.learners.w_in.dtype == torch.int8 and acm_.gate.inner.weight.dtype == torch.float32
+        assert not any(p.requires_grad for p in acm_.learners.parameters())
+    assert "learners: int8" in str(acm.status(model)) and "int8" not in str(acm.status(floats))
+    assert acm.status(model).quantized == "int8"
+
+
+def test_the_budget_table_is_kept_and_can_be_measured_anew(pair, calibrated):
+    _, model, x = pair
+    assert acm.set_budget(model, 0.5) == acm.set_budget(calibrated[0], 0.5)
+    table = acm.recalibrate(model, calibrated[1], tokens=200, budgets=(0.5,))
+    with acm.record(model) as usage, torch.no_grad():
+        model(x)
+    assert table.points and abs(usage.budget - 0.5) < 0.1
+    acm.set_k(calibrated[0], None)
+
+
+def test_it_is_saved_and_loaded(pair, tmp_path):
+    _, model, x = pair
+    acm.save(model, tmp_path / "out")
+    loaded = acm.load(tmp_path / "out", base_model=Classifier().eval())
+    assert acm.status(loaded).quantized == "int8"
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+    assert json.loads((tmp_path / "out/model.json").read_text())["format"] == 2
+
+
+def test_a_model_of_a_known_library_comes_back_by_itself(tmp_path):
+    _, x, model = rewritten(ALL["hf_vit"], init="random")
+    acm.save(acm.quantize(model), tmp_path / "out")
+    loaded = acm.load(tmp_path / "out")
+    assert torch.equal(answer(loaded, x), answer(model, x))
+
+
+def test_a_folder_of_an_unknown_format_is_refused(pair, tmp_path):
+    acm.save(pair[1], tmp_path / "out")
+    path = tmp_path / "out/model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
+    with pytest.raises(StorageError, match="format 3"):
+        acm.load(tmp_path / "out")
+
+
+def test_state_dicts_are_not_mixed_up(pair):
+    floats, model, x = pair
+    other = acm.quantize(copy.deepcopy(floats))
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(x), model(x))
+    for to, of in ((floats, model), (model, floats)):
+        with pytest.raises(RuntimeError, match="int8 on one side"):
+            copy.deepcopy(to).load_state_dict(of.state_dict(), strict=False)
+
+
+def test_copies_and_other_types_keep_float32_scales(pair):
+    _, model, x = pair
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    for acm_ in acm.sites(half).values():
+        assert acm_.learners.s_in.dtype == torch.float32 and acm_.learners.b_out.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert half(x.bfloat16()).dtype == torch.bfloat16
+    back = half.to(torch.float32)
+    for old, new in zip(acm.sites(model).values(), acm.sites(back).values(), strict=True):
+        assert torch.equal(old.learners.s_in, new.learners.s_in)
+
+
+def test_it_is_compiled_as_one_operator(pair):
+    _, model, x = pair
+    table = acm.explain(model, x)
+    assert table.graphs == 1 and all("int8" in str(site.reason) for site in table.sites)
+    fast = torch.compile(model, backend="acm", options={"fallback": "silent"})
+    with torch.no_grad():
+        assert torch.allclose(fast(x), model(x), atol=1e-2)
+    loss = fast(x).square().mean()  # gradients may be on
+    loss.backward()
+
+
+def test_revert_gives_the_floats_back(pair):
+    _, model, x = pair
+    reverted = acm.revert(copy.deepcopy(model))
+    with torch.no_grad():
+        assert reverted(x).isfinite().all()
+
+
+def test_what_trains_learners_is_refused(pair, calibrated):
+    _, model, _ = pair
+    with pytest.raises(UsageError, match="already"):
+        acm.quantize(model)
+    with pytest.raises(UsageError, match=r"before acm\.quantize"):
+        acm.calibrate(model, calibrated[1])
+    with pytest.raises(UsageError, match=r"before acm\.quantize"):
+        acm.relax(model, 0.8)
+
+
+def test_what_cannot_be_quantised_is_refused(calibrated):
+    floats = calibrated[0]
+    with pytest.raises(UsageError, match="'int8'"):
+        acm.quantize(floats, "int4")
+    with pytest.raises(CompiledModelError):
+        acm.quantize(torch.compile(floats))
+    relaxed = copy.deepcopy(floats)
+    acm.relax(relaxed, 0.8)
+    with pytest.raises(UsageError, match="relaxed"):
+        acm.quantize(relaxed)
+    fresh = rewritten(ALL["hf_vit"])[2]
+    with pytest.raises(SitesNotFitted):
+        acm.quantize(fresh)

@@ -9,6 +9,7 @@ is a row of its own: what k learners give does not depend on those that come aft
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ SCALES = ("s_in", "s_up", "s_out", "s_top")
 """Their scales, by the same order."""
 DEEPEST = (2**31 - 1) // (255 * 127)
 """The longest row whose sums fit into 32 bits."""
+BLOCK = 256
+"""Tokens that are computed at once."""
 
 _LEAST = 2.0**-100  # a row of a smaller scale counts as zeros: the scale's reciprocal must be finite
 # sums of so many products stay below 2^24, so that floats hold them exactly, in whatever order they are added
@@ -31,9 +34,13 @@ _EXACT = 2**24 // (255 * 127)
 
 
 class Rows(NamedTuple):
-    """Quantised rows: q - z as floats [..., D] and scales [..., 1]; NaN as the scale of a row that is not finite."""
+    """Quantised rows: whole numbers q [..., D], as floats, zero points [..., 1], and scales [..., 1].
 
-    centred: Tensor
+    The scale of a row that is not finite is NaN, whatever its numbers are.
+    """
+
+    q: Tensor
+    zero: Tensor
     scale: Tensor
 
 
@@ -44,8 +51,7 @@ def quantize_rows(x: Tensor) -> Rows:
     scale = torch.where(scale.isfinite(), torch.where(scale >= _LEAST, scale, 0.0), torch.nan)
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     zero = (-low * inverse).round()
-    q = ((x * inverse).round() + zero).clamp(0, 255)
-    return Rows((q - zero).nan_to_num(), scale)
+    return Rows((x * inverse).round().add(zero).clamp(0, 255), zero, scale)
 
 
 def quantize_weight(w: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -90,16 +96,31 @@ def _summed(weights: Weights, name: str) -> tuple[int, ...]:
 def linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor, parts: int = 1) -> Tensor:
     """x w^T of float32 tokens and an int8 weight with its scales; rows of x are quantised in so many equal parts."""
     rows = quantize_rows(x_TD.unflatten(-1, (parts, -1)))
-    pieces = zip(rows.centred.unbind(-2), w_OD.chunk(parts, -1), rows.scale.unbind(-2), strict=True)
     y_TO = x_TD.new_zeros(x_TD.shape[0], w_OD.shape[0])
-    for centred_TD, piece_OD, scale_T1 in pieces:
-        y_TO = y_TO + _exact(centred_TD, piece_OD).float() * scale_T1
+    for q_TD, zero_T1, scale_T1, piece_OD in zip(*(t.unbind(-2) for t in rows), w_OD.chunk(parts, -1), strict=True):
+        y_TO = torch.addcmul(y_TO, _sums(q_TD, zero_T1, piece_OD).float(), scale_T1)
     return y_TO * s_O
 
 
-def _exact(centred_TD: Tensor, w_OD: Tensor) -> Tensor:
-    """Sums of products of integers, int32; by stretches of depth in which float32 makes no error."""
-    total_TO = torch.zeros(centred_TD.shape[0], w_OD.shape[0], dtype=torch.int32, device=w_OD.device)
-    for x, w in zip(centred_TD.split(_EXACT, -1), w_OD.split(_EXACT, -1), strict=True):
+def _sums(q_TD: Tensor, zero_T1: Tensor, w_OD: Tensor) -> Tensor:
+    """(q - z) w^T, exact, int32 [T, O]."""
+    if len(q_TD) and _has_products(w_OD):
+        # 128 less, for signed bytes; a row of ones gives what that takes away
+        signed = F.pad((q_TD - 128).to(torch.int8), (0, 0, 1, 0), value=1)
+        total_TO = torch._int_mm(signed, w_OD.t())
+        return torch.addcmul(total_TO[1:], (128 - zero_T1).to(torch.int32), total_TO[0])
+    total_TO = torch.zeros(len(q_TD), len(w_OD), dtype=torch.int32, device=w_OD.device)
+    for x, w in zip((q_TD - zero_T1).split(_EXACT, -1), w_OD.split(_EXACT, -1), strict=True):
         total_TO += F.linear(x, w.float()).to(torch.int32)
     return total_TO
+
+
+def _has_products(w_OD: Tensor) -> bool:
+    """True if torch has fast products of bytes here; a counter of operations is shown others, which it knows."""
+    fast = w_OD.device.type == "cpu" and _cpu_has_products()
+    return fast and (torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack())
+
+
+@lru_cache
+def _cpu_has_products() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()

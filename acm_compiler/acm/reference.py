@@ -114,8 +114,11 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     b_O = weights.b_out[k]
     if k == 0:
         return b_O.to(x_TD.dtype).expand(x_TD.shape[0], -1)
-    # int8 products are computed from and to float32
-    return _prefix_sums(x_TD.float(), weights, k).to(x_TD.dtype) if weights.is_int8 else _prefix_sums(x_TD, weights, k)
+    if not weights.is_int8:
+        return _prefix_sums(x_TD, weights, k)
+    # int8 products are computed from and to float32; what surrounds them stays in caches
+    blocks = (_prefix_sums(x_BD.float(), weights, k).to(x_TD.dtype) for x_BD in x_TD.split(int8.BLOCK))
+    return torch.cat(list(blocks))
 
 
 def _prefix_sums(x_TD: Tensor, weights: Weights, k: int) -> Tensor:

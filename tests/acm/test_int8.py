@@ -25,9 +25,11 @@ def test_a_row_is_off_by_half_a_step_at_most_and_keeps_its_zeros():
     x = torch.randn(50, 33)
     x[:, 3] = 0
     rows = int8.quantize_rows(x)
-    assert ((rows.centred * rows.scale - x).abs() <= rows.scale * 1.01).all()
-    assert (rows.centred[:, 3] == 0).all()
-    assert (rows.centred == rows.centred.round()).all() and rows.centred.abs().max() <= 255
+    centred = rows.q - rows.zero
+    assert ((centred * rows.scale - x).abs() <= rows.scale * 1.01).all()
+    assert (centred[:, 3] == 0).all()
+    assert all((values == values.round()).all() and values.min() >= 0 for values in (rows.q, rows.zero))
+    assert rows.q.max() <= 255 and rows.zero.max() <= 255
 
 
 def test_a_weight_is_off_by_half_a_step_at_most_per_output_channel():
@@ -37,10 +39,32 @@ def test_a_weight_is_off_by_half_a_step_at_most_per_output_channel():
     assert ((q * scale[:, None] - w).abs() <= 0.501 * scale[:, None]).all()
 
 
-def test_sums_of_integers_are_exact_however_deep():
-    x, w = torch.randint(-255, 256, (5, 3000)).float(), torch.randint(-127, 128, (9, 3000), dtype=torch.int8)
-    x[0], w[0] = 255, 127
-    assert torch.equal(int8._exact(x, w).long(), x.long() @ w.long().T)
+@pytest.mark.parametrize("tokens, outputs, depth", [(5, 9, 3000), (1, 3, 7), (33, 17, 40), (0, 4, 8)])
+def test_sums_of_integers_are_exact_however_deep(tokens, outputs, depth, monkeypatch):
+    q = torch.randint(0, 256, (tokens, depth)).float()
+    zero, w = torch.randint(0, 256, (tokens, 1)).float(), torch.randint(-127, 128, (outputs, depth), dtype=torch.int8)
+    q[:1], zero[:1], w[0] = 255, 0, 127
+    expected = (q - zero).long() @ w.long().T
+    assert torch.equal(int8._sums(q, zero, w).long(), expected)
+    monkeypatch.setattr(int8, "_cpu_has_products", lambda: False)
+    assert torch.equal(int8._sums(q, zero, w).long(), expected)
+
+
+def test_a_part_of_a_weight_is_multiplied_in_place():
+    q, zero, w = (
+        torch.randint(0, 256, (6, 8)).float(),
+        torch.zeros(6, 1),
+        torch.randint(-127, 128, (9, 32)).to(torch.int8),
+    )
+    for piece in w.chunk(4, -1):
+        assert torch.equal(int8._sums(q, zero, piece).long(), q.long() @ piece.long().T)
+
+
+def test_tokens_are_computed_in_blocks_and_depend_on_none():
+    x, k, _, quantized = drawn(FORMS[0])
+    many, expected = x.repeat(2 * int8.BLOCK // len(x) + 1, 1), run(x, k, quantized)
+    y = run(many, k.repeat(len(many) // len(x)), quantized)
+    torch.testing.assert_close(y, expected.repeat(len(many) // len(x), 1), rtol=1e-5, atol=1e-6)
 
 
 def test_integers_on_a_grid_lose_nothing():

@@ -31,10 +31,10 @@ class LearnerWeights(NamedTuple):
     w_out: Tensor | None
     b_out: Tensor
     w_top: Tensor | None
-    s_in: Tensor | None
-    s_up: Tensor | None
-    s_out: Tensor | None
-    s_top: Tensor | None
+    s_in: Tensor | None = None
+    s_up: Tensor | None = None
+    s_out: Tensor | None = None
+    s_top: Tensor | None = None
 
 
 class GateArguments(NamedTuple):

@@ -363,8 +363,7 @@ def test_autocast_casts_what_the_operator_reads():
 
 def test_a_kernel_that_differs_is_named_by_its_site(monkeypatch):
     model, x = stack_of(planned_site("decoder.mlp")), torch.randn(9, 8)
-    weights = model.acms[0].learners.weights()
-    tensors = (weights.w_in, weights.b_in, None, None, weights.w_out, weights.b_out, None)
+    tensors = model.acms[0].learners.weights().tensors
     monkeypatch.setitem(compare.TOLERANCE, torch.float32, -1.0)
     with torch.no_grad(), pytest.raises(VerificationFailed, match=r"decoder\.mlp: a kernel's output differs"):
         cpu._checked(x, torch.full((9,), 3), *tensors, form="mlp", act="gelu")

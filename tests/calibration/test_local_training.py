@@ -37,9 +37,8 @@ def site(neurons=N * H, gated=True, bias=True, kind="shared", tokens=2000):
     biases = [torch.nn.functional.pad(b, (0, missing))[: N * H].view(N, H) if bias else None for _, b in branches]
     ups = (first[1], biases[1]) if gated else (None, None)
     top = None if fit.w_top is None else fit.w_top.float()
-    weights = Weights(
-        first[0], biases[0], *ups, fit.w_out.float(), fit.b_out.float(), top, "silu", "gated" if gated else "mlp"
-    )
+    tensors = (first[0], biases[0], *ups, fit.w_out.float(), fit.b_out.float(), top)
+    weights = Weights(*tensors, act="silu", form="gated" if gated else "mlp")
     root = torch.randn(OUT, 4, dtype=torch.float64)
     judged = Judged(dense=dense, root=root, x_TD=x_TD, listens_T=torch.ones(len(x_TD)))
     return weights, judged, x_TD[:tokens], x_TD[tokens:]

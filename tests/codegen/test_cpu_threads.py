@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from acm_compiler.acm import ops
+from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.codegen.cpu import build
 from acm_compiler.errors import UsageError
 from tests.codegen.test_cpu_kernel import FORMS, draw_k, drawn, native_output
@@ -50,7 +51,7 @@ def plans_of(library, threads: int, x, k, weights, form: str) -> list[list[int]]
     torch.set_num_threads(threads)
     library.acm_watch_plans()
     try:
-        torch.ops.acm.learners_cpu(x, k, *weights, None, form=form, act="gelu")
+        torch.ops.acm.learners_cpu(x, k, *LearnerWeights(*weights), form=form, act="gelu")
     finally:
         torch.set_num_threads(before)
         room = (ctypes.c_int64 * 100_000)()

@@ -1,0 +1,72 @@
+"""One k for every token: what a rewritten model is where its gates choose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.acm.reference import Weights, prefix_output
+from acm_compiler.errors import UsageError
+from acm_compiler.exporting.calls import plain_output
+from acm_compiler.passes.rewrite.conversion import Rewritten
+
+
+class Fixed(nn.Module):
+    """A rewritten model with plain outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return plain_output(self.model(*args, **kwargs))
+
+
+def fixed_ks(found: Rewritten, k: Any) -> dict[str, int]:
+    """The k of every site where all tokens run `k`, as `acm.set_k` bounds it. UsageError for other k, unfitted sites."""
+    most = max(acm.count for acm in found.acms.values())
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        raise UsageError("this export needs one k", where="fixed_k", found=repr(k), expected=f"from 1 to {most}")
+    for name, acm in found.acms.items():
+        if acm.state == "dense":
+            fix = "acm.calibrate(model, batches) first"
+            raise UsageError("no learners have been fitted", where=name, fix=fix)
+    return {name: acm.within(k, k)[0] for name, acm in found.acms.items()}
+
+
+@contextmanager
+def as_dense_layers(found: Rewritten, ks: Mapping[str, int]) -> Iterator[None]:
+    """Inside, every ACM runs the first learners alone that `ks` says, as plain torch, and gates run nowhere."""
+    try:
+        for name, k in ks.items():
+            found.acms[name].forward = _dense(found.acms[name], k)
+        yield
+    finally:
+        for name in ks:
+            found.acms[name].__dict__.pop("forward", None)
+
+
+def _dense(acm: ACM, k: int) -> Callable[[Tensor], Tensor]:
+    weights = _first(acm.learners.weights(), k)
+
+    def forward(x: Tensor) -> Tensor:
+        y_TO = prefix_output(x.reshape(-1, x.shape[-1]), weights, k)
+        return y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
+
+    return forward
+
+
+def _first(weights: Weights, k: int) -> Weights:
+    """Copies of what the first k learners need; slices of a dense weight keep them all, as their places count N."""
+    if weights.w_out is None or k == 0:
+        return weights
+    w_out = (weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out)[:, :k]
+    top = weights.w_top if k == weights.learners else None
+    cut = {name: None if (w := getattr(weights, name)) is None else w[:k] for name in ("w_in", "b_in", "w_up", "b_up")}
+    tensors = cut | {"w_out": w_out, "w_top": top, "b_out": weights.b_out[: k + 1]}
+    return replace(weights, **{name: None if w is None else w.detach().clone() for name, w in tensors.items()})

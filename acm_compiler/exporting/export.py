@@ -15,7 +15,7 @@ from acm_compiler.errors import UsageError, did_you_mean
 from acm_compiler.exporting import checkpoint, onnx, pt2
 from acm_compiler.exporting.calls import Axes, batch_of, example_call, free_axes, names_of, plain_output, with_signature
 from acm_compiler.exporting.controls import Controlled, check_controls, example_controls
-from acm_compiler.exporting.fixed import Fixed, as_dense_layers, fixed_ks
+from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks
 from acm_compiler.exporting.folder import check_folder, copies, describe, size_of, write_export
 from acm_compiler.exporting.traced import Traced, check_answers, refused, trace, without_dense_regions
 from acm_compiler.inputs import Inputs
@@ -151,7 +151,7 @@ def _with_fixed_k(found: Rewritten, inputs: Inputs, ks: Mapping[str, int], *, dy
         return plain_output(model(*call[0], **call[1]))
 
     with as_dense_layers(found, ks):
-        program = trace(with_signature(Fixed(model).eval(), names), call, free_axes(names, call, dynamic))
+        program = trace(with_signature(Plain(model).eval(), names), call, free_axes(names, call, dynamic))
     return Traced(program=program, call=call, names=tuple(names), answer=answer, low=None)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from acm_compiler.exporting.calls import plain_output
 from acm_compiler.passes.rewrite.conversion import Rewritten
 
 
-class Fixed(nn.Module):
-    """A rewritten model with plain outputs."""
+class Plain(nn.Module):
+    """A model, with plain outputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -27,8 +26,20 @@ class Fixed(nn.Module):
         return plain_output(self.model(*args, **kwargs))
 
 
+class FirstLearners(nn.Module):
+    """The first k learners of an ACM as a dense region; it holds copies of their weights alone."""
+
+    def __init__(self, acm: ACM, k: int) -> None:
+        super().__init__()
+        self.weights, self.k = _first(acm.learners.weights(), k), k
+
+    def forward(self, x: Tensor) -> Tensor:
+        y_TO = prefix_output(x.reshape(-1, x.shape[-1]), self.weights, self.k)
+        return y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
+
+
 def fixed_ks(found: Rewritten, k: Any) -> dict[str, int]:
-    """The k of every site where all tokens run `k`, as `acm.set_k` bounds it. UsageError for other k, unfitted sites."""
+    """The k of every site where all tokens run `k`, as `acm.set_k` bounds it; UsageError for what cannot be."""
     most = max(acm.count for acm in found.acms.values())
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
         raise UsageError("this export needs one k", where="fixed_k", found=repr(k), expected=f"from 1 to {most}")
@@ -41,32 +52,24 @@ def fixed_ks(found: Rewritten, k: Any) -> dict[str, int]:
 
 @contextmanager
 def as_dense_layers(found: Rewritten, ks: Mapping[str, int]) -> Iterator[None]:
-    """Inside, every ACM runs the first learners alone that `ks` says, as plain torch, and gates run nowhere."""
+    """Inside, the dense region of every ACM is its first learners, as `ks` says, and runs as if none were fitted."""
+    held = {acm: (acm.dense, acm.state) for acm in found.acms.values()}
     try:
         for name, k in ks.items():
-            found.acms[name].forward = _dense(found.acms[name], k)
+            acm = found.acms[name]
+            acm.dense, acm.state = FirstLearners(acm, k), "dense"
         yield
     finally:
-        for name in ks:
-            found.acms[name].__dict__.pop("forward", None)
-
-
-def _dense(acm: ACM, k: int) -> Callable[[Tensor], Tensor]:
-    weights = _first(acm.learners.weights(), k)
-
-    def forward(x: Tensor) -> Tensor:
-        y_TO = prefix_output(x.reshape(-1, x.shape[-1]), weights, k)
-        return y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
-
-    return forward
+        for acm, (dense, state) in held.items():
+            acm.dense, acm.state = dense, state
 
 
 def _first(weights: Weights, k: int) -> Weights:
     """Copies of what the first k learners need; slices of a dense weight keep them all, as their places count N."""
     if weights.w_out is None or k == 0:
         return weights
+    cut = [None if w is None else w[:k] for w in (weights.w_in, weights.b_in, weights.w_up, weights.b_up)]
     w_out = (weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out)[:, :k]
     top = weights.w_top if k == weights.learners else None
-    cut = {name: None if (w := getattr(weights, name)) is None else w[:k] for name in ("w_in", "b_in", "w_up", "b_up")}
-    tensors = cut | {"w_out": w_out, "w_top": top, "b_out": weights.b_out[: k + 1]}
-    return replace(weights, **{name: None if w is None else w.detach().clone() for name, w in tensors.items()})
+    tensors: Any = [None if w is None else w.detach().clone() for w in (*cut, w_out, weights.b_out[: k + 1], top)]
+    return Weights(*tensors, act=weights.act, form=weights.form)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,8 +69,11 @@ def _first(weights: Weights, k: int) -> Weights:
     """Copies of what the first k learners need; slices of a dense weight keep them all, as their places count N."""
     if weights.w_out is None or k == 0:
         return weights
-    cut = [None if w is None else w[:k] for w in (weights.w_in, weights.b_in, weights.w_up, weights.b_up)]
+    cut = {name: _copy(getattr(weights, name), k) for name in ("w_in", "b_in", "w_up", "b_up")}
     w_out = (weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out)[:, :k]
     top = weights.w_top if k == weights.learners else None
-    tensors: Any = [None if w is None else w.detach().clone() for w in (*cut, w_out, weights.b_out[: k + 1], top)]
-    return Weights(*tensors, act=weights.act, form=weights.form)
+    return replace(weights, w_out=w_out.clone(), b_out=weights.b_out[: k + 1].clone(), w_top=top, **cut)
+
+
+def _copy(tensor: Tensor | None, k: int) -> Any:
+    return None if tensor is None else tensor[:k].clone()

@@ -15,6 +15,7 @@ from tests.helpers.rewrite_cases import ALL, PUBLISHED, answer, assert_close, gi
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)
+KINDS = ["swiglu", *(pytest.param(case, marks=pytest.mark.slow) for case in ("encoder", "fused_qkv", "shared"))]
 BUDGETS = (0.2, 0.35, 0.5, 0.7, 1.0)
 
 
@@ -81,7 +82,7 @@ def test_the_printed_code_runs(vision, folder, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["encoder", "fused_qkv", "swiglu", "shared"])
+@pytest.mark.parametrize("case", KINDS)
 def test_models_of_other_kinds(case, tmp_path):
     model, x = learned(ALL[case])
     run = writing.runner(acm.export(model, tmp_path / "out", x, format="onnx").parent)
@@ -91,6 +92,7 @@ def test_models_of_other_kinds(case, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_texts_of_any_length_and_budgets_of_examples_with_bounds(tmp_path):
     model, x = learned(PUBLISHED["hf_bert"])
     inputs = {"input_ids": x[:1], "attention_mask": torch.ones_like(x[:1])}
@@ -111,7 +113,7 @@ def test_texts_of_any_length_and_budgets_of_examples_with_bounds(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["encoder", "fused_qkv", "swiglu", "shared"])
+@pytest.mark.parametrize("case", KINDS)
 def test_one_k_of_any_model(case, tmp_path):
     model, x = learned(ALL[case])
     wider = torch.cat([x, x.flip(0)])
@@ -142,6 +144,7 @@ def test_one_k_holds_fewer_weights_and_the_live_model_is_left_as_it_was(vision, 
     assert {id(module.dense): module.dense for module in acm.sites(model).values()} == dense
 
 
+@pytest.mark.slow
 def test_weights_too_large_for_one_file_have_their_own(vision, tmp_path, monkeypatch):
     model, x = vision
     monkeypatch.setattr(writing, "_ONE_FILE", 0)

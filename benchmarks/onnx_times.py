@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel
 
 import acm_compiler as acm
 
-ROUNDS = 15
+ROUNDS = 9
 
 
 class Mlps(nn.Module):
@@ -34,11 +34,11 @@ class Mlps(nn.Module):
 
 def bert() -> tuple[nn.Module, list[torch.Tensor]]:
     config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-    return BertModel(config, add_pooling_layer=False), [torch.randint(0, 30_000, (8, 128)) for _ in range(4)]
+    return BertModel(config, add_pooling_layer=False), [torch.randint(0, 30_000, (8, 128)) for _ in range(8)]
 
 
 def mlps() -> tuple[nn.Module, list[torch.Tensor]]:
-    return Mlps(), [torch.randn(4, 197, 768) for _ in range(4)]
+    return Mlps(), [torch.randn(4, 197, 768) for _ in range(8)]
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
@@ -49,7 +49,7 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for build in (mlps, bert):
+    for build in (bert, mlps):
         torch.manual_seed(0)
         model, batches = build()
         model.eval()
@@ -61,7 +61,7 @@ def main() -> None:
 def measure(title: str, model: nn.Module, batches: list[torch.Tensor], x: torch.Tensor, folder: Path) -> None:
     torch.onnx.export(model, (x,), folder / "dense.onnx", dynamo=True, verbose=False, external_data=False)
     rewritten = acm.rewrite(model, acm.plan(model, x, sites="mlp"))
-    acm.calibrate(rewritten, batches, tokens=1_000)
+    acm.calibrate(rewritten, batches, tokens=8_000)
     count = next(iter(acm.sites(rewritten).values())).count
     runs = {"dense": (session(folder / "dense.onnx"), None)}
     masked = session(acm.export(rewritten, folder / "masked", x, "onnx"))
@@ -81,7 +81,9 @@ def measure(title: str, model: nn.Module, batches: list[torch.Tensor], x: torch.
     for name, measured in times.items():
         sizes = {"dense": "dense.onnx"}.get(name) or ("masked" if "budget" in name else name.split()[2]) + "/model.onnx"
         size = (folder / sizes).stat().st_size / 1e6
-        print(f"{title} | {name} | {min(measured) * 1e3:.1f} ms | {min(measured) / dense:.2f} | {size:.1f} MB", flush=True)
+        print(
+            f"{title} | {name} | {min(measured) * 1e3:.1f} ms | {min(measured) / dense:.2f} | {size:.1f} MB", flush=True
+        )
 
 
 if __name__ == "__main__":

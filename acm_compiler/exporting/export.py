@@ -16,7 +16,7 @@ from acm_compiler.exporting import checkpoint, onnx, pt2
 from acm_compiler.exporting.calls import Axes, batch_of, example_call, free_axes, names_of, plain_output, with_signature
 from acm_compiler.exporting.controls import Controlled, check_controls, example_controls
 from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks
-from acm_compiler.exporting.folder import check_folder, copies, describe, size_of, write_export
+from acm_compiler.exporting.folder import check_folder, describe, moves, size_of, write_export
 from acm_compiler.exporting.traced import Traced, check_answers, refused, trace, without_dense_regions
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
@@ -90,7 +90,7 @@ def _write_onnx(found: Rewritten, traced: Traced, folder: Path, ks: Mapping[str,
         onnx.write(traced, aside)
         error = traced.check(onnx.runner(aside), where="onnx")
         facts = describe(found, "onnx", traced.inputs, usage=onnx.usage(traced), error=error, fixed=ks)
-        write_export(folder, copies(aside), facts, size_bytes=size_of(aside))
+        write_export(folder, moves(aside), facts, size_bytes=size_of(aside))
     return folder / onnx.FILE
 
 
@@ -107,7 +107,7 @@ def _write_checkpoint(found: Rewritten, folder: Path, inputs: Inputs, fixed_k: i
     facts = describe(found, "checkpoint", [], usage=checkpoint.usage(found.model), error=error, fixed=ks)
     with tempfile.TemporaryDirectory() as aside:
         built.save_pretrained(aside)
-        write_export(folder, copies(Path(aside)), facts, size_bytes=size_of(Path(aside)))
+        write_export(folder, moves(Path(aside)), facts, size_bytes=size_of(Path(aside)))
     return folder / checkpoint.FILE
 
 

@@ -52,13 +52,9 @@ def write_export(folder: Path, writers: Mapping[str, Writer], facts: Mapping[str
         (folder / name).unlink(missing_ok=True)
 
 
-def copies(aside: Path) -> dict[str, Writer]:
-    """Writers of copies of the files in the folder `aside`."""
-    return {path.name: partial(_copy, path) for path in sorted(aside.iterdir())}
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
+def moves(aside: Path) -> dict[str, Writer]:
+    """Writers that move the files of the folder `aside`."""
+    return {path.name: partial(shutil.move, path) for path in sorted(aside.iterdir())}
 
 
 def size_of(aside: Path) -> int:

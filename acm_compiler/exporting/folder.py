@@ -54,7 +54,11 @@ def write_export(folder: Path, writers: Mapping[str, Writer], facts: Mapping[str
 
 def moves(aside: Path) -> dict[str, Writer]:
     """Writers that move the files of the folder `aside`."""
-    return {path.name: partial(shutil.move, path) for path in sorted(aside.iterdir())}
+    return {path.name: partial(_move, path) for path in sorted(aside.iterdir())}
+
+
+def _move(source: Path, target: Path) -> None:
+    shutil.move(source, target)
 
 
 def size_of(aside: Path) -> int:

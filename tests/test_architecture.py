@@ -212,7 +212,7 @@ _OTHER_WRITES = {
     "acm_compiler/codegen/gpu/ahead.py": "into a temporary folder, for a tool to read",
     "acm_compiler/reporting/figures.py": "into memory",
     "acm_compiler/sources/from_gguf.py": "into a temporary folder, to read what transformers writes",
-    "acm_compiler/exporting/checkpoint.py": "into a temporary folder, which is copied whole",
+    "acm_compiler/exporting/export.py": "into a temporary folder, whose files are moved",
     "acm_compiler/training/job.py": "line by line, at the end of what is there",
     "benchmarks/gpu.py": "row by row, so that an interruption loses none",
 }

@@ -69,8 +69,8 @@ def refuse_onnx() -> None:
     """Raise UsageError within torch.onnx.export."""
     if torch.onnx.is_in_onnx_export():
         raise UsageError(
-            "an ACM cannot be exported to ONNX: no operator there chooses a computation per token",
-            fix="export to ONNX the original model, or a copy after acm.revert(copy); "
+            "an ACM cannot be exported to ONNX so: no operator there chooses a computation per token",
+            fix="acm.export(model, path, inputs, format='onnx') writes other operators in its place; "
             "torch.export.export and torch.compile take the ACMs",
         )
 

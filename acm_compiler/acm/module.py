@@ -104,7 +104,7 @@ class ACM(nn.Module):
             self._refuse_idle()
         if self.state == "dense":
             y = self._dense_region()(x)
-            self._report(torch.full((x.shape[:-1].numel(),), self.count, dtype=torch.int32, device=x.device), x)
+            self._report(x.new_full(x.shape[:-1], self.count, dtype=torch.int32).flatten(), x)
         elif self.training and self.temperature is not None:
             y = self._run_relaxed(x, self.temperature)
         else:

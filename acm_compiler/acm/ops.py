@@ -87,6 +87,23 @@ def run_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
         return GATE.default(*tensors, cost=cost, k_min=k_min, rule=rule)
 
 
+def as_learners(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
+    """`acm::learners` in plain torch without a look at k, for graphs that may hold standard operators alone."""
+    call = LearnersArguments(x, *tensors)
+    y = branchless_output(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
+    return y if call.residual is None else y + call.residual
+
+
+def as_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
+    """`acm::gate` in plain torch."""
+    x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi = GateArguments(*tensors)
+    with without_autocast(x.device):
+        score_TC = F.linear(F.gelu(F.linear(x.to(w_inner.dtype), w_inner, b_inner)), w_outer, b_outer)
+    score_TC = score_TC.double() if x.dtype == torch.float64 else score_TC.float()
+    cost_C = choice_costs(cost, k_min=k_min, n_learners=k_min + score_TC.shape[1] - 1, device=x.device)
+    return choose_k(utilities(score_TC, knob, cost_C, rule), k_lo, k_hi, k_min)
+
+
 def is_freezing() -> bool:
     """True while a graph is made whose parameters and buffers Inductor will make constants of (its freezing)."""
     return torch.compiler.is_compiling() and not torch.is_grad_enabled() and _inductor_freezes()
@@ -222,13 +239,8 @@ def _gate(x: Tensor, *tensors: Tensor, **options) -> Tensor:
 
 
 def _gate_reference(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
-    x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi = call = GateArguments(*tensors)
-    require_gate(call, k_min=k_min, rule=rule)
-    with without_autocast(x.device):
-        score_TC = F.linear(F.gelu(F.linear(x.to(w_inner.dtype), w_inner, b_inner)), w_outer, b_outer)
-    score_TC = score_TC.double() if x.dtype == torch.float64 else score_TC.float()
-    cost_C = choice_costs(cost, k_min=k_min, n_learners=k_min + score_TC.shape[1] - 1, device=x.device)
-    return choose_k(utilities(score_TC, knob, cost_C, rule), k_lo, k_hi, k_min)
+    require_gate(GateArguments(*tensors), k_min=k_min, rule=rule)
+    return as_gate(*tensors, cost=cost, k_min=k_min, rule=rule)
 
 
 def _gate_fake(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:

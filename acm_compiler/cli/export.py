@@ -1,4 +1,4 @@
-"""`acmc export DIR`: a saved model as a program that takes its budget as an input, or as a checkpoint of one k."""
+"""`acmc export DIR`: a saved model as a program that takes its budget as an input, or with one k."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def export(
     directory: DirArgument,
     format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="pt2: a program of torch.export; checkpoint: one k.")
+        str, typer.Option(metavar="FORMAT", help="pt2: a program of torch.export; onnx; checkpoint: one k.")
     ] = "pt2",
     out: Annotated[Path | None, typer.Option(metavar="PATH", help="A new folder; unset: DIR/export/FORMAT.")] = None,
     controls: Annotated[
@@ -29,7 +29,7 @@ def export(
         list[str] | None, typer.Option(metavar="NAME:AXIS", help="A further axis of any length; repeatable.")
     ] = None,
     fixed_k: Annotated[
-        int | None, typer.Option("--fixed-k", metavar="K", help="checkpoint: learners that every token runs.")
+        int | None, typer.Option("--fixed-k", metavar="K", help="onnx, checkpoint: learners that every token runs.")
     ] = None,
     input: Annotated[
         str | None, typer.Option(metavar="SHAPE", help="Example input such as 1x3x224x224; unset: of the data.")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +11,8 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.reference import out_layer, prefix_output
-from acm_compiler.checkpoint.folder import Writer
 from acm_compiler.checkpoint.hf_files import is_pretrained
 from acm_compiler.errors import UsageError
-from acm_compiler.files import write_file
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.site import LinearRef
@@ -33,23 +29,17 @@ def usage(model: nn.Module) -> str:
     return f"from transformers import {name}; model = {name}.from_pretrained('.')"
 
 
-def fixed_ks(found: Rewritten, k: Any) -> dict[str, int]:
-    """The k of every site where all tokens run `k`, as `acm.set_k` bounds it. UsageError for what cannot be merged."""
-    most = max(acm.count for acm in found.acms.values())
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
-        raise UsageError("a checkpoint needs one k", where="fixed_k", found=repr(k), expected=f"from 1 to {most}")
+def check_class(found: Rewritten, k: int) -> None:
+    """UsageError for sites whose first `k` learners cannot be merged into layers of the class."""
     for name, acm in found.acms.items():
         site = found.plan.site(name)
         refs = [*site.first, *([site.last] if site.last else [])]
-        if acm.state == "dense":
-            raise _refused(name, "no learners have been fitted", fix="acm.calibrate(model, batches) first")
         if site.kind != "linear" and site.learner_act != site.act:
             raise _refused(name, f"its learners' activation is {site.learner_act}, that of the class {site.act}")
         if site.kind == "linear" and site.learner_act != "identity" and (k < acm.count or not site.has_top):
             raise _refused(name, "its learners are not linear, and the class has one linear layer there")
         if any(ref.rows is not None for ref in refs):
             raise _refused(name, "its weights are parts of a packed parameter")
-    return {name: acm.within(k, k)[0] for name, acm in found.acms.items()}
 
 
 @torch.no_grad()
@@ -131,15 +121,5 @@ def _filled(model: Any, config: Any, given: dict[str, Tensor]) -> nn.Module:
     return built.eval()
 
 
-def writers(built: Any, aside: Path) -> dict[str, Writer]:
-    """Writers of the files of `save_pretrained`, which writes them to the folder `aside` now."""
-    built.save_pretrained(aside)
-    return {path.name: partial(_copy, path) for path in sorted(aside.iterdir())}
-
-
-def _copy(source: Path, target: Path) -> None:
-    write_file(target, source.read_bytes())
-
-
-def _refused(where: str, found: str, *, fix: str = _INSTEAD) -> UsageError:
-    return UsageError("the model's class cannot hold this k", where=where, found=found, fix=fix)
+def _refused(where: str, found: str) -> UsageError:
+    return UsageError("the model's class cannot hold this k", where=where, found=found, fix=_INSTEAD)

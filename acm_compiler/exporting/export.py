@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from acm_compiler.errors import UsageError, did_you_mean
-from acm_compiler.exporting import checkpoint, pt2
+from acm_compiler.exporting import checkpoint, onnx, pt2
 from acm_compiler.exporting.calls import Axes, batch_of, example_call, free_axes, names_of, plain_output, with_signature
 from acm_compiler.exporting.controls import Controlled, check_controls, example_controls
-from acm_compiler.exporting.folder import check_folder, describe, write_export
+from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks
+from acm_compiler.exporting.folder import check_folder, describe, moves, size_of, write_export
 from acm_compiler.exporting.traced import Traced, check_answers, refused, trace, without_dense_regions
 from acm_compiler.inputs import Inputs
 from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
@@ -24,7 +25,7 @@ from acm_compiler.runtime.control import set_k, spend
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.sources.user_code import Attempt
 
-FORMATS = ("pt2", "checkpoint")
+FORMATS = ("pt2", "onnx", "checkpoint")
 
 
 @torch.inference_mode(False)
@@ -43,6 +44,8 @@ def export(
 
     format "pt2": a program of torch.export that takes its budget as one more input, `budget=torch.tensor(0.4)`, in one
     graph for all budgets; torch.export.load reads it once acm_compiler.acm is imported.
+    format "onnx": the same in standard operators of ONNX, which compute all learners and count those not chosen zero;
+    with `fixed_k`, the dense layers of the first `fixed_k` learners alone, for any model.
     format "checkpoint": an ordinary checkpoint of the model's transformers class in which every token runs `fixed_k`
     learners, merged into thinner layers; from_pretrained loads it where this package is not installed.
     example_inputs: what the model is called with; the number of examples is free, and so is the length of texts.
@@ -56,35 +59,55 @@ def export(
     """
     folder = check_folder(path)
     check_format(format)
-    if fixed_k is not None and format != "checkpoint":
+    if fixed_k is not None and format == "pt2":
         fix = "controls=('k_lo', 'k_hi') makes k an input"
-        raise UsageError("a fixed k is for the format checkpoint", where="fixed_k", found=format, fix=fix)
+        raise UsageError("a fixed k is for the formats onnx and checkpoint", where="fixed_k", found=format, fix=fix)
+    if format == "onnx":
+        onnx.check_packages()
     found = wholly_rewritten(rewritten_root(model), "an export")
     if format == "checkpoint":
         return _write_checkpoint(found, folder, example_inputs, fixed_k)
     with undisturbed(found), without_dense_regions(found):
-        traced = _with_budgets(found, example_inputs, controls, per_example=per_example, dynamic=dynamic)
-        error = traced.check(traced.program.module(), where=format)
-    facts = describe(found, format, traced.inputs, usage=pt2.usage(traced), error=error, fixed={})
+        ks = {} if fixed_k is None else fixed_ks(found, fixed_k)
+        if ks:
+            traced = _with_fixed_k(found, example_inputs, ks, dynamic=dynamic)
+        else:
+            traced = _with_budgets(found, example_inputs, controls, per_example=per_example, dynamic=dynamic)
+        return (_write_onnx if format == "onnx" else _write_pt2)(found, traced, folder, ks)
+
+
+def _write_pt2(found: Rewritten, traced: Traced, folder: Path, ks: Mapping[str, int]) -> Path:
+    error = traced.check(traced.program.module(), where="pt2")
+    facts = describe(found, "pt2", traced.inputs, usage=pt2.usage(traced), error=error, fixed=ks)
     writers = {pt2.FILE: lambda file: pt2.write(traced, file)}
     write_export(folder, writers, facts, size_bytes=traced.size_bytes)
     return folder / pt2.FILE
 
 
+def _write_onnx(found: Rewritten, traced: Traced, folder: Path, ks: Mapping[str, int]) -> Path:
+    with tempfile.TemporaryDirectory() as name:
+        aside = Path(name)
+        onnx.write(traced, aside)
+        error = traced.check(onnx.runner(aside), where="onnx")
+        facts = describe(found, "onnx", traced.inputs, usage=onnx.usage(traced), error=error, fixed=ks)
+        write_export(folder, moves(aside), facts, size_bytes=size_of(aside))
+    return folder / onnx.FILE
+
+
 def _write_checkpoint(found: Rewritten, folder: Path, inputs: Inputs, fixed_k: int | None) -> Path:
     args, kwargs = example_call(found.model, inputs)
     _check_runs(found.model, (args, kwargs))
-    ks = checkpoint.fixed_ks(found, fixed_k)
-    built = checkpoint.build(found, ks)
+    ks = fixed_ks(found, fixed_k)
+    checkpoint.check_class(found, max(ks.values()))
+    built: Any = checkpoint.build(found, ks)
     with undisturbed(found):
         set_k(found.model, fixed_k)
         expected = plain_output(found.model(*args, **kwargs))
         error = check_answers(plain_output(built(*args, **kwargs)), expected, where="checkpoint")
     facts = describe(found, "checkpoint", [], usage=checkpoint.usage(found.model), error=error, fixed=ks)
     with tempfile.TemporaryDirectory() as aside:
-        writers = checkpoint.writers(built, Path(aside))
-        size_bytes = sum(path.stat().st_size for path in Path(aside).iterdir())
-        write_export(folder, writers, facts, size_bytes=size_bytes)
+        built.save_pretrained(aside)
+        write_export(folder, moves(Path(aside)), facts, size_bytes=size_of(Path(aside)))
     return folder / checkpoint.FILE
 
 
@@ -114,6 +137,22 @@ def _with_budgets(
 
     program = trace(with_signature(module.eval(), names), (args, kwargs), free_axes(names, (args, kwargs), dynamic))
     return Traced(program=program, call=(args, kwargs), names=tuple(names), answer=answer, low=module.low)
+
+
+def _with_fixed_k(found: Rewritten, inputs: Inputs, ks: Mapping[str, int], *, dynamic: Axes | None) -> Traced:
+    """The program in which every token of a site runs as many learners as `ks` says."""
+    model, call = found.model, example_call(found.model, inputs)
+    names = names_of(model, call)
+    _check_runs(model, call)
+
+    def answer(_: float) -> Any:
+        for name, k in ks.items():
+            found.acms[name].set_choices(knob=0.0, k_lo=k, k_hi=k)
+        return plain_output(model(*call[0], **call[1]))
+
+    with as_dense_layers(found, ks):
+        program = trace(with_signature(Plain(model).eval(), names), call, free_axes(names, call, dynamic))
+    return Traced(program=program, call=call, names=tuple(names), answer=answer, low=None)
 
 
 def _check_runs(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:

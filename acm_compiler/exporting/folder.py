@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,20 @@ def write_export(folder: Path, writers: Mapping[str, Writer], facts: Mapping[str
         (folder / name).unlink(missing_ok=True)
 
 
+def moves(aside: Path) -> dict[str, Writer]:
+    """Writers that move the files of the folder `aside`."""
+    return {path.name: partial(_move, path) for path in sorted(aside.iterdir())}
+
+
+def _move(source: Path, target: Path) -> None:
+    shutil.move(source, target)
+
+
+def size_of(aside: Path) -> int:
+    """The bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in aside.iterdir())
+
+
 def describe(
     found: Rewritten, format: str, inputs: Sequence[TensorInput], *, usage: str, error: float, fixed: Mapping[str, int]
 ) -> dict[str, Any]:
@@ -57,6 +73,7 @@ def describe(
     table = found.owner.table
     budgets = table and {
         "range": [found.owner.table_min, 1.0],
+        "out_of_range": "clamped" if format == "onnx" else "refused",
         "examples": table.examples,
         "table": [asdict(point) for point in table.points],
         "metrics": [asdict(budget) for budget in table.evaluated],

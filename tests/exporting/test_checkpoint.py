@@ -66,8 +66,8 @@ def test_what_a_class_cannot_say_is_refused(tmp_path):
     model, x = learned("hf_llama")
     out = tmp_path / "out"
     for k in (None, 0, 5, True):
-        refused(model, out, x, "a checkpoint needs one k", format="checkpoint", fixed_k=k)
-    refused(model, out, x, "a fixed k is for the format checkpoint", fixed_k=2)
+        refused(model, out, x, "this export needs one k", format="checkpoint", fixed_k=k)
+    refused(model, out, x, "a fixed k is for the formats onnx and checkpoint", fixed_k=2)
     _, y, plain = rewritten(ALL["swiglu"], sites="mlp")
     refused(plain, out, y, "no class to write a checkpoint of", format="checkpoint", fixed_k=2)
     _, x, unfitted = rewritten(PUBLISHED["hf_llama"])

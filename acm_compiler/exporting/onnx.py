@@ -1,0 +1,125 @@
+"""Format onnx: standard operators alone, with the budget as an input or with one k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from acm_compiler.acm.ops import GATE, LEARNERS, as_gate, as_learners
+from acm_compiler.errors import PackageMissing, UsageError
+from acm_compiler.exporting.traced import Traced, refused
+from acm_compiler.sources.user_code import Attempt
+
+FILE = "model.onnx"
+_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+# weights of more bytes go to a file of their own: one message of protobuf holds less than 2 GiB
+_ONE_FILE = 2**31 - 2**26
+_PLAIN: dict[Any, Callable[..., Any]] = {LEARNERS.default: as_learners, GATE.default: as_gate}
+_CAST = torch.ops.aten.view.dtype
+
+
+def check_packages() -> None:
+    """PackageMissing where the exporter or ONNX Runtime, which its files are tried with, is not installed."""
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise PackageMissing(f"ONNX needs {' and '.join(missing)}", fix="pip install 'acm_compiler[onnx]'")
+
+
+def usage(traced: Traced) -> str:
+    """Python code that loads and calls the file with numpy arrays."""
+    names = [tensor.name for tensor in traced.inputs]
+    each = traced.low is not None and traced.call[1]["budget"].dim()
+    values = {"budget": f"np.full({names[0]}.shape[0], 0.4, 'float32')" if each else "np.array(0.4, 'float32')"}
+    fed = ", ".join(f"'{name}': {values.get(name, name) if traced.low is not None else name}" for name in names)
+    first = "import numpy as np, onnxruntime" if traced.low is not None else "import onnxruntime"
+    return f"{first}; model = onnxruntime.InferenceSession('{FILE}'); model.run(None, {{{fed}}})"
+
+
+def write(traced: Traced, aside: Path) -> None:
+    """Write the files into the folder `aside`. UsageError, with torch's reason, for what is not in ONNX."""
+    if half := [t.name for t in traced.inputs if t.dtype == "bfloat16"] or _bfloat16(traced):
+        fix = "export model.float()"
+        raise UsageError("ONNX Runtime has no kernels of bfloat16 on CPUs", found=str(half[0]), fix=fix)
+    attempt = Attempt()
+    with attempt, np.errstate(divide="ignore"):  # the logarithm of what no learners cost is folded: minus infinity
+        program = torch.onnx.export(
+            plain_program(traced.program),
+            input_names=[tensor.name for tensor in traced.inputs],
+            output_names=_output_names(traced),
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+        assert program is not None
+        _fold(program.model)
+        _name_axes(program.model.graph, traced)
+        program.save(aside / FILE, external_data=traced.size_bytes > _ONE_FILE)
+    if attempt.error is not None:
+        raise refused("torch.onnx makes no graph of this model", attempt.error)
+
+
+def plain_program(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """A program with plain torch for the operators of ACMs: all learners run, and those not chosen count zero.
+
+    `program` itself loses the step from a knob to its bits and back, for which ONNX has no operator.
+    """
+    for node in program.graph.nodes:
+        if node.target is _CAST and (bits := node.args[0]).target is _CAST:
+            node.replace_all_uses_with(bits.args[0])
+    program.graph.eliminate_dead_code()
+    return program.run_decompositions(_PLAIN)
+
+
+def runner(folder: Path) -> Callable[..., list[Tensor]]:
+    """The written file as a function of the call's arguments, in ONNX Runtime with as many threads as torch has."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(folder / FILE, options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+
+    def run(*args: Any, **kwargs: Any) -> list[Tensor]:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = {name: tensor.cpu().numpy() for name, tensor in zip(names, tensors, strict=True)}
+        return [torch.from_numpy(np.asarray(value)) for value in session.run(None, given)]
+
+    return run
+
+
+def _bfloat16(traced: Traced) -> list[str]:
+    return [name for name, tensor in traced.program.state_dict.items() if tensor.dtype == torch.bfloat16]
+
+
+def _output_names(traced: Traced) -> list[str]:
+    """Names of the outputs: keys and places, "output" for one tensor alone."""
+    taken = {tensor.name for tensor in traced.inputs}
+    leaves = pytree.tree_flatten_with_path(traced.answer(1.0))[0]
+    names = ["_".join(pytree.keystr((key,)).strip("[].'") for key in path) for path, _ in leaves]
+    return [f"output_{name}".rstrip("_") if not name or name[0].isdigit() or name in taken else name for name in names]
+
+
+def _fold(model: Any) -> None:
+    """Compute what is constant. ONNX Runtime does all else; rules of onnxscript that merge operators broke graphs."""
+    from onnxscript import optimizer
+
+    optimizer.fold_constants(model)
+    optimizer.remove_unused_nodes(model)
+
+
+def _name_axes(graph: Any, traced: Traced) -> None:
+    """Give the free axes of inputs and outputs the names that export.json has for them."""
+    names: dict[str, int | str] = {}
+    for value, tensor in zip(graph.inputs, traced.inputs, strict=True):
+        names |= {
+            str(axis): name for axis, name in zip(value.shape, tensor.shape, strict=True) if isinstance(name, str)
+        }
+    for value in (*graph.inputs, *graph.outputs):
+        for place, axis in enumerate(value.shape or ()):
+            value.shape[place] = names.get(str(axis), axis)

@@ -187,7 +187,7 @@ def measured(model: nn.Module, tokenizer: Path, kinds: list[str], options: argpa
     quarters = [FixedK(options.learners * part // 4) for part in (1, 2, 3, 4)]
     found = evaluate(converted, held_out.epoch(), TASK, budgets=[*BUDGETS, *quarters], dense=model)
     yield from table(found)
-    judged = partial(task_rivals, fit=lambda: calibration_batches(tokenizer, options.batch), judge=held_out.epoch)
+    judged = partial(task_rivals, fit=lambda: calibration_batches(tokenizer, options.batch), held_out=held_out.epoch)
     yield from judged(model, conversion(converted).plan, options.against, TASK)
 
 
@@ -202,7 +202,7 @@ def of_run(folder: Path, methods: list[str]) -> Iterator[str]:
     shown = BatchStream(dataset=train, batch=batch, seed=recipe.run.seed, shuffle=True)
     held_out = BatchStream(dataset=run.data, batch=batch)
     plan = conversion(run.model).plan
-    yield from task_rivals(run.dense, plan, methods, run.task, fit=shown.epoch, judge=held_out.epoch)
+    yield from task_rivals(run.dense, plan, methods, run.task, fit=shown.epoch, held_out=held_out.epoch)
 
 
 def table(found: Evaluation) -> Iterator[str]:
@@ -224,10 +224,10 @@ def task_rivals(
     task: Task,
     *,
     fit: Callable[[], Iterable[Batch]],
-    judge: Callable[[], Iterable[Batch]],
+    held_out: Callable[[], Iterable[Batch]],
 ) -> Iterator[str]:
     """A row of the same table for every method and share of the MACs of the plan's sites."""
-    subject = Subject(dense=dense.eval(), plan=plan, task=task, fit=lambda: islice(fit(), FITTED), judge=judge)
+    subject = Subject(dense=dense.eval(), plan=plan, task=task, fit=lambda: islice(fit(), FITTED), held_out=held_out)
     part = 1 - plan.cost.fixed_macs / plan.model.dense_macs
     with Progress("dense", shown=False) as work:
         whole = measure(Dense(subject), (1.0,), work) if methods else None

@@ -119,7 +119,7 @@ class _Comparing:
             plan=self._plan(),
             task=self.opened.open_task(data.train, dense),
             fit=lambda: self.opened.first(plain(data.train), _FITTED, self.machine.device),
-            judge=self._held_out,
+            held_out=self._held_out,
             folder=self.options.directory,
             seed=recipe.run.seed,
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import Said
-from acm_compiler.baselines.method import Method, Ran
+from acm_compiler.baselines.method import BatchResult, Method
 from acm_compiler.checkpoint import load
 from acm_compiler.data import Batch
 from acm_compiler.inputs import call_model
@@ -47,11 +47,11 @@ class Converted(Method):
         return share_within(_in_percent(budget), owner.plan, low=owner.table_min) is not None
 
     @torch.no_grad()
-    def run(self, batch: Batch, budget: float) -> Ran:
+    def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward at the budget's setting of the gates."""
         set_budget(self.model, _in_percent(budget))
         score_B, usage = self._forward(batch)
-        return Ran(score_B, usage.macs)
+        return BatchResult(score_B, usage.macs)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Usage]:
         task = self.subject.task
@@ -77,14 +77,14 @@ class Shuffled(Converted):
             acm.choose = self._instead(acm)  # type: ignore[method-assign]
 
     @torch.no_grad()
-    def run(self, batch: Batch, budget: float) -> Ran:
+    def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward to see the choices, and one that deals them out."""
         set_budget(self.model, _in_percent(budget))
         self._dealing, self._kept = False, {}
         self._forward(batch)
         self._dealing = True
         score_B, usage = self._forward(batch)
-        return Ran(score_B, usage.macs)
+        return BatchResult(score_B, usage.macs)
 
     def _instead(self, acm: ACM) -> Any:
         choose = acm.choose
@@ -122,14 +122,14 @@ class Static(Converted):
         plan = conversion(self.model).plan
         low, most = min(site.k_min for site in plan.sites), max(site.learners for site in plan.sites)
         self.costs = [(k, _cost_of(plan, k)) for k in range(low, most + 1)]
-        self._of_batch: tuple[Batch | None, dict[int, Ran]] = (None, {})
+        self._of_batch: tuple[Batch | None, dict[int, BatchResult]] = (None, {})
 
     def reaches(self, budget: float) -> bool:
         """True from the lowest k on."""
         return budget >= self.costs[0][1]
 
     @torch.no_grad()
-    def run(self, batch: Batch, budget: float) -> Ran:
+    def run(self, batch: Batch, budget: float) -> BatchResult:
         """The two k whose costs enclose the budget, each for its part of the examples."""
         right = bisect_right([cost for _, cost in self.costs], budget)
         if right == len(self.costs):
@@ -137,16 +137,16 @@ class Static(Converted):
         (low, below), (high, above) = self.costs[right - 1], self.costs[right]
         part = (budget - below) / (above - below)
         a, b = self._at(batch, low), self._at(batch, high)
-        return Ran((1 - part) * a.score_B + part * b.score_B, (1 - part) * a.macs_B + part * b.macs_B)
+        return BatchResult((1 - part) * a.score_B + part * b.score_B, (1 - part) * a.macs_B + part * b.macs_B)
 
-    def _at(self, batch: Batch, k: int) -> Ran:
+    def _at(self, batch: Batch, k: int) -> BatchResult:
         if self._of_batch[0] is not batch:
             self._of_batch = (batch, {})
         done = self._of_batch[1]
         if k not in done:
             set_k(self.model, k)
             score_B, usage = self._forward(batch)
-            done[k] = Ran(score_B, usage.kept_macs + usage.learner_macs[0])
+            done[k] = BatchResult(score_B, usage.kept_macs + usage.learner_macs[0])
         return done[k]
 
 

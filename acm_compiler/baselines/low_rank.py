@@ -15,73 +15,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.acm.activations import resolve
-from acm_compiler.baselines.site_method import Region, SiteMethod
-from acm_compiler.passes.rewrite.dense_region import DenseLinear, DenseWeights
+from acm_compiler.baselines.site_method import Layer, LayerRegion, SiteMethod
+from acm_compiler.passes.rewrite.dense_region import DenseLinear
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
 
 _RIDGE = 1e-6  # of the mean variance: inputs that calibration tokens do not span
 
 
-class ThinLayer:
-    """One linear layer: the moment of its inputs, then its factors [O, M] and [M, D], of which a share is run."""
+class ThinLayer(Layer):
+    """The moment of a layer's inputs, then its factors [O, M] and [M, D], of which a share is run."""
 
     def __init__(self, linear: DenseLinear) -> None:
-        self.weight_OD, self.bias_O = linear
+        super().__init__(linear)
         size = self.weight_OD.shape[1]
         self.moment_DD = torch.zeros((size, size), dtype=torch.float64)
         self.left_OM = self.right_MD = torch.empty(0)
 
-    def look(self, x_TD: Tensor) -> None:
+    def observe(self, x_TD: Tensor) -> None:
         """Add to the second moment."""
         x_TD = x_TD.double().cpu()
         self.moment_DD += x_TD.T @ x_TD
 
-    def settle(self) -> None:
+    def fit(self, shares: Sequence[float]) -> None:
         """Factor the weight; a share cuts the factors later."""
         self.left_OM, self.right_MD = whitened(self.weight_OD, self.moment_DD)
 
-    def run(self, x_TD: Tensor, share: float) -> tuple[Tensor, int]:
-        """Outputs [T, O], and the MACs of one token."""
-        sides = sum(self.weight_OD.shape)
-        rank = max(1, int(share * self.weight_OD.numel() / sides))
-        if rank * sides >= self.weight_OD.numel():
-            return F.linear(x_TD, self.weight_OD, self.bias_O), self.weight_OD.numel()
-        return F.linear(F.linear(x_TD, self.right_MD[:rank]), self.left_OM[:, :rank], self.bias_O), rank * sides
+    def run(self, x_TD: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """Two thin products where they cost less than the weight; the same MACs for every token."""
+        sides, macs = sum(self.weight_OD.shape), self.weight_OD.numel()
+        rank = max(1, int(share * macs / sides))
+        if rank * sides >= macs:
+            return F.linear(x_TD, self.weight_OD, self.bias_O), torch.full((len(x_TD),), macs)
+        y_TO = F.linear(F.linear(x_TD, self.right_MD[:rank]), self.left_OM[:, :rank], self.bias_O)
+        return y_TO, torch.full((len(x_TD),), rank * sides)
 
 
-class ThinRegion(Region):
+class ThinRegion(LayerRegion):
     """The layers of a site, each cut to the rank that its share allows."""
 
-    def __init__(self, dense: DenseWeights, site: PlannedSite) -> None:
-        super().__init__(dense, site)
-        self.first = [ThinLayer(linear) for linear in dense.first]
-        self.last = None if dense.last is None else ThinLayer(dense.last)
-
-    def look(self, x_TD: Tensor) -> None:
-        """Add to the moments of the inputs, and of the hidden activations that they give."""
-        for layer in self.first:
-            layer.look(x_TD)
-        if self.last is not None:
-            self.last.look(self.dense.hidden(x_TD))
-
-    def settle(self, shares: Sequence[float]) -> None:
-        """Factor every layer."""
-        for layer in (*self.first, *([] if self.last is None else [self.last])):
-            layer.settle()
-
-    def compute(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Two thin products in the place of each."""
-        h_TF, macs = self.first[0].run(x_TD, self.share)
-        if self.last is not None:
-            h_TF = resolve(self.dense.act)(h_TF)
-            for layer in self.first[1:]:
-                up_TF, more = layer.run(x_TD, self.share)
-                h_TF, macs = h_TF * up_TF, macs + more
-            h_TF, more = self.last.run(h_TF, self.share)
-            macs += more
-        return h_TF, torch.full((len(x_TD),), macs)
+    kind = ThinLayer
 
 
 class LowRank(SiteMethod):

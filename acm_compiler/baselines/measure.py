@@ -45,7 +45,7 @@ def measure(method: Method, budgets: Sequence[float], progress: Progress) -> Mea
     seconds = dict.fromkeys(reached, 0.0)
     units: list[Tensor] = []
     groups: list[Tensor] = []
-    for batch in progress.fed(method.subject.judge()):
+    for batch in progress.fed(method.subject.held_out()):
         if task.needs_dense:
             with torch.no_grad():
                 batch = task.remember(call_model(dense, task.inputs(batch)), batch)
@@ -93,7 +93,6 @@ def result_of(
     return MethodResult(
         name=name,
         title=method.title,
-        trains=method.trains,
         masks=method.masks,
         rows=tuple(rows),
         unreached=found.unreached,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.baselines.count import macs_of_call
-from acm_compiler.baselines.method import Method, Ran, Subject
+from acm_compiler.baselines.method import BatchResult, Method, Subject
 from acm_compiler.data import Batch
 from acm_compiler.inputs import call_model
 from acm_compiler.planning.plan import Plan
@@ -35,7 +35,7 @@ class ToMe(Method):
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
         self.model = MergingTransformer(copy.deepcopy(subject.dense)).eval()
-        self.set: dict[float, tuple[float, int]] = {}  # of each budget: r, and the MACs of one image
+        self.settings: dict[float, tuple[float, int]] = {}  # of each budget: r, and the MACs of one image
 
     @classmethod
     def refuses(cls, model: nn.Module, plan: Plan) -> str | None:
@@ -72,14 +72,14 @@ class ToMe(Method):
                 else:
                     high = self.model.rate
             self.model.rate = 0.0 if budget >= 1 else high
-            self.set[budget] = self.model.rate, macs_of_call(self.model, inputs[:1])
+            self.settings[budget] = self.model.rate, macs_of_call(self.model, inputs[:1])
 
     @torch.no_grad()
-    def run(self, batch: Batch, budget: float) -> Ran:
+    def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward; all images cost the same."""
-        self.model.rate, macs = self.set[budget]
+        self.model.rate, macs = self.settings[budget]
         score_B = self.score(call_model(self.model, self.subject.task.inputs(batch)), batch)
-        return Ran(score_B, torch.full((len(score_B),), float(macs), dtype=torch.float64))
+        return BatchResult(score_B, torch.full((len(score_B),), float(macs), dtype=torch.float64))
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int, int, int]:
@@ -128,9 +128,9 @@ def merge(x_BSD: Tensor, size_BS: Tensor, keys_BSD: Tensor, merged: int) -> tupl
     if merged < 1:
         return x_BSD, size_BS
     keys_BSD = F.normalize(keys_BSD, dim=-1)
-    likeness_BAM = keys_BSD[:, ::2] @ keys_BSD[:, 1::2].transpose(1, 2)
-    likeness_BAM[:, 0] = -torch.inf  # the class token
-    best_BA, partner_BA = likeness_BAM.max(-1)
+    similarity_BAM = keys_BSD[:, ::2] @ keys_BSD[:, 1::2].transpose(1, 2)
+    similarity_BAM[:, 0] = -torch.inf  # the class token
+    best_BA, partner_BA = similarity_BAM.max(-1)
     order_BA = best_BA.argsort(dim=1, descending=True, stable=True)
     gone_BR, stay_BA = order_BA[:, :merged], order_BA[:, merged:].sort(dim=1).values
     into_BR = partner_BA.gather(1, gone_BR)

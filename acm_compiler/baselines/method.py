@@ -24,7 +24,7 @@ from acm_compiler.tasks import Task
 class Subject:
     """The model, data and task that methods are compared on.
 
-    fit: training examples without augmentation, the same ones every time. judge: held-out examples. folder: where the
+    fit: training examples without augmentation, the same ones every time, and held_out: others. folder: where the
     ACMs were saved.
     """
 
@@ -32,12 +32,12 @@ class Subject:
     plan: Plan
     task: Task
     fit: Callable[[], Iterable[Batch]]
-    judge: Callable[[], Iterable[Batch]]
+    held_out: Callable[[], Iterable[Batch]]
     folder: Path | None = None
     seed: int = 0
 
 
-class Ran(NamedTuple):
+class BatchResult(NamedTuple):
     """One batch at one budget: the score of each example, and the MACs that were executed for it, both [B]."""
 
     score_B: Tensor
@@ -51,7 +51,6 @@ class Method(ABC):
     """
 
     title: ClassVar[str]
-    trains: ClassVar[bool] = False
     masks: ClassVar[bool] = False
     """True where what does not run is computed and thrown away: the MACs saved are no time saved here."""
 
@@ -77,7 +76,7 @@ class Method(ABC):
         return True
 
     @abstractmethod
-    def run(self, batch: Batch, budget: float) -> Ran:
+    def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward at a budget."""
 
     def score(self, output: object, batch: Batch) -> Tensor:

@@ -30,7 +30,6 @@ METHODS: dict[str, type[Method]] = {
 }
 # those that run what the recipe has converted
 OURS = ("acm", "random", "width")
-_ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +50,11 @@ def choose(
 ) -> Chosen:
     """Methods and budgets to run on a model, weights or not. UsageError for what was asked for by name and cannot be.
 
-    names: None for all that need no training; "all" is every method. budgets: None for the `usual` ones. What was not
-    asked for by name is left out where it does not fit.
+    names: None for every method. budgets: None for the `usual` ones. What was not asked for by name is left out where
+    it does not fit.
     """
     asked = _known(names)
-    wanted = asked or [name for name, method in METHODS.items() if not method.trains or names is not None]
+    wanted = asked or list(METHODS)
     shares = sorted(usual if budgets is None else set(budgets))
     found: dict[str, tuple[float, ...]] = {}
     left_out: dict[str, str] = {}
@@ -80,15 +79,13 @@ def choose(
 
 
 def _known(names: Sequence[str] | None) -> list[str]:
-    """The methods named, each once, empty for those of a group. UsageError for other names."""
+    """The methods named, each once. UsageError for other names."""
     asked = list(dict.fromkeys(names or ()))
     for name in asked:
-        if name not in METHODS and name != _ALL:
-            hint = did_you_mean(name, [*METHODS, _ALL])
-            raise UsageError(
-                f"unknown method{hint}", where="--methods", found=name, expected=", ".join([*METHODS, _ALL])
-            )
-    return [] if _ALL in asked else asked
+        if name not in METHODS:
+            hint = did_you_mean(name, METHODS)
+            raise UsageError(f"unknown method{hint}", where="--methods", found=name, expected=", ".join(METHODS))
+    return asked
 
 
 def _below(name: str, sentence: str, *, asked: bool) -> UsageError:

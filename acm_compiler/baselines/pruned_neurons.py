@@ -45,13 +45,13 @@ class FlapRegion(NeuronRegion):
         self.count, self.sums_2F = 0, torch.zeros(2, self.neurons, dtype=torch.float64)
         self.kept: dict[float, Tensor] = {}
 
-    def look(self, x_TD: Tensor) -> None:
+    def observe(self, x_TD: Tensor) -> None:
         """Add to the moments of the hidden activations."""
         h_TF = self.dense.hidden(x_TD).double().cpu()
         self.count += len(h_TF)
         self.sums_2F += torch.stack([h_TF.sum(0), h_TF.square().sum(0)])
 
-    def settle(self, shares: Sequence[float]) -> None:
+    def fit(self, shares: Sequence[float]) -> None:
         """Rank the neurons, and keep the first ones of each share."""
         mean_F, square_F = self.sums_2F / self.count
         weight_OF = self.last[0]
@@ -87,12 +87,12 @@ class CmoeRegion(NeuronRegion):
         self.seen: list[Tensor] = []
         self.experts: dict[float, Experts] = {}
 
-    def look(self, x_TD: Tensor) -> None:
+    def observe(self, x_TD: Tensor) -> None:
         """Keep hidden activations of the first tokens."""
         if sum(map(len, self.seen)) < TOKENS:
             self.seen.append(self.dense.hidden(x_TD).abs())
 
-    def settle(self, shares: Sequence[float]) -> None:
+    def fit(self, shares: Sequence[float]) -> None:
         """Cut the neurons into experts, anew for each share."""
         h_TF = torch.cat(self.seen)[:TOKENS]
         self.seen.clear()

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.context import observed
-from acm_compiler.baselines.method import Method, Ran, Subject
+from acm_compiler.baselines.method import BatchResult, Method, Subject
 from acm_compiler.data import Batch
 from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import rewritten
-from acm_compiler.passes.rewrite.dense_region import DenseWeights, read_dense
+from acm_compiler.passes.rewrite.dense_region import DenseLinear, DenseWeights, read_dense
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.planning.cost import dense_macs_per_token
 from acm_compiler.planning.decisions import PlannedSite
@@ -38,11 +39,11 @@ class Region(nn.Module, ABC):
         self.macs_T = torch.empty(0)
 
     @abstractmethod
-    def look(self, x_TD: Tensor) -> None:
+    def observe(self, x_TD: Tensor) -> None:
         """Keep what fitting needs of real tokens' inputs."""
 
     @abstractmethod
-    def settle(self, shares: Sequence[float]) -> None:
+    def fit(self, shares: Sequence[float]) -> None:
         """Fit to what was kept, for each of `shares`."""
 
     @abstractmethod
@@ -52,6 +53,60 @@ class Region(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         y_TO, self.macs_T = self.compute(x.reshape(-1, x.shape[-1]))
         return y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
+
+
+class Layer(ABC):
+    """One linear layer of a site, run at a share of its MACs."""
+
+    def __init__(self, linear: DenseLinear) -> None:
+        self.weight_OD, self.bias_O = linear
+
+    @abstractmethod
+    def observe(self, x_TD: Tensor) -> None:
+        """Keep what fitting needs of real tokens' inputs."""
+
+    @abstractmethod
+    def fit(self, shares: Sequence[float]) -> None:
+        """Fit to what was kept, for each of `shares`."""
+
+    @abstractmethod
+    def run(self, x_TD: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """Outputs [T, O], and the MACs executed for each token [T]."""
+
+
+class LayerRegion(Region):
+    """A region of `kind` layers, each observed on the dense model's activations and run at the same share."""
+
+    kind: ClassVar[type[Layer]]
+
+    def __init__(self, dense: DenseWeights, site: PlannedSite) -> None:
+        super().__init__(dense, site)
+        self.first = [self.kind(linear) for linear in dense.first]
+        self.last = None if dense.last is None else self.kind(dense.last)
+
+    def observe(self, x_TD: Tensor) -> None:
+        """Show the layers their inputs: the site's, and the hidden activations that these give."""
+        for layer in self.first:
+            layer.observe(x_TD)
+        if self.last is not None:
+            self.last.observe(self.dense.hidden(x_TD))
+
+    def fit(self, shares: Sequence[float]) -> None:
+        """Fit every layer."""
+        for layer in (*self.first, *([] if self.last is None else [self.last])):
+            layer.fit(shares)
+
+    def compute(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of the layers one after the other."""
+        h_TF, macs_T = self.first[0].run(x_TD, self.share)
+        if self.last is None:
+            return h_TF, macs_T
+        h_TF = resolve(self.dense.act)(h_TF)
+        for layer in self.first[1:]:
+            up_TF, more_T = layer.run(x_TD, self.share)
+            h_TF, macs_T = h_TF * up_TF, macs_T + more_T
+        y_TO, more_T = self.last.run(h_TF, self.share)
+        return y_TO, macs_T + more_T
 
 
 class SiteMethod(Method):
@@ -103,22 +158,22 @@ class SiteMethod(Method):
     @torch.no_grad()
     def convert(self, budgets: Sequence[float], say: Say) -> None:
         """Look at the inputs of all sites in the dense model, then fit and install the regions."""
-        with observed(self.found.owner, self._look):
+        with observed(self.found.owner, self._observe):
             for batch in self.subject.fit() if self.regions else ():
                 with batch_context(self.host, mask=self.subject.task.mask(batch)):
                     call_model(self.host, self.subject.task.inputs(batch))
         shares = [self.share_of(budget, self.subject.plan) for budget in budgets]
         for name, region in self.regions.items():
-            region.settle(shares)
+            region.fit(shares)
             self.found.acms[name].dense = region
 
-    def _look(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
+    def _observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         if acm.name in self.regions:
             x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)
-            self.regions[acm.name].look(x_BSD.flatten(0, 1) if mask_BS is None else x_BSD[mask_BS])
+            self.regions[acm.name].observe(x_BSD.flatten(0, 1) if mask_BS is None else x_BSD[mask_BS])
 
     @torch.no_grad()
-    def run(self, batch: Batch, budget: float) -> Ran:
+    def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward with all regions at the share that the budget leaves them."""
         task, self._macs_B = self.subject.task, torch.zeros((), dtype=torch.float64)
         for region in self.regions.values():
@@ -126,7 +181,7 @@ class SiteMethod(Method):
         mask = task.mask(batch)
         with batch_context(self.host, mask=mask), observed(self.found.owner, self._count), record(self.host) as usage:
             output = call_model(self.host, task.inputs(batch))
-        return Ran(self.score(output, batch), usage.kept_macs + self._macs_B)
+        return BatchResult(self.score(output, batch), usage.kept_macs + self._macs_B)
 
     def _count(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         """Add what one call of a site executed at real tokens."""

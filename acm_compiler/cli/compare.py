@@ -18,7 +18,7 @@ def compare(
         typer.Option(metavar="DIR", help="Where the result goes, the converted model too; unset: runs/NAME."),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(metavar="M,M,…", help="Which methods, or all; unset: those that need no training.")
+        str | None, typer.Option(metavar="M,M,…", help="Which methods; unset: every one that fits the model.")
     ] = None,
     budgets: Annotated[
         str | None,

@@ -53,7 +53,6 @@ class MethodResult:
 
     name: str
     title: str
-    trains: bool
     masks: bool
     rows: tuple[Row, ...]
     unreached: tuple[float, ...] = ()

@@ -20,7 +20,7 @@ def subject():
     vit = DIGITS_VIT.trained()
     batch = {"image": torch.rand(4, 3, 36, 36), "label": torch.tensor([0, 1, 2, 3])}
     plan = acm.plan(vit, batch["image"][:1])
-    return Subject(dense=vit, plan=plan, task=Classify(), fit=lambda: [batch], judge=lambda: [batch])
+    return Subject(dense=vit, plan=plan, task=Classify(), fit=lambda: [batch], held_out=lambda: [batch])
 
 
 def test_the_nearest_pairs_become_means_weighted_by_size():
@@ -36,12 +36,12 @@ def test_the_nearest_pairs_become_means_weighted_by_size():
 
 
 def test_without_merging_it_is_the_model(subject):
-    (batch,) = subject.judge()
+    (batch,) = subject.held_out()
     torch.testing.assert_close(MergingTransformer(subject.dense)(batch["image"]), subject.dense(batch["image"]))
 
 
 def test_macs_are_those_executed_and_stay_below_the_budget(subject):
-    method, (batch,) = ToMe(subject), subject.judge()
+    method, (batch,) = ToMe(subject), subject.held_out()
     method.convert(BUDGETS, print)
     ran = []
     for budget in BUDGETS:
@@ -54,7 +54,7 @@ def test_macs_are_those_executed_and_stay_below_the_budget(subject):
 
 
 def test_its_floor_is_what_merging_half_of_the_tokens_costs(subject):
-    method, (batch,) = ToMe(subject), subject.judge()
+    method, (batch,) = ToMe(subject), subject.held_out()
     low = ToMe.floor(subject.dense, subject.plan)
     method.convert((0.01, low), print)
     least = float(method.run(batch, 0.01).macs_B[0]) / subject.plan.model.dense_macs

@@ -36,7 +36,7 @@ def llama():
     pytest.importorskip("transformers")
     dense = small_llama().eval()
     plan = acm.plan(dense, {"input_ids": torch.ones(1, 30, dtype=torch.int64)}, sites="mlp", learners=2)
-    return Subject(dense=dense, plan=plan, task=CausalLM(), fit=texts, judge=lambda: texts(1))
+    return Subject(dense=dense, plan=plan, task=CausalLM(), fit=texts, held_out=lambda: texts(1))
 
 
 class Mlp(nn.Module):
@@ -58,7 +58,7 @@ def mlp():
     model, x = Mlp().eval(), torch.randn(4, 30, 32, generator=torch.Generator().manual_seed(1))
     plan = acm.plan(model, x[:1], sites="mlp", learners=2)
     batch = {"image": x * torch.linspace(0.1, 3, 32), "label": torch.tensor([0, 1, 2, 3])}
-    return Subject(dense=model, plan=plan, task=Classify(), fit=lambda: [batch], judge=lambda: [batch])
+    return Subject(dense=model, plan=plan, task=Classify(), fit=lambda: [batch], held_out=lambda: [batch])
 
 
 def fitted(subject, name, budgets=BUDGETS):
@@ -83,7 +83,7 @@ def counted(method, batch, budget):
 
 @pytest.mark.parametrize("name", ["teal", "wina", "svd"])
 def test_macs_are_those_executed_and_rise_with_the_budget(mlp, name):
-    method, (batch,) = fitted(mlp, name), mlp.judge()
+    method, (batch,) = fitted(mlp, name), mlp.held_out()
     ran = [float(method.run(batch, budget).macs_B.sum()) for budget in BUDGETS]
     assert ran == [counted(method, batch, budget) for budget in BUDGETS]
     assert ran == sorted(ran)
@@ -93,7 +93,7 @@ def test_macs_are_those_executed_and_rise_with_the_budget(mlp, name):
 
 @pytest.mark.parametrize("name", ["teal", "wina", "svd", "flap"])
 def test_errors_fall_with_the_budget_and_the_dense_model_stays(mlp, name):
-    (batch,) = mlp.judge()
+    (batch,) = mlp.held_out()
     wanted = mlp.dense(batch["image"])
     method = fitted(mlp, name)
     errors = []
@@ -105,7 +105,7 @@ def test_errors_fall_with_the_budget_and_the_dense_model_stays(mlp, name):
 
 
 def test_the_dense_model_is_counted_as_torch_counts_it(mlp):
-    (batch,) = mlp.judge()
+    (batch,) = mlp.held_out()
     ran = Dense(mlp).run(batch, 1.0)
     with FlopCounterMode(display=False) as flops:
         mlp.dense(batch["image"])

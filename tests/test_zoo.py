@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
-from acm_compiler.inputs import call_model
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.usage import Usage
+from acm_compiler.sources.inputs import call_model
 from tests.zoo import cases
 from tests.zoo.cases import QUICK, answers, assert_alike, case, every, plan_of
 from tests.zoo.catalogue import FAMILIES, MODELS

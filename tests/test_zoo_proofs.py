@@ -19,8 +19,8 @@ import acm_compiler as acm
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.errors import AcmError
-from acm_compiler.inputs import call_model, split_inputs
 from acm_compiler.runtime import measure_budgets as measure
+from acm_compiler.sources.inputs import call_model, split_inputs
 from acm_compiler.sources.user_code import Attempt
 from tests.helpers.rewrite_cases import assert_same_state, state_of
 from tests.zoo.cases import Case, answers, assert_alike, case, every, plan_of

@@ -23,9 +23,9 @@ from torch.utils._traceback import shorten_filename
 
 from acm_compiler.backend import OPTIONS, lower
 from acm_compiler.errors import AcmError, UsageError
-from acm_compiler.inputs import split_inputs
 from acm_compiler.passes.lower.verify import Lowered
 from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.sources.inputs import split_inputs
 from acm_compiler.sources.user_code import Attempt, first_line, raising_line
 
 # what Dynamo calls one size of an argument, such as L['args'][0].size()[1]

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.passes.find.count_macs import Work
 from acm_compiler.runtime.count_dense_work import kept_work_watched
+from acm_compiler.sources.inputs import Inputs, call_model
 
 
 def macs_of_call(model: nn.Module, inputs: Inputs) -> int:

@@ -14,7 +14,6 @@ from acm_compiler.acm.context import Said
 from acm_compiler.baselines.method import BatchResult, Method
 from acm_compiler.checkpoint import load
 from acm_compiler.data import Batch
-from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
@@ -22,6 +21,7 @@ from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import share_within
 from acm_compiler.runtime.control import set_budget, set_k
 from acm_compiler.runtime.usage import Usage, record
+from acm_compiler.sources.inputs import call_model
 
 
 class Converted(Method):

@@ -16,8 +16,8 @@ from acm_compiler.baselines.method import Method
 from acm_compiler.data.batch import size_of
 from acm_compiler.evaluation.comparison import Cost, MethodResult, Row
 from acm_compiler.evaluation.statistics import Sample, Spent, against_fixed
-from acm_compiler.inputs import call_model
 from acm_compiler.progress import Progress
+from acm_compiler.sources.inputs import call_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

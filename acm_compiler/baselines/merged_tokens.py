@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from acm_compiler.baselines.count import macs_of_call
 from acm_compiler.baselines.method import BatchResult, Method, Subject
 from acm_compiler.data import Batch
-from acm_compiler.inputs import call_model
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
+from acm_compiler.sources.inputs import call_model
 
 _STEPS = 12  # of bisection for r: to a fraction of a token
 

@@ -18,7 +18,6 @@ from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.context import observed
 from acm_compiler.baselines.method import BatchResult, Method, Subject
 from acm_compiler.data import Batch
-from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseLinear, DenseWeights, read_dense
 from acm_compiler.passes.rewrite.rewrite import rewrite
@@ -28,6 +27,7 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.usage import record
+from acm_compiler.sources.inputs import call_model
 
 
 class Region(nn.Module, ABC):

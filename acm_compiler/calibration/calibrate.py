@@ -15,7 +15,6 @@ from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked,
 from acm_compiler.calibration.fit_all import fit_all, install, install_gates
 from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.errors import LayoutUnknown
-from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import (
     refuse_compiled,
@@ -29,6 +28,7 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
 from acm_compiler.runtime.control import spend
 from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
+from acm_compiler.sources.inputs import Inputs
 
 # the kinds of gates that `fit_all` gives every site
 _KINDS = ("as gradients do", "nearly alike")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from acm_compiler.calibration.damage import Answer, default_answer
 from acm_compiler.data import refuse_no_batches
 from acm_compiler.errors import AcmError, DataError, UsageError
-from acm_compiler.inputs import Inputs, call_model, refuse_labels, split_inputs
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.budgets import is_number, parse_budget, share_within, too_much, unreachable
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.runtime.measure_budgets import Example
+from acm_compiler.sources.inputs import Inputs, call_model, refuse_labels, split_inputs
 from acm_compiler.sources.user_code import Attempt, first_line, raising_line, with_frames
 
 # a user's own word on the padding of one batch

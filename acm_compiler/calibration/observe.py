@@ -20,12 +20,12 @@ from acm_compiler.calibration.damage import Answer, answers, energy, random_dire
 from acm_compiler.calibration.examples import mask_in, run
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
-from acm_compiler.inputs import ForwardEnded
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights, broken_weights
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import real_tokens
 from acm_compiler.runtime.measure_budgets import Example
+from acm_compiler.sources.inputs import ForwardEnded
 
 # torch's words for an operator without a gradient: of a library, of `torch.library.custom_op`, of its own
 _UNREGISTERED = "an autograd kernel was not registered"

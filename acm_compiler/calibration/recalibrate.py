@@ -11,7 +11,6 @@ from torch import nn
 
 from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked, run, shares_of
 from acm_compiler.errors import NoBudgetTable, NothingRecorded
-from acm_compiler.inputs import Inputs
 from acm_compiler.passes.rewrite.conversion import (
     BudgetTable,
     Rewritten,
@@ -26,6 +25,7 @@ from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import is_held, refuse_unfitted, set_budget
 from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
 from acm_compiler.runtime.usage import PADDING, recorded
+from acm_compiler.sources.inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ def explain(
 ) -> None:
     """Trace the model's call and print one row per site."""
     from acm_compiler.backend.explanation import explain
-    from acm_compiler.inputs import split_inputs
     from acm_compiler.runs.recipe_run import open_saved_run
+    from acm_compiler.sources.inputs import split_inputs
 
     output = Output(json=json)
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)

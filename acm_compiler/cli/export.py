@@ -11,8 +11,8 @@ from acm_compiler.cli.output import JsonOption, Output
 from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
 
 if TYPE_CHECKING:
-    from acm_compiler.inputs import Inputs
     from acm_compiler.runs.recipe_run import SavedRun
+    from acm_compiler.sources.inputs import Inputs
 
 
 def export(

@@ -22,11 +22,11 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.backend.explanation import without_remarks
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.evaluation.times import BASE, OURS, Row
-from acm_compiler.inputs import Inputs, call_model
 from acm_compiler.passes.capture.normalize import disable_fast_path
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.runtime.control import set_budget, set_k
 from acm_compiler.runtime.usage import record
+from acm_compiler.sources.inputs import Inputs, call_model
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative norm of the difference between compiled and eager outputs of a whole model, k given."""

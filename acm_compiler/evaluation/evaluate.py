@@ -21,7 +21,6 @@ from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.evaluation.statistics import Sample, against_fixed
 from acm_compiler.evaluation.tally import Tally
-from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, rewritten, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.resolved import installed_versions
@@ -31,6 +30,7 @@ from acm_compiler.runtime.budgets import list_of_budgets, parse_budget, share_wi
 from acm_compiler.runtime.control import FixedK, set_budget, set_k
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import record
+from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Score, Task, task_for
 
 Setting = float | str | FixedK

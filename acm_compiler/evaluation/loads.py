@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.data import Batch
-from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import rewritten, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import PADDING, Usage, record
+from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks import Task
 
 CLIPS, TEXTS = 4, 6

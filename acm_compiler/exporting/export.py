@@ -18,11 +18,11 @@ from acm_compiler.exporting.controls import Controlled, check_controls, example_
 from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks
 from acm_compiler.exporting.folder import check_folder, describe, moves, size_of, write_export
 from acm_compiler.exporting.traced import Traced, check_answers, refused, trace, without_dense_regions
-from acm_compiler.inputs import Inputs
 from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
 from acm_compiler.runtime.control import set_k, spend
 from acm_compiler.runtime.measure_budgets import undisturbed
+from acm_compiler.sources.inputs import Inputs
 from acm_compiler.sources.user_code import Attempt
 
 FORMATS = ("pt2", "onnx", "checkpoint")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AlreadyRewritten, UsageError
 from acm_compiler.files import dump
-from acm_compiler.inputs import Inputs, call_model, split_inputs
 from acm_compiler.passes.capture.batch_axes import find_layouts
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.isolate import preserve_state
@@ -26,6 +25,7 @@ from acm_compiler.passes.rewrite.conversion import refuse_no_module
 from acm_compiler.planning.decisions import ModelFacts
 from acm_compiler.planning.plan import class_of, fingerprint
 from acm_compiler.site import Layout, Site, Skip
+from acm_compiler.sources.inputs import Inputs, call_model, split_inputs
 
 _SHARDED = ("FullyShardedDataParallel", "DTensor")
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from torch import nn
 from acm_compiler.errors import SelectionError, UsageError, did_you_mean
 from acm_compiler.evaluation.advice import Advice, advise
 from acm_compiler.files import dump
-from acm_compiler.inputs import Inputs
 from acm_compiler.passes.find.skips import kept_dense
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.passes.rewrite.rewrite import rewrite
@@ -30,6 +29,7 @@ from acm_compiler.recipe.tasks import PythonTask, fitting_classes, refuse_other_
 from acm_compiler.runtime.budgets import refuse_unreachable
 from acm_compiler.site import Skip
 from acm_compiler.sources import BuiltModel, InputSpec, build
+from acm_compiler.sources.inputs import Inputs
 from acm_compiler.sources.python_function import PREFIX, check_call
 
 Rule = SiteRule | Mapping[str, Any]

@@ -18,7 +18,6 @@ from acm_compiler.data.batch import first_examples, size_of
 from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, reachable
 from acm_compiler.evaluation.results import Evaluation
-from acm_compiler.inputs import Inputs
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe import Recipe, expand_paths, load_recipe
@@ -29,6 +28,7 @@ from acm_compiler.runs.folder import subject_of
 from acm_compiler.runs.given import Given, check_folder
 from acm_compiler.sources import build
 from acm_compiler.sources.examples import fit_to
+from acm_compiler.sources.inputs import Inputs
 from acm_compiler.tasks import Task, open_task
 from acm_compiler.training.machine import find_device
 

@@ -18,7 +18,6 @@ from acm_compiler.data import BatchStream
 from acm_compiler.data.batch import Facts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
-from acm_compiler.inputs import call_model
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion, rewritten
 from acm_compiler.planning.check_schedule import check_phase
 from acm_compiler.progress import Progress, Say, duration
@@ -44,6 +43,7 @@ from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.from_hf import processor_files
+from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.job import Job

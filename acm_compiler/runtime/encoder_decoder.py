@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import recomputing
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.inputs import by_name
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.site import Layout
+from acm_compiler.sources.inputs import by_name
 
 # "own": the decoder's tokens; "both": attention of those to the encoder's; None stands for all else
 Side = Literal["own", "both"]

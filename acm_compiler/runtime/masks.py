@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
-from acm_compiler.inputs import by_name
+from acm_compiler.sources.inputs import by_name
 
 _TORCHS = ("src_key_padding_mask", "key_padding_mask")
 

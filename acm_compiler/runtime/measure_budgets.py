@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.errors import DataError, TrainingFailed
-from acm_compiler.inputs import ForwardEnded, Inputs, call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.progress import Progress
@@ -33,6 +32,7 @@ from acm_compiler.runtime.expected_share import (
     turning_knobs,
 )
 from acm_compiler.runtime.usage import PADDING, recorded
+from acm_compiler.sources.inputs import ForwardEnded, Inputs, call_model, in_mode
 
 _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names: those that are asked for most are met best

@@ -15,8 +15,8 @@ from acm_compiler.data.digits import CLASSES, SIDE
 from acm_compiler.data.spoken_digits import RATE
 from acm_compiler.data.spoken_digits import VOCABULARY as LETTERS
 from acm_compiler.errors import PackageMissing
-from acm_compiler.inputs import Inputs
 from acm_compiler.shipped.open_weights import FOLDER, load_shipped
+from acm_compiler.sources.inputs import Inputs
 
 PATCH = 6
 TOKENIZER = FOLDER / "docs_tokenizer.json"

@@ -11,7 +11,6 @@ from torch import nn
 
 from acm_compiler.errors import ModelSourceError, StorageError, did_you_mean
 from acm_compiler.files import parse_json
-from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.gguf import SUFFIX
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
@@ -19,6 +18,7 @@ from acm_compiler.recipe.resolved import installed_version
 from acm_compiler.sources import from_function, from_hf, from_package, from_timm, from_torchvision
 from acm_compiler.sources.built import Device, Found
 from acm_compiler.sources.examples import InputSpec, fit_to, make_inputs
+from acm_compiler.sources.inputs import Inputs
 
 _BUILDERS: dict[str, Callable[..., Found]] = {
     "torchvision": from_torchvision.build,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.errors import UsageError
-from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.models import InputConfig
 from acm_compiler.sources.hf_inputs import is_hf, named, token_inputs
+from acm_compiler.sources.inputs import Inputs
 
 _SPEC = re.compile(r"(\d+(?:x\d+)*)(?::(float|int))?")
 

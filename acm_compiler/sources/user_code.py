@@ -14,7 +14,7 @@ from types import CodeType, TracebackType
 import torch
 
 from acm_compiler.errors import AcmError, FunctionFailed
-from acm_compiler.inputs import ForwardEnded
+from acm_compiler.sources.inputs import ForwardEnded
 
 
 class Attempt:

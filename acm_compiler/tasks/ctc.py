@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from acm_compiler.data.batch import Batch, Facts
 from acm_compiler.errors import DataError, PackageMissing, UsageError
-from acm_compiler.inputs import Inputs
+from acm_compiler.sources.inputs import Inputs
 from acm_compiler.tasks.base import part_of
 from acm_compiler.tasks.language import TokenLogits
 

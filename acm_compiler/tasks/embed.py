@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError
-from acm_compiler.inputs import Inputs
+from acm_compiler.sources.inputs import Inputs
 from acm_compiler.tasks.base import Likeness, Task, named_inputs, pairwise_spearman, part_of
 
 

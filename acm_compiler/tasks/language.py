@@ -18,8 +18,8 @@ from acm_compiler.calibration.damage import root_probabilities
 from acm_compiler.data.batch import Batch, Facts
 from acm_compiler.data.draws import uniform
 from acm_compiler.errors import DataError
-from acm_compiler.inputs import Inputs
 from acm_compiler.recipe.tasks import MaskedLMTask
+from acm_compiler.sources.inputs import Inputs
 from acm_compiler.tasks.base import Likeness, Task, agreement, entry_of, named_inputs, part_of
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.files import parse_json, storing, whole_file, write_file
-from acm_compiler.inputs import Inputs
+from acm_compiler.sources.inputs import Inputs
 
 _NAME = re.compile(r"(\d+)-(\d+)\.safetensors")
 _FACTS = "facts.json"

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.data import Batch, BatchStream
-from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import refuse_unfitted, relax, set_budget
 from acm_compiler.runtime.usage import record
+from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import distance
 from acm_compiler.training.job import Job

@@ -26,10 +26,10 @@ from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.reference import Weights, hidden, prefix_output
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.errors import UsageError
-from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.recipe.phases import TrainedPhase
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Backward, Figures, Group, unique

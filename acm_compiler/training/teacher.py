@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.files import size_text
-from acm_compiler.inputs import call_model, in_mode
 from acm_compiler.progress import Progress
 from acm_compiler.recipe.phases import FinetunePhase
+from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.training.answers import AnswerStore, digests_of, model_digest
 from acm_compiler.training.job import Job

@@ -29,7 +29,6 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.texts import TextSet
 from acm_compiler.files import write_file
-from acm_compiler.inputs import call_model
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.shipped.models import (
     LLAMA_DOCS,
@@ -39,6 +38,7 @@ from acm_compiler.shipped.models import (
     TOKENS,
     VOCABULARY,
 )
+from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks.base import Task, base_metric
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.language import CausalLM

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
 from acm_compiler.errors import NothingRecorded, UsageError
-from acm_compiler.inputs import call_model
 from acm_compiler.planning.cost import dense_macs_per_token
+from acm_compiler.sources.inputs import call_model
 from tests.helpers import models
 from tests.helpers.build import planned_site, stack_of
 

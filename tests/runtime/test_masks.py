@@ -13,9 +13,9 @@ from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.calibration.recalibrate import recalibrate
 from acm_compiler.errors import UsageError
-from acm_compiler.inputs import by_name
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.runtime.masks import call_mask
+from acm_compiler.sources.inputs import by_name
 from tests.helpers.calibration_tiny import make_tiny, texts
 
 QUICK = Options(tokens=200, gate_steps=2, sample=1000)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import acm_compiler as acm
-from acm_compiler.inputs import call_model
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.planning.plan import Plan
+from acm_compiler.sources.inputs import call_model
 from tests.zoo.catalogue import MODELS
 from tests.zoo.entry import Inputs, Model
 

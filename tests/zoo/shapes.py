@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.inputs import call_model
 from acm_compiler.passes.capture.graph import tensors
+from acm_compiler.sources.inputs import call_model
 from acm_compiler.sources.user_code import Attempt
 from tests.zoo.entry import Inputs
 from tests.zoo.makers import VOCABULARY

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from acm_compiler.inputs import Inputs
 from acm_compiler.passes.capture.capture import capture_again
 from acm_compiler.passes.capture.graph import Capture, map_tensors, tensors
 from acm_compiler.passes.capture.op_names import RESHAPES, argument, op_name
 from acm_compiler.site import Layout
+from acm_compiler.sources.inputs import Inputs
 
 _SIZES = (2, 3)
 # of the query; torch's packed attention wants [T, B, E]

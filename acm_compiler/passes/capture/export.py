@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from acm_compiler.inputs import Inputs, split_inputs
 from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, describe, leaves
 from acm_compiler.passes.capture.recorder import canonical_names, module_calls_watched
+from acm_compiler.sources.inputs import Inputs, split_inputs
 from acm_compiler.sources.user_code import traced_line
 
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}

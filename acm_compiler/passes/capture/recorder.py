@@ -19,10 +19,10 @@ from torch.fx.node import map_aggregate
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from acm_compiler.inputs import call_model
 from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, describe, leaves, tensors
 from acm_compiler.passes.capture.live_tensors import LiveTensors
 from acm_compiler.passes.capture.op_names import written_tensors
+from acm_compiler.sources.inputs import call_model
 from acm_compiler.sources.user_code import running_line
 
 # calls that turn a tensor's value into something of Python's; they become nodes, for a value that leaves the graph

@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from acm_compiler.inputs import call_model
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.capture.normalize import normalize
 from acm_compiler.passes.find.count_macs import count_macs, not_counted
+from acm_compiler.sources.inputs import call_model
 from tests.helpers import models
 
 

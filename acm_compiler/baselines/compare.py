@@ -30,7 +30,7 @@ from acm_compiler.runs.folder import RunOptions, is_finished, one_run
 from acm_compiler.runs.pipeline import check_recipe, plan_recipe
 from acm_compiler.runs.recipe_run import OpenedRecipe
 from acm_compiler.runs.run_recipe import plain, run_recipe
-from acm_compiler.sources import build
+from acm_compiler.sources.build import build
 from acm_compiler.training.machine import Machine, open_machine
 
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75)

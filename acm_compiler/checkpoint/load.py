@@ -32,7 +32,7 @@ from acm_compiler.passes.rewrite.revert import finalize
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert, copied
 from acm_compiler.planning.plan import Plan, fits, warn_of_class
 from acm_compiler.runtime.control import set_budget
-from acm_compiler.sources import build_from_record
+from acm_compiler.sources.build import build_from_record
 
 _LOG = logging.getLogger(__name__)
 _OUR_FOLDER = "a folder that acm.save or acmc rewrite wrote"

@@ -19,7 +19,7 @@ from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, tensor_names
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert
 from acm_compiler.planning.plan import Plan
-from acm_compiler.sources import build_from_record
+from acm_compiler.sources.build import build_from_record
 
 _PLAIN = (bool, int, float, str, type(None))
 # modes, how weights were stored, and a number that `resize_token_embeddings` sets at the outermost module alone: the

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from acm_compiler.evaluation.advice import Advice
     from acm_compiler.planning.plan import Plan
     from acm_compiler.recipe import ModelConfig, Recipe
-    from acm_compiler.sources import BuiltModel
+    from acm_compiler.sources.build import BuiltModel
 
 
 AutoClassOption = Annotated[
@@ -98,7 +98,7 @@ def _make(
     from acm_compiler.errors import UsageError
     from acm_compiler.recipe import Recipe
     from acm_compiler.runs.pipeline import plan_model, plan_recipe, rules_of
-    from acm_compiler.sources import parse_input
+    from acm_compiler.sources.examples import parse_input
 
     spec = None if example is None else parse_input(example)
     if isinstance(named, Recipe):

@@ -28,7 +28,8 @@ from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
 from acm_compiler.recipe.tasks import PythonTask, fitting_classes, refuse_other_head
 from acm_compiler.runtime.budgets import refuse_unreachable
 from acm_compiler.site import Skip
-from acm_compiler.sources import BuiltModel, InputSpec, build
+from acm_compiler.sources.build import BuiltModel, build
+from acm_compiler.sources.examples import InputSpec
 from acm_compiler.sources.inputs import Inputs
 from acm_compiler.sources.python_function import PREFIX, check_call
 

@@ -26,7 +26,7 @@ from acm_compiler.recipe.schema import BudgetsConfig, RunConfig
 from acm_compiler.recipe.tasks import TaskConfig
 from acm_compiler.runs.folder import subject_of
 from acm_compiler.runs.given import Given, check_folder
-from acm_compiler.sources import build
+from acm_compiler.sources.build import build
 from acm_compiler.sources.examples import fit_to
 from acm_compiler.sources.inputs import Inputs
 from acm_compiler.tasks import Task, open_task

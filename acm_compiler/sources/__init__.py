@@ -1,17 +1,4 @@
 """Sources of models: references such as `torchvision:vit_b_16`, and the models built from them.
 
-`parse_reference` reads one, `build` makes the model, `build_from_record` makes it again for a saved directory.
+`parse_reference` in `build` reads one, `build` makes the model, `build_from_record` makes it again for a saved folder.
 """
-
-from acm_compiler.sources.build import BuiltModel, build, build_from_record, parse_reference, show_reference
-from acm_compiler.sources.examples import InputSpec, parse_input
-
-__all__ = [
-    "BuiltModel",
-    "InputSpec",
-    "build",
-    "build_from_record",
-    "parse_input",
-    "parse_reference",
-    "show_reference",
-]

@@ -12,7 +12,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import ModelSourceError, StorageError, UsageError
-from acm_compiler.sources import build, parse_reference
+from acm_compiler.sources.build import build, parse_reference
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 30}

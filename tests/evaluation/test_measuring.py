@@ -17,7 +17,7 @@ from acm_compiler.evaluation.times import Times, load_times, save_times
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.runtime.measure_budgets import measure_budgets
-from acm_compiler.sources import build
+from acm_compiler.sources.build import build
 from tests.helpers import tour_model
 from tests.helpers.pictures import OPEN, TASK, picture_batch, picture_model
 from tests.reporting.test_page import TIMES

@@ -35,7 +35,7 @@ from acm_compiler.runs.pipeline import convert
 from acm_compiler.runtime.budgets import parse_budget
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.runtime.measure_budgets import measure_budgets
-from acm_compiler.sources import build
+from acm_compiler.sources.build import build
 from tests.helpers import golden
 from tests.helpers.pictures import OPEN, TASK, picture_batch, picture_model
 

@@ -14,7 +14,7 @@ from acm_compiler.errors import DataError, ModelSourceError, UsageError
 from acm_compiler.recipe.datasets import TextRowsData
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.tasks import CausalLMTask
-from acm_compiler.sources import build, build_from_record, parse_reference, show_reference
+from acm_compiler.sources.build import build, build_from_record, parse_reference, show_reference
 from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.tasks import open_task
 from tests.helpers.gguf_files import WORDS, small_llama, write_gguf

@@ -14,8 +14,9 @@ from torch import nn
 
 from acm_compiler.errors import ModelSourceError, StorageError, UsageError
 from acm_compiler.recipe.models import InputConfig, ModelConfig
-from acm_compiler.sources import build, build_from_record, parse_input, parse_reference, show_reference
+from acm_compiler.sources.build import build, build_from_record, parse_reference, show_reference
 from acm_compiler.sources.built import build_on
+from acm_compiler.sources.examples import parse_input
 
 USERS_MODULE = """
 import torch
@@ -170,7 +171,7 @@ def test_the_users_own_folder_is_found_behind_a_source(tmp_path, monkeypatch):
 
 _WITHOUT_HUB = """
 from acm_compiler.errors import ModelSourceError
-from acm_compiler.sources import build
+from acm_compiler.sources.build import build
 from acm_compiler.sources.build import parse_reference
 
 for name in ("hf:owner/name", "timm:vit_tiny_patch16_224"):

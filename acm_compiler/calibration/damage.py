@@ -194,14 +194,37 @@ def _judged(logits: Tensor) -> Tensor:
     return root_probabilities(logits) if logits.dim() == 3 else logits - logits.mean(-1, keepdim=True)
 
 
-def root_probabilities(logits_BSV: Tensor) -> Tensor:
-    """Twice the roots of the probabilities, in fp32 or more, [B, S, V].
+def root_probabilities(logits_BSV: Tensor, mask_BS: Tensor | None = None) -> Tensor:
+    """Twice the roots of the probabilities, in fp32 or more, [B, S, V]; 0 where the mask is.
 
     The squared change of these is, to second order, twice the divergence of the new distribution from the old: logits
     of tokens that will not come count for nothing.
     """
-    dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return torch.add(math.log(2), logits_BSV.log_softmax(-1, dtype=dtype), alpha=0.5).exp()
+    return _RootProbabilities.apply(logits_BSV, mask_BS)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RootProbabilities(torch.autograd.Function):
+    """With one tensor of this size kept for the gradient, which are the roots, and two made for it.
+
+    Roots r, probabilities p = r^2 / 4: dr = r / 2 (dz - p dz).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_BSV: Tensor, mask_BS: Tensor | None) -> Tensor:
+        dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
+        roots_BSV = logits_BSV.log_softmax(-1, dtype=dtype).mul_(0.5).add_(math.log(2)).exp_()
+        if mask_BS is not None:
+            roots_BSV.mul_(mask_BS[..., None])
+        ctx.save_for_backward(roots_BSV)
+        ctx.dtype = logits_BSV.dtype
+        return roots_BSV
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BSV: Tensor) -> tuple[Tensor, None]:
+        (roots_BSV,) = ctx.saved_tensors
+        along_BS1 = torch.linalg.vecdot(gradient_BSV, roots_BSV)[..., None]
+        change_BSV = torch.addcmul(gradient_BSV, roots_BSV, along_BS1, value=-0.25).mul_(roots_BSV).mul_(0.5)
+        return change_BSV.to(ctx.dtype), None
 
 
 def answers(output: Any, answer: Answer, mask_BS: Tensor | None = None) -> list[Tensor]:
@@ -246,7 +269,7 @@ def random_directions(
             # CPU generators use 32 bits of a seed
             own_seed = zlib.crc32(f"{seed} {part} {first + row} {number}".encode())
             generator = torch.Generator(tensor.device).manual_seed(own_seed)
-            shape = direction[row][real].shape
+            shape = tensor.shape[1:] if real is ... else (int(real.sum()), *tensor.shape[2:])
             drawn = torch.randn(shape, generator=generator, device=tensor.device, dtype=torch.float32)
             direction[row][real] = drawn.to(direction)
         directions.append(direction)
@@ -255,7 +278,10 @@ def random_directions(
 
 def energy(tensors: list[Tensor], mask_BS: Tensor | None) -> float:
     """|output|^2, padding left out."""
-    rows = [example[real] for t in tensors for example, real in zip(t, _real_tokens(t, mask_BS), strict=True)]
-    types = [torch.promote_types(values.dtype, torch.float32) for values in rows]
-    norms = [torch.linalg.vector_norm(values, dim=-1, dtype=dtype) for values, dtype in zip(rows, types, strict=True)]
-    return sum(float(to_float64(norm).square().sum()) for norm in norms)
+    total = 0.0
+    for tensor in tensors:
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        for example, real in zip(tensor, _real_tokens(tensor, mask_BS), strict=True):
+            norms = torch.linalg.vector_norm(example, dim=-1, dtype=dtype)[real]
+            total += float(to_float64(norms).square().sum())
+    return total

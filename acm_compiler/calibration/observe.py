@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,32 +75,33 @@ def observe(
                 if not taps.forward_alone:
                     taps.as_planned &= taps.calls == taps.planned
                     outputs = answers(output, answer, taps.mask_BS)
-                    directions = (
-                        random_directions(outputs, taps.mask_BS, first=seen.examples, seed=seed, number=number)
-                        for number in range(projections)
-                    )
-                    seen.has_gradients |= _differentiate_all(outputs, directions, projections, taps.edges)
+                    del output  # may be the largest tensor of all, and this batch's is of no use to the next
+                    draw = partial(random_directions, outputs, taps.mask_BS, first=seen.examples, seed=seed)
+                    seen.has_gradients |= _differentiate_all(outputs, draw, projections, taps.edges)
                     seen.judged += outputs[0].shape[0]
                     seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
+                    del outputs, draw
             _settle(found, records)
             seen.examples += taps.examples
     return seen
 
 
 def _differentiate_all(
-    outputs: list[Tensor], directions: Iterable[list[Tensor]], count: int, wanted: list[GradientEdge]
+    outputs: list[Tensor], draw: Callable[..., list[Tensor]], count: int, wanted: list[GradientEdge]
 ) -> bool:
-    """Run the gradient's hooks for each of `count` directions of the outputs; False where these have no gradient."""
+    """Run the gradient's hooks for each of `count` directions that are drawn; False where outputs have no gradient."""
     places = [place for place, output in enumerate(outputs) if output.requires_grad]
     if not places or not wanted:
         return False
-    for number, direction in enumerate(directions, start=1):
-        scaled = [direction[place].div_(count**0.5) for place in places]
-        _differentiate([outputs[place] for place in places], scaled, wanted, more=number < count)
+    for number in range(count):
+        drawn = draw(number=number)
+        scaled = [drawn[place].div_(count**0.5) for place in places]
+        _differentiate([outputs[place] for place in places], scaled, wanted, more=number < count - 1)
+        del drawn, scaled  # before the next ones are drawn
     return True
 
 
-def _differentiate(outputs: list[Tensor], along: list[Tensor], wanted: list[GradientEdge], more: bool) -> None:
+def _differentiate(outputs: Sequence[Tensor], along: Sequence[Tensor], wanted: list[GradientEdge], more: bool) -> None:
     """Run the hooks of gradients at the sites' outputs: where only these are wanted, none of a weight is computed.
 
     UsageError where the model overwrote what a gradient needs, or an operator has none.

@@ -39,7 +39,7 @@ class TokenLogits(Task, ABC):
 
     def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The roots of the probabilities [B, S, V], times two; 0 where `mask` [B, S] is."""
-        return _masked(root_probabilities(self.logits(output)), mask)
+        return root_probabilities(self.logits(output), mask)
 
 
 def _masked(values_BSV: Tensor, mask: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
-from acm_compiler.calibration.damage import answers, default_answer, energy, random_directions
+from acm_compiler.calibration.damage import answers, default_answer, energy, random_directions, root_probabilities
 from acm_compiler.calibration.examples import Examples, Options, masked, run
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
@@ -314,6 +314,28 @@ def test_gradients_stop_at_the_tokens_asked_for():
     assert len(with_gradients) == 3 and sum(grads) == 9
     with pytest.raises(UsageError, match="tokens"):
         calibrate(rewrite(model, plan(model, data[0])), data, gradient_tokens=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_roots_of_probabilities_have_their_gradient_and_none_at_padding(masked):
+    logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True, False], [True, False, False]]) if masked else None
+    roots = root_probabilities(logits, mask)
+    kept = torch.ones(2, 3, dtype=torch.bool) if mask is None else mask
+    torch.testing.assert_close(roots.square().sum(-1), 4 * kept.double())
+    torch.testing.assert_close(roots[kept], 2 * logits.softmax(-1).sqrt()[kept])
+    assert torch.autograd.gradcheck(lambda z: root_probabilities(z, mask), logits)
+    small = root_probabilities(torch.randn(2, 3, 7).bfloat16().requires_grad_(), mask)
+    assert small.dtype == torch.float32
+    (gradient,) = torch.autograd.grad(roots.sum(), logits)
+    assert not gradient[~kept].any()
+
+
+def test_roots_of_probabilities_keep_one_tensor_for_the_gradient():
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        root_probabilities(torch.randn(2, 3, 7, requires_grad=True))
+    assert len(saved) == 1
 
 
 def test_energies_are_sums_of_squares_without_padding():

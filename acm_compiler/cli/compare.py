@@ -28,9 +28,7 @@ def compare(
         int | None, typer.Option(min=1, metavar="N", help="Steps of every model that a method trains; unset: 600.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look: measure on 1,200 held-out examples.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start over, and replace the model and the comparison in the folder.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start over, and replace what is in the folder.")] = False,
     overrides: SetOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -38,8 +36,6 @@ def compare(
     from acm_compiler.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    shares = None if budgets is None else _shares(budgets)
-    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     directory = out or Path("runs") / loaded.name
     from acm_compiler.baselines.compare import STEPS, Options, compare
 
@@ -48,8 +44,8 @@ def compare(
     given = {"--methods": methods, "--budgets": budgets, "--steps": None if steps is None else str(steps)}
     options = Options(
         directory=directory,
-        methods=names,
-        budgets=shares,
+        methods=None if methods is None else _listed(methods),
+        budgets=None if budgets is None else _shares(budgets),
         steps=steps or STEPS,
         quick=quick,
         force=force,
@@ -62,10 +58,15 @@ def compare(
     output.say(f"compared in {directory}: compare.txt, compare.json")
 
 
+def _listed(text: str) -> list[str]:
+    """The parts of a text between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def _shares(text: str) -> list[float]:
     """Budgets by commas, as shares of the dense model's MACs. UsageError for others."""
     shares = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in _listed(text):
         number, percent = part.removesuffix("%"), part.endswith("%")
         try:
             share = float(number) / (100 if percent else 1)

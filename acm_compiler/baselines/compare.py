@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
@@ -28,13 +28,14 @@ from acm_compiler.recipe import Recipe, decisions, expand_paths
 from acm_compiler.recipe.resolved import installed_versions
 from acm_compiler.runs.folder import RunOptions, is_finished, one_run
 from acm_compiler.runs.pipeline import check_recipe, plan_recipe
-from acm_compiler.runs.recipe_run import OpenedRecipe
-from acm_compiler.runs.run_recipe import plain, run_recipe
+from acm_compiler.runs.run_recipe import RecipeRun, plain, run_recipe
 from acm_compiler.sources.build import build
+from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
 
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75)
 _DENSE = "dense"
+STEPS = 600
 _FITTED, _QUICK = 2048, 1200  # examples
 
 
@@ -42,12 +43,14 @@ _FITTED, _QUICK = 2048, 1200  # examples
 class Options:
     """Options of a comparison: its folder, its methods and budgets (None: the usual ones).
 
-    quick: fewer held-out examples. force: start over. command: what an interrupted user is told to type.
+    steps: optimizer steps of every model that a method trains. quick: fewer held-out examples. force: start over.
+    command: what an interrupted user is told to type.
     """
 
     directory: Path
     methods: Sequence[str] | None = None
     budgets: Sequence[float] | None = None
+    steps: int = STEPS
     quick: bool = False
     force: bool = False
     command: str = "acmc compare"
@@ -90,7 +93,7 @@ class _Comparing:
         if recipe.run.threads is not None:
             torch.set_num_threads(recipe.run.threads)
         self.recipe, self.options, self.machine, self.scores, self.say = recipe, options, machine, scores, say
-        self.opened = OpenedRecipe(recipe)
+        self.opened = RecipeRun(recipe, machine, say)
 
     def run(self, chosen: Chosen) -> Comparison:
         """Measure the dense model, then each method, and write the comparison."""
@@ -114,15 +117,24 @@ class _Comparing:
         assert data is not None
         torch.manual_seed(recipe.run.seed)
         dense = build(recipe.model, device="cpu", example=recipe.input).model.to(self.machine.device).eval()
+        self.opened.model = dense
         return Subject(
             dense=dense,
             plan=self._plan(),
-            task=self.opened.open_task(data.train, dense),
+            task=self.opened.task,
             fit=lambda: self.opened.first(plain(data.train), _FITTED, self.machine.device),
             held_out=self._held_out,
             folder=self.options.directory,
             seed=recipe.run.seed,
+            steps=self.options.steps,
+            job=self._job,
         )
+
+    def _job(self, name: str) -> Job:
+        """The training of a method, in a folder of its own."""
+        folder = self.scores.folder / name.split()[0]
+        options = RunOptions(directory=folder, resume=True, resume_command=self.options.command)
+        return replace(self.opened.job(options), evaluate=None)
 
     def _plan(self) -> Plan:
         return plan_recipe(self.recipe)[1]
@@ -139,10 +151,11 @@ class _Comparing:
 
     def _measured(self, name: str, budgets: tuple[float, ...], subject: Subject) -> Measured:
         """Scores of a method: from the folder, or fitted and measured now."""
-        if (kept := self.scores.load(name, budgets)) is not None:
+        began, kind = monotonic(), Dense if name == _DENSE else METHODS[name]
+        steps = self.options.steps if kind.trains else 0
+        if (kept := self.scores.load(name, budgets, steps=steps)) is not None:
             self.say(f"{name}: measured before")
             return kept
-        began, kind = monotonic(), Dense if name == _DENSE else METHODS[name]
         torch.manual_seed(self.recipe.run.seed)
         method = kind(subject)
         method.convert(budgets, self.say)
@@ -151,6 +164,7 @@ class _Comparing:
         batches = -(-(min(examples, _QUICK) if self.options.quick else examples) // self.recipe.run.eval_batch)
         with Progress(name, batches, unit="batch", say=self.say) as progress:
             found = measure(method, budgets, progress)
+        found = replace(found, steps=steps)
         self.scores.save(name, found)
         self.say(f"{name}: fitted in {duration(fitted - began)}, measured in {duration(monotonic() - fitted)}")
         if name == _DENSE:

@@ -44,12 +44,12 @@ class Converted(Method):
     def reaches(self, budget: float) -> bool:
         """True within the table of budgets that was measured."""
         owner = conversion(self.model)
-        return share_within(_in_percent(budget), owner.plan, low=owner.table_min) is not None
+        return share_within(in_percent(budget), owner.plan, low=owner.table_min) is not None
 
     @torch.no_grad()
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward at the budget's setting of the gates."""
-        set_budget(self.model, _in_percent(budget))
+        set_budget(self.model, in_percent(budget))
         score_B, usage = self._forward(batch)
         return BatchResult(score_B, usage.macs)
 
@@ -79,7 +79,7 @@ class Shuffled(Converted):
     @torch.no_grad()
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward to see the choices, and one that deals them out."""
-        set_budget(self.model, _in_percent(budget))
+        set_budget(self.model, in_percent(budget))
         self._dealing, self._kept = False, {}
         self._forward(batch)
         self._dealing = True
@@ -156,5 +156,6 @@ def _cost_of(plan: Plan, k: int) -> float:
     return (cost.fixed_macs + cost.least_share(k) * cost.learner_macs) / plan.model.dense_macs
 
 
-def _in_percent(budget: float) -> str:
+def in_percent(budget: float) -> str:
+    """A budget, a share of the dense model's MACs, as `acm.set_budget` reads it."""
     return f"{100 * budget:.6g}%"

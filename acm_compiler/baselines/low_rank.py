@@ -43,12 +43,17 @@ class ThinLayer(Layer):
 
     def run(self, x_TD: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """Two thin products where they cost less than the weight; the same MACs for every token."""
+        rank = self.rank_of(share)
+        if rank is None:
+            return F.linear(x_TD, self.weight_OD, self.bias_O), torch.full((len(x_TD),), self.weight_OD.numel())
+        y_TO = F.linear(F.linear(x_TD, self.right_MD[:rank]), self.left_OM[:, :rank], self.bias_O)
+        return y_TO, torch.full((len(x_TD),), rank * sum(self.weight_OD.shape))
+
+    def rank_of(self, share: float) -> int | None:
+        """The rank that costs this share of the weight's MACs, None where the weight itself costs no more."""
         sides, macs = sum(self.weight_OD.shape), self.weight_OD.numel()
         rank = max(1, int(share * macs / sides))
-        if rank * sides >= macs:
-            return F.linear(x_TD, self.weight_OD, self.bias_O), torch.full((len(x_TD),), macs)
-        y_TO = F.linear(F.linear(x_TD, self.right_MD[:rank]), self.left_OM[:, :rank], self.bias_O)
-        return y_TO, torch.full((len(x_TD),), rank * sides)
+        return rank if rank * sides < macs else None
 
 
 class ThinRegion(LayerRegion):

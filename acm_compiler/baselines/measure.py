@@ -25,7 +25,7 @@ class Measured:
     """Results of one method: for each budget a score and MACs per example, [E], and seconds per example.
 
     units_E, groups_E: what each example counts for, and its source. unreached: budgets that the method could not be set
-    to once it was fitted.
+    to once it was fitted. steps: those that a model was trained by.
     """
 
     units_E: Tensor
@@ -34,6 +34,7 @@ class Measured:
     macs: dict[float, Tensor]
     seconds: dict[float, float] = field(default_factory=dict)
     unreached: tuple[float, ...] = ()
+    steps: int = 0
 
 
 def measure(method: Method, budgets: Sequence[float], progress: Progress) -> Measured:
@@ -96,6 +97,7 @@ def result_of(
         masks=method.masks,
         rows=tuple(rows),
         unreached=found.unreached,
+        steps=found.steps,
     )
 
 

@@ -18,6 +18,7 @@ from acm_compiler.data import Batch
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 from acm_compiler.tasks import Task
+from acm_compiler.training.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class Subject:
     """The model, data and task that methods are compared on.
 
     fit: training examples without augmentation, the same ones every time, and held_out: others. folder: where the
-    ACMs were saved.
+    ACMs were saved. steps: optimizer steps of every model that is trained. job: the data, settings and folder of the
+    training of the method of a name.
     """
 
     dense: nn.Module
@@ -35,6 +37,8 @@ class Subject:
     held_out: Callable[[], Iterable[Batch]]
     folder: Path | None = None
     seed: int = 0
+    steps: int = 0
+    job: Callable[[str], Job] | None = None
 
 
 class BatchResult(NamedTuple):
@@ -51,6 +55,8 @@ class Method(ABC):
     """
 
     title: ClassVar[str]
+    trains: ClassVar[bool] = False
+    """True where the model is trained, by `Subject.steps` steps, not only fitted to activations."""
     masks: ClassVar[bool] = False
     """True where what does not run is computed and thrown away: the MACs saved are no time saved here."""
 

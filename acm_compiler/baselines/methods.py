@@ -13,6 +13,8 @@ from acm_compiler.baselines.merged_tokens import ToMe
 from acm_compiler.baselines.method import Method
 from acm_compiler.baselines.pruned_neurons import Cmoe, Flap
 from acm_compiler.baselines.sparse_activations import Teal, Wina
+from acm_compiler.baselines.trained.acms import Distilled, Paper
+from acm_compiler.baselines.trained.thin import Thin
 from acm_compiler.errors import UsageError, did_you_mean
 from acm_compiler.evaluation.wording import percent
 from acm_compiler.planning.plan import Plan
@@ -27,9 +29,13 @@ METHODS: dict[str, type[Method]] = {
     "flap": Flap,
     "cmoe": Cmoe,
     "tome": ToMe,
+    "acm_distilled": Distilled,
+    "acm_paper": Paper,
+    "thin": Thin,
 }
 # those that run what the recipe has converted
-OURS = ("acm", "random", "width")
+OURS = ("acm", "random", "width", "acm_distilled")
+ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +56,12 @@ def choose(
 ) -> Chosen:
     """Methods and budgets to run on a model, weights or not. UsageError for what was asked for by name and cannot be.
 
-    names: None for every method. budgets: None for the `usual` ones. What was not asked for by name is left out where
-    it does not fit.
+    names: None for every method without training; "all" for every one. budgets: None for the `usual` ones. What was
+    not asked for by name is left out where it does not fit.
     """
     asked = _known(names)
-    wanted = asked or list(METHODS)
+    free = [name for name, method in METHODS.items() if not method.trains]
+    wanted = list(METHODS) if ALL in (names or ()) else asked or free
     shares = sorted(usual if budgets is None else set(budgets))
     found: dict[str, tuple[float, ...]] = {}
     left_out: dict[str, str] = {}
@@ -79,12 +86,13 @@ def choose(
 
 
 def _known(names: Sequence[str] | None) -> list[str]:
-    """The methods named, each once. UsageError for other names."""
-    asked = list(dict.fromkeys(names or ()))
+    """The methods named, each once, but for "all". UsageError for other names."""
+    asked = [name for name in dict.fromkeys(names or ()) if name != ALL]
     for name in asked:
         if name not in METHODS:
-            hint = did_you_mean(name, METHODS)
-            raise UsageError(f"unknown method{hint}", where="--methods", found=name, expected=", ".join(METHODS))
+            hint = did_you_mean(name, (ALL, *METHODS))
+            expected = ", ".join((ALL, *METHODS))
+            raise UsageError(f"unknown method{hint}", where="--methods", found=name, expected=expected)
     return asked
 
 

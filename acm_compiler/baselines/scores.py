@@ -55,10 +55,12 @@ class Scores:
             self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self.folder / _RUN, json.dumps(dict(self.of), indent=1))
 
-    def load(self, name: str, budgets: tuple[float, ...]) -> Measured | None:
-        """The scores of a method at these budgets; None where they are not there, or not whole."""
+    def load(self, name: str, budgets: tuple[float, ...], *, steps: int = 0) -> Measured | None:
+        """The scores of a method, trained by so many steps, at these budgets; None where they are not whole."""
         found = _read(self.folder / f"{name}.json")
         if found is None or sorted(map(float, (*found["scores"], *found["unreached"]))) != sorted(budgets):
+            return None
+        if found.get("steps", 0) != steps:
             return None
         return Measured(
             units_E=torch.tensor(found["units"]),
@@ -67,6 +69,7 @@ class Scores:
             macs={float(b): torch.tensor(part, dtype=torch.float64) for b, part in found["macs"].items()},
             seconds={float(budget): spent for budget, spent in found["seconds"].items()},
             unreached=tuple(found["unreached"]),
+            steps=steps,
         )
 
     def save(self, name: str, found: Measured) -> None:
@@ -78,6 +81,7 @@ class Scores:
             "macs": {repr(budget): part.tolist() for budget, part in found.macs.items()},
             "seconds": {repr(budget): spent for budget, spent in found.seconds.items()},
             "unreached": list(found.unreached),
+            "steps": found.steps,
         }
         write_file(self.folder / f"{name}.json", json.dumps(document))
 

@@ -18,16 +18,17 @@ def compare(
         typer.Option(metavar="DIR", help="Where the result goes, the converted model too; unset: runs/NAME."),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(metavar="M,M,…", help="Which methods; unset: every one that fits the model.")
+        str | None, typer.Option(metavar="M,M,…", help="Which methods, or all; unset: every one without training.")
     ] = None,
     budgets: Annotated[
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of the whole dense model's MACs: .4 or 40%; unset: .25 to .75."),
     ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Steps of every model that a method trains; unset: 600.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look: measure on 1,200 held-out examples.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start over, and replace the model and the comparison in the folder.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start over, and replace what is in the folder.")] = False,
     overrides: SetOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -35,20 +36,20 @@ def compare(
     from acm_compiler.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    shares = None if budgets is None else _shares(budgets)
-    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     directory = out or Path("runs") / loaded.name
-    from acm_compiler.baselines.compare import Options, compare
+    from acm_compiler.baselines.compare import STEPS, Options, compare
 
     output = Output(json=json)
     output.progress(f"{loaded.name}: the comparison goes to {directory}")
+    given = {"--methods": methods, "--budgets": budgets, "--steps": None if steps is None else str(steps)}
     options = Options(
         directory=directory,
-        methods=names,
-        budgets=shares,
+        methods=None if methods is None else _listed(methods),
+        budgets=None if budgets is None else _shares(budgets),
+        steps=steps or STEPS,
         quick=quick,
         force=force,
-        command=_command(recipe, directory, overrides or [], {"--methods": methods, "--budgets": budgets}, quick=quick),
+        command=_command(recipe, directory, overrides or [], given, quick=quick),
     )
     found = compare(loaded, options, say=output.progress)
     output.say(str(found))
@@ -57,10 +58,15 @@ def compare(
     output.say(f"compared in {directory}: compare.txt, compare.json")
 
 
+def _listed(text: str) -> list[str]:
+    """The parts of a text between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def _shares(text: str) -> list[float]:
     """Budgets by commas, as shares of the dense model's MACs. UsageError for others."""
     shares = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in _listed(text):
         number, percent = part.removesuffix("%"), part.endswith("%")
         try:
             share = float(number) / (100 if percent else 1)

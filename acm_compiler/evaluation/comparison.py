@@ -49,13 +49,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodResult:
-    """One method at its budgets. `masks`: what did not run was computed all the same, so its time says nothing."""
+    """One method at its budgets.
+
+    `masks`: what did not run was computed all the same, so its time says nothing. `steps`: of training; 0 for none.
+    """
 
     name: str
     title: str
     masks: bool
     rows: tuple[Row, ...]
     unreached: tuple[float, ...] = ()
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +144,9 @@ def basis(found: Comparison) -> str:
 def notes(found: Comparison) -> list[str]:
     """A line for each method that was left out, at some budgets or at all."""
     lines = [f"left out: {name}: {reason}" for name, reason in found.left_out.items()]
+    if trained := [method for method in found.methods if method.steps]:
+        names = ", ".join(method.name for method in trained)
+        lines.append(f"trained by {trained[0].steps:,} steps on the dense model's outputs: {names}")
     for method in found.methods:
         if method.unreached:
             out = ", ".join(wording.percent(budget, 0) for budget in method.unreached)

@@ -64,7 +64,7 @@ class PhaseLoop:
         """From the start of the phase, or from `snapshot`, to its end. TrainingFailed, RunInterrupted, StorageError."""
         with only_training(self.run.model, parameters_of(self.phase.groups)), self.phase.opened():
             start = self._begin(snapshot)
-            feed = _feed(self.batches, start * self.config.accumulate)
+            feed = endless(self.batches, start * self.config.accumulate)
             with closing(feed), self._progress(start) as progress:
                 batches = progress.fed(feed)
                 for step in range(start, self.steps):
@@ -143,7 +143,7 @@ def steps_of(config: TrainedPhase, batches: int) -> int:
     return max(1, config.epochs * batches // config.accumulate)
 
 
-def _feed(batches: BatchStream, first: int) -> Generator[Batch, None, None]:
+def endless(batches: BatchStream, first: int) -> Generator[Batch, None, None]:
     """All batches from number `first` of the phase on, epoch after epoch."""
     epoch, start = divmod(first, len(batches))
     while True:

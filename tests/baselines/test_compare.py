@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from acm_compiler.cli import app
 from acm_compiler.errors import RunInterrupted, UsageError
 from acm_compiler.evaluation.comparison import comparison_table, load_comparison
 from acm_compiler.recipe import load_recipe
+from acm_compiler.training.loop import PhaseLoop
 
 SMALL = ["data.train.count=100", "data.eval.count=48", "schedule[0].tokens=3000", "expect=null", "run.eval_batch=48"]
 SMALL += ["sites=[{match: mlp, learners: 2}]", "budgets.report=[0.25, 0.5, 1.0]", "budgets.train=0.5"]
@@ -145,6 +147,43 @@ def test_what_does_not_fit_is_left_out_where_nobody_asked_for_it():
     chosen = choose(built.model, plan, names=None, budgets=None, usual=(0.25, 0.5))
     assert "cmoe" not in chosen.budgets and "gated MLPs" in chosen.left_out["cmoe"]
     assert chosen.budgets["flap"] == (0.5,) and "above 25 %" in chosen.left_out["flap"]
+
+
+def test_trained_acms_are_kept_with_their_steps_and_go_on_from_their_state(whole, tmp_path, monkeypatch):
+    names = ("acm", "acm_distilled", "acm_paper")
+    options = Options(directory=tmp_path / "run", methods=names, budgets=(0.6, 0.75), steps=4, command="acmc compare …")
+    shutil.copytree(whole[0], tmp_path / "run", ignore=shutil.ignore_patterns("compare.*", "report"))
+    trained, step = [], PhaseLoop._step
+
+    def stopping(loop, number, feed):
+        trained.append((loop.phase.name, number))
+        if len(trained) == 6:
+            loop.run.interrupts.received = signal.SIGINT
+        return step(loop, number, feed)
+
+    monkeypatch.setattr(PhaseLoop, "_step", stopping)
+    with pytest.raises(RunInterrupted, match=r"acmc compare …"):
+        compare(small(), options, say=print)
+    found = compare(small(), options, say=print)
+    distilled = [("finetune", number) for number in range(4)]
+    assert trained == [*distilled, ("distill", 0), ("gate", 0), ("finetune", 0), ("finetune", 1)]
+    assert [method.steps for method in found.methods] == [0, 4, 4]
+    assert "trained by 4 steps on the dense model's outputs: acm_distilled, acm_paper" in comparison_table(found)
+    assert all(abs(row.cost.share - row.budget) < 0.05 for method in found.methods for row in method.rows)
+    trained.clear()
+    assert str(compare(small(), options, say=print)) == str(found) and not trained
+
+
+def test_methods_without_training_are_what_is_run_unless_asked_otherwise():
+    from acm_compiler.baselines.methods import choose
+    from acm_compiler.runs.pipeline import plan_recipe
+
+    built, plan, _ = plan_recipe(small())
+    chosen = [
+        set(choose(built.model, plan, names=names, budgets=None, usual=(0.6,)).budgets) for names in (None, ["all"])
+    ]
+    assert chosen[0] == {name for name, method in METHODS.items() if not method.trains} - {"cmoe"}
+    assert chosen[1] == set(METHODS) - {"cmoe"}
 
 
 def test_scores_that_a_killed_process_left_half_written_are_measured_again(tmp_path):

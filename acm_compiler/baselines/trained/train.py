@@ -1,0 +1,109 @@
+"""Training of a method's model on the dense model's outputs, alike for all methods: data, steps, optimizer.
+
+What is learned is the distance of outputs that our own finetune phase has with `objective: distillation`: it needs no
+labels, and was ahead of labels where data are few. Adam, a cosine from `lr`, gradients clipped at 1. The model is in
+eval mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from typing import Any
+
+from torch import Tensor, nn
+
+from acm_compiler.baselines.method import Subject
+from acm_compiler.baselines.site_method import SiteMethod
+from acm_compiler.data import Batch
+from acm_compiler.data.batch import size_of
+from acm_compiler.errors import TrainingFailed
+from acm_compiler.progress import Progress, Say
+from acm_compiler.recipe.phases import FinetunePhase
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.sources.inputs import call_model
+from acm_compiler.tasks.base import distance
+from acm_compiler.training.live_state import seed_generators
+from acm_compiler.training.loop import Optimization, endless
+from acm_compiler.training.machine import open_machine
+from acm_compiler.training.phase import Group, only_training, unique
+from acm_compiler.training.teacher import open_teacher
+
+BATCH = 64
+
+
+def train(
+    name: str,
+    model: nn.Module,
+    loss: Callable[[Batch, Tensor], Tensor],
+    subject: Subject,
+    *,
+    lr: float,
+    say: Say,
+    parameters: Iterable[nn.Parameter] | None = None,
+) -> None:
+    """Train `parameters` (None: all) of a model, in place, by a loss of (batch, the dense model's answers).
+
+    Begins anew when it was interrupted. TrainingFailed where a gradient is not finite.
+    """
+    assert subject.job is not None
+    job = subject.job(name)
+    machine = open_machine(job.run.precision, job.run.device)
+    config = FinetunePhase(phase="finetune", objective="distillation", steps=subject.steps, batch=BATCH, lr=lr)
+    teacher = open_teacher(job, machine, config)
+    assert teacher is not None
+    trained = unique(model.parameters() if parameters is None else parameters)
+    optimization = Optimization(config, [Group(parameters=trained)], machine, steps=subject.steps)
+    seed_generators(job.run.seed, 0)
+    stream = job.data(batch=BATCH, seed=job.run.seed, rank=0, world=1)
+    with (
+        only_training(model, trained),
+        closing(endless(stream, 0)) as feed,
+        Progress(name, subject.steps, say=say) as progress,
+    ):
+        for step, batch in zip(range(subject.steps), progress.fed(feed), strict=False):
+            batch, wanted = teacher.teach({key: value.to(machine.device) for key, value in batch.items()})
+            assert wanted is not None
+            with machine.autocast():
+                value = loss(batch, wanted)
+            optimization.backward(value)
+            if not (math.isfinite(optimization.clip()) or optimization.may_overflow):
+                raise TrainingFailed("the gradient is not finite", where=f"{name}, step {step + 1}")
+            optimization.step(step)
+            progress.advance(f"loss {value.item():.4g}", examples=size_of(batch))
+
+
+def to_dense(subject: Subject, output: Any, batch: Batch, wanted: Tensor) -> Tensor:
+    """The distance of an output from the dense model's answers."""
+    task = subject.task
+    answer = task.answer(output, task.mask(batch))
+    return distance(task, answer, wanted.reshape(answer.shape))
+
+
+class TrainedSites(SiteMethod):
+    """A `SiteMethod` whose regions are trained, with all else that runs."""
+
+    trains = True
+
+    def learn(self, name: str, *, lr: float, say: Say, extra: Callable[[], Tensor] | None = None) -> None:
+        """Train the host; `extra` is added to the loss after each forward."""
+
+        def loss(batch: Batch, wanted: Tensor) -> Tensor:
+            with batch_context(self.host, mask=self.subject.task.mask(batch)):
+                output = call_model(self.host, self.subject.task.inputs(batch))
+            value = to_dense(self.subject, output, batch, wanted)
+            return value if extra is None else value + extra()
+
+        acms = self.found.acms.values()
+        idle = {id(p) for acm in acms for part in (acm.learners, acm.gate) for p in part.parameters()}
+        train(
+            name,
+            self.host,
+            loss,
+            self.subject,
+            lr=lr,
+            say=say,
+            parameters=(p for p in self.host.parameters() if id(p) not in idle),
+        )
+        self.host.requires_grad_(False)

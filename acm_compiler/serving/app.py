@@ -176,14 +176,27 @@ def _word_errors(app: FastAPI) -> None:
         return answer
 
     app.add_exception_handler(HTTPException, worded(lambda error: error.status_code, lambda error: error.detail))
-    app.add_exception_handler(RequestValidationError, worded(lambda _: 422, lambda error: _faults(error.errors())))
+    app.add_exception_handler(RequestValidationError, worded(_status, _faults))
     app.add_exception_handler(AcmError, worded(lambda error: 400 if isinstance(error, _THEIRS) else 500, str))
     app.add_exception_handler(Refused, worded(lambda _: 503, str))
     app.add_exception_handler(WorkerDied, worded(lambda _: 500, str))
     app.add_exception_handler(ModelFailed, worded(lambda _: 500, str))
 
 
-def _faults(errors: Sequence[Any]) -> str:
+_NO_JSON = "json_invalid"
+
+
+def _status(error: Any) -> int:
+    return 400 if error.errors()[0]["type"] == _NO_JSON else 422
+
+
+def _faults(error: Any) -> str:
     """`budget: Input should be a valid number` for each fault, a few of them."""
-    faults = [".".join(str(part) for part in error["loc"][1:]) + f": {error['msg']}" for error in errors]
+    faults = []
+    for fault in error.errors():
+        place = ".".join(str(part) for part in fault["loc"][1:])
+        if fault["type"] == _NO_JSON:
+            faults.append(f"the body is no JSON: {fault['ctx']['error']} at character {place}")
+        else:
+            faults.append(f"{place or 'the body'}: {fault['msg']}")
     return a_few_of(list(dict.fromkeys(faults)))

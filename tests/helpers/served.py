@@ -34,7 +34,7 @@ def save_texts(folder: Path) -> None:
     def bert() -> tuple[nn.Module, torch.Tensor]:
         small = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
         config = BertConfig(vocab_size=50, max_position_embeddings=12, **small)
-        return BertModel(config, add_pooling_layer=False), torch.randint(0, 50, (2, 7))
+        return BertModel(config), torch.randint(0, 50, (2, 7))
 
     model, x = trained(bert)
     converted = acm.rewrite(model, acm.plan(model, x, init="random"))
@@ -45,9 +45,9 @@ def save_texts(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def opened(folder: Path, task: str) -> Served:
+def opened(folder: Path, task: str, data: str | None = None) -> Served:
     """The model saved in `folder`, for a task."""
-    return open_served(folder, Given.read(task, None, None), ServeOptions(device="cpu"))
+    return open_served(folder, Given.read(task, data, None), ServeOptions(device="cpu"))
 
 
 def app_of(served: Served, *, max_body: int = 100_000, max_inputs: int = 8, limits: Limits | None = None):

@@ -41,29 +41,22 @@ def serve(
     allow_code: CodeOption = False,
 ) -> None:
     """Answer requests until a signal comes, then finish those that were taken."""
-    from acm_compiler.files import bytes_of
     from acm_compiler.serving import require_packages
-    from acm_compiler.serving.batcher import Limits
 
-    output = Output()
     require_packages()
-    given = Given.read(task, data, base_model)
-    slo_s = None if slo is None else seconds_of(slo, "--slo")
-    limits = Limits(batch=max_batch, wait_s=seconds_of(max_wait, "--max-wait"), waiting=max_waiting)
-    body = bytes_of(max_body, "--max-body")
-    from acm_compiler.serving.controller import Controller
-    from acm_compiler.serving.open_served import ServeOptions, budget_range, open_served
-    from acm_compiler.serving.server import ServerOptions, bind, warm_up
-    from acm_compiler.serving.server import serve as run
+    from acm_compiler.files import bytes_of
+    from acm_compiler.serving.batcher import Limits
+    from acm_compiler.serving.open_served import ServeOptions
+    from acm_compiler.serving.server import Bounds, ServerOptions, bind, open_and_serve
 
+    given = Given.read(task, data, base_model)
+    limits = Limits(batch=max_batch, wait_s=seconds_of(max_wait, "--max-wait"), waiting=max_waiting)
+    server = ServerOptions(max_body=bytes_of(max_body, "--max-body"), max_inputs=max_inputs, limits=limits)
+    slo_s = None if slo is None else seconds_of(slo, "--slo")
+    bounds = Bounds(slo_s=slo_s, budgets=budgets, max_loss=max_loss)
+    options = ServeOptions(device=device, compiled=compiled, longest=max_length, allow_code=allow_code)
     with bind(host, port) as at:
-        options = ServeOptions(device=device, compiled=compiled, longest=max_length, allow_code=allow_code)
-        served = open_served(directory, given, options)
-        found = budget_range(served, directory, budgets, max_loss, slo=slo_s is not None)
-        controller = Controller(low=found.low, high=found.high, slo_s=slo_s)
-        warm_up(served, controller, output.progress)
-        output.progress(f"budget {found.high:.3g}" + (f" to {found.low:.3g}, {found.why}" if slo_s else ""))
-        run(served, controller, ServerOptions(max_body=body, max_inputs=max_inputs, limits=limits), at, output.progress)
+        open_and_serve(directory, given, options, bounds, server, at, Output().progress)
 
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")

@@ -1,8 +1,9 @@
-"""What a server has done, in the format of Prometheus."""
+"""Counters of a server, in the format of Prometheus."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -17,7 +18,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        to = {"registry": self._registry}
+        to: Any = {"registry": self._registry}
         self._requests = Counter("acm_requests", "Requests answered, by endpoint and status", ["path", "status"], **to)
         self._latency = Histogram(
             "acm_latency_seconds", "Time of an input from its arrival to its answer", buckets=_SECONDS, **to

@@ -83,7 +83,7 @@ def _kind(task: TaskConfig | None, directory: Path) -> Kind:
 def _reader(
     directory: Path, model: Any, plan: Plan, recipe: Recipe | None, data: DataConfig | None, options: ServeOptions
 ) -> Reader:
-    """What reads requests: texts where there is a tokenizer, images where the plan's example is one."""
+    """The reader of requests: texts where there is a tokenizer, images where the plan's example is one."""
     size = plan.model.image_size
     if size is not None:
         channels = int(plan.model.inputs.split(" x ")[1])
@@ -106,7 +106,7 @@ def _reader(
 
 
 def _transform(recipe: Recipe | None, data: DataConfig | None, size: tuple[int, int]) -> Callable[[Any], Tensor] | None:
-    """What makes images of files, where the data are files."""
+    """The function from files to images, where the data are files."""
     if not isinstance(data, ImageFolderData):
         return None
     from acm_compiler.data.images import picture_transform

@@ -52,7 +52,7 @@ class Served:
     used: Used | None = None
 
     def run(self, examples: Sequence[Example], own: Sequence[float | None], budget: float) -> list[Tensor]:
-        """What the task makes of the output, for each example at its own budget or at `budget`; fp32 on the CPU."""
+        """The task's part of the output for each example, at its own budget or at `budget`; fp32 on the CPU."""
         given: Batch = fit_to(self.model, self.reader.collate(examples))
         with torch.no_grad():
             output = self._output(given, own, budget)

@@ -6,16 +6,19 @@ import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from acm_compiler.errors import UsageError
 from acm_compiler.progress import Say
+from acm_compiler.runs.given import Given
 from acm_compiler.serving.app import create_app
 from acm_compiler.serving.batcher import Batcher, Limits
 from acm_compiler.serving.controller import Controller
 from acm_compiler.serving.metrics import Metrics
+from acm_compiler.serving.open_served import ServeOptions, budget_range, open_served
 from acm_compiler.serving.served import Served
 
 _BACKLOG = 2048
@@ -28,6 +31,15 @@ class ServerOptions:
     max_body: int
     max_inputs: int
     limits: Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Bounds of a controller: an objective, budgets such as .25:1, the loss that is allowed."""
+
+    slo_s: float | None = None
+    budgets: str | None = None
+    max_loss: float | None = None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -52,6 +64,24 @@ class _Server(uvicorn.Server):
         """Begin to stop."""
         self._refuse()
         super().handle_exit(sig, frame)
+
+
+def open_and_serve(
+    directory: Path,
+    given: Given,
+    options: ServeOptions,
+    bounds: Bounds,
+    server: ServerOptions,
+    at: socket.socket,
+    say: Say,
+) -> None:
+    """Open a folder, run the model once, serve it."""
+    served = open_served(directory, given, options)
+    found = budget_range(served, directory, bounds.budgets, bounds.max_loss, slo=bounds.slo_s is not None)
+    controller = Controller(low=found.low, high=found.high, slo_s=bounds.slo_s)
+    warm_up(served, controller, say)
+    say(f"budget {found.high:.3g}" + (f" to {found.low:.3g}, {found.why}" if bounds.slo_s else ""))
+    serve(served, controller, server, at, say)
 
 
 def serve(served: Served, controller: Controller, options: ServerOptions, at: socket.socket, say: Say) -> None:

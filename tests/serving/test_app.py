@@ -7,20 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-
-import acm_compiler as acm
-from acm_compiler.serving import require_packages
-from acm_compiler.serving.batcher import Limits
-from acm_compiler.sources.inputs import call_model
-
-for package in ("fastapi", "prometheus_client", "python_multipart", "uvicorn", "httpx2", "tokenizers", "transformers"):
-    pytest.importorskip(package)
-
 from starlette.testclient import TestClient
 
+import acm_compiler as acm
+from acm_compiler.serving.batcher import Limits
+from acm_compiler.sources.inputs import call_model
 from tests.helpers import served as small
-
-require_packages()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import random
 from bisect import bisect
+from itertools import pairwise
 
 import pytest
 
@@ -45,7 +46,7 @@ def p95(rows):
 
 
 def changes(rows):
-    return sum(before[2] != after[2] for before, after in zip(rows, rows[1:], strict=False))
+    return sum(before[2] != after[2] for before, after in pairwise(rows))
 
 
 def test_without_an_objective_the_budget_is_the_highest():

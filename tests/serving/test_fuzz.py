@@ -5,10 +5,6 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-for package in ("fastapi", "prometheus_client", "python_multipart", "httpx2", "tokenizers", "transformers"):
-    pytest.importorskip(package)
-
 from starlette.testclient import TestClient
 
 from tests.helpers import served as small
@@ -27,7 +23,9 @@ NEARLY = st.fixed_dictionaries(
     {},
     optional={
         "input": st.one_of(st.lists(st.integers(-1, 51), max_size=14), st.lists(WORDS, max_size=10), WORDS, VALUES),
-        "images": st.one_of(st.lists(st.lists(st.lists(st.floats(width=32), max_size=3), max_size=3), max_size=3), VALUES),
+        "images": st.one_of(
+            st.lists(st.lists(st.lists(st.floats(width=32), max_size=3), max_size=3), max_size=3), VALUES
+        ),
         "budget": BUDGETS,
         "top": st.one_of(st.integers(-1, 20), VALUES),
         "encoding_format": st.one_of(st.just("base64"), VALUES),
@@ -44,7 +42,9 @@ BODIES = st.one_of(
 )
 TYPES = ("application/json", "text/plain", "multipart/form-data; boundary=b", "multipart/form-data", "", "\x7f")
 PARTS = st.binary(max_size=100).map(
-    lambda inner: b'--b\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n' + inner + b"\r\n--b--\r\n"
+    lambda inner: (
+        b'--b\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n' + inner + b"\r\n--b--\r\n"
+    )
 )
 REQUESTS = st.tuples(
     st.sampled_from(("POST", "POST", "POST", "GET", "PUT", "HEAD", "DELETE")),

@@ -22,7 +22,7 @@ from acm_compiler.recipe.tasks import ClassifyTask, EmbedTask, TaskConfig
 from acm_compiler.runs.given import Given, check_folder, parse_budgets
 from acm_compiler.serving.readers import Images, Reader, Texts
 from acm_compiler.serving.served import Kind, Served
-from acm_compiler.sources import build
+from acm_compiler.sources.build import build
 from acm_compiler.tasks.open_task import open_task
 from acm_compiler.training.machine import find_device
 

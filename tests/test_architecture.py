@@ -17,7 +17,7 @@ ROOMS = [
     *("passes", "passes/capture", "passes/find", "passes/rewrite", "passes/lower", "passes/survey"),
     *("runtime", "calibration", "tasks", "codegen", "backend", "evaluation", "reporting"),
     *("checkpoint", "exporting", "training"),
-    *("runs", "baselines", "hf", "__init__", "cli", "__main__"),
+    *("runs", "baselines", "serving", "hf", "__init__", "cli", "__main__"),
 ]
 MOST_ENTRIES, MOST_FILES_IN_A_FOLDER, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 30, 16, 300, 45
 HEAVY = ("triton", "transformers", "timm", "matplotlib", "sklearn", "torch._dynamo", "torchvision", "accelerate")

@@ -31,6 +31,7 @@ from acm_compiler.cli.plan import plan
 from acm_compiler.cli.recipes import recipes_app, schema, validate
 from acm_compiler.cli.report import report
 from acm_compiler.cli.rewrite import rewrite
+from acm_compiler.cli.serve import serve
 from acm_compiler.errors import AcmError, RecipeError, RunInterrupted, StorageError, UsageError
 
 _INTERRUPTED = 130
@@ -93,6 +94,7 @@ VERBS: dict[str, tuple[Callable[..., None] | typer.Typer, str]] = {
     "report": (report, "Write charts and an HTML page about a saved model."),
     "explain": (explain, "Show what runs each ACM of a saved model when it is compiled, and why."),
     "export": (export, "Export a saved model as a program whose budget is an input."),
+    "serve": (serve, "Serve a saved model over HTTP, at budgets that follow the load."),
     "kernels": (kernels, "List GPU kernels: tiles, where they come from, registers, spills."),
     "recipes": (recipes_app, "Shipped recipes: ls, show, copy."),
     "validate": (validate, "Check a recipe, offline and in a second."),

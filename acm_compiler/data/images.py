@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from PIL import Image
@@ -60,12 +60,17 @@ class PictureFolder(Dataset[dict[str, Any]]):
 
 def load_picture(path: str) -> Any:
     """The file as a PIL image in RGB. DataError names a file that cannot be read."""
+    return read_picture(path, path)
+
+
+def read_picture(file: str | BinaryIO, name: str) -> Any:
+    """The image of a path or an open file, in RGB; `name` is for messages. DataError where it cannot be read."""
     try:
-        with Image.open(path) as picture:
+        with Image.open(file) as picture:
             return picture.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
-            "the image cannot be read", where=path, found=error, fix="repair the file, or remove it"
+            "the image cannot be read", where=name, found=error, fix="repair the file, or remove it"
         ) from error
 
 

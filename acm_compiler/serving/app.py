@@ -1,0 +1,202 @@
+"""The HTTP app: endpoints of the model's task, health, metrics; every refusal in words."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import FastAPI, File, Form, Request, Response, UploadFile
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from torch import Tensor
+
+from acm_compiler.errors import AcmError, BudgetUnreachable, DataError, LayoutUnknown, UsageError, a_few_of
+from acm_compiler.serving.batcher import Batcher, Example, ModelFailed, Refused, WorkerDied
+from acm_compiler.serving.limits import Limited, error_body
+from acm_compiler.serving.metrics import Metrics
+from acm_compiler.serving.served import Served
+
+_TOP = 5
+# what those who ask can do something about
+_THEIRS = (UsageError, DataError, BudgetUnreachable, LayoutUnknown)
+Budget = Annotated[float | str | None, Field(description="0.4, '60%' or '11GMACs'; none: the server's choice")]
+
+
+class Embeddings(BaseModel):
+    """A request of OpenAI's embeddings endpoint, and a budget."""
+
+    input: Annotated[Any, Field(description="a text, a list of texts, token ids, or a list of lists of them")]
+    model: str | None = None
+    encoding_format: str = "float"
+    dimensions: int | None = None
+    budget: Budget = None
+
+
+class Classification(BaseModel):
+    """Examples to classify, and a budget. Exactly one of the kinds of input, the model's."""
+
+    images: Annotated[Any, Field(description="each [channels, height, width], as the model takes them")] = None
+    input: Annotated[Any, Field(description="texts, or lists of token ids")] = None
+    top: Annotated[int, Field(ge=1)] = _TOP
+    budget: Budget = None
+
+
+class Requests:
+    """Requests on their way to the batcher and back."""
+
+    def __init__(self, served: Served, batcher: Batcher, most: int) -> None:
+        self._served, self._batcher, self._most = served, batcher, most
+
+    async def answers(self, read: Callable[[], list[Example]], budget: float | str | None) -> list[Tensor]:
+        """The answers to the examples that `read` reads. Refused, WorkerDied, what the model raised, AcmError."""
+        own = None if budget is None else self._served.share(budget)
+        examples = await run_in_threadpool(read)
+        if len(examples) > self._most:
+            raise HTTPException(413, f"{len(examples)} inputs in one request: at most {self._most} (--max-inputs)")
+        futures = self._batcher.submit(examples, own)
+        found = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+        if any(not bool(answer.isfinite().all()) for answer in found):
+            raise HTTPException(422, "the model's output for this input is not finite")
+        return list(found)
+
+
+def create_app(served: Served, batcher: Batcher, metrics: Metrics, *, max_body: int, max_inputs: int) -> Any:
+    """The ASGI app. It starts the batcher when it starts, and stops it when it ends."""
+
+    @asynccontextmanager
+    async def living(_: FastAPI) -> AsyncIterator[None]:
+        batcher.start()
+        yield
+        await run_in_threadpool(batcher.stop)
+
+    app = FastAPI(title=f"acm_compiler: {served.name}", lifespan=living)
+    requests = Requests(served, batcher, max_inputs)
+    (_add_embeddings if served.kind == "embed" else _add_classify)(app, served, requests)
+    _add_state(app, served, batcher, metrics)
+    _word_errors(app)
+    metrics.follow(waiting=lambda: batcher.waiting, budget=lambda: batcher.budget, used=lambda: served.used)
+    paths = {route.path for route in app.routes if hasattr(route, "path")}
+    return Limited(app, most=max_body, metrics=metrics, paths=paths)
+
+
+def _add_embeddings(app: FastAPI, served: Served, requests: Requests) -> None:
+    @app.post("/v1/embeddings")
+    async def embeddings(asked: Embeddings) -> dict[str, Any]:
+        """Vectors of texts, of length 1."""
+        if asked.encoding_format not in ("float", "base64"):
+            raise HTTPException(400, f"encoding_format: found {asked.encoding_format!a}, expected 'float' or 'base64'")
+        if asked.dimensions is not None:
+            raise HTTPException(400, "dimensions: this model's vectors have one length; leave it out")
+        counts: list[int] = []
+
+        def read() -> list[Example]:
+            examples = served.reader.examples(asked.input)
+            counts.extend(len(example["input_ids"]) for example in examples)
+            return examples
+
+        vectors = await requests.answers(read, asked.budget)
+        written = _base64 if asked.encoding_format == "base64" else Tensor.tolist
+        data = [{"object": "embedding", "index": i, "embedding": written(v)} for i, v in enumerate(vectors)]
+        usage = {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
+        return {"object": "list", "data": data, "model": served.name, "usage": usage}
+
+
+def _base64(vector: Tensor) -> str:
+    return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+
+
+def _add_classify(app: FastAPI, served: Served, requests: Requests) -> None:
+    @app.post("/classify")
+    async def classify(asked: Classification) -> dict[str, Any]:
+        """The classes of each example, the most probable first."""
+        given = asked.images if served.reader.name == "images" else asked.input
+        logits = await requests.answers(lambda: served.reader.examples(given), asked.budget)
+        return {"model": served.name, "predictions": [_prediction(served, row, asked.top) for row in logits]}
+
+    @app.post("/classify/files")
+    async def classify_files(
+        files: Annotated[list[UploadFile], File()],
+        top: Annotated[int, Form(ge=1)] = _TOP,
+        budget: Annotated[str | None, Form()] = None,
+    ) -> dict[str, Any]:
+        """The classes of the image in each file, the most probable first."""
+        contents = [
+            (await file.read(), (file.filename or "a file").encode("ascii", "replace").decode()) for file in files
+        ]
+        logits = await requests.answers(lambda: [served.reader.file(*part) for part in contents], _of_form(budget))
+        return {"model": served.name, "predictions": [_prediction(served, row, top) for row in logits]}
+
+
+def _of_form(budget: str | None) -> float | str | None:
+    """A budget in a form is text, also where it is a number."""
+    try:
+        return None if not budget else float(budget)
+    except ValueError:
+        return budget
+
+
+def _prediction(served: Served, logits: Tensor, top: int) -> dict[str, Any]:
+    probability, number = logits.softmax(-1).topk(min(top, len(logits)))
+    rows = zip(number.tolist(), probability.tolist(), strict=True)
+    classes = [{"class": n, "label": served.classes.get(n, str(n)), "probability": p} for n, p in rows]
+    return {**classes[0], "classes": classes}
+
+
+def _add_state(app: FastAPI, served: Served, batcher: Batcher, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health(response: Response) -> dict[str, Any]:
+        """200 while requests are taken, else 503."""
+        response.status_code = 503 if batcher.stopping else 200
+        status = "stopping" if batcher.stopping else "ok"
+        return {"status": status, "model": served.name, "waiting": batcher.waiting, "budget": batcher.budget}
+
+    @app.get("/metrics")
+    async def counters() -> Response:
+        """Counters for Prometheus."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that is served, in OpenAI's form."""
+        return {"object": "list", "data": [{"id": served.name, "object": "model", "owned_by": "acm_compiler"}]}
+
+
+def _word_errors(app: FastAPI) -> None:
+    def worded(status: Callable[[Any], int], words: Callable[[Any], str]) -> Any:
+        async def answer(_: Request, error: Exception) -> Response:
+            headers = {"retry-after": "1"} if isinstance(error, Refused) else None
+            body = error_body(status(error), words(error))
+            return Response(body, status_code=status(error), headers=headers, media_type="application/json")
+
+        return answer
+
+    app.add_exception_handler(HTTPException, worded(lambda error: error.status_code, lambda error: error.detail))
+    app.add_exception_handler(RequestValidationError, worded(_status, _faults))
+    app.add_exception_handler(AcmError, worded(lambda error: 400 if isinstance(error, _THEIRS) else 500, str))
+    app.add_exception_handler(Refused, worded(lambda _: 503, str))
+    app.add_exception_handler(WorkerDied, worded(lambda _: 500, str))
+    app.add_exception_handler(ModelFailed, worded(lambda _: 500, str))
+
+
+_NO_JSON = "json_invalid"
+
+
+def _status(error: Any) -> int:
+    return 400 if error.errors()[0]["type"] == _NO_JSON else 422
+
+
+def _faults(error: Any) -> str:
+    """`budget: Input should be a valid number` for each fault, a few of them."""
+    faults = []
+    for fault in error.errors():
+        place = ".".join(str(part) for part in fault["loc"][1:])
+        if fault["type"] == _NO_JSON:
+            faults.append(f"the body is no JSON: {fault['ctx']['error']} at character {place}")
+        else:
+            faults.append(f"{place or 'the body'}: {fault['msg']}")
+    return a_few_of(list(dict.fromkeys(faults)))

@@ -1,0 +1,80 @@
+"""The outermost layer of the app: bodies of bounded size, requests counted, no failure without words."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from acm_compiler.files import size_text
+from acm_compiler.serving.metrics import Metrics
+
+_LOG = logging.getLogger(__name__)
+
+
+def error_body(status: int, message: str) -> bytes:
+    """An error as OpenAI's clients read it; what no text can hold is replaced."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    document = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return json.dumps(document, ensure_ascii=True).encode()
+
+
+class Limited:
+    """An ASGI app whose requests have bodies of at most `most` bytes; larger ones are refused with 413."""
+
+    def __init__(self, app: Any, *, most: int, metrics: Metrics, paths: Collection[str]) -> None:
+        self._app, self._most, self._metrics, self._paths = app, most, metrics, paths
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Run one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        seen, status = 0, 0
+
+        async def bounded() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._most:
+                raise HTTPException(413, self._words())
+            return message
+
+        async def noted(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            if self._announced(scope) > self._most:
+                await _answer(noted, 413, self._words())
+            else:
+                await self._app(scope, bounded, noted)
+        except Exception:
+            _LOG.exception("a request failed")
+            if status:  # the answer has begun
+                raise
+            await _answer(noted, 500, "the server failed; its log says where")
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.request(path, status)
+
+    def _words(self) -> str:
+        return f"the body is too large: at most {size_text(self._most)} (--max-body)"
+
+    @staticmethod
+    def _announced(scope: Any) -> int:
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit():
+                return int(value)
+        return 0
+
+
+async def _answer(send: Any, status: int, message: str) -> None:
+    body = error_body(status, message)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

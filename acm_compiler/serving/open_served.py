@@ -1,0 +1,177 @@
+"""From a saved folder to a model that can be served: task, reader and budgets, without opening any data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.checkpoint import load
+from acm_compiler.errors import UsageError
+from acm_compiler.evaluation.results import load_evaluation
+from acm_compiler.passes.rewrite.conversion import rewritten
+from acm_compiler.passes.rewrite.revert import finalize
+from acm_compiler.planning.plan import Plan
+from acm_compiler.recipe import Recipe, expand_paths, load_recipe
+from acm_compiler.recipe.datasets import DataConfig, ImageFolderData, TextData, TextRowsData
+from acm_compiler.recipe.tasks import ClassifyTask, EmbedTask, TaskConfig
+from acm_compiler.runs.given import Given, check_folder, parse_budgets
+from acm_compiler.serving.readers import Images, Reader, Texts
+from acm_compiler.serving.served import Kind, Served
+from acm_compiler.sources.build import build
+from acm_compiler.tasks.open_task import open_task
+from acm_compiler.training.machine import find_device
+
+_TOKENIZER = "tokenizer.json"
+_LONGEST = 512  # tokens of a text, where the model takes as many
+_ENGINES = "language models are served by engines that exist, such as `transformers serve`: see docs/serve.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Options of a served model: its device, None for the recipe's; whether it is compiled; the longest text."""
+
+    device: str | None = None
+    compiled: bool = False
+    longest: int | None = None
+    allow_code: bool = False
+
+
+def open_served(directory: Path, given: Given, options: ServeOptions) -> Served:
+    """The model saved in `directory`, without its dense regions. UsageError for a task that is not served."""
+    check_folder(directory)
+    recipe = _recipe(directory)
+    task = given.task or (recipe.task if recipe else None)
+    kind = _kind(task, directory)
+    base = None if given.base is None else build(given.base).model
+    model = finalize(load(directory, base_model=base, allow_code=options.allow_code))
+    model = model.to(find_device(options.device or (recipe.run.device if recipe else "auto"), where="--device"))
+    found = rewritten(model)
+    data = given.data or (recipe.data.eval if recipe and recipe.data else None)
+    assert task is not None
+    return Served(
+        name=recipe.name if recipe else directory.absolute().name,
+        kind=kind,
+        model=model,
+        call=torch.compile(model, backend="acm", dynamic=True) if options.compiled else model,
+        task=open_task(task, None, model),
+        reader=_reader(directory, model, found.owner.plan, recipe, data, options),
+        found=found,
+        classes=_classes(model, data),
+    )
+
+
+def _recipe(directory: Path) -> Recipe | None:
+    file = directory / "recipe.yaml"
+    return expand_paths(load_recipe(file)) if file.is_file() else None
+
+
+def _kind(task: TaskConfig | None, directory: Path) -> Kind:
+    if isinstance(task, EmbedTask):
+        return "embed"
+    if isinstance(task, ClassifyTask):
+        return "classify"
+    found = "none was named" if task is None else task.kind
+    fix = _ENGINES if task is not None and task.kind == "causal_lm" else "name one: --task embed"
+    raise UsageError("no task that is served", where=str(directory), found=found, expected="embed, classify", fix=fix)
+
+
+def _reader(
+    directory: Path, model: Any, plan: Plan, recipe: Recipe | None, data: DataConfig | None, options: ServeOptions
+) -> Reader:
+    """The reader of requests: texts where there is a tokenizer, images where the plan's example is one."""
+    size = plan.model.image_size
+    if size is not None:
+        channels = int(plan.model.inputs.split(" x ")[1])
+        return Images((channels, *size), _transform(recipe, data, size))
+    tokenizer = directory / _TOKENIZER
+    named = data.tokenizer if isinstance(data, (TextData, TextRowsData)) else None
+    if not tokenizer.is_file() and named is None:
+        raise UsageError(
+            "nothing reads requests for this model",
+            where=str(directory),
+            found=f"an example of {plan.model.inputs}, and no {_TOKENIZER}",
+            expected="images, or texts and their tokenizer",
+            fix="put the tokenizer's file into the folder, or name it: "
+            "--data '{kind: texts, split: eval, tokenizer: PATH}'",
+        )
+    most = min(_LONGEST, getattr(model.config, "max_position_embeddings", None) or _LONGEST)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    longest = min(options.longest or most, most)
+    return Texts(str(tokenizer) if tokenizer.is_file() else str(named), longest=longest, vocabulary=vocabulary)
+
+
+def _transform(recipe: Recipe | None, data: DataConfig | None, size: tuple[int, int]) -> Callable[[Any], Tensor] | None:
+    """The function from files to images, where the data are files."""
+    if not isinstance(data, ImageFolderData):
+        return None
+    from acm_compiler.data.images import picture_transform
+
+    return picture_transform(data, recipe.image_size(data) if recipe else size)
+
+
+def _classes(model: nn.Module, data: DataConfig | None) -> Mapping[int, str]:
+    """Names of the classes: those of the folder of images where it is here, else the model's own."""
+    if isinstance(data, ImageFolderData) and (root := Path(data.root)).is_dir():
+        return dict(enumerate(sorted(path.name for path in root.iterdir() if path.is_dir())))
+    return getattr(getattr(model, "config", None), "id2label", None) or {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The budgets that a controller may choose, as shares of learner MACs, and the words for why it goes no lower."""
+
+    low: float
+    high: float
+    why: str
+
+
+def budget_range(served: Served, directory: Path, budgets: str | None, most_loss: float | None, *, slo: bool) -> Range:
+    """The budgets from --budgets and --max-loss. UsageError and BudgetUnreachable for what cannot be.
+
+    Without either a model that has an objective may use all that it can, and one without keeps the budget it has.
+    """
+    assert served.found is not None
+    owner = served.found.owner
+    if budgets is None:
+        low = owner.table_min
+        kept = owner.budget if isinstance(owner.budget, float) else owner.default_budget
+        high = 1.0 if slo or kept is None else kept
+        if not slo:
+            low = high
+    else:
+        first, _, last = budgets.partition(":")
+        low, high = (served.share(parse_budgets(text)[0]) for text in (first, last or first))
+    why = "the lowest budget allowed"
+    if most_loss is not None:
+        least = _least_budget(directory, most_loss)
+        if least > high:
+            raise UsageError(
+                "no budget allowed keeps the loss", where="--max-loss", found=most_loss, expected=f"budget {least:.3g}"
+            )
+        if least > low:
+            low, why = least, f"the lowest measured budget that loses at most {most_loss:g}"
+    return Range(low=low, high=high, why=why)
+
+
+def _least_budget(directory: Path, most_loss: float) -> float:
+    """The lowest evaluated budget from which on no budget loses more of the metric against the dense model."""
+    found = load_evaluation(directory)
+    if found is None or found.metric.dense is None:
+        fix = "measure it: acmc eval DIR"
+        raise UsageError("the metric at each budget is not known", where="--max-loss", found=str(directory), fix=fix)
+    sign = -1 if found.metric.lower_is_better else 1
+    least = None
+    for row in sorted(found.budgets, key=lambda row: -row.asked):
+        if sign * (found.metric.dense - row.metric) > most_loss:
+            break
+        least = row.asked
+    if least is None:
+        losses = [sign * (found.metric.dense - row.metric) for row in found.budgets]
+        expected = f"{min(losses):.3g} at least" if losses else "an evaluation with budgets"
+        raise UsageError("every budget loses more than that", where="--max-loss", found=most_loss, expected=expected)
+    return least

@@ -1,0 +1,96 @@
+"""One batch of requests through a model, at its budgets: examples in, what the task makes of the output out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.data.batch import Batch
+from acm_compiler.errors import UsageError
+from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.runtime.batch_context import batch
+from acm_compiler.runtime.budgets import setting_of, share_within
+from acm_compiler.runtime.control import spend
+from acm_compiler.runtime.usage import PADDING, Usage, recorded
+from acm_compiler.serving.batcher import Example
+from acm_compiler.serving.readers import Reader
+from acm_compiler.sources.examples import fit_to
+from acm_compiler.sources.inputs import call_model
+from acm_compiler.tasks import Task
+
+Kind = Literal["classify", "embed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """Use of the learners by one batch: the share of learner MACs, and mean k by site."""
+
+    share: float
+    mean_k: Mapping[str, float]
+
+
+@dataclass(kw_only=True)
+class Served:
+    """A model of some `kind`, called as `call`, with its task and what reads requests for it.
+
+    One thread at a time may `run` it. `found`: its ACMs; None for a model without any, which has no budgets. `classes`:
+    their names by number. `used`: what the last batch used, None where nothing counts that.
+    """
+
+    name: str
+    kind: Kind
+    model: nn.Module
+    call: Any
+    task: Task
+    reader: Reader
+    found: Rewritten | None
+    classes: Mapping[int, str]
+    used: Used | None = None
+
+    def run(self, examples: Sequence[Example], own: Sequence[float | None], budget: float) -> list[Tensor]:
+        """The task's part of the output for each example, at its own budget or at `budget`; fp32 on the CPU."""
+        given: Batch = fit_to(self.model, self.reader.collate(examples))
+        with torch.no_grad():
+            output = self._output(given, own, budget)
+            answers = self.task.logits(output) if self.kind == "classify" else None
+            if answers is None:
+                answers = self.task.answer(output, self.task.mask(given))
+        return list(answers.float().cpu())
+
+    def share(self, budget: float | str) -> float:
+        """The budget as a share of learner MACs. UsageError and BudgetUnreachable for what it cannot be."""
+        if self.found is None:
+            raise UsageError("this model has no budget: it holds no ACMs")
+        owner = self.found.owner
+        setting_of(owner, budget)
+        share = share_within(budget, owner.plan, low=owner.table_min)
+        assert share is not None  # or it would have been refused
+        return share
+
+    def _output(self, given: Batch, own: Sequence[float | None], budget: float) -> Any:
+        inputs = self.task.inputs(given)
+        if self.found is None:
+            return call_model(self.call, inputs)
+        if any(share is not None for share in own):
+            each = [budget if share is None else share for share in own]
+            with batch(self.model, budgets=each):
+                return self._counted(inputs)
+        spend(self.found, budget)
+        return self._counted(inputs)
+
+    def _counted(self, inputs: Any) -> Any:
+        if self.found is None or self.call is not self.model:
+            return call_model(self.call, inputs)
+        with recorded(self.found, macs=False) as usage:
+            output = call_model(self.call, inputs)
+        self.used = _used(usage)
+        return output
+
+
+def _used(usage: Usage) -> Used:
+    mean_k = {name: k[k != PADDING].float().mean().item() for name, k in usage.k.items()}
+    return Used(share=usage.pooled_budget, mean_k=mean_k)

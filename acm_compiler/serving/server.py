@@ -1,0 +1,108 @@
+"""The server's process: a port, a model that has run once, and an orderly end."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from acm_compiler.errors import UsageError
+from acm_compiler.progress import Say
+from acm_compiler.runs.given import Given
+from acm_compiler.serving.app import create_app
+from acm_compiler.serving.batcher import Batcher, Limits
+from acm_compiler.serving.controller import Controller
+from acm_compiler.serving.metrics import Metrics
+from acm_compiler.serving.open_served import ServeOptions, budget_range, open_served
+from acm_compiler.serving.served import Served
+
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Limits of a server: bytes of a body, inputs of a request, those of batches."""
+
+    max_body: int
+    max_inputs: int
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Bounds of a controller: an objective, budgets such as .25:1, the loss that is allowed."""
+
+    slo_s: float | None = None
+    budgets: str | None = None
+    max_loss: float | None = None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The socket to listen at. UsageError where it is taken or no address of this machine."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        fix = "stop what listens there, or name another port: --port 8001"
+        raise UsageError("the server cannot listen there", where=f"{host}:{port}", found=found, fix=fix) from error
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that refuses requests from the first signal on."""
+
+    def __init__(self, config: uvicorn.Config, refuse: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._refuse = refuse
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop."""
+        self._refuse()
+        super().handle_exit(sig, frame)
+
+
+def open_and_serve(
+    directory: Path,
+    given: Given,
+    options: ServeOptions,
+    bounds: Bounds,
+    server: ServerOptions,
+    at: socket.socket,
+    say: Say,
+) -> None:
+    """Open a folder, run the model once, serve it."""
+    served = open_served(directory, given, options)
+    found = budget_range(served, directory, bounds.budgets, bounds.max_loss, slo=bounds.slo_s is not None)
+    controller = Controller(low=found.low, high=found.high, slo_s=bounds.slo_s)
+    warm_up(served, controller, say)
+    say(f"budget {found.high:.3g}" + (f" to {found.low:.3g}, {found.why}" if bounds.slo_s else ""))
+    serve(served, controller, server, at, say)
+
+
+def serve(served: Served, controller: Controller, options: ServerOptions, at: socket.socket, say: Say) -> None:
+    """Serve until a signal comes, then finish what was taken."""
+    metrics = Metrics()
+    batcher = Batcher(served.run, controller, options.limits, metrics)
+    app = create_app(served, batcher, metrics, max_body=options.max_body, max_inputs=options.max_inputs)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
+    host, port = at.getsockname()[:2]
+    say(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")
+    with contextlib.suppress(KeyboardInterrupt):  # the signal, raised again once all is done
+        _Server(config, batcher.refuse).run(sockets=[at])
+    say("stopped: all that was taken is answered")
+
+
+def warm_up(served: Served, controller: Controller, say: Say) -> None:
+    """Run batches of one and of several examples, at the server's budgets and at their own, so that all is compiled."""
+    say("running the model once" if served.call is served.model else "compiling the model")
+    for count in (1, 3):
+        examples = [served.reader.sample() for _ in range(count)]
+        for budget in dict.fromkeys((controller.levels[-1], controller.levels[0])):
+            served.run(examples, [None] * count, budget)
+        if served.found is not None:
+            served.run(examples, [controller.budget] * count, controller.budget)

@@ -1,0 +1,60 @@
+"""Small saved models as a server opens them, and the app over them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import acm_compiler as acm
+from acm_compiler.runs.given import Given
+from acm_compiler.serving.batcher import Batcher, Limits
+from acm_compiler.serving.controller import Controller
+from acm_compiler.serving.open_served import ServeOptions, open_served
+from acm_compiler.serving.served import Served
+from tests.helpers.rewrite_cases import ALL, give_budgets, rewritten, trained
+
+WORDS = ("[PAD]", "[UNK]", "a", "small", "text", "about", "nothing", "else")
+
+
+def save_images(folder: Path) -> None:
+    """Save a classifier of images [3, 16, 16]."""
+    model = rewritten(ALL["hf_vit"], init="random")[2]
+    give_budgets(model)
+    acm.save(model, folder)
+
+
+def save_texts(folder: Path) -> None:
+    """Save an encoder of texts, with its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel
+
+    def bert() -> tuple[nn.Module, torch.Tensor]:
+        small = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
+        config = BertConfig(vocab_size=50, max_position_embeddings=12, **small)
+        return BertModel(config), torch.randint(0, 50, (2, 7))
+
+    model, x = trained(bert)
+    converted = acm.rewrite(model, acm.plan(model, x, init="random"))
+    give_budgets(converted)
+    acm.save(converted, folder)
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def opened(folder: Path, task: str, data: str | None = None) -> Served:
+    """The model saved in `folder`, for a task."""
+    return open_served(folder, Given.read(task, data, None), ServeOptions(device="cpu"))
+
+
+def app_of(served: Served, *, max_body: int = 100_000, max_inputs: int = 8, limits: Limits | None = None):
+    """The app over a served model and its batcher; the model's own state is not shared."""
+    from acm_compiler.serving.app import create_app
+    from acm_compiler.serving.metrics import Metrics
+
+    served, metrics = copy.copy(served), Metrics()
+    batcher = Batcher(served.run, Controller(low=0.2, high=1.0), limits or Limits(batch=4, wait_s=0.0), metrics)
+    return create_app(served, batcher, metrics, max_body=max_body, max_inputs=max_inputs), batcher, served

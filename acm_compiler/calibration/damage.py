@@ -204,7 +204,7 @@ def root_probabilities(logits_BSV: Tensor, mask_BS: Tensor | None = None) -> Ten
 
 
 class _RootProbabilities(torch.autograd.Function):
-    """With one tensor of this size kept for the gradient, which are the roots, and two made for it.
+    """The function with a gradient that needs the roots alone: one tensor of this size is kept, one made for it.
 
     Roots r, probabilities p = r^2 / 4: dr = r / 2 (dz - p dz).
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,16 @@ _BLOCK = 128  # of the kernels' largest tiles
 _LEAST = 0.1  # a part with a smaller share of the median part's norm may be a sum of large numbers that cancel
 
 
-def relative_error(y: Tensor, expected: Tensor) -> float:
-    """The largest relative error of `y` [..., O] in a token, in a block of 128 x 128 values, and in all of them.
+class Errors(NamedTuple):
+    """The largest relative errors of an output: of a token, of a block of 128 x 128 values, and of all of it."""
+
+    token: float
+    block: float
+    whole: float
+
+
+def relative_errors(y: Tensor, expected: Tensor) -> Errors:
+    """The largest relative error of `y` [..., O] in each kind of part.
 
     The norm of a part's difference over the norm of `expected` there, or over a tenth of that of the median part where
     this is more. NaN and infinities must stand in the same places; else infinity.
@@ -27,9 +35,16 @@ def relative_error(y: Tensor, expected: Tensor) -> float:
     y, expected = (values.double().reshape(-1, values.shape[-1]) for values in (y, expected))
     odd = ~(y.isfinite() & expected.isfinite())
     if not torch.allclose(y[odd], expected[odd], equal_nan=True):
-        return float("inf")
+        return Errors(*[float("inf")] * 3)
     lost, size = ((values.masked_fill(odd, 0)).square() for values in (y - expected, expected))
-    return max(_largest(part(lost), part(size)) for part in (partial(torch.sum, dim=1), _by_block, torch.sum))
+    return Errors(
+        _largest(lost.sum(1), size.sum(1)), _largest(_by_block(lost), _by_block(size)), _largest(lost.sum(), size.sum())
+    )
+
+
+def relative_error(y: Tensor, expected: Tensor) -> float:
+    """The largest of `relative_errors`."""
+    return max(relative_errors(y, expected))
 
 
 def _by_block(squares_TO: Tensor) -> Tensor:

@@ -1,11 +1,4 @@
-"""Triton before 3.7 cannot turn its interpreter's loop bounds into integers with a recent NumPy; this lets it.
-
-Run as a module, it runs another script that way: python -m tests.helpers.old_triton SCRIPT [its arguments].
-"""
-
-import runpy
-import sys
-from pathlib import Path
+"""Triton before 3.7 cannot turn its interpreter's loop bounds into integers with a recent NumPy; this lets it."""
 
 from triton.runtime import interpreter
 
@@ -23,10 +16,3 @@ def mend_loops() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     interpreter._patch_lang_tensor = patched
-
-
-if __name__ == "__main__":
-    mend_loops()
-    sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as python does for a script
-    runpy.run_path(sys.argv[0], run_name="__main__")

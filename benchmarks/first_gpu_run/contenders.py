@@ -1,4 +1,4 @@
-"""Contenders of the GPU benchmark: sites with drawn weights, their dense layers, and other ways to run them."""
+"""Contenders: sites with drawn weights, their dense layers, and other ways to run them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch import Tensor
 from acm_compiler.acm.arguments import GateArguments, GateWeights
 from acm_compiler.acm.ops import cast_weights
 from acm_compiler.acm.reference import Weights, run_learners
-from acm_compiler.codegen.compare import relative_error
-from acm_compiler.codegen.gpu import current_machine
+from acm_compiler.codegen.compare import Errors, relative_errors
 from acm_compiler.codegen.gpu.gate_kernel import run_gate
 from acm_compiler.codegen.gpu.launch import run
 from acm_compiler.codegen.gpu.stages import Machine
+from benchmarks.first_gpu_run.device import Calls, Device
 
-Calls = dict[str, Callable[[], Tensor]]
 GATE_WIDTH = 64
 HEADS = 12
 
@@ -37,19 +36,22 @@ class Shape:
     learners: int = 4
 
 
-VIT = Shape(name="ViT-B MLP, 128 images", form="mlp", tokens=128 * 197, d_in=768, width=768, d_out=768)
-SHAPES = (
-    VIT,
-    replace(VIT, name="ViT-B MLP, 256 images", tokens=256 * 197),
-    replace(VIT, name="ViT-B MLP, 8 images", tokens=8 * 197),
-    replace(VIT, name="ViT-B MLP, 1 image", tokens=197),
-    Shape(name="XLS-R MLP, 16 x 10 s", form="mlp", tokens=16 * 499, d_in=1024, width=1024, d_out=1024),
-    Shape(name="ViT-B projection (SVD)", form="linear", tokens=128 * 197, d_in=768, width=96, d_out=768),
-    Shape(name="ViT-B projection (rows)", form="rows", tokens=128 * 197, d_in=768, width=192, d_out=768),
-    Shape(name="ViT-B projection (columns)", form="cols", tokens=128 * 197, d_in=768, width=192, d_out=768),
-    Shape(name="SwiGLU 4096, 8192 tokens", form="gated", tokens=8192, d_in=4096, width=3584, d_out=4096),
+MLPS = {
+    "ViT-B": Shape(name="ViT-B MLP", form="mlp", tokens=128 * 197, d_in=768, width=768, d_out=768),
+    "XLS-R": Shape(name="XLS-R MLP", form="mlp", tokens=16 * 499, d_in=1024, width=1024, d_out=1024),
+    "Llama-8B": Shape(name="Llama-8B MLP", form="gated", tokens=8192, d_in=4096, width=3584, d_out=4096),
+}
+VIT = MLPS["ViT-B"]
+PROJECTIONS = (
+    replace(VIT, name="ViT-B projection (SVD)", form="linear", width=96),
+    replace(VIT, name="ViT-B projection (rows)", form="rows", width=192),
+    replace(VIT, name="ViT-B projection (columns)", form="cols", width=192),
 )
-SMALL = Shape(name="small", form="mlp", tokens=150, d_in=64, width=32, d_out=64)
+
+
+def tiny(shape: Shape) -> Shape:
+    """The same kind of site, small enough for Triton's interpreter; few tokens stay few."""
+    return replace(shape, tokens=min(shape.tokens, 70), d_in=96, width=24, d_out=96)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +65,13 @@ class Site:
     machine: Machine
 
 
-def site_of(shape: Shape, device: str) -> Site:
-    """Drawn in bf16; zeros would run faster than what users have."""
+def site_of(shape: Shape, device: Device) -> Site:
+    """Drawn in bf16; zeros would run faster than what users have. In a dry run `tiny`."""
+    shape = shape if device.is_cuda else tiny(shape)
     n, h, d, o = shape.learners, shape.width, shape.d_in, shape.d_out
 
     def draw(*size: int) -> Tensor:
-        return (torch.randn(*size, device=device) * size[-1] ** -0.5).bfloat16()
+        return (torch.randn(*size, device=device.kind) * size[-1] ** -0.5).bfloat16()
 
     absent: dict[str, Any] = dict.fromkeys(("b_in", "w_up", "b_up", "w_out", "w_top"))
     part = (HEADS, h // HEADS)
@@ -81,15 +84,15 @@ def site_of(shape: Shape, device: str) -> Site:
     if shape.form == "gated":
         given["w_up"] = draw(n, h, d)
     act = {"mlp": "gelu", "gated": "silu"}.get(shape.form, "identity")
-    x, knob = torch.randn(shape.tokens, d, device=device).bfloat16(), torch.tensor(0.0, device=device)
-    bounds = (torch.tensor(k, dtype=torch.int32, device=device) for k in (0, n))
+    x, knob = torch.randn(shape.tokens, d, device=device.kind).bfloat16(), torch.tensor(0.0, device=device.kind)
+    bounds = (torch.tensor(k, dtype=torch.int32, device=device.kind) for k in (0, n))
     gate = GateWeights(draw(GATE_WIDTH, d), draw(GATE_WIDTH), draw(n + 1, GATE_WIDTH), draw(n + 1))
     return Site(
         shape=shape,
         x=x,
         weights=Weights(**absent | given, b_out=draw(n + 1, o), act=act, form=shape.form),
         gate=GateArguments(x, *gate, knob, *bounds),
-        machine=current_machine() if device == "cuda" else Machine(arch=90, processors=3),
+        machine=device.machine,
     )
 
 
@@ -155,8 +158,10 @@ def grouped_call(site: Site, k: Tensor) -> Callable[[], Tensor]:
 
 
 def compiled_dense(site: Site) -> Callable[[], Tensor]:
-    """The dense site as Inductor tunes it; compiled anew for every site."""
+    """The dense site as Inductor tunes it; compiled anew for every site. A dry run only traces it."""
     torch._dynamo.reset()
+    if not site.x.is_cuda:
+        return torch.compile(dense_call(site), backend="eager")
     return torch.compile(dense_call(site), mode="max-autotune-no-cudagraphs")
 
 
@@ -174,15 +179,12 @@ def contenders(site: Site, fraction: float, k: Tensor) -> Calls:
     return calls
 
 
-def errors_of(site: Site, k: Tensor, calls: Calls) -> dict[str, float]:
-    """Relative error of everybody who computes the ACM, on up to 512 tokens against float64."""
-    rows = torch.randperm(site.shape.tokens)[:512]
-    some = rows.to(site.x.device)
-    exact = cast_weights(Weights(**{f: _cpu(getattr(site.weights, f)) for f in Weights.__slots__}), torch.float64)
-    expected = run_learners(site.x[some].cpu().double(), k[some].cpu(), exact)
+def exact_answer(site: Site, k: Tensor) -> Tensor:
+    """The ACM's output in float64, by the reference, where the site is."""
+    return run_learners(site.x.double(), k, cast_weights(site.weights, torch.float64))
+
+
+def errors_of(calls: Calls, exact: Tensor) -> dict[str, Errors]:
+    """Errors of everybody who computes the ACM."""
     ours = ("grouped_mm", "ours", "ours, no gate")
-    return {name: relative_error(calls[name]()[some].cpu(), expected) for name in ours if name in calls}
-
-
-def _cpu(value: Any) -> Any:
-    return value.cpu() if torch.is_tensor(value) else value
+    return {name: relative_errors(calls[name](), exact) for name in ours if name in calls}

@@ -1,0 +1,171 @@
+"""Times of sites, as ratios within one run: to the dense layers, over k, of few tokens, of tiles, of single kernels.
+
+Contenders run in turn; k is drawn once per mean; the gate runs and its choice is replaced, except in "ours, no gate".
+"grouped_mm" is told the counts beforehand, which flatters it. "dense, same MACs" is the dense MLP cut to k/N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from acm_compiler.codegen.gpu.dispatch import sort_by_k
+from acm_compiler.codegen.gpu.gate_kernel import run_gate
+from acm_compiler.codegen.gpu.launch import Call, run, run_call
+from acm_compiler.codegen.gpu.spec import spec_of
+from acm_compiler.codegen.gpu.tiles import Tiles, choose_tiles, tile_of
+from benchmarks.first_gpu_run.contenders import (
+    MLPS,
+    PROJECTIONS,
+    VIT,
+    Shape,
+    Site,
+    compiled_dense,
+    contenders,
+    dense_call,
+    draw_k,
+    gated_call,
+    site_of,
+)
+from benchmarks.first_gpu_run.device import Calls, Device, race
+from benchmarks.first_gpu_run.parts import Row
+
+FRACTIONS = (0.5, 1.0, 0.25, 0.75, 0.0)
+PREFILL, FEW = (8192, 2048, 4096, 1024, 512, 256), (1, 4, 16, 64)
+CANDIDATES = (
+    "128x128x64 w4 s3 r2",
+    "128x128x64 w8 s3 r1",
+    "128x256x64 w8 s3 r1",
+    "128x128x32 w4 s4 r2",
+    "64x64x64 w4 s3 r4",
+    "64x128x64 w4 s4 r2",
+    "64x256x64 w4 s3 r1",
+)
+
+
+def ceilings(device: Device) -> Iterator[Row]:
+    """Large and site-sized products, and a copy."""
+    shapes = {"large": (8192, 8192, 8192)}
+    for name, shape in MLPS.items():
+        shapes |= {f"{name} layer 1": (shape.tokens, shape.d_in, 4 * shape.width)}
+        shapes |= {f"{name} layer 2": (shape.tokens, 4 * shape.width, shape.d_out)}
+    for name, (m, k, n) in shapes.items():
+        m, k, n = (m, k, n) if device.is_cuda else (64, 96, 80)
+        a, b = (torch.randn(*s, device=device.kind).bfloat16() for s in ((m, k), (n, k)))
+        row = race({name: lambda a=a, b=b: F.linear(a, b)}, device.rounds, device)[0]
+        yield {"product": name, "m k n": f"{m} {k} {n}", "us": row["us"], "tflops": 2e-6 * m * k * n / row["us"]}
+    big = torch.empty(1 << (29 if device.is_cuda else 12), dtype=torch.int8, device=device.kind)
+    row = race({"copy": big.clone}, device.rounds, device)[0]
+    yield {"product": "copy", "m k n": f"{big.numel()}", "us": row["us"], "gb_s": 2e-3 * big.numel() / row["us"]}
+
+
+def ratios(device: Device, name: str) -> Iterator[Row]:
+    """One MLP at its own number of tokens and others, every k/N; Inductor tunes the dense one for its own alone."""
+    own = MLPS[name]
+    for tokens in device.some(dict.fromkeys((own.tokens, *PREFILL))):
+        yield from _ratios(device, replace(own, tokens=tokens), tuned=tokens == own.tokens)
+
+
+def more(device: Device) -> Iterator[Row]:
+    """Projections, one image, many images."""
+    images = (replace(VIT, tokens=n * 197) for n in (1, 8, 256))
+    for shape in device.some((*PROJECTIONS, *images)):
+        yield from _ratios(device, shape, tuned=False)
+
+
+def decode(device: Device) -> Iterator[Row]:
+    """Few tokens, every k/N."""
+    for name in ("Llama-8B", "ViT-B", "XLS-R"):
+        for tokens in device.some(FEW):
+            yield from _ratios(device, replace(MLPS[name], tokens=tokens), tuned=False)
+
+
+def _ratios(device: Device, shape: Shape, *, tuned: bool) -> Iterator[Row]:
+    site = site_of(shape, device)
+    extra: Calls = {"dense, Inductor max-autotune": compiled_dense(site)} if tuned else {}
+    for fraction in device.some(FRACTIONS):
+        calls = contenders(site, fraction, draw_k(site, fraction)) | extra
+        facts = {"site": shape.name, "tokens": site.shape.tokens, "k/N": fraction}
+        yield from [{**facts, **row} for row in race(calls, device.rounds, device)]
+
+
+def line(device: Device) -> Iterator[Row]:
+    """Time over the mean k/N of mixed tokens: a straight line's slope, intercept and R2; times over the dense one's."""
+    for tokens in device.some((None, *PREFILL, *FEW)):
+        for own in MLPS.values():
+            shape = replace(own, tokens=tokens or own.tokens)
+            if tokens == own.tokens:
+                continue
+            site = site_of(shape, device)
+            steps = 2 if not device.is_cuda else 20 if tokens is None else 8
+            drawn = [draw_k(site, step / steps) for step in range(1, steps + 1)]
+            calls: Calls = {"dense, eager": dense_call(site)}
+            calls |= {f"{at}": lambda site=site, k=k: gated_call(site, k) for at, k in enumerate(drawn)}
+            rows = race(calls, device.rounds, device)
+            ratio = {row["contender"]: row.get("ratio", torch.nan) for row in rows}
+            x = torch.stack([k.double().mean() for k in drawn]).cpu() / shape.learners
+            y = torch.tensor([ratio[str(at)] for at in range(steps)], dtype=torch.float64)
+            yield {"site": shape.name, "tokens": site.shape.tokens, "dense_us": rows[0]["us"], **straight_line(x, y)}
+
+
+def straight_line(x: Tensor, y: Tensor) -> dict[str, float]:
+    """Slope, intercept, R2 and largest residual of the line of least squares through y over x; float64."""
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
+    rest = y - (y.mean() + slope * (x - x.mean()))
+    fit = {"slope": slope, "intercept": float(y.mean() - slope * x.mean())}
+    return fit | {"r2": float(1 - (rest**2).sum() / ((y - y.mean()) ** 2).sum()), "worst": float(rest.abs().max())}
+
+
+def tiles(device: Device) -> Iterator[Row]:
+    """Candidates of both layers with the same rows, at k/N 0.5; to set the tile table from."""
+    known = [tile_of(text) for text in CANDIDATES]
+    for shape in device.some((VIT, MLPS["Llama-8B"], PROJECTIONS[0], replace(VIT, tokens=8 * 197))):
+        site = site_of(shape, device)
+        spec, k = spec_of(site.x, site.weights, None), draw_k(site, 0.5)
+        base = _with_tiles(site, k, choose_tiles(spec, site.machine.arch, shape.tokens))
+        pairs = [(one, two) for one in known for two in known if one.m == two.m and one.n % two.k == 0]
+        for one, two in device.some(pairs):
+            both = Tiles(layer1=one, layer2=two, provenance="candidate")
+            calls: Calls = {"table": base, "candidate": _with_tiles(site, k, both)}
+            rows = race(calls, max(2, device.rounds // 3), device)
+            yield {
+                "site": shape.name,
+                "tokens": site.shape.tokens,
+                "layer 1": str(one),
+                "layer 2": str(two),
+                **rows[-1],
+            }
+
+
+def _with_tiles(site: Site, k: Tensor, both: Tiles) -> Callable[[], Tensor]:
+    spec = spec_of(site.x, site.weights, None)
+
+    def call() -> Tensor:
+        order = sort_by_k(k, spec.learners)
+        whole = Call(spec=spec, machine=site.machine, tiles=both, order=order, x_TD=site.x)
+        return run_call(whole, site.weights, None)
+
+    return call
+
+
+def kernels(device: Device) -> Iterator[Row]:
+    """Times of each kernel of a call."""
+    for name, tokens in device.some((("ViT-B", VIT.tokens), ("Llama-8B", 1), ("Llama-8B", 8192), ("ViT-B", 16))):
+        shape = replace(MLPS[name], tokens=tokens)
+        site = site_of(shape, device)
+        k = draw_k(site, 0.5)
+        nothing = torch.zeros_like(k)
+        calls: Calls = {
+            "ours": lambda site=site, k=k: gated_call(site, k),
+            "dense, eager": dense_call(site),
+            "learners": lambda site=site, k=k: run(site.x, k, site.weights, machine=site.machine),
+            "learners, all k = 0": lambda site=site, k=nothing: run(site.x, k, site.weights, machine=site.machine),
+            "gate": lambda site=site: run_gate(site.gate, cost=1.0, k_min=0, rule="logits", machine=site.machine),
+            "dispatch": lambda k=k: sort_by_k(k, 4).perm,
+        }
+        facts = {"site": shape.name, "tokens": site.shape.tokens}
+        yield from [{**facts, **row} for row in race(calls, device.rounds, device)]

@@ -104,7 +104,7 @@ class EarlyExit(OnVit):
         return [*logits, own]
 
     def _loss(self, batch: Batch, wanted: Tensor) -> Tensor:
-        """Of every head, and of every exit, which learns nothing but how to put heads together."""
+        """The loss of every head, and of every exit, which learns nothing but how to put heads together."""
         logits = self._logits(self._image(batch))
         fixed = [part.detach() for part in logits]
         exits = [self.exits.together(place, fixed[: place + 1]) for place in range(len(logits))]

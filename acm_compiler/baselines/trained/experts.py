@@ -87,7 +87,7 @@ class ExpertRegion(Region):
         self.seen = [x_TD]
 
     def _worth(self, x_TD: Tensor, rows: Tensor) -> Tensor:
-        """What one expert gives each token [T]: the sum of its activations."""
+        """The worth of one expert to each token [T]: the sum of its activations."""
         return self._hidden(x_TD, rows).abs().sum(1)
 
     def _teach(self, x_TD: Tensor, wanted_TE: Tensor) -> None:
@@ -182,7 +182,7 @@ class Moefication(TrainedSites):
         self._limit({share: share for share in shares})
 
     def _extra(self) -> Tensor:
-        """What the loss of the network has beside the outputs: nothing."""
+        """A part of the loss beside the distance of outputs: none."""
         return torch.zeros(())
 
     def _limit(self, shares: Mapping[float, float]) -> None:
@@ -194,7 +194,7 @@ class Moefication(TrainedSites):
 
 
 class D2dmoe(Moefication):
-    """As many experts as a token needs."""
+    """Experts whose norm, as the router tells it, is above a share of the largest."""
 
     title, region, name = "D2DMoE: experts above a threshold", NormRegion, "d2dmoe"
 

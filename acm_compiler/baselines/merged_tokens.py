@@ -5,7 +5,7 @@ one of the second whose keys, the mean over heads, are nearest by cosine. The r 
 mean weighted by how many patches a token stands for, and attention adds the logarithm of that number to its scores.
 The class token never merges. r is the same in every layer, up to rounding: as a mean it need not be whole.
 
-Shapes: B images, S tokens, A and M tokens of the two sets, D features, H heads.
+Shapes: B images, S tokens, A and M tokens of the two sets, D features.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.baselines.count import macs_of_call
-from acm_compiler.baselines.method import BatchResult, Method, Subject
+from acm_compiler.baselines.method import BatchResult, Subject
+from acm_compiler.baselines.vit import OnVit, Steps, attend, block_macs, mlp_macs, sizes_of
 from acm_compiler.data import Batch
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
@@ -27,7 +28,7 @@ from acm_compiler.sources.inputs import call_model
 _STEPS = 12  # of bisection for r: to a fraction of a token
 
 
-class ToMe(Method):
+class ToMe(OnVit):
     """Vision transformers of torchvision's class, with r set by the budget."""
 
     title = "ToMe: tokens merged"
@@ -38,24 +39,16 @@ class ToMe(Method):
         self.settings: dict[float, tuple[float, int]] = {}  # of each budget: r, and the MACs of one image
 
     @classmethod
-    def refuses(cls, model: nn.Module, plan: Plan) -> str | None:
-        """A reason for all models but torchvision's vision transformers."""
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        if kind == "torchvision.models.vision_transformer.VisionTransformer":
-            return None
-        return f"it merges the patches of torchvision's VisionTransformer, and this is a {type(model).__name__}"
-
-    @classmethod
     def floor(cls, model: nn.Module, plan: Plan) -> float:
         """Half of the tokens merged in every layer."""
-        blocks, width, hidden, tokens = sizes_of(model)
-        total, whole, now = 0.0, 0.0, tokens
+        blocks, _, _, tokens = sizes_of(model)
+        saved, now = 0.0, tokens
         for _ in range(blocks):
             left = now - (now - 1) // 2
-            total += 4 * now * width**2 + 2 * now**2 * width + 2 * left * width * hidden
-            whole += 4 * tokens * width**2 + 2 * tokens**2 * width + 2 * tokens * width * hidden
+            # attention sees the tokens before the merging, the MLP those that are left
+            saved += block_macs(model, tokens) - block_macs(model, now) + (now - left) * mlp_macs(model)
             now = left
-        return 1 - (whole - total) / (plan.model.dense_macs / plan.model.batch)
+        return 1 - saved / (plan.model.dense_macs / plan.model.batch)
 
     @torch.no_grad()
     def convert(self, budgets: Sequence[float], say: Say) -> None:
@@ -82,45 +75,27 @@ class ToMe(Method):
         return BatchResult(score_B, torch.full((len(score_B),), float(macs), dtype=torch.float64))
 
 
-def sizes_of(model: nn.Module) -> tuple[int, int, int, int]:
-    """Blocks, width, hidden width and tokens of a vision transformer."""
-    encoder = model.encoder
-    return len(encoder.layers), model.hidden_dim, model.mlp_dim, encoder.pos_embedding.shape[1]  # type: ignore
-
-
-class MergingTransformer(nn.Module):
+class MergingTransformer(Steps):
     """A vision transformer's own modules, with `rate` tokens merged in every block."""
 
     def __init__(self, vit: nn.Module) -> None:
-        super().__init__()
-        self.vit, self.rate = vit, 0.0
+        super().__init__(vit)
+        self.rate = 0.0
 
     def forward(self, image: Tensor) -> Tensor:
         """Logits [B, classes]."""
-        vit = self.vit
-        x_BSD = vit._process_input(image)  # type: ignore[operator]
-        x_BSD = torch.cat([vit.class_token.expand(len(x_BSD), -1, -1), x_BSD], dim=1)  # type: ignore
-        x_BSD = vit.encoder.dropout(x_BSD + vit.encoder.pos_embedding)  # type: ignore
+        x_BSD = self.embed(image)
         size_BS = x_BSD.new_ones(x_BSD.shape[:2])
-        for place, block in enumerate(vit.encoder.layers):  # type: ignore
+        for place, block in enumerate(self.blocks):
             merged = int((place + 1) * self.rate + 1e-9) - int(place * self.rate + 1e-9)
             x_BSD, size_BS = self._block(block, x_BSD, size_BS, merged)
-        return vit.heads(vit.encoder.ln(x_BSD)[:, 0])  # type: ignore
+        return self.head(x_BSD[:, 0])
 
     def _block(self, block: nn.Module, x_BSD: Tensor, size_BS: Tensor, merged: int) -> tuple[Tensor, Tensor]:
-        attended, keys_BSD = attend(block.self_attention, block.ln_1(x_BSD), size_BS)  # type: ignore
-        x_BSD = x_BSD + block.dropout(attended)  # type: ignore[operator]
-        x_BSD, size_BS = merge(x_BSD, size_BS, keys_BSD, min(merged, (x_BSD.shape[1] - 1) // 2))
+        in_proportion = size_BS.log()[:, None, None, :]
+        attended, keys_BSD = attend(block.self_attention, block.ln_1(x_BSD), in_proportion)  # type: ignore
+        x_BSD, size_BS = merge(x_BSD + attended, size_BS, keys_BSD, min(merged, (x_BSD.shape[1] - 1) // 2))
         return x_BSD + block.mlp(block.ln_2(x_BSD)), size_BS  # type: ignore[operator]
-
-
-def attend(attention: nn.MultiheadAttention, x_BSD: Tensor, size_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to tokens in proportion to their size, and the keys, the mean over heads."""
-    heads = attention.num_heads
-    packed = F.linear(x_BSD, attention.in_proj_weight, attention.in_proj_bias).chunk(3, dim=-1)
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in packed)
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=size_BS.log()[:, None, None, :])
-    return attention.out_proj(mixed.transpose(1, 2).flatten(2)), k.mean(1)
 
 
 def merge(x_BSD: Tensor, size_BS: Tensor, keys_BSD: Tensor, merged: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,9 @@ from acm_compiler.baselines.method import Method
 from acm_compiler.baselines.pruned_neurons import Cmoe, Flap
 from acm_compiler.baselines.sparse_activations import Teal, Wina
 from acm_compiler.baselines.trained.acms import Distilled, Paper
+from acm_compiler.baselines.trained.early_exit import EarlyExit
+from acm_compiler.baselines.trained.experts import D2dmoe, Moefication
+from acm_compiler.baselines.trained.halted_tokens import Avit
 from acm_compiler.baselines.trained.thin import Thin
 from acm_compiler.errors import UsageError, did_you_mean
 from acm_compiler.evaluation.wording import percent
@@ -32,6 +35,10 @@ METHODS: dict[str, type[Method]] = {
     "acm_distilled": Distilled,
     "acm_paper": Paper,
     "thin": Thin,
+    "moefication": Moefication,
+    "d2dmoe": D2dmoe,
+    "ztw": EarlyExit,
+    "avit": Avit,
 }
 # those that run what the recipe has converted
 OURS = ("acm", "random", "width", "acm_distilled")

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from acm_compiler.runtime.control import set_k as set_k
     from acm_compiler.runtime.generate import Draft as Draft
     from acm_compiler.runtime.generate import generate as generate
+    from acm_compiler.runtime.meter import Meter as Meter
+    from acm_compiler.runtime.meter import meter as meter
     from acm_compiler.runtime.quantize import quantize as quantize
     from acm_compiler.runtime.site_status import status as status
     from acm_compiler.runtime.usage import record as record
@@ -66,6 +68,8 @@ _HOMES = {
     "generate": "runtime.generate",
     "load": "checkpoint.load",
     "losses": "training.loss_terms",
+    "Meter": "runtime.meter",
+    "meter": "runtime.meter",
     "plan": "runs.pipeline",
     "quantize": "runtime.quantize",
     "recalibrate": "calibration.recalibrate",

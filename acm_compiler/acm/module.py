@@ -54,7 +54,8 @@ class ACM(nn.Module):
     rebound, so that a compiled model follows them without recompiling. Inputs of one token per example
     follow `decode_knob`, `decode_k_lo` and `decode_k_hi`, which say the same unless budgets were set per phase.
     `written` holds the same numbers for graphs that Inductor freezes: they keep them, and are guarded by them.
-    `cost` is what one learner of this site costs in units of the model's mean site.
+    `cost` is what one learner of this site costs in units of the model's mean site. `counts`, where a meter has put it,
+    is how many tokens ran k = 0, 1, ..., N: int64 [N + 1], added to in place, in graphs too.
     """
 
     knob: Tensor
@@ -63,6 +64,7 @@ class ACM(nn.Module):
     decode_knob: Tensor
     decode_k_lo: Tensor
     decode_k_hi: Tensor
+    counts: Tensor | None
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class ACM(nn.Module):
         self.written = {name: 0 if name.endswith("knob") else self.count for name in RUN_TIME}
         for name, start in self.written.items():
             self.register_buffer(name, _scalar(start, learners.w_in.device), persistent=False)
+        self.register_buffer("counts", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, learners = self.gate, self.learners
@@ -213,6 +216,15 @@ class ACM(nn.Module):
         return self.dense
 
     def _report(self, k_T: Tensor, x: Tensor) -> None:
+        if (
+            self.counts is not None
+            and not recomputing()
+            and (torch.compiler.is_compiling() or not any(ops.transforms()))
+        ):
+            mask_T = self.mask_of(x.shape[:-1])
+            # of padding k is -1, which equals no choice; in graphs sizes must not depend on values, as bincount's do
+            k_T1 = (k_T if mask_T is None else torch.where(mask_T, k_T, -1))[:, None]
+            self.counts.add_((k_T1 == torch.arange(self.count + 1, device=k_T.device)).sum(0))
         observers = observers_of(self.conversion)
         if observers and not recomputing():
             shape = x.shape[:-1]

@@ -17,7 +17,7 @@ from acm_compiler.exporting.calls import Axes, batch_of, example_call, free_axes
 from acm_compiler.exporting.controls import Controlled, check_controls, example_controls
 from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks
 from acm_compiler.exporting.folder import check_folder, describe, moves, size_of, write_export
-from acm_compiler.exporting.traced import Traced, check_answers, refused, trace, without_dense_regions
+from acm_compiler.exporting.traced import Traced, check_answers, counters_kept, refused, trace, without_dense_regions
 from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
 from acm_compiler.runtime.control import set_k, spend
@@ -67,7 +67,7 @@ def export(
     found = wholly_rewritten(rewritten_root(model), "an export")
     if format == "checkpoint":
         return _write_checkpoint(found, folder, example_inputs, fixed_k)
-    with undisturbed(found), without_dense_regions(found):
+    with undisturbed(found), without_dense_regions(found), counters_kept(found, traced=format == "pt2"):
         ks = {} if fixed_k is None else fixed_ks(found, fixed_k)
         if ks:
             traced = _with_fixed_k(found, example_inputs, ks, dynamic=dynamic)
@@ -78,6 +78,9 @@ def export(
 
 def _write_pt2(found: Rewritten, traced: Traced, folder: Path, ks: Mapping[str, int]) -> Path:
     error = traced.check(traced.program.module(), where="pt2")
+    for acm in found.acms.values():
+        if acm.counts is not None:  # the program's own, which the check has added to
+            acm.counts.zero_()
     facts = describe(found, "pt2", traced.inputs, usage=pt2.usage(traced), error=error, fixed=ks)
     writers = {pt2.FILE: lambda file: pt2.write(traced, file)}
     write_export(folder, writers, facts, size_bytes=traced.size_bytes)

@@ -130,6 +130,19 @@ def without_dense_regions(found: Rewritten) -> Iterator[None]:
             acm.dense = dense
 
 
+@contextmanager
+def counters_kept(found: Rewritten, *, traced: bool) -> Iterator[None]:
+    """Inside, a model with a meter has counters of its own, or none where graphs are not to hold any."""
+    held = {acm: acm.counts for acm in found.acms.values() if acm.counts is not None}
+    try:
+        for acm, counts in held.items():
+            acm.counts = torch.zeros_like(counts) if traced else None
+        yield
+    finally:
+        for acm, counts in held.items():
+            acm.counts = counts
+
+
 def _size(size: Any, name: str, axis: int) -> int | str:
     """One length of a shape: a number, or the name of a free one."""
     return size if isinstance(size, int) else {0: "batch", 1: "length"}.get(axis, f"{name}_{axis}")

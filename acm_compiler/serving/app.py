@@ -79,7 +79,7 @@ def create_app(served: Served, batcher: Batcher, metrics: Metrics, *, max_body: 
     (_add_embeddings if served.kind == "embed" else _add_classify)(app, served, requests)
     _add_state(app, served, batcher, metrics)
     _word_errors(app)
-    metrics.follow(waiting=lambda: batcher.waiting, budget=lambda: batcher.budget, used=lambda: served.used)
+    metrics.follow(waiting=lambda: batcher.waiting, budget=lambda: batcher.budget, use=served.use)
     paths = {route.path for route in app.routes if hasattr(route, "path")}
     return Limited(app, most=max_body, metrics=metrics, paths=paths)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from acm_compiler.serving.served import Used
+from acm_compiler.serving.use import Use
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -27,17 +27,17 @@ class Metrics:
         self._waiting = Gauge("acm_waiting", "Inputs that wait", **to)
         self._budget = Gauge("acm_budget", "Budget of inputs that name none, a share of learner MACs", **to)
         self._share = Gauge("acm_share", "Share of learner MACs that the last batch ran", **to)
-        self._k = Gauge("acm_mean_k", "Mean learners per token in the last batch, by site", ["site"], **to)
+        self._drift = Gauge("acm_drift", "Share of learner MACs reached minus promised, recent batches", **to)
+        self._k = Gauge("acm_mean_k", "Mean learners per token since the start, by site", ["site"], **to)
+        self._tokens = Gauge("acm_tokens", "Tokens that ran k learners since the start, by site", ["site", "k"], **to)
         self._deaths = Counter("acm_worker_deaths", "Workers that died and were replaced", **to)
-        self.used: Callable[[], Used | None] = lambda: None
+        self._use: Use | None = None
 
-    def follow(
-        self, *, waiting: Callable[[], int], budget: Callable[[], float], used: Callable[[], Used | None]
-    ) -> None:
+    def follow(self, *, waiting: Callable[[], int], budget: Callable[[], float], use: Use | None) -> None:
         """Read these when asked."""
         self._waiting.set_function(waiting)
         self._budget.set_function(budget)
-        self.used = used
+        self._use = use
 
     def batch(self, latencies_s: Sequence[float], *, budget: float) -> None:
         """Count a batch that is done."""
@@ -55,8 +55,11 @@ class Metrics:
 
     def text(self) -> bytes:
         """All counters, as Prometheus reads them."""
-        if (used := self.used()) is not None:
-            self._share.set(used.share)
-            for site, mean in used.mean_k.items():
-                self._k.labels(site).set(mean)
+        if self._use is not None and self._use.share is not None:
+            self._share.set(self._use.share)
+            self._drift.set(self._use.drift or 0.0)
+            for site, tokens in self._use.tokens_by_k.items():
+                self._k.labels(site).set(sum(k * count for k, count in enumerate(tokens)) / max(1, sum(tokens)))
+                for k, count in enumerate(tokens):
+                    self._tokens.labels(site, str(k)).set(count)
         return generate_latest(self._registry)

@@ -15,9 +15,9 @@ from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.runtime.batch_context import batch
 from acm_compiler.runtime.budgets import setting_of, share_within
 from acm_compiler.runtime.control import spend
-from acm_compiler.runtime.usage import PADDING, Usage, recorded
 from acm_compiler.serving.batcher import Example
 from acm_compiler.serving.readers import Reader
+from acm_compiler.serving.use import Use
 from acm_compiler.sources.examples import fit_to
 from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks import Task
@@ -25,20 +25,12 @@ from acm_compiler.tasks import Task
 Kind = Literal["classify", "embed"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Used:
-    """Use of the learners by one batch: the share of learner MACs, and mean k by site."""
-
-    share: float
-    mean_k: Mapping[str, float]
-
-
 @dataclass(kw_only=True)
 class Served:
     """A model of some `kind`, called as `call`, with its task and what reads requests for it.
 
-    One thread at a time may `run` it. `found`: its ACMs; None for a model without any, which has no budgets. `classes`:
-    their names by number. `used`: what the last batch used, None where nothing counts that.
+    One thread at a time may `run` it. `found` and `use`: its ACMs, and what they use; None for a model without any,
+    which has no budgets. `classes`: their names by number.
     """
 
     name: str
@@ -49,7 +41,7 @@ class Served:
     reader: Reader
     found: Rewritten | None
     classes: Mapping[int, str]
-    used: Used | None = None
+    use: Use | None = None
 
     def run(self, examples: Sequence[Example], own: Sequence[float | None], budget: float) -> list[Tensor]:
         """The task's part of the output for each example, at its own budget or at `budget`; fp32 on the CPU."""
@@ -72,25 +64,18 @@ class Served:
         return share
 
     def _output(self, given: Batch, own: Sequence[float | None], budget: float) -> Any:
-        inputs = self.task.inputs(given)
+        inputs, mask = self.task.inputs(given), self.task.mask(given)
         if self.found is None:
             return call_model(self.call, inputs)
+        promised: float | None = spend(self.found, budget)
+        each = None
         if any(share is not None for share in own):
-            each = [budget if share is None else share for share in own]
-            with batch(self.model, budgets=each):
-                return self._counted(inputs)
-        spend(self.found, budget)
-        return self._counted(inputs)
-
-    def _counted(self, inputs: Any) -> Any:
-        if self.found is None or self.call is not self.model:
-            return call_model(self.call, inputs)
-        with recorded(self.found, macs=False) as usage:
+            each, promised = [budget if share is None else share for share in own], None
+        if each is None and mask is None:
             output = call_model(self.call, inputs)
-        self.used = _used(usage)
+        else:
+            with batch(self.model, mask=mask, budgets=each):
+                output = call_model(self.call, inputs)
+        if self.use is not None:
+            self.use.add(promised)
         return output
-
-
-def _used(usage: Usage) -> Used:
-    mean_k = {name: k[k != PADDING].float().mean().item() for name, k in usage.k.items()}
-    return Used(share=usage.pooled_budget, mean_k=mean_k)

@@ -1,0 +1,48 @@
+"""Use of the learners by what is served: how much each batch ran, and how far that is from what the table promised."""
+
+from __future__ import annotations
+
+import logging
+
+from acm_compiler.runtime.meter import TOLERANCE, Meter, drift_text
+
+_LOG = logging.getLogger(__name__)
+_MEMORY = 0.999  # weight of all batches before, at each one
+_ENOUGH = 100  # batches, before a drift is worth a warning
+
+
+class Use:
+    """The last batch's share of learner MACs, and the mean distance of recent shares from those promised."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._seen = meter.macs
+        self._run = self._promised = self._full = 0.0
+        self._batches, self._warned = 0, False
+        self.share: float | None = None
+
+    @property
+    def drift(self) -> float | None:
+        """Share reached minus share promised, over recent batches; None before any."""
+        return (self._run - self._promised) / self._full if self._full else None
+
+    @property
+    def tokens_by_k(self) -> dict[str, list[int]]:
+        """How many tokens ran k = 0, 1, ..., N at each site."""
+        return {name: counts.tolist() for name, counts in self._meter.k.items()}
+
+    def add(self, promised: float | None) -> None:
+        """Add what ran since the last call, a batch of one budget that promised this share; None: of several."""
+        now = self._meter.macs
+        run, full = now[0] - self._seen[0], now[1] - self._seen[1]
+        self._seen = now
+        if not full:
+            return
+        self.share = run / full
+        if promised is None:
+            return
+        self._run, self._promised = _MEMORY * self._run + run, _MEMORY * self._promised + promised * full
+        self._full, self._batches = _MEMORY * self._full + full, self._batches + 1
+        if not self._warned and self._batches >= _ENOUGH and abs(self.drift or 0.0) > TOLERANCE:
+            self._warned = True
+            _LOG.warning(drift_text(self._run / self._full, self._promised / self._full))

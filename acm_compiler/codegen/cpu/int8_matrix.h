@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t kFewByteRows = 4;  // so many rows at most are not worth a panel
+constexpr int64_t kFewByteRows = 16;  // so many rows at most are not worth a panel
 
 // int32 [kByteRows, kPanelCols] sums of rows, and those of the weights
 struct ByteSums {
@@ -42,7 +42,12 @@ struct ByteMatrix {
 
   // rows [height] times one strip of columns
   void multiply(const uint8_t* rows, int64_t row_stride, int64_t height, int64_t strip, bool tiles, ByteSums& to) const {
-    if (!panels) return multiply_few(rows, row_stride, height, strip, to);
+    if (!panels) {
+      for (int64_t i = 0; i < height; i += 4)
+        (height == 1 ? multiply_few<1> : multiply_few<4>)(*this, rows + i * row_stride, row_stride, strip,
+                                                          to.of + i * kPanelCols, to.weights);
+      return;
+    }
     const int64_t first = strip * kPanelCols, width = std::min(kPanelCols, padded() - first);
     const int32_t* panel = panels + first * words();
     std::copy_n(sums + first, width, to.weights);
@@ -71,27 +76,52 @@ struct ByteMatrix {
     return sum;
   }
 
-  __attribute__((noinline)) void multiply_few(const uint8_t* rows, int64_t row_stride, int64_t height, int64_t strip,
-                                              ByteSums& to) const {
-    const auto total = [](const Ints& v) {
-      return at::vec::vec_reduce_all<int32_t>([](const Ints& a, const Ints& b) { return a + b; }, v);
-    };
-    constexpr int64_t kStep = 4 * kLanes;
-    for (int64_t j = strip * kPanelCols, to_col = 0; to_col < kPanelCols && j < cols; j++, to_col++) {
-      Word sums[kFewByteRows], of_weights = all(0);
-      for (Word& sum : sums) sum = all(0);
-      const int8_t* column = data + j * stride;
-      for (int64_t d = 0; d < depth; d += kStep) {
-        alignas(64) int8_t last[kStep] = {};
-        const bool whole = d + kStep <= depth;
-        if (!whole) std::memcpy(last, column + d, depth - d);
-        const Word w = load_words(whole ? column + d : last);
-        of_weights = add_bytes(of_weights, all(0x01010101), w);
-        for (int64_t i = 0; i < height; i++) sums[i] = add_bytes(sums[i], load_words(rows + i * row_stride + d), w);
-      }
-      to.weights[to_col] = total(of_weights);
-      for (int64_t i = 0; i < height; i++) to.of[i * kPanelCols + to_col] = total(sums[i]);
+  // sums of the words of a vector for each of a vector of columns
+  struct Columns {
+    alignas(64) float words[kLanes * kLanes];
+
+    void set(int64_t column, Word word) { Ints(word).store(words + column * kLanes); }
+    Ints totals() const {
+      alignas(64) float turned[kLanes * kLanes];
+      at::vec::transpose_mxn<float, kLanes, kLanes>(words, kLanes, turned, kLanes);
+      Ints total(0);
+      for (int64_t i = 0; i < kLanes; i++) total = total + Ints::loadu(turned + i * kLanes);
+      return total;
     }
+  };
+
+  // rows beyond those that count are there as memory
+  template <int kRows>
+  __attribute__((noinline)) static void multiply_few(const ByteMatrix& m, const uint8_t* rows, int64_t row_stride,
+                                                     int64_t strip, int32_t* to, int32_t* to_weights) {
+    for (int64_t first = strip * kPanelCols, at = 0; at < kPanelCols && first + at < m.cols; at += kLanes) {
+      Columns of_rows[kRows], of_weights;
+      for (int64_t j = 0; j < kLanes; j++) {
+        Word sums[kRows], ones = all(0);
+        for (Word& sum : sums) sum = all(0);
+        const int8_t* column = m.data + std::min(first + at + j, m.cols - 1) * m.stride;
+        m.each_words(column, [&](int64_t d, Word w) {
+          ones = add_bytes(ones, all(0x01010101), w);
+          for (int64_t i = 0; i < kRows; i++) sums[i] = add_bytes(sums[i], load_words(rows + i * row_stride + d), w);
+        });
+        of_weights.set(j, ones);
+        for (int64_t i = 0; i < kRows; i++) of_rows[i].set(j, sums[i]);
+      }
+      of_weights.totals().store(to_weights + at);
+      for (int64_t i = 0; i < kRows; i++) of_rows[i].totals().store(to + i * kPanelCols + at);
+    }
+  }
+
+  // calls f(d, words) for the bytes of a column from d on, zeros behind its end
+  template <typename F>
+  void each_words(const int8_t* column, const F& f) const {
+    constexpr int64_t kStep = 4 * kLanes;
+    int64_t d = 0;
+    for (; d + kStep <= depth; d += kStep) f(d, load_words(column + d));
+    if (d == depth) return;
+    alignas(64) int8_t last[kStep] = {};
+    std::memcpy(last, column + d, depth - d);
+    f(d, load_words(last));
   }
 };
 

@@ -118,7 +118,8 @@ def test_copies_and_other_types_keep_float32_scales(pair):
 def test_it_is_compiled_as_one_operator(pair):
     _, model, x = pair
     table = acm.explain(model, x)
-    assert table.graphs == 1 and all("int8" in str(site.reason) for site in table.sites)
+    assert table.graphs == 1
+    assert all(site.implementation == "cpu" and site.reason is None for site in table.sites)
     fast = torch.compile(model, backend="acm", options={"fallback": "silent"})
     with torch.no_grad():
         assert torch.allclose(fast(x), model(x), atol=1e-2)

@@ -50,8 +50,9 @@ def take_over() -> bool:
 
 def not_covered(*, act: str, dtype: torch.dtype, is_int8: bool = False) -> str | None:
     """Reason why the native kernel hands such an ACM to the reference, None when it does not."""
-    if is_int8:
-        return "int8 learners have no native CPU kernel yet"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if is_int8 and capability not in ("AVX2", "AVX512"):
+        return f"the native CPU kernel has int8 products for AVX2 and AVX-512, not for {capability}"
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the native CPU kernel's"
     return gate_not_covered((dtype,))

@@ -26,6 +26,12 @@ _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
     "AVX512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw"],
 }
+# what some processors with AVX-512 have besides
+_MORE = (
+    (torch.cpu._is_avx512_bf16_supported, ["-mavx512bf16"]),
+    (torch.cpu._is_vnni_supported, ["-mavx512vnni"]),
+    (torch.cpu._is_amx_tile_supported, ["-mamx-tile", "-mamx-int8"]),
+)
 _TIMEOUT_S = 900
 _LOG = logging.getLogger("acm_compiler.backend")
 
@@ -70,8 +76,8 @@ def _command() -> list[str]:
         command.append("-fopenmp")
     if capability in _VECTORS:
         command += [*_VECTORS[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
-    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
-        command.append("-mavx512bf16")
+    if capability == "AVX512":
+        command += [flag for has, flags in _MORE if has() for flag in flags]
     command += [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
     return [*command, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
 

@@ -6,38 +6,24 @@
 // one product per learner over its prefix, the second one product over the first k H hidden values of each token.
 #pragma once
 
-#include "activations.h"
 #include "multiply.h"
-#include "norm.h"
+#include "operation.h"
 #include "products.h"
-#include "sorted.h"
 
 namespace {
 
-enum class Form { mlp, gated, linear, rows, cols };
-constexpr std::string_view kFormNames[] = {"mlp", "gated", "linear", "rows", "cols"};
-
-std::optional<Form> find_form(std::string_view name) {
-  const auto* found = std::find(std::begin(kFormNames), std::end(kFormNames), name);
-  if (found == std::end(kFormNames)) return std::nullopt;
-  return static_cast<Form>(found - std::begin(kFormNames));
-}
-
 // T: of the tensors. kPairs: whether products are of pairs of bfloat16, else of floats.
 template <typename T, bool kPairs>
-struct Call : Sorted {
+struct Call : Operation<T> {
   using Weights = Matrix<T, kPairs>;
   static constexpr int64_t kPerWord = Weights::kPerWord;
   static constexpr int64_t kPerVector = kLanes * sizeof(float) / sizeof(T);
 
-  int64_t d_in, d_out, width, heads;
-  const T *x, *w_in, *b_in, *w_up, *b_up, *w_out, *b_out, *w_top, *residual;
-  int64_t x_stride;
-  bool per_k;
-  Form form;
-  Act act;
-  T* out;
-  const Norm* norm;  // null: rows of x are the tokens as they are
+  using Op = Operation<T>;
+  using Op::tokens, Op::learners, Op::order, Op::at_least, Op::k_at, Op::d_in, Op::d_out, Op::width, Op::heads, Op::x;
+  using Op::x_stride, Op::b_in, Op::b_up, Op::b_out, Op::per_k, Op::form, Op::act, Op::norm;
+  using Op::put, Op::put_idle, Op::put_slices, Op::start_rest, Op::take_slices;
+  const T *w_in, *w_up, *w_out, *w_top;
 
   // ---- one chunk: sorted places [first, stop), rows 0 ... stop - first
 
@@ -124,13 +110,6 @@ struct Call : Sorted {
       take_slices(c.x[i], k_at(c.first + i), own);
       c.x[i] = own;
     });
-  }
-
-  // to[k, G, part] = what the first k learners read of a row [G, N, part]
-  void take_slices(const T* row, int64_t k, T* to) const {
-    const int64_t part = width / heads;
-    for (int64_t n = 0; n < k; n++)
-      for (int64_t g = 0; g < heads; g++, to += part) std::copy_n(row + (g * learners + n) * part, part, to);
   }
 
   void run_layers(const Chunk& c) const {
@@ -227,46 +206,15 @@ struct Call : Sorted {
     };
   }
 
-  // column n * H + g * part + p of the product is column (g * N + n) * part + p of the output
   auto finish_slices(const Chunk& c, int64_t first_col) const {
     return [=, this, &c](int64_t row, int64_t rows, int64_t col, int64_t cols, float* tile, int64_t tile_width) {
-      const int64_t part = width / heads;
-      for (int64_t i = 0; i < rows; i++) {
-        const int64_t token = order[c.first + row + i], k = k_at(c.first + row + i);
-        for (int64_t j = 0; j < cols;) {
-          const int64_t from = first_col + col + j, n = from / width, g = from % width / part, p = from % part;
-          const int64_t count = std::min(part - p, cols - j), to = (g * learners + n) * part + p;
-          // a tile may hold learners that a token with a lower k does not run
-          if (n < k) put(token, b_out + k * d_out + to, to, count, tile + i * tile_width + j);
-          j += count;
-        }
-      }
+      for (int64_t i = 0; i < rows; i++)  // a tile may hold learners that a token with a lower k does not run
+        put_slices(order[c.first + row + i], k_at(c.first + row + i), first_col + col, cols, tile + i * tile_width);
     };
   }
 
-  // y[token, col ...] = sums + b (+ residual)
-  void put(int64_t token, const T* b, int64_t col, int64_t cols, const float* sums) const {
-    const int64_t start = token * d_out + col;
-    for (int64_t j = 0; j < cols; j += kLanes) {
-      const int64_t count = std::min(kLanes, cols - j);
-      Vec v = load(b + j, count);
-      if (sums) v = v + load(sums + j, count);
-      if (residual) v = v + load(residual + start + j, count);
-      store(v, out + start + j, count);
-    }
-  }
-
-  // what no learner of a token adds to, form "rows"
-  void start_rest(int64_t token, int64_t k) const {
-    const int64_t part = width / heads;
-    for (int64_t g = 0; g < heads && k < learners; g++) {
-      const int64_t col = (g * learners + k) * part;
-      put(token, b_out + k * d_out + col, col, (learners - k) * part, nullptr);
-    }
-  }
-
   void run() const {
-    share_rows(at_least[1], tokens, d_out, [&](int64_t place) { put(order[place], b_out, 0, d_out, nullptr); });
+    put_idle();
     const auto borders = cut_chunks(at_least[1], at::get_num_threads());
     for (size_t c = 1; c < borders.size(); c++) run_chunk(borders[c - 1], borders[c]);
     for (int use = 0; use < kUses; use++) memory_of(static_cast<Use>(use)).end_call();

@@ -15,6 +15,7 @@
 #include "activations.h"
 #include "call.h"
 #include "gate.h"
+#include "int8_call.h"
 #include "norm.h"
 
 namespace {
@@ -28,7 +29,7 @@ using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Mayb
 // the operator's tensors, each with its rows packed
 struct Operands {
   Tensor x, k, w_in, b_out;
-  Maybe b_in, w_up, b_up, w_out, w_top, residual;
+  Maybe b_in, w_up, b_up, w_out, w_top, s_in, s_up, s_out, s_top, residual;
   Form form;
   Act act;
   const Norm* norm;
@@ -41,29 +42,48 @@ const T* data_of(const Maybe& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
 
-// false when some k is illegal
-template <typename T, bool kPairs>
-bool run(const Operands& t, Tensor& y) {
-  Call<T, kPairs> call;
+// everything but the weights; false when some k is illegal
+template <typename T>
+bool prepare(Operation<T>& call, const Operands& t, Tensor& y) {
   call.tokens = t.x.size(0), call.d_in = t.x.size(1), call.d_out = t.b_out.size(1);
   call.learners = t.w_in.size(0), call.width = t.w_in.size(1), call.heads = 1;
   if (t.form == Form::rows) call.heads = t.w_in.size(1), call.width = t.w_in.size(1) * t.w_in.size(2);
   if (t.form == Form::cols) call.heads = t.w_in.size(2), call.width = t.w_in.size(2) * t.w_in.size(3);
   call.x = t.x.const_data_ptr<T>(), call.x_stride = t.x.stride(0);
-  call.w_in = t.w_in.const_data_ptr<T>(), call.b_out = t.b_out.const_data_ptr<T>();
-  call.b_in = data_of<T>(t.b_in), call.w_up = data_of<T>(t.w_up), call.b_up = data_of<T>(t.b_up);
-  call.w_out = data_of<T>(t.w_out), call.w_top = data_of<T>(t.w_top), call.residual = data_of<T>(t.residual);
+  call.b_in = data_of<T>(t.b_in), call.b_up = data_of<T>(t.b_up), call.b_out = t.b_out.const_data_ptr<T>();
+  call.residual = data_of<T>(t.residual);
   call.form = t.form, call.per_k = t.w_out && t.w_out->dim() == 4, call.act = t.act;
   call.out = y.mutable_data_ptr<T>(), call.norm = t.norm;
-  const bool legal = t.k.scalar_type() == at::kInt ? call.sort(t.k.const_data_ptr<int32_t>())
-                                                   : call.sort(t.k.const_data_ptr<int64_t>());
-  if (!legal) return false;
+  return t.k.scalar_type() == at::kInt ? call.sort(t.k.const_data_ptr<int32_t>())
+                                       : call.sort(t.k.const_data_ptr<int64_t>());
+}
+
+template <typename T, bool kPairs>
+bool run(const Operands& t, Tensor& y) {
+  Call<T, kPairs> call;
+  call.w_in = t.w_in.const_data_ptr<T>(), call.w_up = data_of<T>(t.w_up);
+  call.w_out = data_of<T>(t.w_out), call.w_top = data_of<T>(t.w_top);
+  if (!prepare<T>(call, t, y)) return false;
+  call.run();
+  return true;
+}
+
+template <typename T>
+bool run_bytes(const Operands& t, Tensor& y) {
+  ByteCall<T> call;
+  call.w_in = t.w_in.const_data_ptr<int8_t>(), call.w_up = data_of<int8_t>(t.w_up);
+  call.w_out = data_of<int8_t>(t.w_out), call.w_top = data_of<int8_t>(t.w_top);
+  call.s_in = data_of<float>(t.s_in), call.s_up = data_of<float>(t.s_up);
+  call.s_out = data_of<float>(t.s_out), call.s_top = data_of<float>(t.s_top);
+  if (!prepare<T>(call, t, y)) return false;
   call.run();
   return true;
 }
 
 bool run_any(const Operands& t, Tensor& y) {
-  if (t.x.scalar_type() == at::kFloat) return run<float, false>(t, y);
+  const bool floats = t.x.scalar_type() == at::kFloat;
+  if (t.s_in) return floats ? run_bytes<float>(t, y) : run_bytes<c10::BFloat16>(t, y);
+  if (floats) return run<float, false>(t, y);
   // bfloat16 is multiplied in pairs, where the processor can and no pair would straddle two learners
   const int64_t part = t.form == Form::rows ? 2 : t.w_in.size(t.form == Form::cols ? 3 : 1);
   if constexpr (kHasPairs)
@@ -83,11 +103,14 @@ struct Site {
 
   bool covers(const Tensor& x) const {
     const auto type = x.scalar_type();
-    if (!form || !act || s_in || s_up || s_out || s_top || (type != at::kFloat && type != at::kBFloat16)) return false;
+    if (!form || !act || (type != at::kFloat && type != at::kBFloat16)) return false;
     if (!w_out && form != Form::rows && form != Form::cols) return false;
-    const auto fits = [&](const Maybe& t) { return !t || t->scalar_type() == type; };
-    return w_in.scalar_type() == type && b_out.scalar_type() == type && fits(b_in) && fits(w_up) && fits(b_up) &&
-           fits(w_out) && fits(w_top) && fits(residual);
+    const auto weights = s_in ? at::kChar : type;
+    const auto fits = [&](const Maybe& t, auto expected) { return !t || t->scalar_type() == expected; };
+    return (kHasBytes || !s_in) && w_in.scalar_type() == weights && fits(w_up, weights) && fits(w_out, weights) &&
+           fits(w_top, weights) && b_out.scalar_type() == type && fits(b_in, type) && fits(b_up, type) &&
+           fits(residual, type) && fits(s_in, at::kFloat) && fits(s_up, at::kFloat) && fits(s_out, at::kFloat) &&
+           fits(s_top, at::kFloat);
   }
 
   // whether the operands of a covered call have the sizes, and are where, the kernel takes them to be
@@ -102,12 +125,18 @@ struct Site {
     if (sliced) {
       const int64_t within = width * n * w_in.size(2), across = n * w_in.size(2) * w_in.size(3);
       const bool rows = form == Form::rows;
-      return has(w_in, {n, width, w_in.size(2), w_in.size(3)}) && !b_in && !w_up && !b_up && !w_out && !w_top &&
+      const bool scales = !s_up && !s_out && !s_top &&
+                          (rows ? has(s_in, {n, width, w_in.size(2)}) : has(s_in, {d_out}));
+      return scales && has(w_in, {n, width, w_in.size(2), w_in.size(3)}) && !b_in && !w_up && !b_up && !w_out && !w_top &&
              (rows ? w_in.size(3) == d_in && within == d_out : across == d_in && width == d_out);
     }
     const bool gated = form == Form::gated, second = w_out->dim() == 4 ? has(w_out, {n, d_out, n, width})
                                                                        : has(w_out, {d_out, n, width});
-    return has(w_in, {n, width, d_in}) && has(b_in, {n, width}) && second && gated == w_up.has_value() &&
+    const auto scaled = [&](const Maybe& w, const Maybe& s) { return (w && s_in) == s.has_value(); };
+    const bool scales = scaled(w_up, s_up) && scaled(w_out, s_out) && scaled(w_top, s_top) && has(s_in, {n, width}) &&
+                        has(s_up, {n, width}) && has(s_top, {d_out}) &&
+                        (w_out->dim() == 4 ? has(s_out, {n, d_out}) : has(s_out, {d_out}));
+    return scales && has(w_in, {n, width, d_in}) && has(b_in, {n, width}) && second && gated == w_up.has_value() &&
            has(w_up, {n, width, d_in}) && (gated || !b_up) && has(b_up, {n, width}) &&
            has(w_top, {d_out, form == Form::linear ? d_in : n * width});
   }
@@ -123,7 +152,8 @@ Tensor run_site(const Tensor& x, const Tensor& k, const Site& s, const Norm* nor
   if (s.covers(x) && s.fits(x, k) && (k.scalar_type() == at::kInt || k.scalar_type() == at::kLong)) {
     const Operands operands{x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(), k.contiguous(),
                             s.w_in.contiguous(), s.b_out.contiguous(), packed(s.b_in), packed(s.w_up), packed(s.b_up),
-                            packed(s.w_out), packed(s.w_top), packed(s.residual), *s.form, *s.act, norm};
+                            packed(s.w_out), packed(s.w_top), packed(s.s_in), packed(s.s_up), packed(s.s_out),
+                            packed(s.s_top), packed(s.residual), *s.form, *s.act, norm};
     Tensor y = at::empty({x.size(0), s.b_out.size(1)}, x.options());
     if (run_any(operands, y)) return y;
   }
@@ -201,6 +231,14 @@ extern "C" __attribute__((visibility("default"))) void acm_take_over() {
 // how many threads had a part in calls since it was asked last; for tests
 extern "C" __attribute__((visibility("default"))) int64_t acm_threads_that_worked() {
   return std::count_if(std::begin(worked), std::end(worked), [](auto& one) { return one.exchange(false); });
+}
+
+// for tests: whether int8 products may use the processor's tiles; whether it has any
+extern "C" __attribute__((visibility("default"))) bool acm_want_tiles(bool wanted) {
+  tiles_wanted = true;
+  const bool any = has_tiles();
+  tiles_wanted = wanted;
+  return any;
 }
 
 // for tests: calls of this thread plan and do not compute, until their items' sizes are asked for: in multiply-adds, a 0

@@ -1,0 +1,252 @@
+// One call of acm::learners with int8 weights: y_k(x) + residual of every token (docs/semantics.md, Int8 learners).
+//
+// Weights are packed once per call. Sorted tokens are cut into blocks, whose rows of bytes and hidden values stay in the
+// second cache; threads take blocks, or, where there are fewer blocks than threads, share the columns of each.
+#pragma once
+
+#include "int8_matrix.h"
+#include "int8_rows.h"
+#include "operation.h"
+
+namespace {
+
+constexpr int64_t kByteBlock = 256;      // tokens of a block at most,
+constexpr int64_t kLeastByteBlock = 32;  // and at least, where each thread has its own
+
+// T: of tokens, biases and output
+template <typename T>
+struct ByteCall : Operation<T> {
+  using Op = Operation<T>;
+  using Op::tokens, Op::learners, Op::order, Op::at_least, Op::k_at, Op::d_in, Op::d_out, Op::width, Op::x, Op::x_stride;
+  using Op::b_in, Op::b_up, Op::b_out, Op::per_k, Op::form, Op::act, Op::norm;
+  using Op::put, Op::put_idle, Op::put_slices, Op::start_rest, Op::take_slices;
+  using Matrices = std::vector<ByteMatrix>;
+
+  const int8_t *w_in, *w_up, *w_out, *w_top;
+  const float *s_in, *s_up, *s_out, *s_top;
+  bool tiles = has_tiles();
+  Matrices first, up;            // by learner: what reads tokens
+  std::vector<Matrices> second;  // what reads the learners' parts: of tokens that run k learners second[layer(k)]
+
+  // sorted places [first, stop), rows 0 ... stop - first
+  struct Block {
+    int64_t first, stop;
+    ByteRows x, parts;  // tokens; what each learner makes of them, or reads
+    float* hidden;      // of one learner
+    int64_t hidden_stride;
+  };
+
+  int64_t clip(const Block& b, int64_t place) const { return std::clamp(place, b.first, b.stop) - b.first; }
+  bool dense_top(int64_t k) const { return form == Form::linear && w_top && k == learners; }
+  int64_t layer(int64_t k) const { return w_top && k == learners ? learners : per_k ? k - 1 : 0; }
+  const float* scales(int64_t k) const {
+    return form == Form::cols ? s_in : w_top && k == learners ? s_top : s_out + (per_k ? (k - 1) * d_out : 0);
+  }
+
+  void run() {
+    put_idle();
+    const int64_t active = at_least[1], threads = at::get_num_threads();
+    if (!active) return;
+    gather_matrices();
+    Memory& packed = memory_of(kPacked);
+    if (active > kFewByteRows) pack(packed);
+    int64_t count = divide_up(active, kByteBlock);
+    const bool apart = active >= threads * kLeastByteBlock;
+    if (apart) count = round_up(count, threads);
+    const auto run = [&](int64_t i) { run_block(active * i / count, active * (i + 1) / count); };
+    if (apart) share_out(count, run);
+    else for (int64_t i = 0; i < count; i++) run(i);
+    packed.end_call();
+  }
+
+ private:
+  // of the calling thread
+  enum Use { kPacked, kBlock, kRow, kUses };
+  static Memory& memory_of(Use use) {
+    static thread_local Memory kept[kUses];
+    return kept[use];
+  }
+
+  // the weights that some token needs
+  void gather_matrices() {
+    const int64_t most = k_at(0), whole = dense_top(most) ? at_least[learners] : 0;
+    const int64_t run = whole < at_least[1] && form != Form::cols ? k_at(whole) : 0;
+    second.resize(learners + 1);
+    for (int64_t n = 0; n < run; n++) {
+      first.push_back({w_in + n * width * d_in, width, d_in, d_in});
+      if (w_up) up.push_back({w_up + n * width * d_in, width, d_in, d_in});
+    }
+    for (int64_t k = most; k >= 1 && form != Form::rows; k--) {
+      Matrices& of = second[layer(k)];
+      if (at_least[k] == at_least[k + 1] || !of.empty()) continue;
+      const int8_t* w = w_top && k == learners ? w_top : per_k ? w_out + (k - 1) * d_out * learners * width : w_out;
+      if (dense_top(k)) of.push_back({w, d_out, d_in, d_in});
+      for (int64_t n = 0; n < k && !dense_top(k); n++)
+        if (form == Form::cols) of.push_back({w_in + n * d_out * width, d_out, width, width});
+        else of.push_back({w + n * width, d_out, width, learners * width});
+    }
+  }
+
+  void pack(Memory& memory) {
+    std::vector<ByteMatrix*> all;
+    for (Matrices* some : {&first, &up}) for (ByteMatrix& m : *some) all.push_back(&m);
+    for (Matrices& some : second) for (ByteMatrix& m : some) all.push_back(&m);
+    struct Strip { const ByteMatrix* matrix; int64_t number; };
+    std::vector<Strip> strips;
+    int64_t words = 0;
+    for (const ByteMatrix* m : all) words += m->packed_words();
+    int32_t* to = memory.grown<int32_t>(words);
+    for (ByteMatrix* m : all) {
+      m->lay(to), to += m->packed_words();
+      for (int64_t s = 0; s < m->strips(); s++) strips.push_back({m, s});
+    }
+    share_out(strips.size(), [&](int64_t i) { strips[i].matrix->pack(strips[i].number); });
+  }
+
+  void run_block(int64_t from, int64_t stop) const {
+    const int64_t rows = stop - from, padded = round_up(rows, kByteRows), parts = k_at(from);
+    Block b{from, stop, {nullptr, nullptr, 1, deep(d_in)}, {nullptr, nullptr, parts, deep(width)}, nullptr, 0};
+    b.hidden_stride = round_up(width, kLanes);
+    const int64_t floats = padded * b.hidden_stride * sizeof(float), scales = padded * (1 + parts) * sizeof(Scaled);
+    Memory& memory = memory_of(kBlock);
+    uint8_t* room = memory.grown<uint8_t>(padded * (b.x.stride() + b.parts.stride()) + floats + scales);
+    b.hidden = reinterpret_cast<float*>(room), room += floats;
+    b.x.data = room, room += padded * b.x.stride();
+    b.parts.data = room, room += padded * b.parts.stride();
+    b.x.scales = reinterpret_cast<Scaled*>(room), b.parts.scales = b.x.scales + padded;
+    take_tokens(b);
+    if (form == Form::rows) run_slices(b);
+    else run_layers(b);
+    memory.end_call();
+  }
+
+  // the tokens, normalised if a norm belongs to the operator, or the slices of them that learners read, as bytes
+  void take_tokens(const Block& b) const {
+    share_rows(0, b.stop - b.first, d_in, [&](int64_t i) {
+      const int64_t token = order[b.first + i];
+      const T* row = x + token * x_stride;
+      T* own = memory_of(kRow).template grown<T>(2 * d_in);
+      if (norm) {
+        normalise(row, norm->moments[token], d_in, Norm::data_of<T>(norm->weight), Norm::data_of<T>(norm->bias), own);
+        row = own;
+      }
+      if (form != Form::cols) {
+        b.x.scaled(i, 0) = quantise(row, d_in, b.x.at(i, 0));
+        return;
+      }
+      const int64_t k = k_at(b.first + i);
+      take_slices(row, k, own + d_in);
+      for (int64_t n = 0; n < k; n++) b.parts.scaled(i, n) = quantise(own + d_in + n * width, width, b.parts.at(i, n));
+    });
+  }
+
+  void run_layers(const Block& b) const {
+    int64_t top = 0;
+    if (dense_top(learners)) add_up(b, b.x, learners, 0, top = clip(b, at_least[learners]));
+    for (int64_t n = 0; n < b.parts.parts && form != Form::cols; n++) run_first(b, n, top, clip(b, at_least[n + 1]));
+    for (int64_t high = b.parts.parts; high >= 1;) {  // tokens whose k share a second layer go together
+      int64_t low = high;
+      while (low > 1 && layer(low - 1) == layer(high)) low--;
+      if (!dense_top(high)) add_up(b, b.parts, high, clip(b, at_least[high + 1]), clip(b, at_least[low]));
+      high = low - 1;
+    }
+  }
+
+  // calls f(strip, row, height) for all tiles of these rows
+  template <typename F>
+  void each_tile(int64_t strips, int64_t from, int64_t to, const F& f) const {
+    share_out(from < to ? strips : 0, [&](int64_t strip) {
+      const Tiles held(tiles);
+      for (int64_t row = from; row < to; row += kByteRows) f(strip, row, std::min(kByteRows, to - row));
+    });
+  }
+
+  // learner n's hidden values of rows [from, to), as its part
+  void run_first(const Block& b, int64_t n, int64_t from, int64_t to) const {
+    if (from >= to) return;
+    each_tile(first[n].strips(), from, to, [&](int64_t strip, int64_t row, int64_t height) {
+      ByteSums sums;
+      first[n].multiply(b.x.at(row, 0), b.x.stride(), height, strip, tiles, sums);
+      with_act(act, [&](const auto& f) {
+        write_hidden(b, n, row, height, strip, sums, s_in, b_in, [&](const Vec& v, const float*) { return f(v); });
+      });
+      if (!w_up) return;
+      up[n].multiply(b.x.at(row, 0), b.x.stride(), height, strip, tiles, sums);
+      write_hidden(b, n, row, height, strip, sums, s_up, b_up,
+                   [](const Vec& v, const float* old) { return v * Vec::loadu(old); });
+    });
+    share_rows(from, to, width, [&](int64_t i) {
+      b.parts.scaled(i, n) = quantise(b.hidden + i * b.hidden_stride, width, b.parts.at(i, n));
+    });
+  }
+
+  // what a vector of a row's sums stands for, but for the columns' scales
+  static Vec value(const ByteSums& sums, int64_t i, int64_t j, const Scaled& row) {
+    const Ints whole = Ints::loadu(sums.of + i * kPanelCols + j) - Ints(row.zero) * Ints::loadu(sums.weights + j);
+    return at::vec::convert<float>(whole) * Vec(row.scale);
+  }
+
+  template <typename F>
+  void write_hidden(const Block& b, int64_t n, int64_t row, int64_t height, int64_t strip, const ByteSums& sums,
+                    const float* scale, const T* bias, const F& f) const {
+    const int64_t col = strip * kPanelCols, cols = std::min(kPanelCols, width - col), start = n * width + col;
+    for (int64_t i = 0; i < height; i++) {
+      float* to = b.hidden + (row + i) * b.hidden_stride + col;
+      const Scaled of = b.x.scaled(row + i, 0);
+      for (int64_t j = 0; j < cols; j += kLanes) {
+        const int64_t count = std::min(kLanes, cols - j);
+        Vec v = value(sums, i, j, of) * load(scale + start + j, count);
+        if (bias) v = v + load(bias + start + j, count);
+        f(v, to + j).store(to + j);
+      }
+    }
+  }
+
+  // the outputs of rows [from, to), which share the second layer of k: sums over the parts that each row has
+  void add_up(const Block& b, const ByteRows& parts, int64_t k, int64_t from, int64_t to) const {
+    const Matrices& of = second[layer(k)];
+    const float* scale = scales(k);
+    each_tile(divide_up(d_out, kPanelCols), from, to, [&](int64_t strip, int64_t row, int64_t height) {
+      ByteSums sums;
+      alignas(64) float total[kByteRows * kPanelCols];
+      const int64_t col = strip * kPanelCols, cols = std::min(kPanelCols, d_out - col), wide = round_up(cols, kLanes);
+      for (int64_t n = 0; n < parts.parts; n++) {
+        const int64_t some = parts.parts == 1 ? height : std::min(height, clip(b, at_least[n + 1]) - row);
+        if (some <= 0) break;
+        of[n].multiply(parts.at(row, n), parts.stride(), some, strip, tiles, sums);
+        for (int64_t i = 0; i < some; i++)
+          for (int64_t j = 0; j < wide; j += kLanes) {
+            float* t = total + i * kPanelCols + j;
+            const Vec v = value(sums, i, j, parts.scaled(row + i, n));
+            (n ? Vec::loadu(t) + v : v).store(t);
+          }
+      }
+      for (int64_t i = 0; i < height; i++) {
+        float* t = total + i * kPanelCols;
+        for (int64_t j = 0; j < cols; j += kLanes)
+          (Vec::loadu(t + j) * load(scale + col + j, std::min(kLanes, cols - j))).store(t + j);
+        put(order[b.first + row + i], b_out + k_at(b.first + row + i) * d_out + col, col, cols, t);
+      }
+    });
+  }
+
+  void run_slices(const Block& b) const {
+    share_rows(0, b.stop - b.first, d_out, [&](int64_t i) { start_rest(order[b.first + i], k_at(b.first + i)); });
+    for (int64_t n = 0; n < b.parts.parts; n++)
+      each_tile(first[n].strips(), 0, clip(b, at_least[n + 1]), [&](int64_t strip, int64_t row, int64_t height) {
+        ByteSums sums;
+        alignas(64) float values[kPanelCols];
+        first[n].multiply(b.x.at(row, 0), b.x.stride(), height, strip, tiles, sums);
+        const int64_t col = strip * kPanelCols, cols = std::min(kPanelCols, width - col);
+        for (int64_t i = 0; i < height; i++) {
+          for (int64_t j = 0; j < cols; j += kLanes) {
+            const Vec scale = load(s_in + n * width + col + j, std::min(kLanes, cols - j));
+            (value(sums, i, j, b.x.scaled(row + i, 0)) * scale).store(values + j);
+          }
+          put_slices(order[b.first + row + i], k_at(b.first + row + i), n * width + col, cols, values);
+        }
+      });
+  }
+};
+
+}  // namespace

@@ -1,0 +1,81 @@
+// One call of acm::learners: its operands but for the weights, and what becomes of a token's sums whatever they are of.
+#pragma once
+
+#include <optional>
+#include <string_view>
+
+#include "activations.h"
+#include "norm.h"
+#include "share.h"
+#include "sorted.h"
+
+namespace {
+
+enum class Form { mlp, gated, linear, rows, cols };
+constexpr std::string_view kFormNames[] = {"mlp", "gated", "linear", "rows", "cols"};
+
+std::optional<Form> find_form(std::string_view name) {
+  const auto* found = std::find(std::begin(kFormNames), std::end(kFormNames), name);
+  if (found == std::end(kFormNames)) return std::nullopt;
+  return static_cast<Form>(found - std::begin(kFormNames));
+}
+
+// T: of tokens, biases, residual and output
+template <typename T>
+struct Operation : Sorted {
+  int64_t d_in, d_out, width, heads;
+  const T *x, *b_in, *b_up, *b_out, *residual;
+  int64_t x_stride;
+  bool per_k;
+  Form form;
+  Act act;
+  T* out;
+  const Norm* norm;  // null: rows of x are the tokens as they are
+
+  // to[k, G, part] = what the first k learners read of a row [G, N, part]
+  void take_slices(const T* row, int64_t k, T* to) const {
+    const int64_t part = width / heads;
+    for (int64_t n = 0; n < k; n++)
+      for (int64_t g = 0; g < heads; g++, to += part) std::copy_n(row + (g * learners + n) * part, part, to);
+  }
+
+  // y[token, col ...] = sums + b (+ residual)
+  void put(int64_t token, const T* b, int64_t col, int64_t cols, const float* sums) const {
+    const int64_t start = token * d_out + col;
+    for (int64_t j = 0; j < cols; j += kLanes) {
+      const int64_t count = std::min(kLanes, cols - j);
+      Vec v = load(b + j, count);
+      if (sums) v = v + load(sums + j, count);
+      if (residual) v = v + load(residual + start + j, count);
+      store(v, out + start + j, count);
+    }
+  }
+
+  // what no learner of a token adds to, form "rows"
+  void start_rest(int64_t token, int64_t k) const {
+    const int64_t part = width / heads;
+    for (int64_t g = 0; g < heads && k < learners; g++) {
+      const int64_t col = (g * learners + k) * part;
+      put(token, b_out + k * d_out + col, col, (learners - k) * part, nullptr);
+    }
+  }
+
+  // columns [first, first + cols) of the first layer of form "rows": column n * H + g * part + p is column
+  // (g * N + n) * part + p of the output. There may be sums of learners that the token, which runs k, does not run.
+  void put_slices(int64_t token, int64_t k, int64_t first, int64_t cols, const float* sums) const {
+    const int64_t part = width / heads;
+    for (int64_t j = 0; j < cols;) {
+      const int64_t from = first + j, n = from / width, g = from % width / part, p = from % part;
+      const int64_t count = std::min(part - p, cols - j), to = (g * learners + n) * part + p;
+      if (n < k) put(token, b_out + k * d_out + to, to, count, sums + j);
+      j += count;
+    }
+  }
+
+  // tokens that run no learner
+  void put_idle() const {
+    share_rows(at_least[1], tokens, d_out, [&](int64_t place) { put(order[place], b_out, 0, d_out, nullptr); });
+  }
+};
+
+}  // namespace

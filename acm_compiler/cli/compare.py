@@ -24,9 +24,7 @@ def compare(
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of the whole dense model's MACs: .4 or 40%; unset: .25 to .75."),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Steps of every model that a method trains; unset: 600.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps of each training; unset: 600.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look: measure on 1,200 held-out examples.")] = False,
     corruptions: Annotated[bool, typer.Option("--corruptions", help="Measure corrupted images, too.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start over, and replace what is in the folder.")] = False,

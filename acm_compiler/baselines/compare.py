@@ -11,6 +11,7 @@ from time import monotonic
 
 import torch
 
+from acm_compiler.baselines.corrupted import LEVELS, levels_of, measure_corrupted
 from acm_compiler.baselines.measure import Measured, measure, result_of
 from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.methods import METHODS, OURS, Chosen, choose
@@ -28,6 +29,7 @@ from acm_compiler.recipe import Recipe, decisions, expand_paths
 from acm_compiler.recipe.resolved import installed_versions
 from acm_compiler.runs.folder import RunOptions, is_finished, one_run
 from acm_compiler.runs.pipeline import check_recipe, plan_recipe
+from acm_compiler.runs.recipe_run import OpenedRecipe
 from acm_compiler.runs.run_recipe import RecipeRun, plain, run_recipe
 from acm_compiler.sources.build import build
 from acm_compiler.training.job import Job
@@ -43,8 +45,8 @@ _FITTED, _QUICK = 2048, 1200  # examples
 class Options:
     """Options of a comparison: its folder, its methods and budgets (None: the usual ones).
 
-    steps: optimizer steps of every model that a method trains. quick: fewer held-out examples. force: start over.
-    command: what an interrupted user is told to type.
+    steps: optimizer steps of every model that a method trains. quick: fewer held-out examples. corruptions:
+    measure corrupted images, too. force: start over. command: what an interrupted user is told to type.
     """
 
     directory: Path
@@ -52,6 +54,7 @@ class Options:
     budgets: Sequence[float] | None = None
     steps: int = STEPS
     quick: bool = False
+    corruptions: bool = False
     force: bool = False
     command: str = "acmc compare"
 
@@ -67,6 +70,8 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
         raise UsageError("a comparison needs data and a task", where=recipe.name, fix="write `data:` and `task:`")
     built, plan, _ = plan_recipe(recipe)
     check_recipe(recipe, built.model, plan)
+    if options.corruptions:
+        _refuse_no_images(recipe)
     chosen = choose(built.model, plan, names=options.methods, budgets=options.budgets, usual=BUDGETS)
     scores = Scores(directory=options.directory, of={"recipe": decisions(recipe), "quick": options.quick})
     machine = open_machine(recipe.run.precision, recipe.run.device)
@@ -86,6 +91,14 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
         return _Comparing(recipe, options, machine, scores, say).run(chosen)
 
 
+def _refuse_no_images(recipe: Recipe) -> None:
+    """UsageError where the held-out examples are no images."""
+    opened = OpenedRecipe(recipe)
+    if "image" not in (example := next(opened.first(opened.held_out, 1, torch.device("cpu")))):
+        what = "corruptions are for images"
+        raise UsageError(what, where="--corruptions", found=f"examples of {', '.join(example)}", expected="an `image`")
+
+
 class _Comparing:
     """The methods of one comparison, on a model and data that are opened once."""
 
@@ -94,12 +107,17 @@ class _Comparing:
             torch.set_num_threads(recipe.run.threads)
         self.recipe, self.options, self.machine, self.scores, self.say = recipe, options, machine, scores, say
         self.opened = RecipeRun(recipe, machine, say)
+        self.corrupted: dict[str, Measured] = {}
+        self.corrupted_at: float | None = None
 
     def run(self, chosen: Chosen) -> Comparison:
         """Measure the dense model, then each method, and write the comparison."""
         for name, reason in chosen.left_out.items():
             self.say(f"left out: {name}: {reason}")
         subject = self._subject()
+        if self.options.corruptions:
+            asked = sorted({budget for budgets in chosen.budgets.values() for budget in budgets})
+            self.corrupted_at = asked[len(asked) // 2]
         try:
             found = {_DENSE: self._measured(_DENSE, (1.0,), subject)}
             for name, budgets in chosen.budgets.items():
@@ -153,8 +171,13 @@ class _Comparing:
         """Scores of a method: from the folder, or fitted and measured now."""
         began, kind = monotonic(), Dense if name == _DENSE else METHODS[name]
         steps = self.options.steps if kind.trains else 0
-        if (kept := self.scores.load(name, budgets, steps=steps)) is not None:
+        at = 1.0 if name == _DENSE else self.corrupted_at or 0.0
+        also = self.corrupted_at is not None and at in budgets
+        before = self.scores.load(f"{name}-corrupted-{at}", LEVELS, steps=steps) if also else None
+        kept = self.scores.load(name, budgets, steps=steps)
+        if kept is not None and (before is not None or not also):
             self.say(f"{name}: measured before")
+            self.corrupted |= {} if before is None else {name: before}
             return kept
         torch.manual_seed(self.recipe.run.seed)
         method = kind(subject)
@@ -165,6 +188,10 @@ class _Comparing:
         with Progress(name, batches, unit="batch", say=self.say) as progress:
             found = measure(method, budgets, progress)
         found = replace(found, steps=steps)
+        if also and at in found.scores:
+            with Progress(f"{name}, corrupted", unit="batch", say=self.say) as progress:
+                self.corrupted[name] = replace(measure_corrupted(method, at, progress), steps=steps)
+            self.scores.save(f"{name}-corrupted-{at}", self.corrupted[name])
         self.scores.save(name, found)
         self.say(f"{name}: fitted in {duration(fitted - began)}, measured in {duration(monotonic() - fitted)}")
         if name == _DENSE:
@@ -207,4 +234,6 @@ class _Comparing:
             versions={"python": platform.python_version(), **installed_versions()},
             threads=torch.get_num_threads(),
             save=save_id(self.options.directory) if ACM in found else None,
+            corrupted={name: levels_of(part, subject) for name, part in self.corrupted.items()},
+            corrupted_at=self.corrupted_at,
         )

@@ -24,10 +24,9 @@ def compare(
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of the whole dense model's MACs: .4 or 40%; unset: .25 to .75."),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Steps of every model that a method trains; unset: 600.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps of each training; unset: 600.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look: measure on 1,200 held-out examples.")] = False,
+    corruptions: Annotated[bool, typer.Option("--corruptions", help="Measure corrupted images, too.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start over, and replace what is in the folder.")] = False,
     overrides: SetOption = None,
     json: JsonOption = False,
@@ -48,8 +47,9 @@ def compare(
         budgets=None if budgets is None else _shares(budgets),
         steps=steps or STEPS,
         quick=quick,
+        corruptions=corruptions,
         force=force,
-        command=_command(recipe, directory, overrides or [], given, quick=quick),
+        command=_command(recipe, directory, overrides or [], given, {"--quick": quick, "--corruptions": corruptions}),
     )
     found = compare(loaded, options, say=output.progress)
     output.say(str(found))
@@ -96,11 +96,13 @@ def _draw(directory: Path, output: Output) -> None:
         output.note(f"no chart: {error.what}")
 
 
-def _command(recipe: str, directory: Path, overrides: list[str], given: dict[str, str | None], *, quick: bool) -> str:
+def _command(
+    recipe: str, directory: Path, overrides: list[str], given: dict[str, str | None], flags: dict[str, bool]
+) -> str:
     """The command that goes on with a comparison."""
     import shlex
 
     words = ["acmc", "compare", "--recipe", recipe, "--out", str(directory)]
     words += [word for option, value in given.items() if value is not None for word in (option, value)]
     words += [part for override in overrides for part in ("--set", override)]
-    return shlex.join([*words, *(["--quick"] if quick else [])])
+    return shlex.join([*words, *(flag for flag, given in flags.items() if given)])

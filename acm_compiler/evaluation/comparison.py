@@ -48,6 +48,15 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Corrupted:
+    """One method on corrupted images of one severity (0: as they are): the metric, and the share of the dense MACs."""
+
+    severity: int
+    metric: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MethodResult:
     """One method at its budgets.
 
@@ -66,7 +75,8 @@ class MethodResult:
 class Comparison:
     """All methods of one run, on n held-out examples from `groups` sources; `left_out`: a sentence for each method.
 
-    `save` tells which saved model its ACMs are.
+    `save` tells which saved model its ACMs are. `corrupted`: on corrupted images, by method, "dense" among them, at
+    `corrupted_at`, a budget.
     """
 
     schema: int = SCHEMA
@@ -83,6 +93,8 @@ class Comparison:
     versions: dict[str, str] = field(default_factory=dict)
     threads: int
     save: str | None = None
+    corrupted: dict[str, tuple[Corrupted, ...]] = field(default_factory=dict)
+    corrupted_at: float | None = None
 
     @property
     def budgets(self) -> list[float]:
@@ -128,7 +140,24 @@ def comparison_table(found: Comparison) -> str:
     rows.append(["", "dense model", wording.percent(1.0), wording.score(found.metric.dense, found.metric), "", ""])
     align = ("right", "left", *("right",) * 4)
     table = tabulate(rows, headers=headers(found), disable_numparse=True, colalign=align)
-    return "\n".join([table, basis(found), *notes(found)])
+    return "\n".join([table, basis(found), *notes(found), *_corrupted(found)])
+
+
+def _corrupted(found: Comparison) -> list[str]:
+    """The table of corrupted images, where they were measured: metric and MACs by severity."""
+    if not found.corrupted or found.corrupted_at is None:
+        return []
+    titles = {method.name: method.title for method in found.methods}
+    levels = [row.severity for row in next(iter(found.corrupted.values()))]
+    rows = [
+        [titles.get(name, "dense model")]
+        + [f"{wording.score(row.metric, found.metric)} ({wording.percent(row.share)})" for row in rows]
+        for name, rows in found.corrupted.items()
+    ]
+    heads = ["method", *("as they are" if level == 0 else f"severity {level}" for level in levels)]
+    table = tabulate(rows, headers=heads, disable_numparse=True, colalign=("left", *("right",) * len(levels)))
+    at = wording.percent(found.corrupted_at, 0)
+    return ["", table, f"on corrupted images at {at}: {found.metric.name}, and MACs in brackets; all kinds together"]
 
 
 def basis(found: Comparison) -> str:

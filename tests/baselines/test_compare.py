@@ -186,6 +186,24 @@ def test_methods_without_training_are_what_is_run_unless_asked_otherwise():
     assert chosen[1] == set(METHODS) - {"cmoe"}
 
 
+def test_corrupted_images_are_measured_by_severity_kept_and_for_images_alone(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("acm_compiler.baselines.corrupted.EXAMPLES", 4)
+    monkeypatch.setattr("acm_compiler.baselines.corrupted.KINDS", ["noise", "blur"])
+    shutil.copytree(whole[0], tmp_path / "run", ignore=shutil.ignore_patterns("compare.*", "report"))
+    options = Options(directory=tmp_path / "run", methods=("acm", "tome"), budgets=(0.6, 0.75), corruptions=True)
+    found = compare(small(), options, say=print)
+    assert list(found.corrupted) == ["dense", "acm", "tome"] and found.corrupted_at == 0.75
+    assert [row.severity for row in found.corrupted["acm"]] == [0, 1, 2, 3, 4, 5]
+    assert [row.share for row in found.corrupted["dense"]] == pytest.approx([1.0] * 6)
+    tome, acm = (found.corrupted[name] for name in ("tome", "acm"))
+    assert len({row.share for row in tome}) == 1 and len({row.share for row in acm}) > 1
+    assert load_comparison(tmp_path / "run") == found and "severity 5" in str(found)
+    monkeypatch.setattr(compared, "measure", None)
+    assert str(compare(small(), options, say=print)) == str(found)
+    with pytest.raises(UsageError, match="corruptions are for images"):
+        compared._refuse_no_images(load_recipe("modernbert_packages", ["data.eval.count=4"]))
+
+
 def test_scores_that_a_killed_process_left_half_written_are_measured_again(tmp_path):
     from acm_compiler.baselines.measure import Measured
     from acm_compiler.baselines.scores import Scores

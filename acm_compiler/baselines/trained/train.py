@@ -1,8 +1,7 @@
 """Training of a method's model on the dense model's outputs, alike for all methods: data, steps, optimizer.
 
-What is learned is the distance of outputs that our own finetune phase has with `objective: distillation`: it needs no
-labels, and was ahead of labels where data are few. Adam, a cosine from `lr`, gradients clipped at 1. The model is in
-eval mode.
+What is learned is the distance of outputs that our own finetune phase has with `objective: distillation`, which needs
+no labels. Adam, a cosine from `lr`, gradients clipped at 1. The model is in eval mode.
 """
 
 from __future__ import annotations
@@ -69,7 +68,8 @@ def train(
                 value = loss(batch, wanted)
             optimization.backward(value)
             if not (math.isfinite(optimization.clip()) or optimization.may_overflow):
-                raise TrainingFailed("the gradient is not finite", where=f"{name}, step {step + 1}")
+                fix = "train in precision fp32 or bf16, and look for values in the data that are not finite"
+                raise TrainingFailed("the gradient is not finite", where=f"{name}, step {step + 1}", fix=fix)
             optimization.step(step)
             progress.advance(f"loss {value.item():.4g}", examples=size_of(batch))
 

@@ -106,12 +106,14 @@ class BudgetsConfig(Section):
 
 
 class RunConfig(Section):
-    """Settings of a run; apart from seed and precision they do not change what is learned."""
+    """Settings of a run; apart from seed, precision and quantize they do not change what is learned."""
 
     seed: Whole = 0
     """Seed for everything that is drawn: order of examples, augmentation, noise of gates, random starts."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of products while training; parameters stay fp32."""
+    quantize: Literal["int8"] | None = None
+    """int8: once the schedule is done, learners get int8 weights, and budgets are measured on these."""
     save_every: Interval = Every(amount=600, unit="second")
     """Interval between saves of the state for --resume."""
     eval_every: StepInterval = Every(amount=1, unit="epoch")

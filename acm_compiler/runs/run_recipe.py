@@ -41,6 +41,7 @@ from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
+from acm_compiler.runtime.quantize import quantize
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.sources.inputs import call_model
@@ -85,6 +86,8 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
         done = run_schedule(model, recipe.schedule, run.job(options), resume=options.resume, until=options.until)
     if not machine.is_main:
         return None
+    if done == len(recipe.schedule):
+        run.quantize(model)
     with in_words(options):
         evaluation = run.judge(model, dense) if options.judge and recipe.data and recipe.task else None
     if evaluation is not None:
@@ -198,6 +201,15 @@ class RecipeRun(OpenedRecipe):
             table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, progress=work)
             work.finish(f"from {table.points[0].share:.3f} on measured on {table.examples} examples")
         set_budget(model, None)
+
+    def quantize(self, model: nn.Module) -> None:
+        """Give learners the weights that the recipe asks for, and measure the budgets of what has any on these."""
+        if self.run.quantize is None:
+            return
+        quantize(model, self.run.quantize)
+        self.say(f"learners: {self.run.quantize}")
+        if conversion(model).table is not None:
+            self.measure_budgets(model)
 
     def calibrate(self, model: nn.Module, phase: CalibratePhase, examples: Iterator[Example]) -> None:
         """Fit learners, gates and budget table in closed form, and set the recipe's own budget."""

@@ -142,6 +142,22 @@ def test_a_run_that_offloads_leaves_the_same_weights_and_no_other_file(folder, m
     assert os.listdir(folder / "large") == []
 
 
+@pytest.mark.filterwarnings("ignore:too few tokens")
+def test_learners_are_quantised_once_the_schedule_is_done(folder):
+    words = (*TWO_PHASES, "--set", "run.quantize=int8")
+    assert rewrite(folder, *words, "--until", "distill").exit_code == 0
+    assert "quantized" not in (folder / "out/budgets.json").read_text()
+    done = rewrite(folder, *words, "--resume")
+    assert done.exit_code == 0 and done.stderr.index("phase gate done") < done.stderr.index("learners: int8")
+    assert "budgets: " in done.stderr[done.stderr.index("learners: int8") :]
+    weights = load_file(folder / "out/model.safetensors")
+    assert {str(t.dtype) for name, t in weights.items() if name.endswith("w_in")} == {"torch.int8"}
+    checked = CliRunner().invoke(app, ["eval", f"{folder}/out", "--allow-code", "--budgets", "0.7"])
+    assert checked.exit_code == 0, checked.stderr
+    # floats are the result of another recipe
+    assert "run.quantize: int8 -> null" in said_by(rewrite(folder, *TWO_PHASES, "--resume"))
+
+
 def test_an_unfinished_run_is_not_thrown_away(folder):
     assert rewrite(folder, *TWO_PHASES, "--until", "distill").exit_code == 0
     refused = rewrite(folder, *TWO_PHASES)

@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int64_t kByteBlock = 256;      // tokens of a block at most,
+constexpr int64_t kKeptPanels = 1 << 20;  // bytes of panels that stay in the second cache
 constexpr int64_t kLeastByteBlock = 32;  // and at least, where each thread has its own
 
 // T: of tokens, biases and output
@@ -152,19 +153,25 @@ struct ByteCall : Operation<T> {
     }
   }
 
-  // calls f(strip, row, height) for all tiles of these rows
+  // Calls f(strip, row, height) for all tiles of the products of these rows with so many matrices like one: strip by
+  // strip, or, where panels of all of them stay in the second cache, row by row, which writes them as they lie.
   template <typename F>
-  void each_tile(int64_t strips, int64_t from, int64_t to, const F& f) const {
-    share_out(from < to ? strips : 0, [&](int64_t strip) {
+  void each_tile(const ByteMatrix& like, int64_t count, int64_t from, int64_t to, const F& f) const {
+    const int64_t strips = like.strips(), tiles_of_rows = divide_up(to - from, kByteRows);
+    const bool by_row = count * like.packed_words() * 4 <= kKeptPanels && tiles_of_rows >= at::get_num_threads();
+    share_out(by_row ? tiles_of_rows : strips, [&](int64_t item) {
       const Tiles held(tiles);
-      for (int64_t row = from; row < to; row += kByteRows) f(strip, row, std::min(kByteRows, to - row));
+      for (int64_t other = 0; other < (by_row ? strips : tiles_of_rows); other++) {
+        const int64_t row = from + (by_row ? item : other) * kByteRows;
+        f(by_row ? other : item, row, std::min(kByteRows, to - row));
+      }
     });
   }
 
   // learner n's hidden values of rows [from, to), as its part
   void run_first(const Block& b, int64_t n, int64_t from, int64_t to) const {
     if (from >= to) return;
-    each_tile(first[n].strips(), from, to, [&](int64_t strip, int64_t row, int64_t height) {
+    each_tile(first[n], w_up ? 2 : 1, from, to, [&](int64_t strip, int64_t row, int64_t height) {
       ByteSums sums;
       first[n].multiply(b.x.at(row, 0), b.x.stride(), height, strip, tiles, sums);
       with_act(act, [&](const auto& f) {
@@ -204,9 +211,10 @@ struct ByteCall : Operation<T> {
 
   // the outputs of rows [from, to), which share the second layer of k: sums over the parts that each row has
   void add_up(const Block& b, const ByteRows& parts, int64_t k, int64_t from, int64_t to) const {
+    if (from >= to) return;  // perhaps no token needs these weights
     const Matrices& of = second[layer(k)];
     const float* scale = scales(k);
-    each_tile(divide_up(d_out, kPanelCols), from, to, [&](int64_t strip, int64_t row, int64_t height) {
+    each_tile(of[0], parts.parts, from, to, [&](int64_t strip, int64_t row, int64_t height) {
       ByteSums sums;
       alignas(64) float total[kByteRows * kPanelCols];
       const int64_t col = strip * kPanelCols, cols = std::min(kPanelCols, d_out - col), wide = round_up(cols, kLanes);
@@ -233,7 +241,7 @@ struct ByteCall : Operation<T> {
   void run_slices(const Block& b) const {
     share_rows(0, b.stop - b.first, d_out, [&](int64_t i) { start_rest(order[b.first + i], k_at(b.first + i)); });
     for (int64_t n = 0; n < b.parts.parts; n++)
-      each_tile(first[n].strips(), 0, clip(b, at_least[n + 1]), [&](int64_t strip, int64_t row, int64_t height) {
+      each_tile(first[n], 1, 0, clip(b, at_least[n + 1]), [&](int64_t strip, int64_t row, int64_t height) {
         ByteSums sums;
         alignas(64) float values[kPanelCols];
         first[n].multiply(b.x.at(row, 0), b.x.stride(), height, strip, tiles, sums);

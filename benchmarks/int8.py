@@ -1,0 +1,145 @@
+"""CPU times of int8 learners, as ratios to what Inductor makes of the dense float32 model, interleaved in one run.
+
+    python benchmarks/int8.py mlp [--width 768 --hidden 3072 --tokens 1576 --gated]     one MLP
+    python benchmarks/int8.py vit [--batch 8]       all of ViT-B, MLPs and q, k, v, o converted
+    python benchmarks/int8.py bert [--batch 8]      six BERT layers of width 384, 128 tokens an example
+
+Weights are drawn: time does not depend on their values, only on k. Where onnxruntime can be imported, the dense model
+runs in it too, in float32 and with its dynamic int8 (weights signed, activations by tensor). One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import acm_compiler as acm
+from acm_compiler.evaluation.bench import clock
+
+N = 4
+
+
+class Mlp(nn.Module):
+    """An MLP and its bypass; a gated one is that of a decoder."""
+
+    def __init__(self, width: int, hidden: int, gated: bool) -> None:
+        super().__init__()
+        self.first, self.down = nn.Linear(width, hidden, bias=not gated), nn.Linear(hidden, width, bias=not gated)
+        self.up = nn.Linear(width, hidden, bias=False) if gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.first(x)) if self.up is None else F.silu(self.first(x)) * self.up(x)
+        return x + self.down(h)
+
+
+class Bert(nn.Module):
+    """transformers' BERT of the size of MiniLM, which gives one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+        self.model = BertModel(BertConfig(**sizes), add_pooling_layer=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).last_hidden_state
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("mlp", "vit", "bert"))
+    for name, default in (("width", 768), ("hidden", 3072), ("tokens", 1576), ("batch", 8), ("rounds", 9)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gated", action="store_true")
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(
+        f"torch {torch.__version__}, python {platform.python_version()}, 1 thread, {clock()[0]}, {os.getloadavg()[0]}"
+    )
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        dense, x = built(chosen)
+        calls = contenders(dense.eval(), x) | in_onnxruntime(dense, x, Path(folder))
+        report(calls, chosen.rounds)
+
+
+def built(chosen: argparse.Namespace) -> tuple[nn.Module, Tensor]:
+    """The dense model and an input."""
+    if chosen.what == "bert":
+        return Bert(), torch.randint(0, 30_000, (chosen.batch, 128))
+    if chosen.what == "vit":
+        from torchvision.models import vit_b_16
+
+        return vit_b_16(), torch.randn(chosen.batch, 3, 224, 224)
+    return Mlp(chosen.width, chosen.hidden, chosen.gated), torch.randn(chosen.tokens, chosen.width)
+
+
+def contenders(dense: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
+    """The dense model in Inductor, and the quantised one at every k and, as its gates choose, mixed."""
+    converted = acm.rewrite(dense, acm.plan(dense, x, learners=N, init="random")).eval()
+    for site in acm.sites(converted).values():
+        site.gate.outer.weight.mul_(30)
+    base, compiled = torch.compile(dense), torch.compile(acm.quantize(converted), backend="acm")
+
+    def at_k(k: int | None) -> Callable[[], object]:
+        def call() -> object:
+            acm.set_k(converted, k)
+            return compiled(x)
+
+        return call
+
+    choices = {f"int8, k = {k} of {N}": at_k(k) for k in range(1, N + 1)} | {"int8, mixed": at_k(None)}
+    return {"Inductor, dense float32": lambda: base(x)} | choices
+
+
+def in_onnxruntime(dense: nn.Module, x: Tensor, folder: Path) -> dict[str, Callable[[], object]]:
+    """The dense model in ONNX Runtime; nothing where that is not installed."""
+    try:
+        import onnxruntime
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+    except ImportError:
+        return {}
+    file, small = folder / "dense.onnx", folder / "int8.onnx"
+    torch.onnx.export(dense, (x,), file, dynamo=True, verbose=False, external_data=False)
+    quantize_dynamic(file, small, weight_type=QuantType.QInt8, extra_options={"DefaultTensorType": 1})
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    calls: dict[str, Callable[[], object]] = {}
+    for name, path in (("ONNX Runtime, float32", file), ("ONNX Runtime, dynamic int8", small)):
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        given = {session.get_inputs()[0].name: x.numpy()}
+        calls[name] = lambda session=session, given=given: session.run(None, given)
+    return calls
+
+
+def report(calls: dict[str, Callable[[], object]], rounds: int) -> None:
+    """Print median CPU times, in turn, so that other work on the machine meets all alike."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            times[name].append(time.process_time() - start)
+    base = median(next(iter(times.values())))
+    for name, measured in times.items():
+        print(f"| {name} | {median(measured) * 1e3:.1f} ms | {median(measured) / base:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Times on a CPU, as ratios to what Inductor makes of the dense model, interleaved in one run.
 
     python benchmarks/cpu.py sites [--tokens 1576] [--rounds 11]     one MLP and one projection of ViT-B, gate included
+    python benchmarks/cpu.py training [--tokens 1576] [--rounds 7]   forward and backward of that MLP, eager
     python benchmarks/cpu.py vit [--batch 8] [--rounds 5]            all of ViT-B, MLPs and q, k, v, o converted
 
 --dtype bfloat16 measures weights and inputs of that type; OMP_NUM_THREADS says how many threads run. In float32, "vit"
@@ -25,6 +26,7 @@ import acm_compiler as acm
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.codegen.compare import relative_error
 from acm_compiler.evaluation.bench import Timing, clock, int8, interleave
+from acm_compiler.site import Layout
 
 D, HIDDEN, N, HEADS = 768, 3072, 4, 12
 KIND_FORM = {"mlp": "mlp", "projection (svd)": "linear", "projection (rows)": "rows", "projection (cols)": "cols"}
@@ -35,7 +37,7 @@ HEADINGS = ("site", "k/N", "ms", "ratio", "q1", "q3", "error")
 def main() -> None:
     """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sites", "vit"))
+    parser.add_argument("what", choices=("sites", "training", "vit"))
     parser.add_argument("--tokens", type=int, default=1576)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=11)
@@ -46,6 +48,9 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads,")
     print(f"{torch.backends.cpu.get_cpu_capability()}, {clock()[0]}, load {os.getloadavg()[0]:.1f}\n")
+    if chosen.what == "training":
+        training(chosen.tokens, chosen.rounds, dtype=dtype)
+        return
     with torch.no_grad():
         if chosen.what == "sites":
             sites(chosen.tokens, chosen.rounds, dtype=dtype)
@@ -73,6 +78,43 @@ def sites(tokens: int, rounds: int, *, dtype: torch.dtype) -> None:
     print(tabulate(rows, headers=HEADINGS, tablefmt="github", disable_numparse=True))
 
 
+def training(tokens: int, rounds: int, *, dtype: torch.dtype) -> None:
+    """A step of one MLP: gates frozen, or relaxed with the exact gradient of their choice; k spread about its mean."""
+    x = torch.randn(tokens, D).to(dtype).requires_grad_()
+    dense, site = dense_site("mlp").to(dtype), drawn_site("mlp").to(dtype).train()
+    site.layout = Layout()
+    rows = []
+    for gate in ("frozen", "relaxed"):
+        site.temperature = None if gate == "frozen" else 0.8
+        site.gate.requires_grad_(gate == "relaxed")
+        for wanted in (0.25, 0.6, 1.0):
+            calls = {"dense": lambda: step(dense, x), "acm": lambda: step(site, x)}
+            bias_to(site, x, wanted)
+            found = interleave(calls, base="dense", rounds=rounds)
+            rows.append([gate, f"{mean_k(site, x) / N:.2f}", *cells(found["acm"])])
+    print(tabulate(rows, headers=("gate", "k/N", "ms", "ratio", "q1", "q3"), tablefmt="github", disable_numparse=True))
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    """One forward and backward; what relaxed gates chose is not kept."""
+    for tensor in (x, *model.parameters()):
+        tensor.grad = None
+    model(x[None]).float().square().sum().backward()
+    if isinstance(model, ACM):
+        model.choices.clear()
+
+
+@torch.no_grad()
+def bias_to(site: ACM, x: Tensor, share: float) -> None:
+    """Move the gate's last biases until it chooses this mean k/N by itself."""
+    slope = torch.linspace(-1, 1, N + 1).to(site.gate.outer.bias)
+    low, high = -100.0, 100.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        site.gate.outer.bias.copy_(middle * slope)
+        low, high = (middle, high) if mean_k(site, x) < share * N else (low, middle)
+
+
 def dense_site(kind: str) -> nn.Module:
     """The site before its conversion."""
     return nn.Sequential(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)) if kind == "mlp" else nn.Linear(D, D)
@@ -94,7 +136,8 @@ def drawn_site(kind: str) -> ACM:
     )
     learners.start_random()
     gate = Gate(D, GATE[kind], N - k_min + 1)
-    gate.outer.weight.mul_(30)
+    with torch.no_grad():
+        gate.outer.weight.mul_(30)
     return ACM(gate, learners, name=kind, k_min=k_min, layout=None, cost=1.0, dropout=0.0).eval()
 
 
@@ -129,7 +172,7 @@ def mean_k(site: ACM, x: Tensor) -> float:
     """The mean k that the gate chooses by itself."""
     site.k_lo.fill_(site.k_min)
     site.k_hi.fill_(N)
-    return float(site.choose(x, x.shape[:-1]).float().mean())
+    return float(site.choose(x, torch.Size((1, len(x)))).float().mean())
 
 
 def vit(batch: int, rounds: int, *, dtype: torch.dtype) -> None:

@@ -149,3 +149,19 @@ def keep_graph_order() -> None:
 def recomputing() -> bool:
     """True in a checkpoint's recomputation, a forward that the autograd engine runs."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def is_freezing() -> bool:
+    """True while a graph is made whose parameters and buffers Inductor will make constants of (its freezing)."""
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled() and _inductor_freezes()
+
+
+def _inductor_freezes() -> bool:
+    from torch._inductor import config  # there already when this is traced
+
+    return config.freezing
+
+
+# Read while a graph is made and not guarded: the setting is the thread's own, so that a guard on it, made where
+# somebody had set it, would fail in every other thread and make a graph a call.
+setattr(_inductor_freezes, "_dynamo_marked_constant", True)  # noqa: B010

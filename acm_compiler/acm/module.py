@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
 from acm_compiler.acm.arguments import held
-from acm_compiler.acm.context import Said, batch_of, observers_of, recomputing
-from acm_compiler.acm.gate import Gate
+from acm_compiler.acm.context import Said, batch_of, is_freezing, observers_of, recomputing
 from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript
-from acm_compiler.acm.learners import Learners
+from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
-from acm_compiler.acm.reference import choice_costs, choose_k, relaxed_output, sample_nu, utilities
+from acm_compiler.acm.reference import choice_costs, choose_k, sample_nu, utilities
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.site import Layout
 
@@ -162,7 +161,7 @@ class ACM(nn.Module):
     def _choices_for(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         """knob, k_lo and k_hi for an input [*shape, D]."""
         names = RUN_TIME[3:] if tokens.is_one_each(shape, self.layout) else RUN_TIME[:3]
-        if ops.is_freezing():  # a graph that keeps what it reads: Dynamo guards on numbers, and others make another
+        if is_freezing():  # a graph that keeps what it reads: Dynamo guards on numbers, and others make another
             knob, k_lo, k_hi = (_scalar(self.written[name], self.knob.device) for name in names)
         else:
             knob, k_lo, k_hi = held(names, self, kind="_buffers")
@@ -196,7 +195,7 @@ class ACM(nn.Module):
                     "call it after every forward, or end this by acm.relax(model, None)",
                     stacklevel=2,
                 )
-        y_TO = relaxed_output(x_TD, nu_TC, self.learners.weights(), self.k_min)
+        y_TO = ops.relaxed(x_TD, nu_TC, self.learners.weights(), self.k_min)
         return y_TO.to(x.dtype).reshape(*shape, y_TO.shape[-1])
 
     def _run_tapped(self, x: Tensor) -> Tensor:

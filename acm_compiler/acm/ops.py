@@ -15,12 +15,20 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from acm_compiler.acm import int8
+from acm_compiler.acm import int8, sorted_tokens
 from acm_compiler.acm.arguments import GateArguments, LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.intact import refuse_onnx
 from acm_compiler.acm.operands import may_equal, require_gate, require_learners
 from acm_compiler.acm.precision import autocast_type, without_autocast
-from acm_compiler.acm.reference import Weights, branchless_output, choice_costs, choose_k, run_learners, utilities
+from acm_compiler.acm.reference import (
+    Weights,
+    branchless_output,
+    choice_costs,
+    choose_k,
+    relaxed_output,
+    run_learners,
+    utilities,
+)
 from acm_compiler.errors import UsageError
 
 LIBRARY = torch.library.Library("acm", "DEF")
@@ -62,6 +70,9 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     if mapped or compiling:
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
+    if differentiated and not (transformed or pushed_forward) and sorted_tokens.pays(x_TD, weights):
+        require_learners(LearnersArguments(x_TD, k_T, *tensors), form=form)
+        return sorted_tokens.sorted_output(x_TD, k_T, weights)
     if differentiated and weights.is_int8:  # its rule knows what gradients of rounded values are
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     if observed() or differentiated or pushed_forward:
@@ -72,6 +83,18 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     # nothing to differentiate: past the autograd rule, which costs more than a small site's kernel
     with torch._C._AutoDispatchBelowAutograd():
         return LEARNERS.default(x_TD, k_T, *tensors, form=form, act=act)
+
+
+def relaxed(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:
+    """`relaxed_output` for a nu that is one-hot in value, [T, O], with less work where it can be left out."""
+    dtype = autocast_type(x_TD.device)
+    plain = torch.compiler.is_compiling() or any(transforms()) or forward_ad._current_level >= 0
+    if plain or not sorted_tokens.pays(x_TD, weights):
+        return relaxed_output(x_TD, nu_TC, weights, k_min)
+    if dtype is None:
+        return sorted_tokens.sorted_relaxed(x_TD, nu_TC, weights, k_min)
+    with without_autocast(x_TD.device):
+        return sorted_tokens.sorted_relaxed(x_TD.to(dtype), nu_TC, cast_weights(weights, dtype), k_min)
 
 
 def gate_is_operator(x_TD: Tensor) -> bool:
@@ -104,22 +127,6 @@ def as_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     return choose_k(utilities(score_TC, knob, cost_C, rule), k_lo, k_hi, k_min)
 
 
-def is_freezing() -> bool:
-    """True while a graph is made whose parameters and buffers Inductor will make constants of (its freezing)."""
-    return torch.compiler.is_compiling() and not torch.is_grad_enabled() and _inductor_freezes()
-
-
-def _inductor_freezes() -> bool:
-    from torch._inductor import config  # there already when this is traced
-
-    return config.freezing
-
-
-# Read while a graph is made and not guarded: the setting is the thread's own, so that a guard on it, made where
-# somebody had set it, would fail in every other thread and make a graph a call.
-setattr(_inductor_freezes, "_dynamo_marked_constant", True)  # noqa: B010
-
-
 def transforms() -> tuple[bool, bool]:
     """Presence of vmap among the `torch.func` transforms that call, and of any other transform.
 
@@ -150,10 +157,12 @@ def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
     return Weights(*tensors, act=weights.act, form=weights.form)
 
 
-def _run(call: LearnersArguments, form: str, act: str) -> Tensor:
-    """The reference."""
+def _run(call: LearnersArguments, form: str, act: str, *, sorts: bool = False) -> Tensor:
+    """The reference; sorts: over sorted tokens where their gradients pay."""
     require_learners(call, form=form)
-    y = run_learners(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
+    weights = Weights(*part(LearnerWeights, call), act=act, form=form)
+    run = sorted_tokens.sorted_output if sorts and sorted_tokens.pays(call.x, weights) else run_learners
+    y = run(call.x, call.k, weights)
     return y if call.residual is None else y + call.residual
 
 
@@ -198,7 +207,7 @@ def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: s
     with torch.enable_grad():
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in learned}
         inputs = [call.x, *leaves.values()]
-        y = _run(call._replace(**leaves), form, act)
+        y = _run(call._replace(**leaves), form, act, sorts=True)
         grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
     return [torch.zeros_like(i) if g is None else _own(g, dy) for i, g in zip(inputs, grads, strict=True)]
 

@@ -192,15 +192,21 @@ def run_learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     """
     rows_of_k = [torch.nonzero(k_T == k).flatten() for k in range(weights.learners + 1)]
     if sum(rows.numel() for rows in rows_of_k) != k_T.numel():
-        raise UsageError(
-            "a token asks for more learners than there are, or fewer than none",
-            found=f"k from {int(k_T.min())} to {int(k_T.max())}",
-            expected=f"k in [0, {weights.learners}]",
-        )
+        require_range(int(k_T.min()), int(k_T.max()), weights.learners)
     parts = [prefix_output(x_TD[rows], weights, k) for k, rows in enumerate(rows_of_k) if rows.numel()]
     if len(parts) <= 1:
         return parts[0].contiguous() if parts else x_TD.new_empty(0, weights.b_out.shape[1])
     return torch.cat(parts)[torch.cat(rows_of_k).argsort()]
+
+
+def require_range(low: int, high: int, learners: int) -> None:
+    """UsageError where the k of some tokens, from low to high, are outside [0, N]."""
+    if low < 0 or high > learners:
+        raise UsageError(
+            "a token asks for more learners than there are, or fewer than none",
+            found=f"k from {low} to {high}",
+            expected=f"k in [0, {learners}]",
+        )
 
 
 def relaxed_output(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:

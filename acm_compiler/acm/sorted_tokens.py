@@ -1,0 +1,192 @@
+"""Learners and their gradients over tokens sorted by k: every product is dense, and of no token that does not run it.
+
+Sorted by k the tokens that run exactly k learners are neighbours, a band, and every product is one of a band. Where
+dense layers take 6 N products forward and backward, tokens of k learners take 6 k; 2 N + 4 k with the exact gradient of
+a relaxed choice, which needs every learner's first layer and what reaches it. Shapes: see `reference`; M = N * H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from acm_compiler.acm.activations import resolve
+from acm_compiler.acm.arguments import LearnerWeights
+from acm_compiler.acm.reference import Weights, out_layer, relaxed_output, require_range, run_learners
+
+# hidden values of a call, T * M, from which on sorting pays (measured on a CPU)
+_LEAST = 1 << 20
+
+
+class Band(NamedTuple):
+    """Sorted rows that run q learners."""
+
+    rows: slice
+    q: int
+
+
+class Order(NamedTuple):
+    """Tokens by k, descending: the permutation and its inverse (None: as they are), and the bands."""
+
+    perm: Tensor | None
+    inverse: Tensor | None
+    bands: list[Band]
+
+    def sort(self, values: Tensor) -> Tensor:
+        """Rows of tokens in this order."""
+        return values if self.perm is None else values.index_select(0, self.perm)
+
+    def unsort(self, bands: Sequence[Tensor]) -> Tensor:
+        """Rows of bands in the order of tokens."""
+        values = bands[0] if len(bands) == 1 else torch.cat(list(bands))
+        return values if self.inverse is None else values.index_select(0, self.inverse)
+
+
+def order_of(k_T: Tensor, learners: int) -> Order:
+    """The order of tokens, by one sort and one look at how many run each learner. UsageError for a k outside [0, N]."""
+    tokens = k_T.numel()
+    if not tokens:
+        return Order(None, None, [Band(slice(0), 0)])
+    runs_NT = k_T > torch.arange(learners, device=k_T.device)[:, None]
+    low, high, *counts = torch.stack([k_T.min().long(), k_T.max().long(), *runs_NT.sum(1)]).tolist()
+    require_range(low, high, learners)
+    edges = pairwise([0, *reversed(counts), tokens])
+    bands = [Band(slice(a, b), learners - place) for place, (a, b) in enumerate(edges) if a < b]
+    if low == high:
+        return Order(None, None, bands)
+    perm = k_T.argsort(descending=True, stable=True)
+    return Order(perm, torch.empty_like(perm).index_copy_(0, perm, torch.arange(tokens, device=perm.device)), bands)
+
+
+def pays(x_TD: Tensor, weights: Weights) -> bool:
+    """True for learners that share one second layer, of floats, and where what is left out costs more than sorting."""
+    if not weights.is_nested or weights.is_int8 or x_TD.is_meta or type(x_TD) not in (Tensor, nn.Parameter):
+        return False
+    return x_TD.shape[0] * weights.learners * weights.w_in.shape[1] >= _LEAST
+
+
+def sorted_output(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
+    """`run_learners`, with these gradients."""
+    return _Learners.apply(x_TD, k_T, None, 0, weights.act, weights.form, *weights.tensors)
+
+
+def sorted_relaxed(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:
+    """`relaxed_output` of a nu that is one-hot in value, with these gradients."""
+    k_T = nu_TC.detach().argmax(-1) + k_min
+    return _Learners.apply(x_TD, k_T, nu_TC, k_min, weights.act, weights.form, *weights.tensors)
+
+
+class _Learners(torch.autograd.Function):
+    """y [T, O]; nu is None where k has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x_TD, k_T, nu_TC, k_min, act, form, *tensors):  # type: ignore[override]
+        weights = Weights(*tensors, act=act, form=form)
+        order = order_of(k_T, weights.learners)
+        every = nu_TC is not None and ctx.needs_input_grad[2]
+        bands = [Band(slice(None), weights.learners)] if every else order.bands
+        xs_TD = order.sort(x_TD)
+        hidden = [_hidden(xs_TD, band, weights) for band in bands]
+        parts = zip(order.bands, _per_band([made[-1].detach() for made in hidden], weights, order), strict=True)
+        y = [torch.addmm(weights.b_out[q], h, out_layer(weights, q).T) for (_, q), h in parts]
+        ctx.save_for_backward(x_TD, k_T, nu_TC, xs_TD, *tensors, *(tensor for made in hidden for tensor in made))
+        ctx.order, ctx.bands, ctx.k_min, ctx.options = order, bands, k_min, {"act": act, "form": form}
+        return order.unsort(y)
+
+    @staticmethod
+    def backward(ctx, dy_TO):  # type: ignore[override]
+        x_TD, k_T, nu_TC, xs_TD, *rest = ctx.saved_tensors
+        count, order, wants = len(LearnerWeights._fields), ctx.order, ctx.needs_input_grad
+        weights = Weights(*rest[:count], **ctx.options)
+        if torch.is_grad_enabled():  # these gradients are to be differentiated
+            return _by_reference(ctx, dy_TO, x_TD, k_T, nu_TC, weights)
+        each = (len(rest) - count) // len(ctx.bands)
+        hidden = [rest[at : at + each] for at in range(count, len(rest), each)]
+        dys_TO = order.sort(dy_TO)
+        dh = [dys_TO[rows] @ out_layer(weights, q) for rows, q in ctx.bands]
+        made = [torch.autograd.grad(h, of, g, retain_graph=True) for (*of, h), g in zip(hidden, dh, strict=True)]
+        branches = [_per_band(branch, weights, order) for branch in zip(*made, strict=True)]
+        wanted = {name for name, wants_it in zip(LearnerWeights._fields, wants[6:], strict=True) if wants_it}
+        h = [part[-1].detach() for part in hidden]
+        found = _of_weights(xs_TD, dys_TO, [_per_band(h, weights, order), *branches], weights, order, wanted)
+        dx_TD = _of_tokens(branches, weights, order) if wants[0] else None
+        dnu_TC = None
+        if nu_TC is not None and wants[2]:
+            reach_TN = (h[0] * dh[0]).unflatten(1, (weights.learners, -1)).sum(-1, dtype=nu_TC.dtype)
+            of_bias_TK = dys_TO.to(nu_TC.dtype) @ weights.b_out.to(nu_TC.dtype).T
+            dnu_TC = order.unsort([(F.pad(reach_TN.cumsum(1), (1, 0)) + of_bias_TK)[:, ctx.k_min :]])
+        return dx_TD, None, dnu_TC, None, None, None, *found
+
+
+def _hidden(xs_TD: Tensor, band: Band, w: Weights) -> list[Tensor]:
+    """The first q learners' products with x, and activations, [rows, q * H] each; the graph between them is kept."""
+    made_of = []
+    for w_NHD, b_NH in ((w.w_in, w.b_in), (w.w_up, w.b_up)):
+        if w_NHD is not None:
+            bias = None if b_NH is None else b_NH[: band.q].flatten()
+            made_of.append(F.linear(xs_TD[band.rows], w_NHD[: band.q].flatten(0, 1), bias).requires_grad_())
+    with torch.enable_grad():
+        h = resolve(w.act)(made_of[0])
+        return [*made_of, h if len(made_of) == 1 else h * made_of[1]]
+
+
+def _per_band(values: Sequence[Tensor], weights: Weights, order: Order) -> list[Tensor]:
+    """Parts [rows, q * H] that belong to a band, of values of each band or of all rows and learners; views."""
+    width = weights.w_in.shape[1]
+    if len(values) == len(order.bands) != 1:
+        return list(values)
+    (whole,) = values
+    return [whole[rows, : q * width] for rows, q in order.bands]
+
+
+def _of_tokens(branches: Sequence[Sequence[Tensor]], weights: Weights, order: Order) -> Tensor:
+    """Gradients of tokens, [T, D]."""
+    dx = []
+    for place, (_, q) in enumerate(order.bands):
+        of_band = branches[0][place] @ weights.w_in[:q].flatten(0, 1)
+        if weights.w_up is not None:
+            _add_product(of_band, branches[1][place], weights.w_up[:q].flatten(0, 1))
+        dx.append(of_band)
+    return order.unsort(dx)
+
+
+def _of_weights(
+    xs_TD: Tensor, dys_TO: Tensor, values: Sequence[Sequence[Tensor]], w: Weights, order: Order, wanted: set[str]
+) -> list[Tensor | None]:
+    """Gradients of the wanted weights, in the order of `Weights`; values: bands of h, and of what reaches branches."""
+    h, *branches = values
+    found = {name: t.new_zeros(t.shape) for name, t in w.tensors._asdict().items() if name in wanted}
+    for place, (rows, q) in enumerate(order.bands):
+        if "b_out" in found:
+            found["b_out"][q] = dys_TO[rows].sum(0)
+        if "w_out" in found:
+            _add_product(found["w_out"][:, :q].flatten(1), dys_TO[rows].T, h[place])
+        for branch, da in zip(("in", "up"), branches, strict=False):
+            if f"w_{branch}" in found:
+                _add_product(found[f"w_{branch}"][:q].flatten(0, 1), da[place].T, xs_TD[rows])
+            if f"b_{branch}" in found:
+                found[f"b_{branch}"][:q].flatten().add_(da[place].sum(0))
+    return [found.get(name) for name in w.tensors._fields]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product in place, by an operation that torch's FLOP counter counts."""
+    torch.addmm(total, left, right, out=total)
+
+
+def _by_reference(
+    ctx: Any, dy_TO: Tensor, x_TD: Tensor, k_T: Tensor, nu_TC: Tensor | None, weights: Weights
+) -> tuple[Tensor | None, ...]:
+    """The gradients with a graph of their own."""
+    inputs = [x_TD, k_T, nu_TC, None, None, None, *weights.tensors]
+    wanted = [place for place, wants in enumerate(ctx.needs_input_grad) if wants]
+    plain = run_learners(x_TD, k_T, weights) if nu_TC is None else relaxed_output(x_TD, nu_TC, weights, ctx.k_min)
+    leaves: Any = [inputs[place] for place in wanted]
+    grads = torch.autograd.grad(plain, leaves, dy_TO, create_graph=True, allow_unused=True)
+    by_place = dict(zip(wanted, grads, strict=True))
+    return tuple(by_place.get(place) for place in range(len(inputs)))

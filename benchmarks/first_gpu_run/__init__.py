@@ -10,10 +10,10 @@
     --parts A B       only these parts, in their order
     --anyway          measure although correctness has not passed on this card, with these versions and this code
 
-A command runs its parts (`parts.py`) in order of importance, each as a process of its own with its own limit, so that
-one that hangs or loses its CUDA context takes no other with it. Every row is a line of JSON that is in the file as
-soon as it is measured; parts that there is no time left for are named as not run. Card, driver and versions are in the
-rows that begin a part, clocks before and after it. At the end all rows are printed as tables.
+A command runs its parts (`parts.py`) in order of importance, each as a process of its own, or several, with its own
+limit, so that one that hangs or loses its CUDA context takes no other with it. Every row is a line of JSON that is in
+the file as soon as it is measured; parts that there is no time left for are named as not run. Card, driver and
+versions are in the rows that begin a part, clocks before and after it. At the end all rows are printed as tables.
 
 Nothing is downloaded. Wheels of what a machine with torch and Triton may lack are fetched elsewhere beforehand, some
 6 MB, and carried there with the checkout; only `models`, one test and the tables need them:

@@ -29,13 +29,14 @@ def main() -> None:
     parser.add_argument("--anyway", action="store_true")
     parser.add_argument("--part", metavar="NAME", help="run this one here; its rows are printed, or added to --rows")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of --part; it ends after a row")
     chosen = parser.parse_args()
     known = {part.name: part for part in PARTS[chosen.command]}
     if unknown := [name for name in (chosen.parts or [chosen.part or next(iter(known))]) if name not in known]:
         parser.error(f"no part {unknown[0]!r} of {chosen.command}; there are {', '.join(known)}")
     if chosen.part:
-        run_part(known[chosen.part], dry=chosen.dry, rows=chosen.rows, seconds=chosen.seconds)
+        run_part(known[chosen.part], chosen)
         return
     refusal = why_no_time_counts(chosen.out, dry=chosen.dry) if chosen.command != "correctness" else None
     if refusal and not chosen.anyway:
@@ -44,9 +45,9 @@ def main() -> None:
     sys.exit(run.all_of([known[name] for name in chosen.parts or known]))
 
 
-def run_part(part: Part, *, dry: bool, rows: Path | None, seconds: float) -> None:
-    """Run it here; a row that comes after its time is its last."""
-    end = time.monotonic() + seconds
+def run_part(part: Part, chosen: argparse.Namespace) -> None:
+    """Run it, or this process's share of it, here; a row that comes after its time is its last."""
+    end, dry, rows = time.monotonic() + chosen.seconds, chosen.dry, chosen.rows
     if dry and part.interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
         from tests.helpers.old_triton import mend_loops
@@ -58,10 +59,11 @@ def run_part(part: Part, *, dry: bool, rows: Path | None, seconds: float) -> Non
 
     if not dry and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here; --dry tries the commands on a CPU")
-    device = Device("cpu" if dry else "cuda")
+    device = Device("cpu" if dry else "cuda", tuple(chosen.share))
     torch.manual_seed(0)
     put = print if rows is None else lambda row: write_row(rows, {"part": part.name, **row})
-    put(device.facts())
+    if device.share[0] == 0:
+        put(device.facts())
     file, function = part.run.split(".")
     run = getattr(importlib.import_module(f"benchmarks.first_gpu_run.{file}"), function)
     with torch.set_grad_enabled(part.differentiates):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -34,14 +35,13 @@ CHOOSING = {"cost": 0.6, "k_min": 0, "rule": "logits"}
 
 def forms(device: Device) -> Iterator[Row]:
     """Every form and type of learners, few tokens and sorted ones, against float64."""
-    for tokens in (7, 300)[: None if device.is_cuda else 1]:
-        for case in device.some(FORMS):
-            for name, dtype in device.some(DTYPES.items()):
-                inputs = inputs_of(replace(case, tokens=tokens, dtype=dtype), device.kind)
-                y = run(inputs.x, inputs.k, inputs.weights, residual=inputs.residual, machine=device.machine)
-                errors = relative_errors(y.cpu(), inputs.expected)
-                fine = max(errors) <= TOLERANCE[dtype]
-                yield {"case": str(case), "dtype": name, "tokens": tokens, **errors._asdict(), "fine": fine}
+    some = device.some(DTYPES), (7, 300)[: None if device.is_cuda else 1], device.some(FORMS)
+    for name, tokens, case in device.mine(product(*some)):
+        inputs = inputs_of(replace(case, tokens=tokens, dtype=DTYPES[name]), device.kind)
+        y = run(inputs.x, inputs.k, inputs.weights, residual=inputs.residual, machine=device.machine)
+        errors = relative_errors(y.cpu(), inputs.expected)
+        fine = max(errors) <= TOLERANCE[DTYPES[name]]
+        yield {"case": str(case), "dtype": name, "tokens": tokens, **errors._asdict(), "fine": fine}
 
 
 def not_a_number(device: Device) -> Iterator[Row]:
@@ -67,7 +67,7 @@ def not_a_number(device: Device) -> Iterator[Row]:
 def answers(device: Device) -> Iterator[Row]:
     """Sites of full size: everybody's errors per token and per block of 128 x 128, and the same bits 200 times."""
     few = replace(MLPS["Llama-8B"], tokens=1), replace(VIT, tokens=197)
-    for shape in device.some((*few, *MLPS.values(), *PROJECTIONS)):
+    for shape in device.mine(device.some((*MLPS.values(), *few, *PROJECTIONS))):
         site = site_of(shape, device)
         for fraction in (0.5, 1.0, 0.0)[: None if device.is_cuda else 1]:
             k = draw_k(site, fraction)

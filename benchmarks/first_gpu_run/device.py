@@ -29,9 +29,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Device:
-    """The place of a run's tensors: "cuda", or "cpu" for a dry run."""
+    """The place of a run's tensors, "cuda", or "cpu" for a dry run, and a process's share of its part's work."""
 
     kind: str
+    share: tuple[int, int] = (0, 1)
 
     @property
     def is_cuda(self) -> bool:
@@ -51,6 +52,11 @@ class Device:
     def some(self, values: Iterable[T]) -> list[T]:
         """All of them, or the first two in a dry run."""
         return list(values)[: None if self.is_cuda else 2]
+
+    def mine(self, values: Iterable[T]) -> list[T]:
+        """Those that this process is to do."""
+        own, processes = self.share
+        return list(values)[own::processes]
 
     @property
     def machine(self) -> Machine:
@@ -117,7 +123,7 @@ def clocks() -> dict[str, str]:
 
 def _nvidia_smi(names: Sequence[str]) -> list[str]:
     """Values by name, empty texts where it is not there or does not know them."""
-    program = shutil.which("nvidia-smi")
+    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/local/nvidia/bin")
     if program is None:
         return [""] * len(names)
     command = [program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]

@@ -12,10 +12,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One process: function `run` of a file beside this one yields its rows, called with `given` and the run's setting.
+    """Function `run` of a file beside this one yields the rows, called with the device and `given`.
 
     seconds: its limit. vital: correctness has not passed without it. interpreted: a dry run needs Triton's interpreter.
-    differentiates: it runs with gradients on.
+    differentiates: it runs with gradients on. processes: so many at once, each for a share of the work.
     """
 
     name: str
@@ -25,19 +25,21 @@ class Part:
     vital: bool = False
     interpreted: bool = True
     differentiates: bool = False
+    processes: int = 1
 
 
 PARTS = {
     "correctness": (
-        Part(name="forms", run="correctness.forms", seconds=150, vital=True),
+        Part(name="forms", run="correctness.forms", seconds=150, vital=True, processes=8),
         Part(name="nan", run="correctness.not_a_number", seconds=60, vital=True),
-        Part(name="answers", run="correctness.answers", seconds=180, vital=True),
+        Part(name="answers", run="correctness.answers", seconds=150, vital=True, processes=4),
         Part(name="tests", run="sanitizer.tests", seconds=240, interpreted=False),
         Part(name="memcheck", run="sanitizer.sanitized", given=("memcheck",), seconds=120),
         Part(name="initcheck", run="sanitizer.sanitized", given=("initcheck",), seconds=120),
     ),
     "speed": (
         Part(name="ceilings", run="speed.ceilings", seconds=40, interpreted=False),
+        Part(name="build", run="speed.build", seconds=120, processes=8),
         Part(name="vit", run="speed.ratios", given=("ViT-B",), seconds=90),
         Part(name="llama", run="speed.ratios", given=("Llama-8B",), seconds=120),
         Part(name="xlsr", run="speed.ratios", given=("XLS-R",), seconds=80),

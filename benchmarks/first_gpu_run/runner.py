@@ -67,18 +67,22 @@ class Run:
         with (self.out / f"{self.command}.log").open("ab") as log:
             log.write(f"\n== {part.name}\n".encode())
             log.flush()
-            process = subprocess.Popen(
-                self._command_of(part, limit), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            count = min(part.processes, 2) if self.dry else part.processes
+            commands = [[*self._command_of(part, limit), "--share", str(own), str(count)] for own in range(count)]
+            streams = {"stdout": log, "stderr": subprocess.STDOUT}
+            processes = [subprocess.Popen(command, start_new_session=True, **streams) for command in commands]
             try:
-                status = process.wait(min(limit + GRACE_S, left))
-                ended = "finished" if status == 0 else f"broke: exit status {status}, see the log"
+                end = started + min(limit + GRACE_S, left)
+                statuses = [process.wait(max(0.01, end - time.monotonic())) for process in processes]
+                bad = [str(status) for status in statuses if status]
+                ended = f"broke: exit status {', '.join(bad)}, see the log" if bad else "finished"
             except subprocess.TimeoutExpired:
                 ended = f"killed at its limit of {limit:.0f} s"
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                for process in processes:
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait()
         spent = round(time.monotonic() - started, 1)
         return {"ended": ended, "seconds": spent, "clocks before": before, "clocks after": clocks()}
 

@@ -45,6 +45,7 @@ CANDIDATES = (
     "64x128x64 w4 s4 r2",
     "64x256x64 w4 s3 r1",
 )
+TILED = (VIT, MLPS["Llama-8B"], PROJECTIONS[0], replace(VIT, tokens=8 * 197))
 
 
 def ceilings(device: Device) -> Iterator[Row]:
@@ -61,6 +62,22 @@ def ceilings(device: Device) -> Iterator[Row]:
     big = torch.empty(1 << (29 if device.is_cuda else 12), dtype=torch.int8, device=device.kind)
     row = race({"copy": big.clone}, device.rounds, device)[0]
     yield {"product": "copy", "m k n": f"{big.numel()}", "us": row["us"], "gb_s": 2e-3 * big.numel() / row["us"]}
+
+
+def build(device: Device) -> Iterator[Row]:
+    """Kernels of the parts that follow, built by several processes at once: later ones find them in Triton's cache."""
+    shapes = [replace(own, tokens=tokens) for tokens in (8192, 1024, 64, 1) for own in MLPS.values()]
+    jobs: list[tuple[Shape, Tiles | None]] = [(shape, None) for shape in (*shapes, *PROJECTIONS)]
+    jobs += [(shape, pair) for pair in _pairs() for shape in TILED]
+    for shape, pair in device.mine(device.some(jobs)):
+        site = site_of(shape, device)
+        k = draw_k(site, 0.5)
+        if pair is None:
+            gated_call(site, k)
+        else:
+            _with_tiles(site, k, pair)()
+        device.wait()
+        yield {"site": shape.name, "tokens": site.shape.tokens, "tiles": "" if pair is None else _named(pair)}
 
 
 def ratios(device: Device, name: str) -> Iterator[Row]:
@@ -122,23 +139,25 @@ def straight_line(x: Tensor, y: Tensor) -> dict[str, float]:
 
 def tiles(device: Device) -> Iterator[Row]:
     """Candidates of both layers with the same rows, at k/N 0.5; to set the tile table from."""
-    known = [tile_of(text) for text in CANDIDATES]
-    for shape in device.some((VIT, MLPS["Llama-8B"], PROJECTIONS[0], replace(VIT, tokens=8 * 197))):
+    for shape in device.some(TILED):
         site = site_of(shape, device)
-        spec, k = spec_of(site.x, site.weights, None), draw_k(site, 0.5)
-        base = _with_tiles(site, k, choose_tiles(spec, site.machine.arch, shape.tokens))
-        pairs = [(one, two) for one in known for two in known if one.m == two.m and one.n % two.k == 0]
-        for one, two in device.some(pairs):
-            both = Tiles(layer1=one, layer2=two, provenance="candidate")
-            calls: Calls = {"table": base, "candidate": _with_tiles(site, k, both)}
+        k = draw_k(site, 0.5)
+        base = _with_tiles(site, k, choose_tiles(spec_of(site.x, site.weights, None), site.machine.arch, shape.tokens))
+        for pair in device.some(_pairs()):
+            calls: Calls = {"table": base, _named(pair): _with_tiles(site, k, pair)}
             rows = race(calls, max(2, device.rounds // 3), device)
-            yield {
-                "site": shape.name,
-                "tokens": site.shape.tokens,
-                "layer 1": str(one),
-                "layer 2": str(two),
-                **rows[-1],
-            }
+            yield {"site": shape.name, "tokens": site.shape.tokens, **rows[-1]}
+
+
+def _pairs() -> list[Tiles]:
+    """Candidates for both layers that agree."""
+    known = [tile_of(text) for text in CANDIDATES]
+    pairs = [(one, two) for one in known for two in known if one.m == two.m and one.n % two.k == 0]
+    return [Tiles(layer1=one, layer2=two, provenance="candidate") for one, two in pairs]
+
+
+def _named(pair: Tiles) -> str:
+    return f"{pair.layer1} | {pair.layer2}"
 
 
 def _with_tiles(site: Site, k: Tensor, both: Tiles) -> Callable[[], Tensor]:

@@ -44,6 +44,16 @@ def test_a_part_that_hangs_or_breaks_takes_no_row_and_no_other_part_with_it(tmp_
     assert "said" in (tmp_path / "speed.log").read_text() and "1.5" in (tmp_path / "speed.txt").read_text()
 
 
+def test_one_process_of_several_that_dies_of_a_signal_is_told(tmp_path, monkeypatch):
+    script = "import os, sys; os.kill(os.getpid(), 11) if sys.argv[-2:] == ['1', '3'] else None"
+    monkeypatch.setitem(SCRIPTS, "three", script)
+    run = Scripted(command="speed", out=tmp_path, dry=False, minutes=1)
+    assert run.all_of([Part(name="three", run="", seconds=20, processes=3)]) == 1
+    rows = rows_of(run.rows)
+    assert sum(row.get("us") == 1.5 for row in rows) == 3
+    assert rows[-2]["ended"] == "broke: exit status -11, see the log"
+
+
 def test_parts_without_time_left_are_named(tmp_path, capsys):
     run = Scripted(command="speed", out=tmp_path, dry=True, minutes=0)
     assert run.all_of(parts_of("ends", "late")) == 0

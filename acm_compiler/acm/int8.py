@@ -104,7 +104,7 @@ def linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor, parts: int = 1) -> Tensor:
 
 def _sums(q_TD: Tensor, zero_T1: Tensor, w_OD: Tensor) -> Tensor:
     """(q - z) w^T, exact, int32 [T, O]."""
-    if len(q_TD) and _has_products(w_OD):
+    if len(q_TD) and w_OD.shape[1] > 1 and _has_products(w_OD):  # torch's are wrong for one column read transposed
         # 128 less, for signed bytes; a row of ones gives what that takes away
         signed = F.pad((q_TD - 128).to(torch.int8), (0, 0, 1, 0), value=1)
         total_TO = torch._int_mm(signed, w_OD.t())

@@ -23,13 +23,16 @@ from acm_compiler.backend.explanation import without_remarks
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.evaluation.times import BASE, OURS, Row
 from acm_compiler.passes.capture.normalize import disable_fast_path
-from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.runtime.control import set_budget, set_k
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.inputs import Inputs, call_model
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative norm of the difference between compiled and eager outputs of a whole model, k given."""
+
+INT8_TOLERANCE = 1e-2
+"""The same for int8 learners: rounded otherwise, a value between two integers becomes the other one."""
 
 Answer = Callable[[Any], Tensor]
 Progress = Callable[[str], None]
@@ -66,12 +69,13 @@ def check_answers(contest: Contest, inputs: Inputs) -> float:
     VerificationFailed, naming the k, when it exceeds the tolerance of the outputs' type.
     """
     largest = max(acm.count for acm in sites(contest.converted).values())
-    worst = 0.0
+    limit, worst = TOLERANCE[next(contest.converted.parameters()).dtype], 0.0
+    if conversion(contest.converted).quantized is not None:
+        limit = max(limit, INT8_TOLERANCE)
     with torch.no_grad():
         for k in range(largest + 1):
             set_k(contest.converted, k)
             error = _error(contest, inputs)
-            limit = TOLERANCE[next(contest.converted.parameters()).dtype]
             if not error <= limit:
                 raise VerificationFailed(
                     "the compiled model's outputs differ from the eager one's",

@@ -39,7 +39,9 @@ def test_a_weight_is_off_by_half_a_step_at_most_per_output_channel():
     assert ((q * scale[:, None] - w).abs() <= 0.501 * scale[:, None]).all()
 
 
-@pytest.mark.parametrize("tokens, outputs, depth", [(5, 9, 3000), (1, 3, 7), (33, 17, 40), (0, 4, 8)])
+@pytest.mark.parametrize(
+    "tokens, outputs, depth", [(5, 9, 3000), (1, 3, 7), (33, 17, 40), (0, 4, 8), (5, 16, 1), (33, 2, 2)]
+)
 def test_sums_of_integers_are_exact_however_deep(tokens, outputs, depth, monkeypatch):
     q = torch.randint(0, 256, (tokens, depth)).float()
     zero, w = torch.randint(0, 256, (tokens, 1)).float(), torch.randint(-127, 128, (outputs, depth), dtype=torch.int8)

@@ -22,6 +22,7 @@ WIDE = (
     Case(form="gated", act="silu", second="top", tokens=9, d_in=70, width=131, d_out=17),
     Case(form="linear", act="identity", second="per_k", tokens=16, d_in=7, width=5, d_out=3),
     Case(form="linear", act="identity", second="top", tokens=40, k="all"),
+    Case(form="gated", act="silu", tokens=40, d_in=1, width=1, d_out=1, learners=1),
     Case(form="rows", heads=2, width=130, d_in=96, d_out=390, tokens=70),
     Case(form="cols", heads=2, width=130, d_in=390, d_out=70, tokens=70),
 )

@@ -194,6 +194,16 @@ def test_wrong_answers_are_no_contest(contest):
     assert VerificationFailed.exit_code == 5
 
 
+def test_int8_learners_may_be_rounded_otherwise_and_no_more(contest):
+    contest.converted.acms[0].conversion.quantized = "int8"
+    x, other = torch.randn(3, 5, 8), torch.nn.Module()
+    other.forward = lambda x: contest.converted(x) * 1.001
+    assert 9e-4 < check_answers(replace(contest, compiled=other), x) < 2e-3
+    other.forward = lambda x: contest.converted(x) * 1.02
+    with pytest.raises(VerificationFailed, match="at most 1e-02"):
+        check_answers(replace(contest, compiled=other), x)
+
+
 def acmc(*arguments: str) -> str:
     command = [sys.executable, "-m", "acm_compiler", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

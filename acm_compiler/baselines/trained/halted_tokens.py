@@ -24,9 +24,9 @@ from acm_compiler.data import Batch
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 
-_LR = 1e-3
+_LR = 5e-4
 _HALTED = 0.99  # of the sum of scores
-_PONDER, _PRIOR = 5e-4, 0.1  # weights of the losses, the paper's
+_PONDER, _PRIOR = 5e-4, 0.01  # weights of the losses; the paper's prior has 0.1, which was worse here
 _SCALE = 5.0  # of the first feature in a score
 _GAIN = 0.05  # of the offset that follows the cost
 _FAR = 30.0  # an offset that halts all tokens, or none

@@ -206,7 +206,7 @@ def row(load_: float, contender: str, sent: Sequence[Sent], truth: Truth, slo_s:
 
 
 def ways(options: argparse.Namespace, truth: Truth, slo_s: float) -> Iterator[dict[str, Callable[..., list[Sent]]]]:
-    """What runs arrivals through each contender."""
+    """Functions that run arrivals through a contender, by its name."""
     names = options.contenders.split(",")
     if not options.replay:
         with servers(options) as urls:

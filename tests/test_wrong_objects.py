@@ -31,6 +31,7 @@ MODELS = {
     "generate": lambda odd, made: acm.generate(odd, draft=0.5),
     "load": lambda odd, made: acm.load(made[4], base_model=odd),
     "losses": lambda odd, made: acm.losses(odd, budget=0.5),
+    "meter": lambda odd, made: acm.meter(odd),
     "plan": lambda odd, made: acm.plan(odd, made[1]),
     "quantize": lambda odd, made: acm.quantize(odd),
     "recalibrate": lambda odd, made: acm.recalibrate(odd, [made[1]]),
@@ -48,6 +49,7 @@ MODELS = {
 }
 OTHERS = {
     "plan's inputs": lambda odd, made: acm.plan(made[0], odd),
+    "meter's plan": lambda odd, made: acm.meter(made[3], plan=odd),
     "rewrite's plan": lambda odd, made: acm.rewrite(made[0], odd),
     "calibrate's batches": lambda odd, made: acm.calibrate(made[3], odd),
     "recalibrate's batches": lambda odd, made: acm.recalibrate(made[3], odd),

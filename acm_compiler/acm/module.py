@@ -220,10 +220,7 @@ class ACM(nn.Module):
             and not recomputing()
             and (torch.compiler.is_compiling() or not any(ops.transforms()))
         ):
-            mask_T = self.mask_of(x.shape[:-1])
-            # of padding k is -1, which equals no choice; in graphs sizes must not depend on values, as bincount's do
-            k_T1 = (k_T if mask_T is None else torch.where(mask_T, k_T, -1))[:, None]
-            self.counts.add_((k_T1 == torch.arange(self.count + 1, device=k_T.device)).sum(0))
+            self.counts.add_(tokens.count_k(k_T, self.mask_of(x.shape[:-1]), self.count))
         observers = observers_of(self.conversion)
         if observers and not recomputing():
             shape = x.shape[:-1]

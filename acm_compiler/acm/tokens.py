@@ -21,6 +21,15 @@ def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site
     return values.reshape(batch, tokens, *values_T.shape[1:])
 
 
+def count_k(k_T: Tensor, mask_T: Tensor | None, most: int) -> Tensor:
+    """Numbers of tokens whose k is 0, 1, ..., `most`, int64 [most + 1]; what the mask leaves out counts nowhere."""
+    if not torch.compiler.is_compiling():
+        return torch.bincount(k_T if mask_T is None else k_T[mask_T], minlength=most + 1)
+    # in graphs sizes must not depend on values, as bincount's do; no choice is -1
+    k_1T = (k_T if mask_T is None else torch.where(mask_T, k_T, -1))[None]
+    return (torch.arange(most + 1, device=k_T.device)[:, None] == k_1T).sum(1)
+
+
 def is_one_each(shape: torch.Size, layout: Layout | None) -> bool:
     """True if an input [*shape, D] holds one token of every example, as when a decoder goes on from its cache."""
     if layout is None or layout.folds != 1:

@@ -10,8 +10,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from acm_compiler.errors import NothingRecorded, NotRewritten
-from acm_compiler.passes.rewrite.conversion import Conversion, rewritten
+from acm_compiler.errors import NothingRecorded, NotRewritten, UsageError
+from acm_compiler.passes.rewrite.conversion import Conversion, refuse_no_module, rewritten
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.budgets import setting_of
@@ -132,7 +132,10 @@ def meter(model: nn.Module, *, plan: Plan | None = None) -> Meter:
     takes them along. plan: for a module without ACMs, such as an exported program that was made of a model with a
     meter: reads that module's counters. NotRewritten where there are no counters to read.
     """
+    refuse_no_module(model)
     if plan is not None:
+        if not isinstance(plan, Plan):
+            raise UsageError("plan must be a plan", found=type(plan).__name__, fix="acm.Plan.from_json(text)")
         return Meter(plan, _counters_in(model, plan), None, model)
     found = rewritten(model)
     for acm in found.acms.values():

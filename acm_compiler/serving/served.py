@@ -65,6 +65,8 @@ class Served:
 
     def _output(self, given: Batch, own: Sequence[float | None], budget: float) -> Any:
         inputs, mask = self.task.inputs(given), self.task.mask(given)
+        if mask is not None and bool(mask.all()):
+            mask = None  # which costs a little at every site
         if self.found is None:
             return call_model(self.call, inputs)
         promised: float | None = spend(self.found, budget)

@@ -28,7 +28,7 @@ class Use:
 
     @property
     def tokens_by_k(self) -> dict[str, list[int]]:
-        """How many tokens ran k = 0, 1, ..., N at each site."""
+        """Numbers of tokens that ran k = 0, 1, ..., N, by site."""
         return {name: counts.tolist() for name, counts in self._meter.k.items()}
 
     def add(self, promised: float | None) -> None:

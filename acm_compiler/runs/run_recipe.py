@@ -193,12 +193,12 @@ class RecipeRun(OpenedRecipe):
             on_phase_end=lambda _, phase, seconds: self.say(f"phase {phase.phase} done in {duration(seconds)}"),
         )
 
-    def measure_budgets(self, model: nn.Module) -> None:
-        """Find the knob of every budget on plain training examples, and set the recipe's own budget."""
+    def measure_budgets(self, model: nn.Module, k_lo: int = 0) -> None:
+        """Find the knob of every budget, from a lowest k on, on plain training examples, and set the recipe's own."""
         batches = list(self.first(plain(self.data.train), _MEASURED_EXAMPLES, self.machine.device))
         examples = [(self.task.inputs(batch), self.task.mask(batch)) for batch in batches]
         with Progress("budgets", say=self.say, shown=self.machine.is_main) as work:
-            table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, progress=work)
+            table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, k_lo=k_lo, progress=work)
             work.finish(f"from {table.points[0].share:.3f} on measured on {table.examples} examples")
         set_budget(model, None)
 
@@ -208,8 +208,8 @@ class RecipeRun(OpenedRecipe):
             return
         quantize(model, self.run.quantize)
         self.say(f"learners: {self.run.quantize}")
-        if conversion(model).table is not None:
-            self.measure_budgets(model)
+        if (table := conversion(model).table) is not None:
+            self.measure_budgets(model, table.points[0].k_lo)  # calibration may have found that none is too few
 
     def calibrate(self, model: nn.Module, phase: CalibratePhase, examples: Iterator[Example]) -> None:
         """Fit learners, gates and budget table in closed form, and set the recipe's own budget."""

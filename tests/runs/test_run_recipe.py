@@ -20,7 +20,7 @@ from acm_compiler.cli import app
 from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import RunInterrupted
 from acm_compiler.passes.rewrite import offload
-from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.runs import recipe_run, run_recipe
@@ -156,6 +156,16 @@ def test_learners_are_quantised_once_the_schedule_is_done(folder):
     assert checked.exit_code == 0, checked.stderr
     # floats are the result of another recipe
     assert "run.quantize: int8 -> null" in said_by(rewrite(folder, *TWO_PHASES, "--resume"))
+
+
+def test_the_lowest_k_of_the_budget_table_outlives_the_quantisation(folder):
+    recipe = expand_paths(load_recipe(folder / "folder.yaml", ["run.quantize=int8"]))
+    run = RecipeRun(recipe, open_machine("fp32", "cpu"), lambda _: None)
+    _, model = run.prepare(RunOptions(directory=folder / "out"), report=lambda _: None)
+    run.measure_budgets(model, k_lo=2)
+    run.quantize(model)
+    owner = conversion(model)
+    assert owner.quantized == "int8" and {point.k_lo for point in owner.table.points} == {2}
 
 
 def test_an_unfinished_run_is_not_thrown_away(folder):

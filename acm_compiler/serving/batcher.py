@@ -127,16 +127,14 @@ class Batcher:
 
     def _live(self) -> None:
         """Run batches until stopped. What ends the worker otherwise fails what it had taken and starts another."""
-        finished = False
         try:
             while jobs := self._next():
                 self._taken = jobs
                 self._serve(jobs)
                 self._taken = []
-            finished = True
-        finally:
-            if not finished:
-                self._bury()
+        except BaseException:  # noqa: BLE001  # whatever ends a thread has nobody else who hears of it
+            _LOG.exception("a worker died with %d requests; starting another", len(self._taken))
+            self._bury()
 
     def _bury(self) -> None:
         lost, self._taken = self._taken, []
@@ -144,7 +142,6 @@ class Batcher:
             if not job.answer.done():
                 job.answer.set_exception(WorkerDied("the worker that ran the request died; another has been started"))
         self._watcher.died()
-        _LOG.error("a worker died with %d requests; starting another", len(lost))
         self.start()
 
     def _next(self) -> list[Job]:

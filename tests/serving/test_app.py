@@ -254,7 +254,6 @@ def test_a_model_that_fails_is_a_500_in_words_and_the_server_lives(encoder):
         vectors(client, input="a")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_dies_is_a_500_in_words_and_another_goes_on(encoder):
     def run(examples, own, budget):
         if len(examples[0]["input_ids"]) == 2:

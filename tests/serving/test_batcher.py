@@ -135,7 +135,6 @@ def test_what_the_model_refuses_in_words_stays_what_it_is(started):
     assert isinstance(future.exception(SECONDS), UsageError)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_dies_fails_its_requests_and_is_replaced(started):
     def run(examples, own, budget):
         if examples[0]["x"] == "die":
@@ -149,7 +148,6 @@ def test_a_worker_that_dies_fails_its_requests_and_is_replaced(started):
     assert seen.deaths == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_those_who_wait_outlive_a_worker(started):
     def run(examples, own, budget):
         if examples[0]["x"] == "die":

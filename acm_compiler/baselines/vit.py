@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.baselines.method import Method
+from acm_compiler.data import Batch
 from acm_compiler.planning.plan import Plan
 
 
@@ -25,6 +26,27 @@ class OnVit(Method):
         if kind == "torchvision.models.vision_transformer.VisionTransformer":
             return None
         return f"it acts on torchvision's VisionTransformer, and this is a {type(model).__name__}"
+
+    @classmethod
+    def floor(cls, model: nn.Module, plan: Plan) -> float:
+        """One block for all tokens, and what lies outside of the blocks."""
+        return cls.outside_share(model, plan) + cls.block_share(model, plan)
+
+    @staticmethod
+    def block_share(model: nn.Module, plan: Plan) -> float:
+        """The share of the dense MACs that one block takes."""
+        return block_macs(model, sizes_of(model)[3]) / (plan.model.dense_macs / plan.model.batch)
+
+    @classmethod
+    def outside_share(cls, model: nn.Module, plan: Plan) -> float:
+        """The share of the dense MACs outside of the blocks."""
+        return 1 - sizes_of(model)[0] * cls.block_share(model, plan)
+
+    def image(self, batch: Batch) -> Tensor:
+        """The images of a batch."""
+        found = self.subject.task.inputs(batch)
+        assert isinstance(found, Tensor)
+        return found
 
 
 class Steps(nn.Module):

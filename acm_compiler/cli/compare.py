@@ -105,4 +105,4 @@ def _command(
     words = ["acmc", "compare", "--recipe", recipe, "--out", str(directory)]
     words += [word for option, value in given.items() if value is not None for word in (option, value)]
     words += [part for override in overrides for part in ("--set", override)]
-    return shlex.join([*words, *(flag for flag, given in flags.items() if given)])
+    return shlex.join([*words, *(flag for flag, is_on in flags.items() if is_on)])

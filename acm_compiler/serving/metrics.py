@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from acm_compiler.serving.use import Use
+from acm_compiler.serving.recent_usage import RecentUsage
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -31,9 +31,9 @@ class Metrics:
         self._k = Gauge("acm_mean_k", "Mean learners per token since the start, by site", ["site"], **to)
         self._tokens = Gauge("acm_tokens", "Tokens that ran k learners since the start, by site", ["site", "k"], **to)
         self._deaths = Counter("acm_worker_deaths", "Workers that died and were replaced", **to)
-        self._use: Use | None = None
+        self._use: RecentUsage | None = None
 
-    def follow(self, *, waiting: Callable[[], int], budget: Callable[[], float], use: Use | None) -> None:
+    def follow(self, *, waiting: Callable[[], int], budget: Callable[[], float], use: RecentUsage | None) -> None:
         """Read these when asked."""
         self._waiting.set_function(waiting)
         self._budget.set_function(budget)

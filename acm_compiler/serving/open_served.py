@@ -22,8 +22,8 @@ from acm_compiler.recipe.tasks import ClassifyTask, EmbedTask, TaskConfig
 from acm_compiler.runs.given import Given, check_folder, parse_budgets
 from acm_compiler.runtime.meter import meter
 from acm_compiler.serving.readers import Images, Reader, Texts
+from acm_compiler.serving.recent_usage import RecentUsage
 from acm_compiler.serving.served import Kind, Served
-from acm_compiler.serving.use import Use
 from acm_compiler.sources.build import build
 from acm_compiler.tasks.open_task import open_task
 from acm_compiler.training.machine import find_device
@@ -53,7 +53,7 @@ def open_served(directory: Path, given: Given, options: ServeOptions) -> Served:
     model = finalize(load(directory, base_model=base, allow_code=options.allow_code))
     model = model.to(find_device(options.device or (recipe.run.device if recipe else "auto"), where="--device"))
     found = rewritten(model)
-    use = Use(meter(model))
+    use = RecentUsage(meter(model))
     data = given.data or (recipe.data.eval if recipe and recipe.data else None)
     assert task is not None
     return Served(

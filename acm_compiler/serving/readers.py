@@ -132,7 +132,12 @@ class Images(Reader):
         found = _numbers(value)
         if found is None or tuple(found.shape) != self._shape:
             shown = "other values than numbers" if found is None else f"shape {list(found.shape)}"
-            raise UsageError("no image of this model", where=where, found=shown, expected=f"shape {list(self._shape)}")
+            raise UsageError(
+                "an image must have the shape that the model takes",
+                where=where,
+                found=shown,
+                expected=f"shape {list(self._shape)}",
+            )
         return _finite(found, where)
 
     def file(self, content: bytes, name: str) -> Example:

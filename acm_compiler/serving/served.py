@@ -17,7 +17,7 @@ from acm_compiler.runtime.budgets import setting_of, share_within
 from acm_compiler.runtime.control import spend
 from acm_compiler.serving.batcher import Example
 from acm_compiler.serving.readers import Reader
-from acm_compiler.serving.use import Use
+from acm_compiler.serving.recent_usage import RecentUsage
 from acm_compiler.sources.examples import fit_to
 from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks import Task
@@ -41,7 +41,7 @@ class Served:
     reader: Reader
     found: Rewritten | None
     classes: Mapping[int, str]
-    use: Use | None = None
+    use: RecentUsage | None = None
 
     def run(self, examples: Sequence[Example], own: Sequence[float | None], budget: float) -> list[Tensor]:
         """The task's part of the output for each example, at its own budget or at `budget`; fp32 on the CPU."""

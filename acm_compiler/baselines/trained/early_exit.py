@@ -20,7 +20,6 @@ from acm_compiler.baselines.method import BatchResult, Subject
 from acm_compiler.baselines.trained.train import to_dense, train
 from acm_compiler.baselines.vit import OnVit, Steps, block_macs, run_block, sizes_of
 from acm_compiler.data import Batch
-from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 
 _LR = 2e-3
@@ -67,12 +66,6 @@ class EarlyExit(OnVit):
         self.steps = Steps(copy.deepcopy(subject.dense)).eval().requires_grad_(False)
         self.thresholds: dict[float, float] = {}
 
-    @classmethod
-    def floor(cls, model: nn.Module, plan: Plan) -> float:
-        """One block of all."""
-        blocks, tokens = sizes_of(model)[0], sizes_of(model)[3]
-        return 1 - (blocks - 1) * block_macs(model, tokens) / (plan.model.dense_macs / plan.model.batch)
-
     def convert(self, budgets: Sequence[float], say: Say) -> None:
         """Train heads and their weights; then find the threshold of each budget on the examples to fit to."""
         first = self.subject.task.inputs(next(iter(self.subject.fit())))
@@ -83,14 +76,9 @@ class EarlyExit(OnVit):
         self.exits = Exits(blocks, width, classes).to(first.device)
         train("ztw", self.exits, self._loss, self.subject, lr=_LR, say=say)
         self.exits.eval().requires_grad_(False)
-        sure_EM = torch.cat([self._sureness(self._image(batch)) for batch in self.subject.fit()])
+        sure_EM = torch.cat([self._sureness(self.image(batch)) for batch in self.subject.fit()])
         for budget in budgets:
             self.thresholds[budget] = self._threshold(sure_EM, budget)
-
-    def _image(self, batch: Batch) -> Tensor:
-        image = self.subject.task.inputs(batch)
-        assert isinstance(image, Tensor)
-        return image
 
     def _logits(self, image: Tensor) -> list[Tensor]:
         """Logits of all heads, the network's own last."""
@@ -105,7 +93,7 @@ class EarlyExit(OnVit):
 
     def _loss(self, batch: Batch, wanted: Tensor) -> Tensor:
         """The loss of every head, and of every exit, which learns nothing but how to put heads together."""
-        logits = self._logits(self._image(batch))
+        logits = self._logits(self.image(batch))
         fixed = [part.detach() for part in logits]
         exits = [self.exits.together(place, fixed[: place + 1]) for place in range(len(logits))]
         return torch.stack([to_dense(self.subject, part, batch, wanted) for part in (*logits[:-1], *exits)]).sum()
@@ -140,7 +128,7 @@ class EarlyExit(OnVit):
     @torch.no_grad()
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward, in which images leave."""
-        threshold, x_BSD = self.thresholds[budget], self.steps.embed(self._image(batch))
+        threshold, x_BSD = self.thresholds[budget], self.steps.embed(self.image(batch))
         left, costs_M = torch.arange(len(x_BSD), device=x_BSD.device), self._costs().double()
         logits: list[Tensor] = []
         output_BC, macs_B = None, torch.zeros(len(x_BSD), dtype=torch.float64)

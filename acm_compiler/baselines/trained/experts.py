@@ -199,7 +199,7 @@ class D2dmoe(Moefication):
     title, region, name = "D2DMoE: experts above a threshold", NormRegion, "d2dmoe"
 
     def _extra(self) -> Tensor:
-        """Punishment of dense activations."""
+        """The penalty on dense activations, weighted."""
         return _SPARSITY * torch.stack([region.hoyer for region in self.regions.values()]).mean()
 
     @torch.no_grad()

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from acm_compiler.baselines.method import BatchResult
 from acm_compiler.baselines.trained.train import to_dense, train
-from acm_compiler.baselines.vit import OnVit, Steps, block_macs, run_block, sizes_of
+from acm_compiler.baselines.vit import OnVit, Steps, block_macs, run_block
 from acm_compiler.data import Batch
-from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 
 _LR = 5e-4
@@ -105,28 +104,14 @@ class Avit(OnVit):
 
     title, trains = "A-ViT: tokens that halt, a model for each budget", True
 
-    @classmethod
-    def floor(cls, model: nn.Module, plan: Plan) -> float:
-        """One block for all tokens."""
-        return cls._rest(model, plan) + cls._block(model, plan)
-
-    @staticmethod
-    def _block(model: nn.Module, plan: Plan) -> float:
-        return block_macs(model, sizes_of(model)[3]) / (plan.model.dense_macs / plan.model.batch)
-
-    @classmethod
-    def _rest(cls, model: nn.Module, plan: Plan) -> float:
-        """The share of the MACs that is done outside of the blocks."""
-        return 1 - sizes_of(model)[0] * cls._block(model, plan)
-
     def convert(self, budgets: Sequence[float], say: Say) -> None:
         """Train a model for each budget, and set it to this budget on the examples to fit to."""
         self.models: dict[float, HaltingTransformer] = {}
         dense, plan = self.subject.dense, self.subject.plan
         self.macs = plan.model.dense_macs / plan.model.batch
         for budget in budgets:
-            most = (budget - self._rest(dense, plan)) * self.macs
-            depth = most / (self._block(dense, plan) * self.macs)
+            most = (budget - self.outside_share(dense, plan)) * self.macs
+            depth = most / (self.block_share(dense, plan) * self.macs)
             model = HaltingTransformer(copy.deepcopy(dense), depth).to(next(dense.parameters()).device).eval()
             self._set(model, most)
             self._learn(model, most, f"avit at {budget:.0%}", say)
@@ -135,21 +120,16 @@ class Avit(OnVit):
 
     def _learn(self, model: HaltingTransformer, most: float, name: str, say: Say) -> None:
         def loss(batch: Batch, wanted: Tensor) -> Tensor:
-            logits, halting = model(self._image(batch))
+            logits, halting = model(self.image(batch))
             model.shift += _GAIN * (float(model.costs_B.mean()) / most - 1)
             return to_dense(self.subject, logits, batch, wanted) + halting
 
         train(name, model, loss, self.subject, lr=_LR, say=say)
         model.requires_grad_(False)
 
-    def _image(self, batch: Batch) -> Tensor:
-        image = self.subject.task.inputs(batch)
-        assert isinstance(image, Tensor)
-        return image
-
     def _set(self, model: HaltingTransformer, most: float) -> None:
         """Find the smallest shift at which the blocks cost no more."""
-        images = torch.cat([self._image(batch) for batch in self.subject.fit()])[:_SEEN]
+        images = torch.cat([self.image(batch) for batch in self.subject.fit()])[:_SEEN]
         low, high = model.shift - _FAR, model.shift + _FAR
         for _ in range(_HALVINGS):
             model.shift = (low + high) / 2
@@ -159,6 +139,6 @@ class Avit(OnVit):
 
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward, in which tokens halt."""
-        logits, macs_B = self.models[budget].execute(self._image(batch))
-        rest = self._rest(self.subject.dense, self.subject.plan) * self.macs
+        logits, macs_B = self.models[budget].execute(self.image(batch))
+        rest = self.outside_share(self.subject.dense, self.subject.plan) * self.macs
         return BatchResult(self.score(logits, batch), macs_B + round(rest))

@@ -11,7 +11,7 @@ _MEMORY = 0.999  # weight of all batches before, at each one
 _ENOUGH = 100  # batches, before a drift is worth a warning
 
 
-class Use:
+class RecentUsage:
     """The last batch's share of learner MACs, and the mean distance of recent shares from those promised."""
 
     def __init__(self, meter: Meter) -> None:

@@ -21,8 +21,8 @@ from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.errors import UsageError
 
 _OUTSIDE = (
-    "apply such a tool to the layers outside of ACMs only (acm.sites(model) names the ACMs), or, for adapters, to the "
-    "original model: merge them, then acm.rewrite"
+    "apply such a tool to the layers outside of ACMs only (acm.sites(model) names the ACMs); LoRA can name the ACMs "
+    "themselves: import acm_compiler.hf, then LoraConfig(target_modules=list(acm.sites(model)))"
 )
 _KIND, _DTYPE = frozenset((nn.Parameter,)), attrgetter("dtype")
 _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))

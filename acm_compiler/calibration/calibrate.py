@@ -17,6 +17,7 @@ from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.errors import LayoutUnknown
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import (
+    refuse_adapted,
     refuse_compiled,
     refuse_inference_tensors,
     refuse_quantized,
@@ -98,6 +99,7 @@ def calibrate_on(
     options = options or Options()
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "calibration")
+    refuse_adapted(found.acms, "calibration")
     refuse_inference_tensors(model)
     refuse_elsewhere(found, options.offload)
     refuse_quantized(found.owner, "calibration")

@@ -8,9 +8,9 @@ of tensor there, which the operators could not read, or would leave out without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,17 @@ def refuse_onnx() -> None:
             "an ACM cannot be exported to ONNX so: no operator there chooses a computation per token",
             fix="acm.export(model, path, inputs, format='onnx') writes other operators in its place; "
             "torch.export.export and torch.compile take the ACMs",
+        )
+
+
+def refuse_adapted(acms: Mapping[str, Any], request: str) -> None:
+    """Raise UsageError where adapters change what one of these ACMs, by name, computes: `request` would lose them."""
+    adapted = [name for name, acm in acms.items() if acm.adapter is not None]
+    if adapted:
+        raise UsageError(
+            f"{request} takes no adapters on learners",
+            where=adapted[0],
+            fix="model = adapted.merge_and_unload(); adapted.save_pretrained(folder) keeps the adapters by themselves",
         )
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from acm_compiler.acm.intact import refuse_adapted
 from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.damage import Answer, default_answer
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, refuse_elsewhere, shares_of
@@ -17,7 +18,6 @@ from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.errors import LayoutUnknown
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import (
-    refuse_adapted,
     refuse_compiled,
     refuse_inference_tensors,
     refuse_quantized,

@@ -59,7 +59,7 @@ class AdaptedACM(nn.Module, LoraLayer):
         return acm
 
     def __getattr__(self, name: str) -> Any:
-        """What is read of the ACM, such as a weight's stand-in, where this has nothing of that name."""
+        """Read of the ACM, such as a weight's stand-in, what is not found here."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -91,7 +91,7 @@ class AdaptedACM(nn.Module, LoraLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As the ACM's forward, whose weights `adapted` gives."""
+        """Run the ACM with the weights that `adapted` gives."""
         self._check_forward_args(x, *args, **kwargs)
         if kwargs.pop("adapter_names", None) is not None:
             raise UsageError(

@@ -9,8 +9,9 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.int8 import DEEPEST
+from acm_compiler.acm.intact import refuse_adapted
 from acm_compiler.errors import UsageError
-from acm_compiler.passes.rewrite.conversion import refuse_adapted, refuse_compiled, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import refuse_compiled, wholly_rewritten
 from acm_compiler.runtime.control import refuse_unfitted
 
 

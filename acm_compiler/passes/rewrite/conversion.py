@@ -268,17 +268,6 @@ def refuse_quantized(owner: Conversion, request: str) -> None:
         )
 
 
-def refuse_adapted(acms: Mapping[str, ACM], request: str) -> None:
-    """UsageError where adapters change what learners compute, and `request` would leave them out."""
-    adapted = [name for name, acm in acms.items() if acm.adapter is not None]
-    if adapted:
-        raise UsageError(
-            f"{request} takes no adapters on learners",
-            where=adapted[0],
-            fix="model = adapted.merge_and_unload(); adapted.save_pretrained(folder) keeps the adapters by themselves",
-        )
-
-
 def refuse_inference_tensors(model: nn.Module) -> None:
     """UsageError for a model with tensors that no gradient can flow to, ever."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -8,10 +8,11 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.intact import refuse_adapted
 from acm_compiler.errors import NoDenseRegion, UsageError, a_few_of
 from acm_compiler.passes.capture.normalize import replace_children, restore_fast_path
 from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention
-from acm_compiler.passes.rewrite.conversion import refuse_adapted, sites, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import sites, wholly_rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseRegion
 from acm_compiler.passes.rewrite.graft_modules import move_hooks, put_module, registry_of
 from acm_compiler.passes.rewrite.saving_hooks import drop_budgets, unguard_saving

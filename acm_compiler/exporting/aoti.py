@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +16,7 @@ from acm_compiler.codegen.cpu import gate_not_covered, not_covered
 from acm_compiler.codegen.cpu.build import built_from, library_file
 from acm_compiler.errors import UsageError
 from acm_compiler.exporting.traced import Traced, refused
+from acm_compiler.files import write_file
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.sources.user_code import Attempt
@@ -79,7 +79,7 @@ def write(traced: Traced, aside: Path) -> None:
             aoti_compile_and_package(traced.program, package_path=str(aside / FILE), inductor_configs=options)
     if attempt.error is not None:
         raise refused("AOTInductor makes no package of this model", attempt.error)
-    shutil.copyfile(library_file(), aside / LIBRARY)
+    write_file(aside / LIBRARY, library_file().read_bytes())
 
 
 def runner(folder: Path) -> Callable[..., Any]:

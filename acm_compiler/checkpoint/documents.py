@@ -31,7 +31,7 @@ from acm_compiler.runtime.site_status import status
 from acm_compiler.site import Share, Whole
 
 FORMAT, QUANTIZED_FORMAT, REST_FORMAT = FORMATS = 1, 2, 3
-"""Of models of floats, with int8 learners, and with other int8 linears: versions refuse what they do not know."""
+"""The formats of models of floats, with int8 learners, and with other int8 linears, each refused by older versions."""
 _FIX = "copy the folder again from where it is whole, or save the model again"
 _Phase = Literal["prefill", "decode"]
 

@@ -320,12 +320,13 @@ struct Product {
       const int64_t to = std::min(deepest, from + block);
       if (!whole) pack_strips(col, count, from, to, kept);
       const float* panel = whole ? whole + from * width : kept;
+      const int64_t last = whole ? std::min(spans.front().depth, from + block) : to;  // other pieces may be deeper
       for (const Span& span : piece.spans) {
         if (span.depth <= from) break;
         for (int64_t row = span.from; row < span.to; row += tile_rows()) {
           const int64_t height = std::min(tile_rows(), span.to - row);
           float* out = kept + own + (waiting ? row - first : 0) * width;
-          multiply(row, height, from, std::min(to, span.depth), panel, to - from, width, out);
+          multiply(row, height, from, std::min(to, span.depth), panel, last - from, width, out);
           if (span.depth <= to) finish(row, height, col, count, out, width);
         }
       }

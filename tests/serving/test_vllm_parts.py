@@ -68,6 +68,13 @@ def test_sites_without_learners_are_refused(tmp_path):
         saved(converted, tmp_path)
 
 
+def test_int8_layers_around_acms_are_refused(tmp_path):
+    model = gated_llama()
+    acm.quantize(model, rest=True)
+    with pytest.raises(UsageError, match="int8 layers around"):
+        saved(model, tmp_path)
+
+
 def test_tokens_get_the_setting_of_their_request_and_phase():
     tokens = TokenSettings(Settings(HIGH, HIGH), tokens=9, device=torch.device("cpu"))
     tokens.rows |= {0: Row(3, Settings(LOW, HIGH)), 1: Row(2, Settings(HIGH, HIGH)), 2: Row(5, Settings(LOW, LOW))}

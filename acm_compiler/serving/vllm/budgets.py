@@ -50,7 +50,8 @@ class SavedBudgets:
     def read(cls, folder: str, options: Any = None) -> SavedBudgets:
         """The budgets in `folder`; those of vLLM's --additional-config, under `acm_budget`, come before what was saved.
 
-        StorageError as `acm.load`, SitesNotFitted where sites have no learners yet, BudgetUnreachable.
+        StorageError as `acm.load`, SitesNotFitted where sites have no learners yet, BudgetUnreachable, UsageError for a
+        fixed k and for int8 layers outside of ACMs.
         """
         _, plan, budgets = read_folder(folder)
         if unfitted := [site.name for site in plan.sites if site.state == "dense"]:
@@ -59,6 +60,13 @@ class SavedBudgets:
             )
         owner = Conversion(plan=plan)
         restore_document(owner, {}, budgets)
+        if owner.rest:
+            raise UsageError(
+                "vLLM cannot run the int8 layers around these ACMs",
+                where=folder,
+                found=owner.rest[0],
+                fix="acm.quantize(model) without rest=True, then save it",
+            )
         choices = budgets.get("choices")
         asked = options.get(OWN) if isinstance(options, Mapping) else None
         if asked is None:

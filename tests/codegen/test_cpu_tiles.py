@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from acm_compiler.acm import ops
+from acm_compiler.acm import Gate, ops
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.cpu import build
@@ -125,3 +125,21 @@ def test_tokens_far_apart_and_sorted_by_k(tiles):
     y = native(apart, one.k, one.weights, one.residual)
     assert relative_error(y, one.expected) <= TOLERANCE[HALF]
     assert torch.equal(y, native(one.x, one.k, one.weights, one.residual))
+
+
+@pytest.mark.parametrize(("tokens", "d_in", "width"), [(13, 64, 8), (33, 98, 5), (200, 768, 64), (65, 34, 70)])
+def test_gates_choose_as_without(tokens, d_in, width, with_tiles, library):
+    torch.manual_seed(0)
+    gate, x = Gate(d_in, width, 5, dtype=HALF), torch.randn(tokens, d_in + 1).to(HALF)[:, :d_in]
+    scalars = [torch.tensor(value, dtype=torch.int32) for value in (0, 0, 4)]
+    answers = []
+    for wanted in (True, False):
+        library.acm_want_tiles(wanted)
+        with torch.no_grad():
+            answers.append(ops.run_gate(x, *gate.weights(), *scalars, cost=1.0, k_min=0, rule="logits"))
+    assert (answers[0] == answers[1]).float().mean() >= 0.97  # ties to rounding apart
+    x[5] = torch.nan
+    library.acm_want_tiles(True)
+    with torch.no_grad():
+        lost = ops.run_gate(x, *gate.weights(), *scalars, cost=1.0, k_min=0, rule="logits")
+    assert lost[5] == 4 and torch.equal(lost[torch.arange(tokens) != 5], answers[0][torch.arange(tokens) != 5])

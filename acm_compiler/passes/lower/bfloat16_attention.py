@@ -35,7 +35,7 @@ def _lower(node: fx.Node) -> bool:
     options = {name: value for name, value in node.kwargs.items() if name not in _NAMES}
     with node.graph.inserting_before(node):
         narrow = [_converted(operand, torch.bfloat16) for operand in operands]
-        small = node.graph.call_function(node.target, (*narrow, *node.args[3:]), options)
+        small = node.graph.call_function(F.scaled_dot_product_attention, (*narrow, *node.args[3:]), options)
         wide = node.graph.call_method("to", (small, torch.float32))
     wide.meta = {**node.meta}
     small.meta = {**node.meta}

@@ -277,6 +277,9 @@ def processor_files(config: ModelConfig) -> dict[str, bytes]:
     if config.gguf:
         return from_gguf.tokenizer_files(gguf_file(config))
     folder = Path(installed_path(config.name)) if config.source == "hf" else None
-    if folder is None or not folder.is_dir():
-        return {}
+    return {} if folder is None or not folder.is_dir() else processor_files_in(folder)
+
+
+def processor_files_in(folder: Path) -> dict[str, bytes]:
+    """Files of a folder by name that transformers reads to prepare inputs: of tokenizers and processors."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name in PROCESSOR_FILES}

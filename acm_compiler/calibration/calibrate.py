@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from acm_compiler.acm.precision import own_types
-from acm_compiler.calibration.damage import Answer, default_answer
+from acm_compiler.calibration.answer import Answer, default_answer
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, refuse_elsewhere, shares_of
 from acm_compiler.calibration.fit_all import fit_all, install, install_gates
 from acm_compiler.calibration.gates import choose_gates

@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import own_types
-from acm_compiler.calibration.damage import Answer, answers, energy, random_directions
-from acm_compiler.calibration.examples import mask_in, run
+from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, random_directions, run
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed, UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten

@@ -9,7 +9,8 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked, run, shares_of
+from acm_compiler.calibration.answer import run
+from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked, shares_of
 from acm_compiler.errors import NoBudgetTable, NothingRecorded
 from acm_compiler.passes.rewrite.conversion import (
     BudgetTable,

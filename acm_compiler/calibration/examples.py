@@ -13,9 +13,7 @@ from torch import Tensor
 from acm_compiler.calibration.answer import Answer, default_answer, shapes_of
 from acm_compiler.data import refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.planning.plan import Plan
-from acm_compiler.runtime.budgets import is_number, parse_budget, share_within, too_much, unreachable
+from acm_compiler.runtime.budgets import is_number
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.sources.inputs import Inputs, split_inputs
 
@@ -143,38 +141,7 @@ class Options:
             raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)
 
 
-def refuse_elsewhere(found: Rewritten, offload: str | os.PathLike[str] | None) -> None:
-    """UsageError where what a calibration makes is to be offloaded, and the model is on another device than the CPU."""
-    device = next(iter(found.acms.values())).k_lo.device
-    if offload is not None and device.type != "cpu":
-        raise UsageError(
-            "only what is calibrated on the CPU can be offloaded to files",
-            found=f"a model on {device}",
-            fix="calibrate it on the CPU: model.cpu(), or run.device: cpu; or leave offload out",
-        )
-
-
 def check_tokens(tokens: int) -> None:
     """UsageError for a number of tokens to read that is none."""
     if not is_number(tokens) or not tokens >= 1 or tokens % 1:
         raise UsageError("a calibration needs tokens", found=repr(tokens), expected="a whole number, at least 1")
-
-
-def shares_of(plan: Plan, budgets: Sequence[float | str]) -> tuple[float, ...]:
-    """The `budgets` that a user will ask for, as shares of learner MACs.
-
-    UsageError; BudgetUnreachable for one in "%" or MACs that no setting reaches.
-    """
-    if isinstance(budgets, str) or not isinstance(budgets, Sequence):
-        raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
-    least, shares = plan.cost.budget_min, []
-    for budget in budgets:
-        share = share_within(budget, plan, low=0.0) or parse_budget(budget, plan)
-        if isinstance(budget, str) and not 0 < share <= 1:
-            raise unreachable(budget, plan, low=least)
-        if not 0 < share <= 1:
-            fix = too_much(budget, plan, low=least) if share > 1 else None
-            expected = "a share of learner MACs in (0, 1]"
-            raise UsageError("a budget outside its range", found=share, expected=expected, fix=fix)
-        shares.append(share)
-    return tuple(shares)

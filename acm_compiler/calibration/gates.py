@@ -237,7 +237,7 @@ def _try(
                 for name, acm in found.acms.items():
                     acm.gate = kinds[choice.kind][name].gate
                     acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
-                with recorded(found, macs=False) as usage:
+                with recorded(found) as usage:
                     given = answers(run(found, example[0]), answer, mask_BS)
                 trial.examples += len(usage.real_shares)
                 trial.shares += float(usage.real_shares.sum())

@@ -19,9 +19,9 @@ from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, random_directions, run
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.errors import TrainingFailed, UsageError
+from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.passes.rewrite.dense_region import DenseWeights, broken_weights
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import real_tokens
 from acm_compiler.runtime.measure_budgets import Example
@@ -80,7 +80,8 @@ def observe(
                     seen.judged += outputs[0].shape[0]
                     seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
                     del outputs, draw
-            _settle(found, records)
+            for record in records.values():
+                record.settle()
             seen.examples += taps.examples
     return seen
 
@@ -125,25 +126,6 @@ def _differentiate(outputs: Sequence[Tensor], along: Sequence[Tensor], wanted: l
             found=str(error).partition(". Hint:")[0],
             fix="write x = x + f(x) in the model's forward where it says x += f(x)",
         ) from error
-
-
-def _settle(found: Rewritten, records: Mapping[str, SiteRecord]) -> None:
-    """After a batch: TrainingFailed where a site saw what is not finite, at the weights that this came from, if any."""
-    try:
-        for record in records.values():
-            record.settle()
-    except TrainingFailed as seen:
-        broken = broken_weights(found)
-        if not broken:
-            raise
-        name, tensor = next(iter(broken.items()))
-        more = f"; {len(broken) - 1} more of the model's weights are broken" if len(broken) > 1 else ""
-        raise TrainingFailed(
-            "the model's own weights are not finite",
-            where=name,
-            found=f"nan or infinity in {int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values{more}",
-            fix="load or train the model anew before the rewrite: nothing can be fitted to such weights",
-        ) from seen
 
 
 class _Taps:

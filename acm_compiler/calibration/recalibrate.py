@@ -10,7 +10,7 @@ from tabulate import tabulate
 from torch import nn
 
 from acm_compiler.calibration.answer import run
-from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked, shares_of
+from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked
 from acm_compiler.errors import NoBudgetTable, NothingRecorded
 from acm_compiler.passes.rewrite.conversion import (
     BudgetTable,
@@ -23,6 +23,7 @@ from acm_compiler.passes.rewrite.conversion import (
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say, progress_of
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.budgets import shares_of
 from acm_compiler.runtime.control import is_held, refuse_unfitted, set_budget
 from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
 from acm_compiler.runtime.usage import PADDING, recorded
@@ -101,7 +102,7 @@ def _enough_of(found: Rewritten, batches: Iterable[Example], tokens: int) -> lis
     examples = Examples(batches)
     with undisturbed(found):
         for inputs, mask in examples.read(lambda: max(seen.values(), default=0) >= tokens):
-            with batch_context(found.model, mask=mask), recorded(found, macs=False) as usage:
+            with batch_context(found.model, mask=mask), recorded(found) as usage:
                 run(found, inputs)
             for name, k_BS in usage.k.items():
                 seen[name] = seen.get(name, 0) + int((k_BS != PADDING).sum())

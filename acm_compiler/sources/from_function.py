@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.sources.built import Device, Found, check_arguments, expect_module
-from acm_compiler.sources.python_function import find_function, run_function
+from acm_compiler.sources.from_python import find_function, run_function
 from acm_compiler.sources.weights import load_own_file, refuse_names
 
 

@@ -15,7 +15,7 @@ from acm_compiler.recipe.gguf import SUFFIX
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
-from acm_compiler.sources import from_function, from_hf, from_package, from_timm, from_torchvision
+from acm_compiler.sources import from_hf, from_package, from_python, from_timm, from_torchvision
 from acm_compiler.sources.built import Device, Found
 from acm_compiler.sources.examples import InputSpec, fit_to, make_inputs
 from acm_compiler.sources.inputs import Inputs
@@ -24,7 +24,7 @@ _BUILDERS: dict[str, Callable[..., Found]] = {
     "torchvision": from_torchvision.build,
     "timm": from_timm.build,
     "hf": from_hf.build,
-    "python": from_function.build,
+    "python": from_python.build,
     "shipped": from_package.build,
 }
 _CHECKS: dict[str, Callable[[ModelConfig], None]] = {

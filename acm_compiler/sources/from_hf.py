@@ -15,7 +15,7 @@ from acm_compiler.recipe.load import installed_path
 from acm_compiler.recipe.models import AUTO_CLASSES, ModelConfig
 from acm_compiler.sources import from_gguf
 from acm_compiler.sources.built import Device, Found, build_on, refuse_reserved
-from acm_compiler.sources.hf_inputs import default_inputs
+from acm_compiler.sources.examples import default_inputs
 from acm_compiler.sources.weights import load_own_file, refuse_names, unloadable
 
 # keys of a saved config that make transformers fetch or run code of others

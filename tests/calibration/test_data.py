@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from acm_compiler.calibration.calibrate import calibrate, calibrate_on
 from acm_compiler.calibration.answer import (
     answers,
     default_answer,
@@ -14,6 +13,7 @@ from acm_compiler.calibration.answer import (
     root_probabilities,
     run,
 )
+from acm_compiler.calibration.calibrate import calibrate, calibrate_on
 from acm_compiler.calibration.examples import Examples, Options, masked
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe

@@ -111,8 +111,7 @@ def calibrate_on(
         )
     for site in owner.plan.sites:
         check_closed_form(site)
-    asked = shares_of(found.plan, options.budgets)
-    wanted = (*asked, *(() if owner.default_budget is None else (owner.default_budget,)))
+    wanted = shares_of(owner, options.budgets)
     by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
     examples = Examples(_single(batches) if by_one else batches, tokens=options.tokens)
     with (

@@ -67,7 +67,7 @@ def recalibrate(
     """
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "calibration")
-    owner, asked = found.owner, shares_of(found.plan, budgets)
+    owner, asked = found.owner, shares_of(found.owner, budgets)
     check_tokens(tokens)
     refuse_unfitted(found, "recalibrate")
     if owner.table is None and owner.start_gates == gates_digest(found.acms.values()):
@@ -79,8 +79,7 @@ def recalibrate(
     held = {acm: acm.run_time() for acm in found.acms.values() if is_held(acm, owner)}
     with torch.inference_mode(False):
         examples = _enough_of(found, masked(batches, mask), tokens)
-        default = () if owner.default_budget is None else (owner.default_budget,)
-        wanted = (*asked, *default, *owner.budgets_set)
+        wanted = (*asked, *owner.budgets_set)
         with progress_of("recalibrate", progress) as work:
             table = fill_table(found, examples, budgets=wanted, k_lo=k_lo, progress=work)
             work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
@@ -145,15 +144,10 @@ def sensitivity(model: nn.Module) -> Sensitivity:
     owner = conversion(model)
     if not owner.damage:
         raise NothingRecorded("this model was not calibrated", fix="acm.calibrate(model, batches)")
-    return Sensitivity(sites=_by_k(owner.plan, owner.damage))
+    known = [site for site in owner.plan.sites if site.name in owner.damage]
+    return Sensitivity(sites={site.name: dict(enumerate(owner.damage[site.name], start=site.k_min)) for site in known})
 
 
 def known_damages(model: nn.Module) -> dict[str, dict[int, float]]:
     """The same by site and k as plain data; empty for a model that was not calibrated."""
     return sensitivity(model).sites if conversion(model).damage else {}
-
-
-def _by_k(plan: Plan, damage: dict[str, tuple[float, ...]]) -> dict[str, dict[int, float]]:
-    return {
-        site.name: dict(enumerate(damage[site.name], start=site.k_min)) for site in plan.sites if site.name in damage
-    }

@@ -62,7 +62,7 @@ def _kinds_table(report: CostReport) -> str:
                 kind,
                 len(pairs),
                 _shapes(site for site, _ in pairs),
-                _params_change(pairs),
+                f"{millions(sum(c.dense_params for _, c in pairs))} -> {millions(sum(c.acm_params for _, c in pairs))}",
                 f"{macs / scale:.2f}",
                 f"{sum(cost.learner_macs for _, cost in pairs) / scale:.2f}",
                 f"{sum(cost.gate_macs for _, cost in pairs) / scale:.2f}",
@@ -97,12 +97,6 @@ def _shapes(sites: Iterable[PlannedSite]) -> str:
     shapes = sorted({(site.learners, site.width) for site in sites})
     shown = ", ".join(f"{n} x {width}" for n, width in shapes[:2])
     return shown if len(shapes) <= 2 else f"{shown}, and {len(shapes) - 2} more"
-
-
-def _params_change(pairs: Sequence[tuple[PlannedSite, SiteCost]]) -> str:
-    dense = sum(cost.dense_params for _, cost in pairs)
-    acm = sum(cost.acm_params for _, cost in pairs)
-    return f"{millions(dense)} -> {millions(acm)}"
 
 
 def _forms(plan: Plan) -> list[str]:

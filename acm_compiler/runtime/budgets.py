@@ -76,14 +76,15 @@ def list_of_budgets(given: Iterable[Any]) -> list[Any]:
     )
 
 
-def shares_of(plan: Plan, budgets: Sequence[float | str]) -> tuple[float, ...]:
-    """The `budgets` that a user will ask for, as shares of learner MACs.
+def shares_of(owner: Conversion, budgets: Sequence[float | str]) -> tuple[float, ...]:
+    """The `budgets` that a user will ask for, as shares of learner MACs, and the model's own default, if it has one.
 
     UsageError; BudgetUnreachable for one in "%" or MACs that no setting reaches.
     """
     if isinstance(budgets, str) or not isinstance(budgets, Sequence):
         raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
-    least, shares = plan.cost.budget_min, []
+    plan, shares = owner.plan, []
+    least = plan.cost.budget_min
     for budget in budgets:
         share = share_within(budget, plan, low=0.0) or parse_budget(budget, plan)
         if isinstance(budget, str) and not 0 < share <= 1:
@@ -93,7 +94,7 @@ def shares_of(plan: Plan, budgets: Sequence[float | str]) -> tuple[float, ...]:
             expected = "a share of learner MACs in (0, 1]"
             raise UsageError("a budget outside its range", found=share, expected=expected, fix=fix)
         shares.append(share)
-    return tuple(shares)
+    return tuple(shares) if owner.default_budget is None else (*shares, owner.default_budget)
 
 
 def share_within(budget: float | str, plan: Plan, *, low: float) -> float | None:

@@ -19,6 +19,7 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.dense_region import dense_regions_run
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.runtime.measure_budgets import Example
@@ -191,19 +192,14 @@ def relative_change(before: list[Tensor], after: list[Tensor], mask_BS: Tensor |
 
 @contextmanager
 def _running(acms: Mapping[str, ACM], learners: Mapping[str, Learners]) -> Iterator[None]:
-    before = {name: (acm.learners, acm.state, acm.tap) for name, acm in acms.items()}
+    before = {acms[name]: (acms[name].learners, acms[name].state) for name in learners}
     try:
-        for name, acm in acms.items():
-            if name in learners:
-                acm.learners, acm.state, acm.tap = learners[name], "learners", None
-                acm.set_choices(knob=0.0, k_lo=acm.count, k_hi=acm.count)
-            else:
-                acm.tap = _pass_on
-        yield
+        for name, own in learners.items():
+            acm = acms[name]
+            acm.learners, acm.state = own, "learners"
+            acm.set_choices(knob=0.0, k_lo=acm.count, k_hi=acm.count)
+        with dense_regions_run(acm for name, acm in acms.items() if name not in learners):
+            yield
     finally:
-        for name, acm in acms.items():
-            acm.learners, acm.state, acm.tap = before[name]
-
-
-def _pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
-    pass
+        for acm, parts in before.items():
+            acm.learners, acm.state = parts

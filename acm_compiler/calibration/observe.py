@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, ra
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.passes.rewrite.dense_region import DenseWeights, dense_regions_run
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import real_tokens
 from acm_compiler.runtime.measure_budgets import Example
@@ -65,7 +65,7 @@ def observe(
     finite.
     """
     seen = Seen()
-    with tapped(found.acms, records) as taps, _differentiable(found):
+    with _tapped(found.acms, records) as taps, _differentiable(found):
         for example in examples:
             taps.begin(mask_in(found.model, example), first=seen.examples, forward_alone=taps.forward_alone or enough())
             grads = torch.set_grad_enabled(not taps.forward_alone)
@@ -182,20 +182,13 @@ class _Taps:
 
 
 @contextmanager
-def tapped(acms: Mapping[str, ACM], records: Mapping[str, SiteRecord]) -> Iterator[_Taps]:
+def _tapped(acms: Mapping[str, ACM], records: Mapping[str, SiteRecord]) -> Iterator[_Taps]:
     """While open, every ACM passes its dense region's output on, and `records` see theirs."""
     taps = _Taps(records)
-    handles = []
-    try:
-        for acm in acms.values():
-            acm.tap = taps
-            handles.append(taps.watch(acm))
+    with dense_regions_run(acms.values(), taps), ExitStack() as watched:
+        for handle in filter(None, map(taps.watch, acms.values())):
+            watched.callback(handle.remove)
         yield taps
-    finally:
-        for acm in acms.values():
-            acm.tap = None
-        for handle in filter(None, handles):
-            handle.remove()
 
 
 def _last_module(region: nn.Module, dense: DenseWeights) -> nn.Module | None:

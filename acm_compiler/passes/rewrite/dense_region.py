@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import resolve
+from acm_compiler.acm.module import Tap
 from acm_compiler.errors import NoDenseRegion, PlanMismatch, TrainingFailed
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.offload import kept
@@ -116,6 +117,23 @@ def _expected_shapes(site: Site) -> list[tuple[int, int]]:
         return [(site.d_out, site.d_in)]
     assert site.dense_width is not None
     return [*[(site.dense_width, site.d_in)] * len(site.first), (site.d_out, site.dense_width)]
+
+
+def pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
+    """The tap that looks at nothing: the dense region's output is passed on."""
+
+
+@contextmanager
+def dense_regions_run(acms: Iterable[ACM], tap: Tap = pass_on) -> Iterator[None]:
+    """While open, these ACMs run the dense regions they replaced, whose outputs `tap` is shown."""
+    acms = list(acms)
+    for acm in acms:
+        acm.tap = tap
+    try:
+        yield
+    finally:
+        for acm in acms:
+            acm.tap = None
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import skip_init
@@ -60,12 +61,12 @@ class Candidate:
 class Learned(Candidate):
     """A candidate with the gate that predicts the log of its damage, and one that predicts the evened one's.
 
-    expected_TC: the damage that the first predicts for the first of the sampled tokens, float64 on the CPU.
+    expected_TC: the damage that the first predicts for the first of the sampled tokens, float64.
     """
 
     gate: Gate
     evened_gate: Gate
-    expected_TC: Tensor
+    expected_TC: np.ndarray
 
 
 Unit = list[Learned]
@@ -205,7 +206,7 @@ def _new_gate(site: PlannedSite, like: Tensor) -> Gate:
 @torch.no_grad()
 def _with_gates(part: Candidate, gate: Gate, evened_gate: Gate) -> Learned:
     known = {field.name: getattr(part, field.name) for field in fields(Candidate)}
-    expected_TC = gate(part.x_TD[:_TOKENS]).cpu().double().exp()
+    expected_TC = np.exp(gate(part.x_TD[:_TOKENS]).float().cpu().numpy().astype(np.float64))
     return Learned(**known, gate=gate, evened_gate=evened_gate, expected_TC=expected_TC)
 
 
@@ -214,13 +215,13 @@ _BUDGETS, _HALVINGS, _ROUNDS = (0.35, 0.45, 0.6, 0.75), 24, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A site of a unit as forms are compared: damage of its k, as it is expected and as it is, float64 [T, C] on the
-    CPU, the k of the choices [C], MACs of a learner, and how many tokens the site saw.
+    """A site of a unit as forms are compared: damage of its k, as it is expected and as it is, float64 [T, C], the k
+    of the choices [C], MACs of a learner, and how many tokens the site saw.
     """
 
-    expected_TC: Tensor
-    damage_TC: Tensor
-    k_C: Tensor
+    expected_TC: np.ndarray
+    damage_TC: np.ndarray
+    k_C: np.ndarray
     learner: int
     tokens: int
 
@@ -229,8 +230,8 @@ class _Part:
         site = part.site
         return _Part(
             expected_TC=part.expected_TC,
-            damage_TC=part.damage_TC[: len(part.expected_TC)].cpu().double(),
-            k_C=torch.arange(site.k_min, site.learners + 1),
+            damage_TC=part.damage_TC[: len(part.expected_TC)].cpu().numpy().astype(np.float64),
+            k_C=np.arange(site.k_min, site.learners + 1),
             learner=macs_per_learner(site),
             tokens=part.tokens,
         )
@@ -289,6 +290,6 @@ def _run(form: _Form, price: float) -> tuple[float, float]:
     damage = macs = 0.0
     for part in form:
         c_T = (part.expected_TC + part.k_C * (price * part.learner)).argmin(1)
-        damage += part.tokens * float(part.damage_TC.gather(1, c_T[:, None]).mean())
-        macs += part.tokens * part.learner * float(part.k_C[c_T].double().mean())
+        damage += part.tokens * float(part.damage_TC[np.arange(len(c_T)), c_T].mean())
+        macs += part.tokens * part.learner * float(part.k_C[c_T].mean())
     return damage, macs

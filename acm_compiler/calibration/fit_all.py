@@ -200,7 +200,7 @@ def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:
     gates = [_in_units(gate, unit, learned.x_TD) for gate in (learned.gate, learned.evened_gate)]
     # one example's damage is the sum over its tokens
     per_example = unit * learned.tokens / seen.examples
-    damage = tuple(float(value) * per_example for value in learned.damage_TC.cpu().double().mean(0))
+    damage = tuple(float(value) * per_example for value in learned.damage_TC.cpu().numpy().mean(0, dtype=float))
     learners = fitted_learners(site, learned.weights, like=like)
     return FittedSite(site=site, learners=learners, gates=tuple(gates), damage=damage)
 

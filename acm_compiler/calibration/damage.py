@@ -117,12 +117,6 @@ def _together(record: SiteRecord, sample_TD: Tensor, inverse_RO: Tensor) -> Toge
     )
 
 
-@torch.no_grad()
-def token_damage(weights: Weights, judged: Judged, k_min: int) -> Tensor:
-    """e_t(k) for the sampled tokens and every k from k_min to N, fp32 [T, C]; never negative."""
-    return token_errors(weights, judged, k_min) * judged.listens_T[:, None].float()
-
-
 def evened(weight_T: Tensor) -> Tensor:
     """Weights of tokens, most of each the mean of all.
 
@@ -134,7 +128,7 @@ def evened(weight_T: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_errors(weights: Weights, judged: Judged, k_min: int) -> Tensor:
-    """e_t(k) of tokens that weigh one each, fp32 [T, C]."""
+    """e_t(k) of tokens that weigh one each, for every k from k_min to N, fp32 [T, C]; never negative."""
     errors = errors_of_k(weights, judged.dense, judged.root)
     whole = judged.whole
     size_TC, sums = _measure(errors, judged.x_TD, k_min, whole if whole and whole.x_TD is judged.x_TD else None)

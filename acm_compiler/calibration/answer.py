@@ -19,7 +19,7 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.passes.rewrite.dense_region import dense_regions_run
+from acm_compiler.passes.rewrite.dense_region import pass_on
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.runtime.measure_budgets import Example
@@ -192,14 +192,15 @@ def relative_change(before: list[Tensor], after: list[Tensor], mask_BS: Tensor |
 
 @contextmanager
 def _running(acms: Mapping[str, ACM], learners: Mapping[str, Learners]) -> Iterator[None]:
-    before = {acms[name]: (acms[name].learners, acms[name].state) for name in learners}
+    before = {acm: (acm.learners, acm.state, acm.tap) for acm in acms.values()}
     try:
-        for name, own in learners.items():
-            acm = acms[name]
-            acm.learners, acm.state = own, "learners"
-            acm.set_choices(knob=0.0, k_lo=acm.count, k_hi=acm.count)
-        with dense_regions_run(acm for name, acm in acms.items() if name not in learners):
-            yield
+        for name, acm in acms.items():
+            if name in learners:
+                acm.learners, acm.state = learners[name], "learners"
+                acm.set_choices(knob=0.0, k_lo=acm.count, k_hi=acm.count)
+            else:
+                acm.tap = pass_on
+        yield
     finally:
         for acm, parts in before.items():
-            acm.learners, acm.state = parts
+            acm.learners, acm.state, acm.tap = parts

@@ -18,6 +18,7 @@ from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import (
+    Rewritten,
     refuse_compiled,
     refuse_inference_tensors,
     refuse_quantized,
@@ -99,18 +100,8 @@ def calibrate_on(
 ) -> Plan:
     """`calibrate` with (inputs, padding mask or None) pairs and all its options."""
     options = options or Options()
-    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
-    found = wholly_rewritten(model, "calibration")
-    refuse_adapted(found.acms, "calibration")
-    refuse_inference_tensors(model)
-    owner, device = found.owner, next(iter(found.acms.values())).k_lo.device
-    refuse_quantized(owner, "calibration")
-    if options.offload is not None and device.type != "cpu":
-        raise UsageError(
-            "only what is calibrated on the CPU can be offloaded to files",
-            found=f"a model on {device}",
-            fix="calibrate it on the CPU: model.cpu(), or run.device: cpu; or leave offload out",
-        )
+    found = _fittable(model, options)
+    owner = found.owner
     for site in owner.plan.sites:
         check_closed_form(site)
     wanted = shares_of(owner, options.budgets)
@@ -137,6 +128,23 @@ def calibrate_on(
         spend(found, 1.0 if owner.default_budget is None else owner.default_budget)
         undo.pop_all()
     return owner.plan
+
+
+def _fittable(model: nn.Module, options: Options) -> Rewritten:
+    """The rewritten model, if a calibration can fit it; the errors of `calibrate` that need no batch."""
+    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
+    found = wholly_rewritten(model, "calibration")
+    refuse_inference_tensors(model)
+    refuse_quantized(found.owner, "calibration")
+    device = next(iter(found.acms.values())).k_lo.device
+    if options.offload is not None and device.type != "cpu":
+        raise UsageError(
+            "only what is calibrated on the CPU can be offloaded to files",
+            found=f"a model on {device}",
+            fix="calibrate it on the CPU: model.cpu(), or run.device: cpu; or leave offload out",
+        )
+    refuse_adapted(found.acms, "calibration")
+    return found
 
 
 def _single(batches: Iterable[Example]) -> Iterator[Example]:

@@ -23,7 +23,6 @@ from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights, dense_regions_run
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.masks import real_tokens
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.sources.inputs import ForwardEnded
 
@@ -152,7 +151,7 @@ class _Taps:
             self.edges.append(get_gradient_edge(output if output.requires_grad else output.requires_grad_()))
         record = self.records.get(acm.name)
         if record is not None:
-            x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), real_tokens(acm, x, self.mask_BS)
+            x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), _real_tokens(acm, x, self.mask_BS)
             example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name)
             self.examples = max(self.examples, int(example_T[-1:].sum()) + 1)
             self.calls += 1
@@ -179,6 +178,31 @@ class _Taps:
                 self.hidden[acm.name] = inputs[0].detach().flatten(0, -2)
 
         return None if last is None else last.register_forward_pre_hook(keep)
+
+
+def _fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
+    """True if `mask_BS` masks the tokens of an input [*shape, D] of this site."""
+    layout = acm.layout
+    if layout is None or layout.folds != 1:
+        return False
+    if layout.batch_axis is None:
+        return mask_BS.shape == (1, shape.numel())
+    if layout.batch_axis >= len(shape):
+        return False
+    batch = shape[layout.batch_axis]
+    return batch > 0 and mask_BS.shape == (batch, shape.numel() // batch)
+
+
+def _real_tokens(acm: ACM, x: Tensor, mask_BS: Tensor | None) -> Tensor | None:
+    """True at the real tokens of `x` [..., D], flat [T]; None: all are.
+
+    A mask given by `acm.batch` must fit. That of the call, `mask_BS`, need not: it may speak of the other half
+    of an encoder-decoder; then all tokens count here.
+    """
+    given_T = acm.mask_of(x.shape[:-1])
+    if given_T is not None or mask_BS is None or not _fits(acm, x.shape[:-1], mask_BS):
+        return given_T
+    return tokens.of_mask(mask_BS.to(x.device), x.shape[:-1], acm.layout, site=acm.name)
 
 
 @contextmanager

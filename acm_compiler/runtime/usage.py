@@ -21,7 +21,7 @@ from acm_compiler.planning.cost_table import unit_of
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.count_dense_work import kept_work_watched, real_work
-from acm_compiler.runtime.encoder_decoder import CallPadding, Lengths, Side, lengths_of
+from acm_compiler.runtime.masks import CallPadding, Lengths, Side, lengths_of
 
 PADDING = -1
 

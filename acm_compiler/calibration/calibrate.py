@@ -101,10 +101,9 @@ def calibrate_on(
     """`calibrate` with (inputs, padding mask or None) pairs and all its options."""
     options = options or Options()
     found = _fittable(model, options)
-    owner = found.owner
+    owner, wanted = found.owner, shares_of(found.owner, options.budgets)
     for site in owner.plan.sites:
         check_closed_form(site)
-    wanted = shares_of(owner, options.budgets)
     by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
     examples = Examples(_single(batches) if by_one else batches, tokens=options.tokens)
     with (

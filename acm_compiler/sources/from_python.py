@@ -10,9 +10,8 @@ from typing import Any
 
 from acm_compiler.errors import UsageError, did_you_mean
 from acm_compiler.recipe.models import ModelConfig
-from acm_compiler.sources.built import Device, Found, check_arguments, expect_module
+from acm_compiler.sources.built import Device, Found, check_arguments, expect_module, load_own_file, refuse_names
 from acm_compiler.sources.user_code import Attempt, failed, users_code
-from acm_compiler.sources.weights import load_own_file, refuse_names
 
 PREFIX = "python:"
 

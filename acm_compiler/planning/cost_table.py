@@ -38,7 +38,7 @@ def cost_table(
         parts.append(_check(report.plan.model.dense_macs, torch_macs))
     parts += _forms(report.plan)
     parts += [f"note: {note}" for note in report.plan.notes]
-    parts += [_not_counted(report.plan), *_kept(report.plan), *_skipped(report.plan)]
+    parts += _left_dense(report.plan)
     return "\n".join(parts)
 
 
@@ -158,18 +158,14 @@ def _check(dense_macs: int, torch_macs: int) -> str:
     return f"check: torch's FlopCounterMode on the dense model finds {torch_macs:,} MACs ({difference:+.2%} here)"
 
 
-def _not_counted(plan: Plan) -> str:
-    names = ", ".join(f"{name} x{count}" for name, count in plan.model.not_counted.items())
-    return f"not counted: {names}" if names else "not counted: nothing"
-
-
-def _kept(plan: Plan) -> list[str]:
-    return ["kept dense: " + " · ".join(_by_reason(plan.kept))] if plan.kept else []
-
-
-def _skipped(plan: Plan) -> list[str]:
+def _left_dense(plan: Plan) -> list[str]:
+    """Lines on what is not counted, and on what stays dense, with the reasons."""
+    counted = ", ".join(f"{name} x{count}" for name, count in plan.model.not_counted.items())
+    lines = [f"not counted: {counted or 'nothing'}"]
+    if plan.kept:
+        lines.append("kept dense: " + " · ".join(_by_reason(plan.kept)))
     kept = {entry.name for entry in plan.kept}
-    return [f"skipped: {text}" for text in _by_reason(skip for skip in plan.skipped if skip.name not in kept)]
+    return lines + [f"skipped: {text}" for text in _by_reason(skip for skip in plan.skipped if skip.name not in kept)]
 
 
 def _by_reason(entries: Iterable[Skip]) -> list[str]:

@@ -49,6 +49,8 @@ def build(found: Rewritten, ks: Mapping[str, int]) -> nn.Module:
     UsageError where the class cannot say it.
     """
     model: Any = found.model
+    if found.owner.rest:
+        raise _refused(found.owner.rest[0], "this linear outside of ACMs has int8 weights, that of the class floats")
     if not is_pretrained(model):
         expected = "a model of transformers, whose configuration names the width of its layers"
         raise UsageError(

@@ -1,5 +1,5 @@
-"""What every source shares: a built model with its example inputs and record, the call of a builder with the recipe's
-`args`, and weights from a file of the user's.
+"""A built model with its example inputs and record, the call of a builder with the recipe's `args`, and weights from a
+file of the user's: all that sources share.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 
 import acm_compiler as acm
 from tests.helpers.decoders import drawn, gated_llama, written
-from tests.helpers.vllm_engine import run
+from tests.helpers.vllm_engine import run, run_cached
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 SIZES = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128}  # vLLM's attention has no narrower heads
@@ -80,14 +80,23 @@ def test_a_prompt_cut_into_parts_keeps_its_budgets(saved):
 
 def test_the_server_may_name_its_own_budget(saved):
     model, folder = saved("mlps")
-    answers = run(
-        folder,
-        [batch(*[None] * 4), batch({"budget": 0.4}, None, None, None)],
-        enforce_eager=True,
-        additional_config={"acm_budget": 0.9},
-    )
-    assert answers[0] == texts(model, [0.9] * 4)
-    assert "--no-enable-prefix-caching" in answers[1]
+    own = {"acm_budget": PHASES}
+    assert run(folder, [batch(*[None] * 4)], enforce_eager=True, additional_config=own) == [texts(model, [PHASES] * 4)]
+
+
+def test_prefixes_are_cached_by_budget(saved):
+    model, folder = saved("mlps")
+    long = drawn(1, 70)[0].tolist()
+    extras = [None, {"budget": 0.9}, {"budget": 0.3}, {"budget": 0.3, "prefill_budget": 0.9}, {"budget": 0.5}]
+    budgets = [0.5, 0.9, 0.3, PHASES, 0.5]
+    wanted = []
+    for budget in budgets:
+        acm.set_budget(model, budget)
+        wanted.append([written(model, long)])
+    batches = [[[long, extra]] for extra in extras]
+    answers, cached = run_cached(folder, batches * 2, enforce_eager=True, block_size=32)
+    assert answers == wanted * 2
+    assert cached == [[0], [0], [0], [0], [64], [64], [64], [64], [0], [64]]  # 0.5 is the server's own
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_loaded(saved):

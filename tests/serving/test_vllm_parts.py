@@ -29,8 +29,7 @@ def saved(model, folder, **options):
 def test_the_saved_budget_holds_unless_the_server_or_a_request_names_another(model, tmp_path):
     acm.set_budget(model, 0.4)
     found = saved(model, tmp_path)
-    assert found.own.prefill == found.own.decode and found.own.decode.share == pytest.approx(0.4, abs=1e-3)
-    assert not found.has_phases
+    assert not found.own.by_phase and found.own.decode.share == pytest.approx(0.4, abs=1e-3)
     asked = SavedBudgets.read(str(tmp_path), {"acm_budget": 0.7})
     assert asked.own.decode.share == pytest.approx(0.7, abs=1e-3)
     request = found.of_request({"budget": "95%", "prefill_budget": 1})
@@ -45,7 +44,7 @@ def test_the_saved_budget_holds_unless_the_server_or_a_request_names_another(mod
 def test_budgets_by_phase_are_read(model, tmp_path):
     acm.set_budget(model, {"prefill": 0.9, "decode": 0.3})
     found = saved(model, tmp_path)
-    assert found.has_phases and found.own.prefill.share > 0.85 > 0.35 > found.own.decode.share
+    assert found.own.by_phase and found.own.prefill.share > 0.85 > 0.35 > found.own.decode.share
 
 
 def test_a_fixed_k_is_refused_and_no_choice_runs_every_learner(model, tmp_path):

@@ -34,6 +34,7 @@ from acm_compiler.runs.run_recipe import RecipeRun, plain, run_recipe
 from acm_compiler.sources.build import build
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
+from acm_compiler.training.schedule import discard_state
 
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75)
 _DENSE = "dense"
@@ -193,6 +194,7 @@ class _Comparing:
                 self.corrupted[name] = replace(measure_corrupted(method, at, progress), steps=steps)
             self.scores.save(f"{name}-corrupted-{at}", self.corrupted[name])
         self.scores.save(name, found)
+        discard_state(self.scores.folder / name)
         self.say(f"{name}: fitted in {duration(fitted - began)}, measured in {duration(monotonic() - fitted)}")
         if name == _DENSE:
             self._expect(subject, found)

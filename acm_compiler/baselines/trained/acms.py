@@ -14,7 +14,7 @@ from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.progress import Say
 from acm_compiler.recipe.phases import DistillPhase, FinetunePhase, GatePhase, Phase
 from acm_compiler.runtime.budgets import share_within
-from acm_compiler.training.schedule import discard_state, run_schedule
+from acm_compiler.training.schedule import run_schedule
 
 _WIDE = 0.1  # of the budgets drawn, where only one was asked for
 
@@ -30,7 +30,6 @@ class _Scheduled(Converted):
         conversion(model).default_budget = job.budget
         job = replace(job, decisions={**job.decisions, "steps": self.subject.steps, "method": name})
         run_schedule(model, schedule, job, resume=True)
-        discard_state(job.directory)
         self.model = model.eval()
 
 

@@ -37,6 +37,10 @@ class AcmConfig(PreTrainedConfig):
     model_type = MODEL_TYPE
     auto_class: str = "AutoModel"
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.architectures = [self.auto_class]  # `transformers serve` loads the class of this name
+
 
 class AcmLoader:
     """Loader that the auto class named `auto_class` finds for an `AcmConfig`; gives the model as `acm.load` does."""

@@ -62,6 +62,14 @@ def saved(tmp_path_factory):
     return model, str(folder)
 
 
+def test_transformers_serve_finds_the_class_to_load(saved):
+    import acm_compiler.hf  # noqa: F401
+
+    model, folder = saved
+    name = transformers.AutoConfig.from_pretrained(folder).architectures[0]  # as its model manager does
+    assert torch.equal(logits(getattr(transformers, name).from_pretrained(folder)), logits(model))
+
+
 def test_the_auto_class_gives_what_was_saved(saved):
     import acm_compiler.hf  # noqa: F401
 

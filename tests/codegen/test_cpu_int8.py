@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,3 +191,32 @@ def test_older_vectors_give_the_same():
         command, env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_panels_are_kept_while_a_weight_lives_and_is_not_written(library, tiles):
+    x, k, weights, _ = drawn(Case(tokens=40))
+    library.acm_kept_panels.restype = ctypes.c_int64
+    few = native(x[:4], k[:4], weights)
+    before = library.acm_kept_panels()
+    first = native(x, k, weights)
+    made = library.acm_kept_panels() - before
+    assert made > 0 and torch.equal(native(x, k, weights), first)
+    assert library.acm_kept_panels() - before == made
+    assert torch.equal(native(x[:4], k[:4], weights), few)  # now from panels
+    weights.w_in.neg_()
+    assert relative_error(native(x, k, weights), run_learners(x, k, weights)) <= INT8_TOLERANCE
+    assert library.acm_kept_panels() - before == made
+    del weights
+    assert library.acm_kept_panels() == before
+
+
+def test_no_panels_are_kept_of_what_torch_does_not_count_writes_to(library):
+    x, k, weights, _ = drawn(Case(tokens=40))
+    before = library.acm_kept_panels()
+    with torch.inference_mode():
+        inferred = replace(weights, w_in=weights.w_in.clone(), w_out=weights.w_out.clone())
+        first = native(x, k, inferred)
+        inferred.w_in.neg_()
+        assert relative_error(native(x, k, inferred), run_learners(x, k, inferred)) <= INT8_TOLERANCE
+    assert torch.equal(first, native(x, k, weights))
+    assert library.acm_kept_panels() > before  # those of the weights that are counted

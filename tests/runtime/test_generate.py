@@ -8,41 +8,15 @@ import torch
 import acm_compiler as acm
 from acm_compiler.errors import BudgetUnreachable, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.runtime.measure_budgets import measure_budgets
+from tests.helpers.decoders import drawn, gated, gated_llama, llama
 
 transformers = pytest.importorskip("transformers")
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 60}
 ALWAYS = {"confidence": 0.0}
-
-
-def gated(model, inputs, *batches, lossless=False):
-    """The model with drawn gates, and learners that change what it writes where they are few."""
-    plan = acm.plan(model, inputs, sites="mlp", lossless=lossless, init="auto" if lossless else "random")
-    converted = acm.rewrite(model, plan)
-    if lossless:
-        acm.calibrate(converted, batches, tokens=400)
-    with torch.no_grad():
-        for site in acm.sites(converted).values():
-            parts = site.gate.parameters() if lossless else (*site.gate.parameters(), *site.learners.parameters())
-            for parameter in parts:
-                parameter.copy_(torch.randn_like(parameter) * 0.4)
-    measure_budgets(converted, [(batch, None) for batch in batches])
-    return converted
-
-
-def drawn(*shape):
-    return torch.randint(1, 60, shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def llama(**options):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, **options, eos_token_id=None, pad_token_id=0, initializer_range=0.4)
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")
 def made():
-    return gated(llama(), {"input_ids": torch.ones(1, 9, dtype=torch.int64)}, {"input_ids": drawn(8, 20)})
+    return gated_llama()
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 // One call of acm::learners with int8 weights: y_k(x) + residual of every token (docs/semantics.md, Int8 learners).
 //
-// Weights are packed once per call. Sorted tokens are cut into blocks, whose rows of bytes and hidden values stay in the
+// Weights are packed at the first call that needs them (int8_kept.h). Sorted tokens are cut into blocks, whose rows of bytes and hidden values stay in the
 // second cache; threads take blocks, or, where there are fewer blocks than threads, share the columns of each.
 #pragma once
 
+#include "int8_kept.h"
 #include "int8_matrix.h"
 #include "int8_rows.h"
 #include "operation.h"
@@ -21,9 +22,15 @@ struct ByteCall : Operation<T> {
   using Op::tokens, Op::learners, Op::order, Op::at_least, Op::k_at, Op::d_in, Op::d_out, Op::width, Op::x, Op::x_stride;
   using Op::b_in, Op::b_up, Op::b_out, Op::per_k, Op::form, Op::act, Op::norm;
   using Op::put, Op::put_idle, Op::put_slices, Op::start_rest, Op::take_slices;
-  using Matrices = std::vector<ByteMatrix>;
 
-  const int8_t *w_in, *w_up, *w_out, *w_top;
+  // what is multiplied, the weight that it is part of, and its panels, whoever else lets go of them
+  struct Matrix : ByteMatrix {
+    ByteWeight weight;
+    Panels held;
+  };
+  using Matrices = std::vector<Matrix>;
+
+  ByteWeight w_in, w_up, w_out, w_top;
   const float *s_in, *s_up, *s_out, *s_top;
   bool tiles = has_tiles();
   Matrices first, up;            // by learner: what reads tokens
@@ -50,7 +57,7 @@ struct ByteCall : Operation<T> {
     if (!active) return;
     gather_matrices();
     Memory& packed = memory_of(kPacked);
-    if (active > kFewByteRows) pack(packed);
+    pack(packed, active > kFewByteRows);
     int64_t count = divide_up(active, kByteBlock);
     const bool apart = active >= threads * kLeastByteBlock;
     if (apart) count = round_up(count, threads);
@@ -74,34 +81,51 @@ struct ByteCall : Operation<T> {
     const int64_t run = whole < at_least[1] && form != Form::cols ? k_at(whole) : 0;
     second.resize(learners + 1);
     for (int64_t n = 0; n < run; n++) {
-      first.push_back({w_in + n * width * d_in, width, d_in, d_in});
-      if (w_up) up.push_back({w_up + n * width * d_in, width, d_in, d_in});
+      first.push_back(part(w_in, n * width * d_in, width, d_in, d_in));
+      if (w_up) up.push_back(part(w_up, n * width * d_in, width, d_in, d_in));
     }
     for (int64_t k = most; k >= 1 && form != Form::rows; k--) {
       Matrices& of = second[layer(k)];
       if (at_least[k] == at_least[k + 1] || !of.empty()) continue;
-      const int8_t* w = w_top && k == learners ? w_top : per_k ? w_out + (k - 1) * d_out * learners * width : w_out;
-      if (dense_top(k)) of.push_back({w, d_out, d_in, d_in});
+      const bool top = w_top && k == learners;
+      const int64_t start = per_k && !top ? (k - 1) * d_out * learners * width : 0;
+      if (dense_top(k)) of.push_back(part(w_top, 0, d_out, d_in, d_in));
       for (int64_t n = 0; n < k && !dense_top(k); n++)
-        if (form == Form::cols) of.push_back({w_in + n * d_out * width, d_out, width, width});
-        else of.push_back({w + n * width, d_out, width, learners * width});
+        if (form == Form::cols) of.push_back(part(w_in, n * d_out * width, d_out, width, width));
+        else of.push_back(part(top ? w_top : w_out, start + n * width, d_out, width, learners * width));
     }
   }
 
-  void pack(Memory& memory) {
-    std::vector<ByteMatrix*> all;
-    for (Matrices* some : {&first, &up}) for (ByteMatrix& m : *some) all.push_back(&m);
-    for (Matrices& some : second) for (ByteMatrix& m : some) all.push_back(&m);
+  static Matrix part(const ByteWeight& weight, int64_t start, int64_t cols, int64_t depth, int64_t stride) {
+    return {{weight.data + start, cols, depth, stride}, weight, nullptr};
+  }
+
+  // finds the panels of all, and makes those that are missing if that is wanted: to be kept, or else in `memory`
+  void pack(Memory& memory, bool missing) {
+    std::vector<Matrix*> all;
+    for (Matrices* some : {&first, &up}) for (Matrix& m : *some) all.push_back(&m);
+    for (Matrices& some : second) for (Matrix& m : some) all.push_back(&m);
+    KeptPanels& kept = KeptPanels::all();
+    std::erase_if(all, [&](Matrix* m) {
+      m->held = kept.find(*m, m->weight);
+      if (m->held) m->lay(m->held.get());
+      return !missing || m->held;
+    });
+    if (all.empty()) return;
     struct Strip { const ByteMatrix* matrix; int64_t number; };
     std::vector<Strip> strips;
     int64_t words = 0;
-    for (const ByteMatrix* m : all) words += m->packed_words();
+    for (const Matrix* m : all) words += m->weight.is_counted() ? 0 : m->packed_words();
     int32_t* to = memory.grown<int32_t>(words);
-    for (ByteMatrix* m : all) {
-      m->lay(to), to += m->packed_words();
+    for (Matrix* m : all) {
+      if (m->weight.is_counted()) m->lay((m->held = new_panels(m->packed_words())).get());
+      else m->lay(to), to += m->packed_words();
       for (int64_t s = 0; s < m->strips(); s++) strips.push_back({m, s});
     }
     share_out(strips.size(), [&](int64_t i) { strips[i].matrix->pack(strips[i].number); });
+    kept.sweep();
+    for (const Matrix* m : all)
+      if (m->held) kept.keep(*m, m->weight, m->held);
   }
 
   void run_block(int64_t from, int64_t stop) const {

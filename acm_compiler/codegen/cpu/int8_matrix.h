@@ -28,7 +28,7 @@ struct ByteMatrix {
   int64_t strips() const { return divide_up(cols, kPanelCols); }
   int64_t packed_words() const { return padded() * (words() + 1); }
 
-  // lays panels and sums there, not yet made
+  // lays panels and sums there
   void lay(int32_t* to) { panels = to, sums = to + padded() * words(); }
 
   void pack(int64_t strip) const {

@@ -71,8 +71,8 @@ bool run(const Operands& t, Tensor& y) {
 template <typename T>
 bool run_bytes(const Operands& t, Tensor& y) {
   ByteCall<T> call;
-  call.w_in = t.w_in.const_data_ptr<int8_t>(), call.w_up = data_of<int8_t>(t.w_up);
-  call.w_out = data_of<int8_t>(t.w_out), call.w_top = data_of<int8_t>(t.w_top);
+  call.w_in = ByteWeight(t.w_in), call.w_up = ByteWeight(t.w_up);
+  call.w_out = ByteWeight(t.w_out), call.w_top = ByteWeight(t.w_top);
   call.s_in = data_of<float>(t.s_in), call.s_up = data_of<float>(t.s_up);
   call.s_out = data_of<float>(t.s_out), call.s_top = data_of<float>(t.s_top);
   if (!prepare<T>(call, t, y)) return false;
@@ -240,6 +240,9 @@ extern "C" __attribute__((visibility("default"))) bool acm_want_tiles(bool wante
   tiles_wanted = wanted;
   return any;
 }
+
+// for tests: of how many matrices panels are kept
+extern "C" __attribute__((visibility("default"))) int64_t acm_kept_panels() { return KeptPanels::all().count(); }
 
 // for tests: calls of this thread plan and do not compute, until their items' sizes are asked for: in multiply-adds, a 0
 // after those of each plan; `to` has room for so many, and is given how many there are

@@ -24,6 +24,9 @@ def compare(
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of the whole dense model's MACs: .4 or 40%; unset: .25 to .75."),
     ] = None,
+    ablate: Annotated[
+        str | None, typer.Option(metavar="A,A,…", help="The paper's phases without a part, by commas, or all.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps of each training; unset: 600.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look: measure on 1,200 held-out examples.")] = False,
     corruptions: Annotated[bool, typer.Option("--corruptions", help="Measure corrupted images, too.")] = False,
@@ -40,10 +43,11 @@ def compare(
 
     output = Output(json=json)
     output.progress(f"{loaded.name}: the comparison goes to {directory}")
-    given = {"--methods": methods, "--budgets": budgets, "--steps": None if steps is None else str(steps)}
+    given = {"--methods": methods, "--ablate": ablate, "--budgets": budgets, "--steps": str(steps) if steps else None}
     options = Options(
         directory=directory,
         methods=None if methods is None else _listed(methods),
+        ablations=_listed(ablate or ""),
         budgets=None if budgets is None else _shares(budgets),
         steps=steps or STEPS,
         quick=quick,

@@ -22,6 +22,7 @@ QUICK = ("first_steps", "hf_text_model", "own_training_loop")
 SLOW = {
     "compile_and_serve": (),
     "lora_merge": ("peft",),
+    "lora_sites": ("peft",),
     "sentence_vectors": ("sentence_transformers",),
     "trainer": (),
 }

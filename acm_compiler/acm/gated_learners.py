@@ -54,7 +54,7 @@ def tokens_of(call: GatedArguments, norm_eps: float | None) -> Tensor:
     return layer_norm(call.x, Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps))
 
 
-def _fake(
+def fake_gated(
     *tensors: Any, form: str, act: str, cost: float, k_min: int, rule: str, norm_eps: float | None = None
 ) -> Tensor:
     call = GatedArguments(*tensors)
@@ -64,5 +64,5 @@ def _fake(
 
 torch.library.impl("acm::gated_learners", "CompositeExplicitAutograd", _gated, lib=LIBRARY)
 torch.library.impl("acm::gated_learners_reference", "CompositeExplicitAutograd", run_apart, lib=LIBRARY)
-torch.library.register_fake("acm::gated_learners", _fake, lib=LIBRARY)
+torch.library.register_fake("acm::gated_learners", fake_gated, lib=LIBRARY)
 map_tokens(GATED, GatedArguments, "weights")

@@ -8,9 +8,9 @@ of tensor there, which the operators could not read, or would leave out without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.errors import UsageError
 
 _OUTSIDE = (
-    "apply such a tool to the layers outside of ACMs only (acm.sites(model) names the ACMs), or, for adapters, to the "
-    "original model: merge them, then acm.rewrite"
+    "apply such a tool to the layers outside of ACMs only (acm.sites(model) names the ACMs); LoRA can name the ACMs "
+    "themselves: import acm_compiler.hf, then LoraConfig(target_modules=list(acm.sites(model)))"
 )
 _KIND, _DTYPE = frozenset((nn.Parameter,)), attrgetter("dtype")
 _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
@@ -72,6 +72,17 @@ def refuse_onnx() -> None:
             "an ACM cannot be exported to ONNX so: no operator there chooses a computation per token",
             fix="acm.export(model, path, inputs, format='onnx') writes other operators in its place; "
             "torch.export.export and torch.compile take the ACMs",
+        )
+
+
+def refuse_adapted(acms: Mapping[str, Any], request: str) -> None:
+    """Raise UsageError where adapters change what one of these ACMs, by name, computes: `request` would lose them."""
+    adapted = [name for name, acm in acms.items() if acm.adapter is not None]
+    if adapted:
+        raise UsageError(
+            f"{request} takes no adapters on learners",
+            where=adapted[0],
+            fix="model = adapted.merge_and_unload(); adapted.save_pretrained(folder) keeps the adapters by themselves",
         )
 
 

@@ -19,7 +19,7 @@ from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscr
 from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
-from acm_compiler.acm.reference import choice_costs, choose_k, sample_nu, utilities
+from acm_compiler.acm.reference import Weights, choice_costs, choose_k, sample_nu, utilities
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.site import Layout
 
@@ -54,7 +54,8 @@ class ACM(nn.Module):
     follow `decode_knob`, `decode_k_lo` and `decode_k_hi`, which say the same unless budgets were set per phase.
     `written` holds the same numbers for graphs that Inductor freezes: they keep them, and are guarded by them.
     `cost` is what one learner of this site costs in units of the model's mean site. `counts`, where a meter has put it,
-    is how many tokens ran k = 0, 1, ..., N: int64 [N + 1], added to in place, in graphs too.
+    is how many tokens ran k = 0, 1, ..., N: int64 [N + 1], added to in place, in graphs too. `adapter` gives the
+    weights that run, from the learners' own.
     """
 
     knob: Tensor
@@ -84,6 +85,7 @@ class ACM(nn.Module):
         self.state: State = "learners"
         self.temperature: float | None = None
         self.tap: Tap | None = None
+        self.adapter: Callable[[Weights], Weights] | None = None
         self.choices: list[Choices] = []
         self.conversion: Any = None
         self.replaced: Any = None  # what the graft took out, for `revert`
@@ -110,7 +112,7 @@ class ACM(nn.Module):
         elif self.training and self.temperature is not None:
             y = self._run_relaxed(x, self.temperature)
         else:
-            weights = learners.weights()
+            weights = self.weights()
             if x.dtype != weights.b_out.dtype:
                 refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
@@ -139,6 +141,11 @@ class ACM(nn.Module):
         if self.dense is not None:
             self.dense.eval()  # a replaced module may hold the dropout that `forward` applies
         return self
+
+    def weights(self) -> Weights:
+        """The learners' tensors, as an adapter changes them where there is one."""
+        weights = self.learners.weights()
+        return weights if self.adapter is None else self.adapter(weights)
 
     def choose(self, x_TD: Tensor, shape: torch.Size, said: Said | None = None) -> Tensor:
         """k of every token, int32 [T], for tokens of an input [*shape, D] of a batch that says so much."""
@@ -195,7 +202,7 @@ class ACM(nn.Module):
                     "call it after every forward, or end this by acm.relax(model, None)",
                     stacklevel=2,
                 )
-        y_TO = ops.relaxed(x_TD, nu_TC, self.learners.weights(), self.k_min)
+        y_TO = ops.relaxed(x_TD, nu_TC, self.weights(), self.k_min)
         return y_TO.to(x.dtype).reshape(*shape, y_TO.shape[-1])
 
     def _run_tapped(self, x: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ def _reference(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
     return y.clone() if y.data_ptr() == x.data_ptr() and y.numel() else y
 
 
-def _forward_fake(*tensors: Any, form: str, act: str) -> Tensor:
+def fake_learners(*tensors: Any, form: str, act: str) -> Tensor:
     refuse_onnx()
     call = LearnersArguments(*tensors)
     require_learners(call, form=form, same=may_equal)
@@ -252,7 +252,7 @@ def _gate_reference(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Ten
     return as_gate(*tensors, cost=cost, k_min=k_min, rule=rule)
 
 
-def _gate_fake(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
+def fake_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     call = GateArguments(*tensors)
     require_gate(call, k_min=k_min, rule=rule, same=may_equal)
     return call.x.new_empty(call.x.shape[0], dtype=torch.int32)
@@ -286,12 +286,12 @@ def _all_copies(info, value: Tensor | None, dim: int | None) -> Tensor | None:
 
 torch.library.impl("acm::gate", "CompositeExplicitAutograd", _gate, lib=LIBRARY)
 torch.library.impl("acm::gate_reference", "CompositeExplicitAutograd", _gate_reference, lib=LIBRARY)
-torch.library.register_fake("acm::gate", _gate_fake, lib=LIBRARY)
+torch.library.register_fake("acm::gate", fake_gate, lib=LIBRARY)
 map_tokens(GATE, GateArguments, "gate")
 torch.library.impl("acm::learners", "CompositeExplicitAutograd", _forward, lib=LIBRARY)
 torch.library.impl("acm::learners_reference", "CompositeExplicitAutograd", _reference, lib=LIBRARY)
 torch.library.impl("acm::learners_backward", "CompositeExplicitAutograd", _backward, lib=LIBRARY)
-torch.library.register_fake("acm::learners", _forward_fake, lib=LIBRARY)
+torch.library.register_fake("acm::learners", fake_learners, lib=LIBRARY)
 torch.library.register_fake("acm::learners_backward", _backward_fake, lib=LIBRARY)
 torch.library.register_autograd("acm::learners", _run_backward, setup_context=_save_for_backward, lib=LIBRARY)
 map_tokens(LEARNERS, LearnersArguments, "weights")

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from acm_compiler.acm.intact import refuse_adapted
 from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.damage import Answer, default_answer
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, refuse_elsewhere, shares_of
@@ -98,6 +99,7 @@ def calibrate_on(
     options = options or Options()
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "calibration")
+    refuse_adapted(found.acms, "calibration")
     refuse_inference_tensors(model)
     refuse_elsewhere(found, options.offload)
     refuse_quantized(found.owner, "calibration")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def export(
     directory: DirArgument,
     format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="pt2: a program of torch.export; onnx; checkpoint: one k.")
+        str, typer.Option(metavar="FORMAT", help="pt2: a program of torch.export; aoti: for C++; onnx; checkpoint.")
     ] = "pt2",
     out: Annotated[Path | None, typer.Option(metavar="PATH", help="A new folder; unset: DIR/export/FORMAT.")] = None,
     controls: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -17,6 +17,7 @@ from acm_compiler.runtime.budgets import PRINTED, TOLERANCE, Rows, interpolate, 
 
 # budgets are given as float32, whose nearest number to a decimal fraction is not that of the table
 _DECIMALS = 6
+Require = Callable[[Tensor, Tensor, str], Tensor]
 
 
 class Controlled(nn.Module):
@@ -25,7 +26,7 @@ class Controlled(nn.Module):
     budget: a share of learner MACs, float32 [], or [batch] with `per_example`; the budget table becomes part of the
     module. cap: an upper bound on every token's k as a share of N, float32 []. k_lo, k_hi: bounds on every token's k,
     int64 []. At budget 1 every token runs k_hi learners, or as many as the cap allows. What is out of range is refused
-    by a RuntimeError, from inside of graphs too.
+    by a RuntimeError, from inside of graphs too: `require` gives a value back where a condition holds for all of it.
     """
 
     share: Tensor
@@ -33,8 +34,9 @@ class Controlled(nn.Module):
     k_lo: Tensor
     jumps: Tensor
 
-    def __init__(self, found: Rewritten, controls: tuple[Control, ...], *, per_example: bool) -> None:
+    def __init__(self, found: Rewritten, controls: tuple[Control, ...], *, per_example: bool, require: Require) -> None:
         super().__init__()
+        self.require = require
         self.model, self.controls, self.per_example = found.model, controls, per_example
         self.acms, self.owner = found.acms, found.owner
         self.low, self.most = found.owner.table_min, max(acm.count for acm in found.acms.values())
@@ -59,26 +61,31 @@ class Controlled(nn.Module):
     def _settings(self, given: Mapping[Control, Tensor]) -> tuple[Tensor, Tensor]:
         """The gates' knob and lowest k, [B], or [1] for all examples."""
         budget = given["budget"].reshape(-1)
-        _require((budget >= self.low - PRINTED) & (budget <= 1 + PRINTED), _wanted("budget", self.low, 1))
+        fits = (budget >= self.low - PRINTED) & (budget <= 1 + PRINTED)
+        budget = self.require(budget, fits, _wanted("budget", self.low, 1))
         exact = _decimal(budget).clamp(self.low, 1)
         knob, k_lo, _ = interpolate(Rows(self.share, self.knob, self.k_lo, self.jumps), exact)
         runs_all = exact >= 1 - TOLERANCE
         k_lo = torch.where(runs_all, self.most, k_lo)
         if "k_lo" in given:
-            _require((given["k_lo"] >= 0) & (given["k_lo"] <= self.most), _wanted("k_lo", 0, self.most))
-            k_lo = torch.maximum(k_lo, given["k_lo"])
+            k_lo = torch.maximum(k_lo, self._learners(given, "k_lo"))
         return torch.where(runs_all, 0, knob).float(), k_lo.to(torch.int32)
 
     def _highest(self, count: int, given: Mapping[Control, Tensor]) -> Tensor:
         """The most of `count` learners that the cap and k_hi let a token run."""
         high = torch.full((), count, dtype=torch.int32, device=self.share.device)
         if "cap" in given:
-            _require((given["cap"] > 0) & (given["cap"] <= 1), _wanted("cap", 0, 1))
-            high = (_decimal(given["cap"]) * count + TOLERANCE).to(torch.int32)
+            fits = (given["cap"] > 0) & (given["cap"] <= 1)
+            cap = self.require(given["cap"], fits, _wanted("cap", 0, 1))
+            high = (_decimal(cap) * count + TOLERANCE).to(torch.int32)
         if "k_hi" in given:
-            _require((given["k_hi"] >= 0) & (given["k_hi"] <= self.most), _wanted("k_hi", 0, self.most))
-            high = torch.minimum(high, given["k_hi"].to(torch.int32))
+            high = torch.minimum(high, self._learners(given, "k_hi").to(torch.int32))
         return high
+
+    def _learners(self, given: Mapping[Control, Tensor], name: Control) -> Tensor:
+        """A bound of k."""
+        k = given[name]
+        return self.require(k, (k >= 0) & (k <= self.most), _wanted(name, 0, self.most))
 
 
 def measured(found: Rewritten) -> BudgetTable:
@@ -120,8 +127,10 @@ def _decimal(values: Tensor) -> Tensor:
     return (values.double() * scale).round() / scale
 
 
-def _require(holds: Tensor, message: str) -> None:
+def asserted(value: Tensor, holds: Tensor, message: str) -> Tensor:
+    """`value`; RuntimeError where `holds` is not true everywhere."""
     torch._assert_async(holds.all(), message)
+    return value
 
 
 def _wanted(name: str, low: float, high: float) -> str:

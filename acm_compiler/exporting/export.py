@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from acm_compiler.errors import UsageError, did_you_mean
-from acm_compiler.exporting import checkpoint, onnx, pt2
+from acm_compiler.exporting import aoti, checkpoint, onnx, pt2
 from acm_compiler.exporting.calls import Axes, batch_of, example_call, free_axes, names_of, plain_output, with_signature
-from acm_compiler.exporting.controls import Controlled, check_controls, example_controls
+from acm_compiler.exporting.controls import Controlled, asserted, check_controls, example_controls
 from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks
 from acm_compiler.exporting.folder import check_folder, describe, moves, size_of, write_export
 from acm_compiler.exporting.traced import Traced, check_answers, counters_kept, refused, trace, without_dense_regions
@@ -25,7 +25,7 @@ from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.sources.inputs import Inputs
 from acm_compiler.sources.user_code import Attempt
 
-FORMATS = ("pt2", "onnx", "checkpoint")
+FORMATS = ("pt2", "aoti", "onnx", "checkpoint")
 
 
 @torch.inference_mode(False)
@@ -44,6 +44,8 @@ def export(
 
     format "pt2": a program of torch.export that takes its budget as one more input, `budget=torch.tensor(0.4)`, in one
     graph for all budgets; torch.export.load reads it once acm_compiler.acm is imported.
+    format "aoti": the same as a package of AOTInductor for CPUs, with the operators of ACMs in a library beside it,
+    which run in C++ programs and where this package is not installed; needs a C++ compiler.
     format "onnx": the same in standard operators of ONNX, which compute all learners and count those not chosen zero;
     with `fixed_k`, the dense layers of the first `fixed_k` learners alone, for any model.
     format "checkpoint": an ordinary checkpoint of the model's transformers class in which every token runs `fixed_k`
@@ -59,12 +61,14 @@ def export(
     """
     folder = check_folder(path)
     check_format(format)
-    if fixed_k is not None and format == "pt2":
+    if fixed_k is not None and format in ("pt2", "aoti"):
         fix = "controls=('k_lo', 'k_hi') makes k an input"
         raise UsageError("a fixed k is for the formats onnx and checkpoint", where="fixed_k", found=format, fix=fix)
     if format == "onnx":
         onnx.check_packages()
     found = wholly_rewritten(rewritten_root(model), "an export")
+    if format == "aoti":
+        aoti.check_sites(found)
     if format == "checkpoint":
         return _write_checkpoint(found, folder, example_inputs, fixed_k)
     with undisturbed(found), without_dense_regions(found), counters_kept(found, traced=format == "pt2"):
@@ -72,19 +76,34 @@ def export(
         if ks:
             traced = _with_fixed_k(found, example_inputs, ks, dynamic=dynamic)
         else:
-            traced = _with_budgets(found, example_inputs, controls, per_example=per_example, dynamic=dynamic)
-        return (_write_onnx if format == "onnx" else _write_pt2)(found, traced, folder, ks)
+            named = check_controls(controls, inputs=names_of(found.model, example_call(found.model, example_inputs)))
+            require = aoti.required if format == "aoti" else asserted
+            module = Controlled(found, named, per_example=per_example, require=require)
+            traced = _with_budgets(found, module, example_inputs, dynamic=dynamic)
+        if format == "onnx":
+            return _write_onnx(found, traced, folder, ks)
+        return (_write_pt2 if format == "pt2" else _write_aoti)(found, traced, folder)
 
 
-def _write_pt2(found: Rewritten, traced: Traced, folder: Path, ks: Mapping[str, int]) -> Path:
+def _write_pt2(found: Rewritten, traced: Traced, folder: Path) -> Path:
     error = traced.check(traced.program.module(), where="pt2")
     for acm in found.acms.values():
         if acm.counts is not None:  # the program's own, which the check has added to
             acm.counts.zero_()
-    facts = describe(found, "pt2", traced.inputs, usage=pt2.usage(traced), error=error, fixed=ks)
+    facts = describe(found, "pt2", traced.inputs, usage=pt2.usage(traced), error=error)
     writers = {pt2.FILE: lambda file: pt2.write(traced, file)}
     write_export(folder, writers, facts, size_bytes=traced.size_bytes)
     return folder / pt2.FILE
+
+
+def _write_aoti(found: Rewritten, traced: Traced, folder: Path) -> Path:
+    with tempfile.TemporaryDirectory() as name:
+        aside = Path(name)
+        aoti.write(traced, aside)
+        error = traced.check(aoti.runner(aside), where="aoti")
+        facts = describe(found, "aoti", traced.inputs, usage=aoti.usage(traced), error=error) | aoti.facts(traced)
+        write_export(folder, moves(aside), facts, size_bytes=size_of(aside))
+    return folder / aoti.FILE
 
 
 def _write_onnx(found: Rewritten, traced: Traced, folder: Path, ks: Mapping[str, int]) -> Path:
@@ -122,17 +141,13 @@ def check_format(format: str) -> None:
         )
 
 
-def _with_budgets(
-    found: Rewritten, inputs: Inputs, controls: str | Sequence[str], *, per_example: bool, dynamic: Axes | None
-) -> Traced:
+def _with_budgets(found: Rewritten, module: Controlled, inputs: Inputs, *, dynamic: Axes | None) -> Traced:
     """The program whose budget is an input."""
     model, call = found.model, example_call(found.model, inputs)
-    names = names_of(model, call)
-    module = Controlled(found, check_controls(controls, inputs=names), per_example=per_example)
     _check_runs(model, call)
-    extra = example_controls(module, batch=batch_of(*call) if per_example else None)
+    extra = example_controls(module, batch=batch_of(*call) if module.per_example else None)
     args, kwargs = call[0], call[1] | extra
-    names = [*names, *extra]
+    names = [*names_of(model, call), *extra]
 
     def answer(budget: float) -> Any:
         spend(found, budget)

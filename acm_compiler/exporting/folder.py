@@ -67,9 +67,15 @@ def size_of(aside: Path) -> int:
 
 
 def describe(
-    found: Rewritten, format: str, inputs: Sequence[TensorInput], *, usage: str, error: float, fixed: Mapping[str, int]
+    found: Rewritten,
+    format: str,
+    inputs: Sequence[TensorInput],
+    *,
+    usage: str,
+    error: float,
+    fixed: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """export.json but for the files: `fixed` is k by site, empty where budgets are an input."""
+    """export.json but for the files: `fixed` is k by site, where budgets are no input."""
     table = found.owner.table
     budgets = table and {
         "range": [found.owner.table_min, 1.0],
@@ -86,7 +92,7 @@ def describe(
         "usage": usage,
         "inputs": [asdict(tensor) for tensor in inputs],
         "relative_error": error,
-        "k": dict(fixed) or None,
+        "k": dict(fixed) if fixed else None,
         "budgets": budgets,
     }
 

@@ -51,7 +51,7 @@ def write(traced: Traced, aside: Path) -> None:
         program = torch.onnx.export(
             plain_program(traced.program),
             input_names=[tensor.name for tensor in traced.inputs],
-            output_names=_output_names(traced),
+            output_names=traced.outputs,
             dynamo=True,
             optimize=False,
             verbose=False,
@@ -95,14 +95,6 @@ def runner(folder: Path) -> Callable[..., list[Tensor]]:
 
 def _bfloat16(traced: Traced) -> list[str]:
     return [name for name, tensor in traced.program.state_dict.items() if tensor.dtype == torch.bfloat16]
-
-
-def _output_names(traced: Traced) -> list[str]:
-    """Names of the outputs: keys and places, "output" for one tensor alone."""
-    taken = {tensor.name for tensor in traced.inputs}
-    leaves = pytree.tree_flatten_with_path(traced.answer(1.0))[0]
-    names = ["_".join(pytree.keystr((key,)).strip("[].'") for key in path) for path, _ in leaves]
-    return [f"output_{name}".rstrip("_") if not name or name[0].isdigit() or name in taken else name for name in names]
 
 
 def _fold(model: Any) -> None:

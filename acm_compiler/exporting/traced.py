@@ -70,6 +70,15 @@ class Traced:
         return found
 
     @property
+    def outputs(self) -> list[str]:
+        """Names of the tensors that the program gives, in order: keys and places, "output" for one tensor alone."""
+        taken = {tensor.name for tensor in self.inputs}
+        leaves = pytree.tree_flatten_with_path(self.answer(1.0))[0]
+        names = ["_".join(pytree.keystr((key,)).strip("[].'") for key in path) for path, _ in leaves]
+        plain = [bool(name) and not name[0].isdigit() and name not in taken for name in names]
+        return [name if is_plain else f"output_{name}".rstrip("_") for name, is_plain in zip(names, plain, strict=True)]
+
+    @property
     def size_bytes(self) -> int:
         """The size of its weights."""
         tensors = {id(t): t for t in (*self.program.state_dict.values(), *self.program.constants.values())}

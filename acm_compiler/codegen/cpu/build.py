@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 import shutil
@@ -41,15 +43,25 @@ def library_file() -> Path:
 
     KernelUnavailable when there is no compiler, or it fails.
     """
-    command = _command()
-    version = f"{torch.__version__} {torch.version.git_version}"
-    text = "\n".join([*(file.read_text() for file in (SOURCE, *_HEADERS)), version, *command])
+    command = [*_command(), f'-DACM_BUILT="{built_from()}"']
+    text = "\n".join([_sources(), f"{torch.__version__} {torch.version.git_version}", *command])
     target = _cache() / f"learners-{hashlib.sha256(text.encode()).hexdigest()[:20]}.so"
     if not target.is_file():
         with _alone(target):
             if not target.is_file():
                 _compile(command, target)
     return target
+
+
+@functools.cache
+def built_from() -> str:
+    """The version that the operators of packages check: this package's, and a digest of the kernel's sources."""
+    digest = hashlib.sha256(_sources().encode()).hexdigest()[:8]
+    return f"acm_compiler {importlib.metadata.version('acm_compiler')} (kernel {digest})"
+
+
+def _sources() -> str:
+    return "\n".join(file.read_text() for file in (SOURCE, *_HEADERS))
 
 
 def find_compiler() -> str | None:

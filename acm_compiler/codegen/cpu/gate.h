@@ -5,7 +5,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -18,11 +17,13 @@
 
 #include "activations.h"
 #include "norm.h"
+#include "package.h"
 #include "products.h"
 
-#define ACM_GATE_SCHEMA                                                                                         \
-  "(Tensor x, Tensor w_inner, Tensor b_inner, Tensor w_outer, Tensor b_outer, Tensor knob, Tensor k_lo, "       \
-  "Tensor k_hi, *, float cost, int k_min, str rule) -> Tensor"
+#define ACM_GATE_TENSORS                                                                                  \
+  "Tensor x, Tensor w_inner, Tensor b_inner, Tensor w_outer, Tensor b_outer, Tensor knob, Tensor k_lo, "  \
+  "Tensor k_hi"
+#define ACM_GATE_CHOICES "float cost, int k_min, str rule"
 
 namespace {
 
@@ -223,14 +224,15 @@ at::Tensor choose(const at::Tensor& x, const at::Tensor& w_inner, const at::Tens
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, double,
                                int64_t, std::string_view);
-  static const auto reference =
-      c10::Dispatcher::singleton().findSchemaOrThrow("acm::gate_reference", "").typed<Signature>();
-  if (!gate_fits(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, k_min, rule_name) || x.size(0) == 0)
+  if (!gate_fits(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, k_min, rule_name)) {
+    static const auto reference = reference_of<Signature>("acm::gate_reference");
     return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob.scalar_type() == at::kInt ? knob.view(at::kFloat) : knob, k_lo,
                           k_hi, cost, k_min, rule_name);
+  }
   const Rule rule = make_rule(w_outer.size(0), knob, k_lo, k_hi, cost, k_min, rule_name == "damage");
   const at::Tensor rows = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
   at::Tensor k = at::empty({x.size(0)}, x.options().dtype(at::kInt));
+  if (x.size(0) == 0) return k;
   const auto run = [&]<typename T, bool kPairs>(const Network<kPairs>& network, const T* from) {
     network.run(from, rows.stride(0), rows.size(0), rule, norm, k.mutable_data_ptr<int32_t>());
   };

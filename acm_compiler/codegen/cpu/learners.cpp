@@ -3,7 +3,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/layer_norm.h>
 #include <torch/library.h>
@@ -17,6 +16,7 @@
 #include "gate.h"
 #include "int8_call.h"
 #include "norm.h"
+#include "package.h"
 
 namespace {
 
@@ -147,8 +147,6 @@ Tensor normalised(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
 }
 
 Tensor run_site(const Tensor& x, const Tensor& k, const Site& s, const Norm* norm) {
-  static const auto reference =
-      c10::Dispatcher::singleton().findSchemaOrThrow("acm::learners_reference", "").typed<Signature>();
   if (s.covers(x) && s.fits(x, k) && (k.scalar_type() == at::kInt || k.scalar_type() == at::kLong)) {
     const Operands operands{x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(), k.contiguous(),
                             s.w_in.contiguous(), s.b_out.contiguous(), packed(s.b_in), packed(s.w_up), packed(s.b_up),
@@ -157,6 +155,7 @@ Tensor run_site(const Tensor& x, const Tensor& k, const Site& s, const Norm* nor
     Tensor y = at::empty({x.size(0), s.b_out.size(1)}, x.options());
     if (run_any(operands, y)) return y;
   }
+  static const auto reference = reference_of<Signature>("acm::learners_reference");
   const Tensor z = norm ? normalised(x, norm->weight, norm->bias, norm->eps) : x;
   return reference.call(z, k, s.w_in, s.b_in, s.w_up, s.b_up, s.w_out, s.b_out, s.w_top, s.s_in, s.s_up, s.s_out,
                         s.s_top, s.residual, s.form_name, s.act_name);
@@ -177,9 +176,6 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
                       const Maybe& s_top, const Maybe& residual, const Maybe& norm_weight, const Maybe& norm_bias,
                       double cost, int64_t k_min, std::string_view rule, std::string_view form, std::string_view act,
                       std::optional<double> norm_eps) {
-  static const auto reference = c10::Dispatcher::singleton()
-                                    .findSchemaOrThrow("acm::gated_learners_reference", "")
-                                    .typed<decltype(gated_learners)>();
   const Site site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, s_in, s_up, s_out, s_top, residual, form, act};
   const auto run = [&](const Tensor& tokens, Norm* norm) {
     const Tensor k =
@@ -187,6 +183,7 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
     return run_site(tokens, k, site, norm);
   };
   const auto apart = [&] {
+    static const auto reference = reference_of<decltype(gated_learners)>("acm::gated_learners_reference");
     return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, w_in, b_in, w_up, b_up, w_out, b_out,
                           w_top, s_in, s_up, s_out, s_top, residual, norm_weight, norm_bias, cost, k_min, rule, form,
                           act, norm_eps);
@@ -196,7 +193,7 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
   const auto fits = [&](const Maybe& t) {
     return !t || (t->scalar_type() == x.scalar_type() && t->sizes().equals(x.sizes().slice(1)));
   };
-  const bool native = x.size(0) > 0 && site.covers(x) && fits(norm_weight) && fits(norm_bias) &&
+  const bool native = site.covers(x) && fits(norm_weight) && fits(norm_bias) &&
                       gate_fits(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, k_min, rule);
   if (!native) return apart();
   Norm norm{packed(norm_weight).value_or(Tensor()), packed(norm_bias).value_or(Tensor()),
@@ -204,14 +201,31 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
   return run(x, &norm);
 }
 
+#define ACM_LEARNER_TENSORS                                                                                     \
+  "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top, "         \
+  "Tensor? s_in, Tensor? s_up, Tensor? s_out, Tensor? s_top, Tensor? residual=None"
+#define ACM_FORM "str form, str act"
+
 TORCH_LIBRARY_FRAGMENT(acm, m) {
-  m.def(
-      "learners_cpu(Tensor x, Tensor k, Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, "
-      "Tensor b_out, Tensor? w_top, Tensor? s_in, Tensor? s_up, Tensor? s_out, Tensor? s_top, Tensor? residual=None, "
-      "*, str form, str act) -> Tensor");
+  if (defined("acm::learners_cpu")) return;
+  m.def("learners_cpu(Tensor x, Tensor k, " ACM_LEARNER_TENSORS ", *, " ACM_FORM ") -> Tensor");
   m.impl("learners_cpu", c10::DispatchKey::CPU, TORCH_FN(learners));
-  m.def("gate_cpu" ACM_GATE_SCHEMA);
+  m.def("gate_cpu(" ACM_GATE_TENSORS ", *, " ACM_GATE_CHOICES ") -> Tensor");
   m.impl("gate_cpu", c10::DispatchKey::CPU, TORCH_FN(gate));
+}
+
+TORCH_LIBRARY_FRAGMENT(acm_package, m) {
+  if (defined("acm_package::learners")) return;
+  m.def("learners(Tensor x, Tensor k, " ACM_LEARNER_TENSORS ", *, " ACM_FORM ", str built) -> Tensor");
+  m.def("gate(" ACM_GATE_TENSORS ", *, " ACM_GATE_CHOICES ", str built) -> Tensor");
+  m.def("gated_learners(" ACM_GATE_TENSORS ", " ACM_LEARNER_TENSORS
+        ", Tensor? norm_weight=None, Tensor? norm_bias=None, *, " ACM_GATE_CHOICES ", " ACM_FORM
+        ", float? norm_eps=None, str built) -> Tensor");
+  m.def("require(Tensor value, Tensor holds, str message, *, str built) -> Tensor");
+  m.impl("require", c10::DispatchKey::CPU, TORCH_FN(Packaged<require>::call));
+  m.impl("learners", c10::DispatchKey::CPU, TORCH_FN(Packaged<learners>::call));
+  m.impl("gate", c10::DispatchKey::CPU, TORCH_FN(Packaged<gate>::call));
+  m.impl("gated_learners", c10::DispatchKey::CPU, TORCH_FN(Packaged<gated_learners>::call));
 }
 
 }  // namespace

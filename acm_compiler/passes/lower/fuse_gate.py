@@ -36,12 +36,17 @@ def _fuse(learners: fx.Node) -> bool:
         fused = learners.graph.call_function(GATED[0], whole, {**gate.kwargs, **learners.kwargs})
     fused.meta = {**learners.meta}
     learners.replace_all_uses_with(fused)
-    for node in (learners, gate, *([knob] if len(knob.users) == 1 and knob.op == "call_method" else [])):
+    for node in (learners, gate, *([knob] if len(knob.users) == 1 and _is_view(knob) else [])):
         learners.graph.erase_node(node)
     return True
 
 
 def _bits(knob: fx.Node) -> Any:
     """The integers that a knob is a view of; itself where it is none."""
-    is_view = knob.op == "call_method" and knob.target == "view" and knob.args[1:] == (torch.float32,)
-    return knob.args[0] if is_view else knob
+    return knob.args[0] if _is_view(knob) else knob
+
+
+def _is_view(knob: fx.Node) -> bool:
+    """True for integers read as the bits of a float, in Dynamo's graphs and in those of torch.export."""
+    called = knob.op == "call_method" and knob.target == "view"
+    return (called or knob.target is torch.ops.aten.view.dtype) and knob.args[1:] == (torch.float32,)

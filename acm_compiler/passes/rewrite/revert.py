@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.intact import refuse_adapted
 from acm_compiler.errors import NoDenseRegion, UsageError, a_few_of
 from acm_compiler.passes.capture.normalize import replace_children, restore_fast_path
 from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention
@@ -62,7 +63,9 @@ def finalize(model: nn.Module) -> nn.Module:
 
 def rewritten_root(model: nn.Module) -> nn.Module:
     """The model that was rewritten, which `model` may wrap (DDP, compiled). UsageError for a part of it."""
-    name, acm = next(iter(sites(model).items()))
+    acms = sites(model)
+    refuse_adapted(acms, "this call, for a rewritten model,")
+    name, acm = next(iter(acms.items()))
     paths = [path for path, module in model.named_modules(remove_duplicate=False) if module is acm]
     prefix = next((path.removesuffix(name) for path in paths if path.endswith(name)), "")
     root = model.get_submodule(prefix.rstrip("."))

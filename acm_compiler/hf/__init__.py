@@ -1,5 +1,7 @@
 """`import acm_compiler.hf`: transformers' auto classes and `pipeline` load folders written by `acm.save`.
 
+Where peft is installed, `target_modules` of a LoraConfig made afterwards may name sites (`adapters`).
+
 import acm_compiler.hf
 from transformers import AutoModelForSequenceClassification
 
@@ -9,6 +11,7 @@ model = AutoModelForSequenceClassification.from_pretrained("out/")     # as acm.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -125,3 +128,7 @@ AutoConfig.register(MODEL_TYPE, AcmConfig, exist_ok=True)
 for _name in AUTO_CLASSES:
     _loader: Any = type(f"{_name}Acm", (AcmLoader,), {"auto_class": _name, "__module__": __name__})
     getattr(transformers, _name).register(AcmConfig, _loader, exist_ok=True)
+if find_spec("peft") is not None:
+    from acm_compiler.hf import adapters
+
+    adapters.register()

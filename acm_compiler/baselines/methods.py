@@ -103,7 +103,7 @@ def choose(
 
 
 def _known(names: Sequence[str] | None, known: Mapping[str, object], what: str, option: str) -> list[str]:
-    """What was named, each once, but for "all". UsageError for other names."""
+    """Names of `known` that were given, each once, without "all". UsageError for others."""
     asked = [name for name in dict.fromkeys(names or ()) if name != ALL]
     for name in asked:
         if name not in known:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from acm_compiler.cli.output import JsonOption, Output, SetOption
 from acm_compiler.errors import UsageError
+
+if TYPE_CHECKING:
+    from acm_compiler.evaluation.comparison import Comparison
 
 
 def compare(
@@ -55,11 +58,7 @@ def compare(
         force=force,
         command=_command(recipe, directory, overrides or [], given, {"--quick": quick, "--corruptions": corruptions}),
     )
-    found = compare(loaded, options, say=output.progress)
-    output.say(str(found))
-    _draw(directory, output)
-    output.document(found.as_json() | {"directory": str(directory)})
-    output.say(f"compared in {directory}: compare.txt, compare.json")
+    _show(compare(loaded, options, say=output.progress), directory, output)
 
 
 def _listed(text: str) -> list[str]:
@@ -86,18 +85,18 @@ def _shares(text: str) -> list[float]:
     return shares
 
 
-def _draw(directory: Path, output: Output) -> None:
-    """Draw `compare.png` and `compare.svg`; a note where there is no matplotlib."""
+def _show(found: Comparison, directory: Path, output: Output) -> None:
+    """Print a comparison, and draw `compare.png` and `compare.svg`; a note where there is no matplotlib."""
     from acm_compiler.errors import PackageMissing
-    from acm_compiler.evaluation.comparison import load_comparison
     from acm_compiler.reporting.comparison_chart import write_chart
 
-    found = load_comparison(directory)
-    assert found is not None
+    output.say(str(found))
     try:
         write_chart(directory, found)
     except PackageMissing as error:
         output.note(f"no chart: {error.what}")
+    output.document(found.as_json() | {"directory": str(directory)})
+    output.say(f"compared in {directory}: compare.txt, compare.json")
 
 
 def _command(

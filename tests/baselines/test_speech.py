@@ -15,7 +15,7 @@ from acm_compiler.training.job import Job
 from tests.helpers.models import hf_wav2vec2
 
 SAMPLES = (900, 500, 700, 900)
-BUDGETS = (0.75, 0.9)
+BUDGETS = (0.85, 0.95)  # the MLPs are a quarter of the whole
 
 
 class Clips(torch.utils.data.Dataset):
@@ -58,10 +58,10 @@ def speech(tmp_path_factory):
 
 
 def test_what_acts_on_images_or_gated_mlps_is_left_out_and_all_else_is_fitted(speech):
-    chosen = choose(speech.dense, speech.plan, names=["all"], budgets=None, usual=(0.25, 0.5, 0.75))
+    chosen = choose(speech.dense, speech.plan, names=["all"], budgets=None, usual=(0.5, 0.95))
     refused = {"cmoe", "tome", "ztw", "avit"}
     assert refused <= chosen.left_out.keys() and set(chosen.budgets) == METHODS.keys() - refused
-    assert all(0.75 in budgets for budgets in chosen.budgets.values())
+    assert all(budgets == (0.95,) for budgets in chosen.budgets.values())
     assert "VisionTransformer" in chosen.left_out["avit"] and "gated MLPs" in chosen.left_out["cmoe"]
 
 
@@ -77,5 +77,5 @@ def test_a_clip_costs_what_it_costs_without_padding_and_all_clips_meet_the_budge
     for budget in BUDGETS:
         ran, whole = (part.run(batch, b).macs_B for part, b in ((method, budget), (dense, 1.0)))
         least = method.run(alone, budget).macs_B
-        assert ran[1] == pytest.approx(float(least), rel=0.01) and ran[1] < ran[2] < ran[0]
+        assert ran[1] == pytest.approx(float(least), rel=0.02) and ran[1] < ran[2] < ran[0]
         assert float(ran.sum() / whole.sum()) == pytest.approx(budget, abs=0.05)

@@ -3,6 +3,9 @@
     python benchmarks/int8.py mlp [--width 768 --hidden 3072 --tokens 1576 --gated]     one MLP
     python benchmarks/int8.py vit [--batch 8]       all of ViT-B, MLPs and q, k, v, o converted
     python benchmarks/int8.py bert [--batch 8]      six BERT layers of width 384, 128 tokens an example
+    python benchmarks/int8.py decoder [--tokens 512]     six decoder layers of SmolLM2-135M's sizes, without a cache
+
+--sites mlp converts MLPs alone; --rest makes the linears around the ACMs int8, too, but for output heads.
 
 Weights are drawn: time does not depend on their values, only on k. Where onnxruntime can be imported, the dense model
 runs in it too, in float32 and with its dynamic int8 (weights signed, activations by tensor). One thread.
@@ -57,12 +60,29 @@ class Bert(nn.Module):
         return self.model(tokens).last_hidden_state
 
 
+class Decoder(nn.Module):
+    """Layers of a decoder of the sizes of SmolLM2-135M, which give one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 49_152}
+        config = LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3, use_cache=False)
+        self.model = LlamaModel(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, use_cache=False).last_hidden_state
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("mlp", "vit", "bert"))
+    parser.add_argument("what", choices=("mlp", "vit", "bert", "decoder"))
     for name, default in (("width", 768), ("hidden", 3072), ("tokens", 1576), ("batch", 8), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gated", action="store_true")
+    parser.add_argument("--rest", action="store_true")
+    parser.add_argument("--sites", choices=("mlp", "attn"), nargs="+", default=("mlp", "attn"))
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -72,7 +92,8 @@ def main() -> None:
     )
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         dense, x = built(chosen)
-        calls = contenders(dense.eval(), x) | in_onnxruntime(dense, x, Path(folder))
+        converted = quantised(dense.eval(), x, chosen)
+        calls = contenders(dense, converted, x) | in_onnxruntime(dense, x, Path(folder))
         report(calls, chosen.rounds)
 
 
@@ -80,6 +101,8 @@ def built(chosen: argparse.Namespace) -> tuple[nn.Module, Tensor]:
     """The dense model and an input."""
     if chosen.what == "bert":
         return Bert(), torch.randint(0, 30_000, (chosen.batch, 128))
+    if chosen.what == "decoder":
+        return Decoder(), torch.randint(0, 30_000, (1, chosen.tokens))
     if chosen.what == "vit":
         from torchvision.models import vit_b_16
 
@@ -87,12 +110,18 @@ def built(chosen: argparse.Namespace) -> tuple[nn.Module, Tensor]:
     return Mlp(chosen.width, chosen.hidden, chosen.gated), torch.randn(chosen.tokens, chosen.width)
 
 
-def contenders(dense: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
-    """The dense model in Inductor, and the quantised one at every k and, as its gates choose, mixed."""
-    converted = acm.rewrite(dense, acm.plan(dense, x, learners=N, init="random")).eval()
+def quantised(dense: nn.Module, x: Tensor, chosen: argparse.Namespace) -> nn.Module:
+    """The model with ACMs whose gates choose every k, in int8."""
+    plan = acm.plan(dense, x, sites=tuple(chosen.sites), learners=N, init="random")
+    converted = acm.rewrite(dense, plan).eval()
     for site in acm.sites(converted).values():
         site.gate.outer.weight.mul_(30)
-    base, compiled = torch.compile(dense), torch.compile(acm.quantize(converted), backend="acm")
+    return acm.quantize(converted, rest=chosen.rest)
+
+
+def contenders(dense: nn.Module, converted: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
+    """The dense model in Inductor, and the quantised one at every k and, as its gates choose, mixed."""
+    base, compiled = torch.compile(dense), torch.compile(converted, backend="acm")
 
     def at_k(k: int | None) -> Callable[[], object]:
         def call() -> object:

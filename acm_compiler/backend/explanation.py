@@ -24,7 +24,7 @@ from torch.utils._traceback import shorten_filename
 from acm_compiler.backend import OPTIONS, lower
 from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.passes.lower.verify import Lowered
-from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.sources.inputs import split_inputs
 from acm_compiler.sources.user_code import Attempt, first_line, raising_line
 
@@ -91,20 +91,22 @@ _NOT_SEEN = "its learners were in no graph: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Implementation of every site; `str()` is a table.
+    """Implementation of every site, and of every int8 linear outside of ACMs; `str()` is a table.
 
-    graphs: into how many graphs the model falls. conditions: what they ask of the sizes of its inputs; for others, and
-    for a size of 0 or 1 where the example has more, more are compiled.
+    linears: how many of `sites` are such linears. graphs: into how many graphs the model falls. conditions: what they
+    ask of the sizes of its inputs; for others, and for a size of 0 or 1 where the example has more, more are compiled.
     """
 
     sites: tuple[Lowered, ...]
     graphs: int
     conditions: tuple[SizeCondition, ...] = ()
+    linears: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain data."""
         sites, conditions = ([asdict(part) for part in parts] for parts in (self.sites, self.conditions))
-        return {"schema": 1, "graphs": self.graphs, "sites": sites, "conditions": conditions}
+        found = {"schema": 1, "graphs": self.graphs, "sites": sites, "conditions": conditions}
+        return found | ({"linears": self.linears} if self.linears else {})
 
     def __str__(self) -> str:
         rows = [
@@ -112,7 +114,8 @@ class Explanation:
             for site in self.sites
         ]
         table = tabulate(rows, headers=["site", "runs on", "fused with", "why", "line"])
-        graphs = f"{len(rows)} ACMs in {self.graphs} graph{'s' * (self.graphs != 1)}"
+        others = f" and {self.linears} int8 linears" if self.linears else ""
+        graphs = f"{len(rows) - self.linears} ACMs{others} in {self.graphs} graph{'s' * (self.graphs != 1)}"
         asked = "".join(f"\n  {condition}" for condition in self.conditions)
         return f"{table}\n{graphs}" + (f", compiled with dynamic=True for inputs with{asked}" if asked else "")
 
@@ -129,7 +132,8 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     if len(inputs) == 1 and not kwargs:
         inputs, kwargs = split_inputs(inputs[0])
     live = getattr(model, "_orig_mod", model)
-    acms = sites(live)
+    whole = rewritten(live)
+    acms, rest = whole.acms, whole.owner.rest
     found: list[Lowered] = []
     conditions: list[SizeCondition] = []
     graphs = 0
@@ -148,10 +152,15 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     if attempt.error is not None:
         _refuse_inputs(live, inputs, kwargs)
         raise attempt.error
-    named = [_named(site, list(acms)) for site in found]
+    named = [_named(site, [*acms, *rest]) for site in found]
     seen = {site.site for site in named}
     missing = [_not_seen(name, acm.state) for name, acm in acms.items() if name not in seen]
-    return Explanation(sites=(*named, *missing), graphs=graphs, conditions=tuple(dict.fromkeys(conditions)))
+    return Explanation(
+        sites=(*named, *missing),
+        graphs=graphs,
+        conditions=tuple(dict.fromkeys(conditions)),
+        linears=sum(site.site in rest for site in named),
+    )
 
 
 def _refuse_inputs(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

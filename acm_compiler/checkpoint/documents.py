@@ -30,7 +30,8 @@ from acm_compiler.runtime.control import PHASES, set_budget
 from acm_compiler.runtime.site_status import status
 from acm_compiler.site import Share, Whole
 
-FORMAT, QUANTIZED_FORMAT = 1, 2  # quantised models are refused by versions that know the first alone
+FORMAT, QUANTIZED_FORMAT, REST_FORMAT = FORMATS = 1, 2, 3
+"""The formats of models of floats, with int8 learners, and with other int8 linears, each refused by older versions."""
 _FIX = "copy the folder again from where it is whole, or save the model again"
 _Phase = Literal["prefill", "decode"]
 
@@ -78,6 +79,7 @@ class Budgets(_Document):
     start_gates: str | None = None
     default_budget: Share | None
     quantized: Literal["int8"] | None = None
+    quantized_rest: tuple[str, ...] = ()
     choices: _Choices | None = None
     phase_budgets: dict[_Phase, Share] | None = None
     damage: dict[str, tuple[float, ...]]
@@ -109,6 +111,8 @@ def check_budgets(text: str, plan: Plan, where: str) -> None:
 
 def format_of(owner: Conversion) -> int:
     """The format that a model is saved in."""
+    if owner.rest:
+        return REST_FORMAT
     return FORMAT if owner.quantized is None else QUANTIZED_FORMAT
 
 
@@ -122,6 +126,7 @@ def budgets_document(found: Rewritten) -> dict[str, Any]:
         "start_gates": owner.start_gates,
         "default_budget": facts["default_budget"],
         **({"quantized": owner.quantized} if owner.quantized else {}),
+        **({"quantized_rest": owner.rest} if owner.rest else {}),
         "choices": collect_choices(found),
         "damage": facts["damage"],
         "rules": {name: site["rule"] for name, site in facts["sites"].items()},
@@ -139,6 +144,7 @@ def restore_document(owner: Conversion, acms: Mapping[str, ACM], document: Mappi
     measured = table and {**table, "evaluated": document.get("budgets", ())}
     restore_facts(owner, acms, {**document, "sites": sites, "table": measured})
     owner.teacher, owner.quantized = document["teacher"], document.get("quantized")
+    owner.rest = tuple(document.get("quantized_rest", ()))
     owner.start_gates = document.get("start_gates")  # not known to folders that were written before there was one
 
 

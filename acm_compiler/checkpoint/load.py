@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.checkpoint.documents import (
-    FORMAT,
-    QUANTIZED_FORMAT,
+    FORMATS,
     check_budgets,
     check_description,
     choices_in_words,
@@ -32,6 +32,7 @@ from acm_compiler.passes.rewrite.revert import finalize
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert, copied
 from acm_compiler.planning.plan import Plan, fits, warn_of_class
 from acm_compiler.runtime.control import set_budget
+from acm_compiler.runtime.int8_linear import replace_linears
 from acm_compiler.sources.build import build_from_record
 
 _LOG = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def load(
     Raises StorageError, PlanMismatch for a base model of another structure, ModelSourceError.
     """
     folder = folder_at(directory)
-    description, plan, budgets = _read(folder)
+    description, plan, budgets = read_folder(folder)
     digests = description["digests"]
     # folders written before there was a digest of weights have them in one file
     names = [name for name in digests if name.endswith(Path(WEIGHTS).suffix)] or [WEIGHTS]
@@ -72,7 +73,7 @@ def load(
 
 def saved_conversion(directory: str | os.PathLike[str]) -> Conversion:
     """The plan, budget table and default budget of a saved model, without its weights. StorageError as `load`."""
-    _, plan, budgets = _read(folder_at(directory))
+    _, plan, budgets = read_folder(directory)
     owner = Conversion(plan=plan)
     restore_document(owner, {}, budgets)
     return owner
@@ -82,12 +83,13 @@ def build_dense(directory: str | os.PathLike[str], *, allow_code: bool = False) 
     """The model before conversion with random weights, by what the directory says of how it is built. StorageError and
     ModelSourceError as `load`."""
     folder = Path(directory)
-    description, _, _ = _read(folder)
+    description, _, _ = read_folder(folder)
     return build_from_record(_source_of(description, folder), device="cpu", allow_code=allow_code)
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
-    """model.json, the plan and budgets.json, of one save and of a format that is known here."""
+def read_folder(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
+    """model.json, the plan and budgets.json, of one save and of a format that is known here; else StorageError."""
+    folder = folder_at(directory)
     description = _description(folder)
     texts = {name: _text(folder, name) for name in (PLAN, BUDGETS)}
     for name, text in texts.items():
@@ -124,14 +126,14 @@ def _description(folder: Path) -> dict[str, Any]:
     except ValueError:
         document = None
     number = document.get("format") if isinstance(document, dict) else None
-    if isinstance(number, int) and number not in (FORMAT, QUANTIZED_FORMAT):
+    if isinstance(number, int) and number not in FORMATS:
         versions = document.get("versions")
         written_by = versions.get("acm_compiler", "unknown") if isinstance(versions, dict) else "unknown"
         raise StorageError(
             "the model was saved in a format that this version does not read",
             where=str(path),
             found=f"format {number}, written by acm_compiler {written_by}",
-            expected=f"format {FORMAT} or {QUANTIZED_FORMAT}",
+            expected=f"format {' or '.join(map(str, FORMATS))}",
             fix=f"pip install 'acm_compiler>={written_by}'",
         )
     check_description(text, str(path))
@@ -192,6 +194,7 @@ def _filled(model: nn.Module, plan: Plan, budgets: dict[str, Any], stored: Store
         model,
         plan,
         stored,
+        budgets.get("quantized_rest", ()),
         what=f"the installed libraries build another {type(model).__name__} than the one that was saved",
         where=folder,
         fix="install the versions named in model.json, or pass base_model=",
@@ -210,6 +213,7 @@ def _from_base(
         base,
         plan,
         stored,
+        budgets.get("quantized_rest", ()),
         what="base_model is not built as the model that was saved",
         where=folder,
         fix="build it as that model was built, with the same sizes; its weights may be others",
@@ -232,7 +236,9 @@ def _from_base(
     return model
 
 
-def _check_structure(base: nn.Module, plan: Plan, stored: Stored, *, what: str, where: Path, fix: str) -> None:
+def _check_structure(
+    base: nn.Module, plan: Plan, stored: Stored, rest: Sequence[str], *, what: str, where: Path, fix: str
+) -> None:
     """Raise PlanMismatch unless the parameters of `base` are, by name and shape, those of the saved model.
 
     The plan knows them as they were when it was made; what was resized since, such as embeddings, the weights know.
@@ -242,7 +248,7 @@ def _check_structure(base: nn.Module, plan: Plan, stored: Stored, *, what: str, 
         check_convertible(base, plan, resized=True)
     except PlanMismatch as error:
         refusal = error
-    found = None if refusal is None and fits(plan, base) else first_difference(base, plan, stored)
+    found = None if refusal is None and fits(plan, base) else first_difference(base, plan, stored, rest)
     if found is not None:
         raise PlanMismatch(what, where=str(where), found=found[0], expected=found[1], fix=fix) from refusal
     if refusal is not None:
@@ -254,6 +260,7 @@ def _give_values(model: nn.Module, budgets: dict[str, Any], stored: Stored, fold
     if budgets.get("quantized") is not None:
         for acm in sites(model).values():
             acm.learners.quantize()  # what it holds is of the right kind then, and about to be replaced
+    replace_linears(model, budgets.get("quantized_rest", ()))
     fill(model, stored, where=str(folder / WEIGHTS))
     for acm in sites(model).values():
         renew_run_time(acm)

@@ -59,7 +59,7 @@ def save(
     texts = {PLAN: plan.to_json(), BUDGETS: _json(budgets_document(found))}
     if len(parts) > 1:
         texts[INDEX] = index_of(parts)
-    source = source_of(root, plan)
+    source = source_of(root, plan, owner.rest)
     extra = hf_files(root, source) | extra
     files = [*extra, *texts, MODEL, *parts]
     description = _description(owner, texts, save_id, source=source, files=files)

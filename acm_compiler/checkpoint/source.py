@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, tensor_names
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert
 from acm_compiler.planning.plan import Plan
+from acm_compiler.runtime.int8_linear import replace_linears
 from acm_compiler.sources.build import build_from_record
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -28,39 +29,41 @@ _UNLIKE = frozenset(["training", "gradient_checkpointing", "is_quantized", "quan
 Record = dict[str, Any]
 
 
-def source_of(model: nn.Module, plan: Plan) -> Record | None:
+def source_of(model: nn.Module, plan: Plan, rest: Sequence[str] = ()) -> Record | None:
     """A record from which `model`, rewritten by `plan`, can be built again; None when there is none that fits.
 
     It is tried: what it builds must have the same parameters and buffers once it is rewritten and, but for the plan's
     own record, the same modules and plain attributes. The plan's own no longer fits where the model was changed since.
+    rest: the linears outside of ACMs that are int8.
     """
     recorded = plan.model.source
-    if recorded is not None and not _is_outdated(recorded, model, plan):
+    if recorded is not None and not _is_outdated(recorded, model, plan, rest):
         return recorded
     candidates = {"transformers": _transformers, "torchvision": _torchvision, "timm": _timm}
     library = type(model).__module__.partition(".")[0]
     for record in candidates[library](model) if library in candidates else ():
-        built = _rewritten(record, plan)
+        built = _rewritten(record, plan, rest)
         if built is not None and _shapes(built) == _shapes(model) and dict(_plain(model)) == dict(_plain(built)):
             return record
     return None
 
 
-def _is_outdated(record: Record, model: nn.Module, plan: Plan) -> bool:
+def _is_outdated(record: Record, model: nn.Module, plan: Plan, rest: Sequence[str]) -> bool:
     """True if `record` is known to build another model by now; users' code is not run to find out."""
     if record.get("source") == "python" or record.get("trust_remote_code"):
         return False
-    built = _rewritten(record, plan)
+    built = _rewritten(record, plan, rest)
     return built is not None and _shapes(built) != _shapes(model)
 
 
-def _rewritten(record: Record, plan: Plan) -> nn.Module | None:
+def _rewritten(record: Record, plan: Plan, rest: Sequence[str]) -> nn.Module | None:
     """The model that `record` builds, rewritten by `plan` and without values; None where either cannot be done."""
     try:
         built = build_from_record(parse_json(json.dumps(record)), device="meta")  # as `load` will read it
         check_convertible(built, plan, resized=True)
         convert(built, plan, empty=True)
-    except (AcmError, TypeError, ValueError):
+        replace_linears(built, rest)
+    except (AcmError, TypeError, ValueError, AttributeError):
         return None
     return built
 
@@ -130,12 +133,13 @@ def _plain(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
 Shape = tuple[int, ...]
 
 
-def first_difference(base: nn.Module, plan: Plan, stored: Stored) -> tuple[str, str] | None:
+def first_difference(base: nn.Module, plan: Plan, stored: Stored, rest: Sequence[str] = ()) -> tuple[str, str] | None:
     """First difference of `base` from the saved model, as found and as expected; None if there is none.
 
-    First what stays beside ACMs, then the dense weights of sites.
+    First what stays beside ACMs, then the dense weights of sites. rest: linears outside of ACMs that are int8 there.
     """
-    kept = _kept_shapes(plan, stored)
+    others = (*(site.name for site in plan.sites), *rest)
+    kept = _kept_shapes(stored, others)
     replaced = {name for site in plan.sites for name in tensor_names(site)}
     with normalized(base) as unpacked:
         packed, own = named_tensors(base), named_tensors(unpacked)
@@ -143,7 +147,7 @@ def first_difference(base: nn.Module, plan: Plan, stored: Stored) -> tuple[str, 
             found = tuple(tensor.shape)
             if name in kept and found != kept[name]:
                 return _text(name, found), _text(name, kept[name])
-            known = name in kept or name in replaced or _is_in_site(plan, name)
+            known = name in kept or name in replaced or _is_part_of(others, name)
             if name in packed and not known and isinstance(tensor, nn.Parameter):
                 return _text(name, found), "nothing of that name"
         for name, expected in kept.items():
@@ -157,14 +161,14 @@ def first_difference(base: nn.Module, plan: Plan, stored: Stored) -> tuple[str, 
     return None
 
 
-def _kept_shapes(plan: Plan, stored: Stored) -> dict[str, Shape]:
-    """The saved tensors that are of no ACM, under all their names."""
+def _kept_shapes(stored: Stored, others: Sequence[str]) -> dict[str, Shape]:
+    """The saved tensors that are part of no ACM or int8 linear, under all their names."""
     tensors = stored.tensors | {name: stored.tensors[owner] for name, owner in stored.aliases.items()}
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if not _is_in_site(plan, name)}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if not _is_part_of(others, name)}
 
 
-def _is_in_site(plan: Plan, name: str) -> bool:
-    return any(name.startswith(f"{site.name}.") for site in plan.sites)
+def _is_part_of(others: Sequence[str], name: str) -> bool:
+    return name.startswith(tuple(f"{other}." for other in others))
 
 
 def _text(name: str, shape: Shape) -> str:

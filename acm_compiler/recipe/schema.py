@@ -105,6 +105,25 @@ class BudgetsConfig(Section):
     """The budgets at which the finished model is measured."""
 
 
+class QuantizeConfig(Section):
+    """Parts of a model that get int8 weights once the schedule is done."""
+
+    weights: Literal["int8"] = "int8"
+    """Their type."""
+    rest: bool = False
+    """Linears outside of ACMs, too: all but output heads, routers, linears with tied weights and those with hooks."""
+    include: Texts = ()
+    """Heads, routers and tied linears that become int8 all the same: names, globs or re: patterns."""
+    exclude: Texts = ()
+    """Linears of the rest that stay floats."""
+
+    @model_validator(mode="after")
+    def _about_the_rest(self) -> QuantizeConfig:
+        if not self.rest and (self.include or self.exclude):
+            raise refusal("include and exclude are about the rest (rest: true, or neither)", "rest")
+        return self
+
+
 class RunConfig(Section):
     """Settings of a run; apart from seed, precision and quantize they do not change what is learned."""
 
@@ -112,8 +131,9 @@ class RunConfig(Section):
     """Seed for everything that is drawn: order of examples, augmentation, noise of gates, random starts."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of products while training; parameters stay fp32."""
-    quantize: Literal["int8"] | None = None
-    """int8: once the schedule is done, learners get int8 weights, and budgets are measured on these."""
+    quantize: Literal["int8"] | QuantizeConfig | None = None
+    """int8: once the schedule is done, learners get int8 weights, and budgets are measured on these. `{rest: true}`:
+    linears outside of ACMs get them, too."""
     save_every: Interval = Every(amount=600, unit="second")
     """Interval between saves of the state for --resume."""
     eval_every: StepInterval = Every(amount=1, unit="epoch")

@@ -24,6 +24,7 @@ from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
 from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
 from acm_compiler.recipe.phases import CalibratePhase
+from acm_compiler.recipe.schema import QuantizeConfig
 from acm_compiler.runs.folder import (
     RunOptions,
     drop_measured,
@@ -42,6 +43,7 @@ from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
 from acm_compiler.runtime.quantize import quantize
+from acm_compiler.runtime.site_status import status
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.sources.inputs import call_model
@@ -206,8 +208,9 @@ class RecipeRun(OpenedRecipe):
         """Give learners the weights that the recipe asks for, and measure the budgets of what has any on these."""
         if self.run.quantize is None:
             return
-        quantize(model, self.run.quantize)
-        self.say(f"learners: {self.run.quantize}")
+        chosen = QuantizeConfig() if self.run.quantize == "int8" else self.run.quantize
+        quantize(model, chosen.weights, rest=chosen.rest, include=chosen.include, exclude=chosen.exclude)
+        self.say(status(model).weights)
         if (table := conversion(model).table) is not None:
             self.measure_budgets(model, table.points[0].k_lo)  # calibration may have found that none is too few
 

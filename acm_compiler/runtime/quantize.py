@@ -1,7 +1,8 @@
-"""`acm.quantize`: learners with int8 weights, in place (docs/semantics.md, Int8 learners)."""
+"""`acm.quantize`: learners, and other linears, with int8 weights, in place (docs/semantics.md, Int8 learners)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,19 +14,34 @@ from acm_compiler.acm.intact import refuse_adapted
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import refuse_compiled, wholly_rewritten
 from acm_compiler.runtime.control import refuse_unfitted
+from acm_compiler.runtime.int8_linear import choose_rest, replace_linears
 
 
 @torch.inference_mode(False)
-def quantize(model: nn.Module, to: Literal["int8"] = "int8") -> nn.Module:
+def quantize(
+    model: nn.Module,
+    to: Literal["int8"] = "int8",
+    *,
+    rest: bool = False,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+) -> nn.Module:
     """Give the learners of a rewritten model int8 weights, in place; gives `model`.
 
-    One scale per output channel; activations are quantised as they come, by token. Gates, biases and all layers
-    outside of ACMs stay as they are, and so does the budget table: `acm.recalibrate` measures it anew. The choice is
-    final: what fits or trains learners comes before. Raises UsageError for another type, a model that is quantised or
-    relaxed, or values too many to sum; SitesNotFitted, NotRewritten, CompiledModelError.
+    One scale per output channel; activations are quantised as they come, by token. Gates and biases stay as they are,
+    and so does the budget table: `acm.recalibrate` measures it anew. The choice is final: what fits or trains learners
+    comes before.
+    rest: whether linears outside of ACMs become int8, too: all but output heads, routers of experts, linears whose
+    weight is tied or computed, and those with hooks. include: heads, routers and tied ones that do, all the same, by
+    name, glob, or `re:` and a regular expression; exclude: linears that do not.
+    Raises UsageError for another type, a model that is quantised or relaxed, values too many to sum, or patterns that
+    are not wanted or match nothing (SelectionError); SitesNotFitted, NotRewritten, CompiledModelError.
     """
     if to != "int8":
         raise UsageError("learners can be quantised to one type", found=repr(to), expected="'int8'")
+    include, exclude = ((given,) if isinstance(given, str) else tuple(given) for given in (include, exclude))
+    if (include or exclude) and not rest:
+        raise UsageError("include and exclude are about the rest", found="rest=False", fix="rest=True, or neither")
     refuse_compiled(model, "quantised", fix="quantise the eager model, then torch.compile it")
     found = wholly_rewritten(model, "acm.quantize")
     refuse_adapted(found.acms, "acm.quantize")
@@ -34,9 +50,11 @@ def quantize(model: nn.Module, to: Literal["int8"] = "int8") -> nn.Module:
     refuse_unfitted(found, "quantize")
     for name, acm in found.acms.items():
         _refuse_site(name, acm)
+    names = choose_rest(found, include, exclude) if rest else []
     for acm in found.acms.values():
         acm.learners.quantize()
-    found.owner.quantized = to
+    replace_linears(found.model, names)
+    found.owner.quantized, found.owner.rest = to, tuple(names)
     return model
 
 

@@ -32,7 +32,8 @@ class Status:
 
     `budget_range`: the budgets in reach, None where none were measured; `model_range`: what the whole model runs at
     them, as shares of the dense model's MACs. `cap`: what bounds every token's k beside the budget, as a share of N.
-    `held`: at how many sites a fixed k overrules the gates. `quantized`: int8 after `acm.quantize`.
+    `held`: at how many sites a fixed k overrules the gates. `quantized`: int8 after `acm.quantize`; `rest`: how many
+    linears outside of ACMs are, too.
     """
 
     sites: tuple[SiteStatus, ...]
@@ -42,11 +43,12 @@ class Status:
     cap: float | None = None
     held: int = 0
     quantized: str | None = None
+    rest: int = 0
 
     def __str__(self) -> str:
         table = tabulate([asdict(row) for row in self.sites], headers="keys")
         if self.quantized is not None:
-            table += f"\nlearners: {self.quantized}"
+            table += f"\n{self.weights}"
         if self.budget_range is None:
             return f"{table}\nbudgets: none measured yet"
         of_model = ""
@@ -55,6 +57,12 @@ class Status:
             of_model = f"; in reach: {low:.0%} to {high:.0%} of the dense model's MACs"
         in_range = f"(range {self.budget_range[0]:.3f} to {self.budget_range[1]:.3f})"
         return f"{table}\nbudget: {self._asked} {in_range}{of_model}{self._overruled}"
+
+    @property
+    def weights(self) -> str:
+        """The type of the learners' weights, and of others that share it, in one line."""
+        others = f", and {self.rest} linears outside of ACMs" if self.rest else ""
+        return f"learners: {self.quantized or 'floats'}{others}"
 
     @property
     def choice(self) -> str:
@@ -110,5 +118,6 @@ def status(model: nn.Module) -> Status:
         model_range=of_model,
         cap=owner.cap,
         quantized=owner.quantized,
+        rest=len(owner.rest),
         held=sum(is_held(acm, owner) for acm in found.acms.values()),
     )

@@ -158,6 +158,17 @@ def test_learners_are_quantised_once_the_schedule_is_done(folder):
     assert "run.quantize: int8 -> null" in said_by(rewrite(folder, *TWO_PHASES, "--resume"))
 
 
+@pytest.mark.filterwarnings("ignore:too few tokens")
+def test_the_rest_is_quantised_saved_and_evaluated_where_a_recipe_says_so(folder):
+    done = rewrite(folder, *TWO_PHASES, "--set", "run.quantize={rest: true}")
+    assert done.exit_code == 0 and "linears outside of ACMs" in done.stderr, done.stderr
+    assert any(name.endswith(".values") for name in load_file(folder / "out/model.safetensors"))
+    checked = CliRunner().invoke(app, ["eval", f"{folder}/out", "--allow-code", "--budgets", "0.7"])
+    assert checked.exit_code == 0, checked.stderr
+    refused = rewrite(folder, *TWO_PHASES, "--set", "run.quantize={exclude: head}")
+    assert refused.exit_code == 2 and "rest: true" in said_by(refused)
+
+
 def test_the_lowest_k_of_the_budget_table_outlives_the_quantisation(folder):
     recipe = expand_paths(load_recipe(folder / "folder.yaml", ["run.quantize=int8"]))
     run = RecipeRun(recipe, open_machine("fp32", "cpu"), lambda _: None)

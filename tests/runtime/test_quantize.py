@@ -87,8 +87,8 @@ def test_a_model_of_a_known_library_comes_back_by_itself(tmp_path):
 def test_a_folder_of_an_unknown_format_is_refused(pair, tmp_path):
     acm.save(pair[1], tmp_path / "out")
     path = tmp_path / "out/model.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
-    with pytest.raises(StorageError, match="format 3"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 4}))
+    with pytest.raises(StorageError, match="format 4"):
         acm.load(tmp_path / "out")
 
 

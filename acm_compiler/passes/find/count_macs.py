@@ -117,6 +117,11 @@ def _linear(call: Call) -> list[Work]:
     return [Work(macs=math.prod(call.shape) * weight[-1], rows=math.prod(call.shape[:-1]))]
 
 
+def _int8_linear(call: Call) -> list[Work]:
+    """Outside of ACMs the operator is a linear with int8 weights: one learner [1, O, 1, D], which all tokens run."""
+    return [Work(macs=call.shape[0] * math.prod(_shape(call.args[2])), rows=call.shape[0])]
+
+
 def _matmul(call: Call) -> list[Work]:
     """[..., m, k] @ [..., k, n], broadcast; products with a vector on the right are no matrix products to torch."""
     left, right = _operands(call)[:2]
@@ -232,6 +237,7 @@ def _tensordot(call: Call) -> list[Work]:
 
 _COUNTS: dict[str, Callable[[Call], list[Work]]] = {
     "linear": _linear,
+    "acm::learners": _int8_linear,
     "matmul": _matmul,
     "rmatmul": _matmul,
     "mm": _matmul,

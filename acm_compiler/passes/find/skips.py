@@ -31,7 +31,7 @@ CLASSIFIER = "classifier: its output has no bypass and is the model's prediction
 _NEITHER = "neither a layer of an MLP nor a projection of attention"
 _LORA = "LoRA adapters: merge them into the weights first (merge_and_unload)"
 _ROUTED = "mixture of experts: it sees only the tokens routed to it; experts are not converted"
-_ROUTER = "router: its output chooses experts"
+ROUTER = "router: its output chooses experts"
 _PICKS = op_set("index getitem index_select gather take_along_dim masked_select")
 _SCALED = COPIES | RESHAPES | SCALES
 _ENDS = PRODUCTS | CONVOLUTIONS | {"linear", "scaled_dot_product_attention", "embedding"}
@@ -118,7 +118,7 @@ def _plain_reason(flow: Dataflow, linear: Linear) -> str:
     if linear.problem:
         return linear.problem
     if _chooses_experts(flow, linear.name):
-        return _ROUTER
+        return ROUTER
     if not find_bypass(flow, linear.x, linear.name).found and _reaches_output(flow, linear.name):
         return CLASSIFIER
     return _NEITHER

@@ -63,7 +63,8 @@ class Conversion:
     trained them, where it is known; `default_budget` is the recipe's own, what `set_budget(model, None)` means;
     `budget` is the budget set last, one per phase where it was set so, None when the gates were not asked to keep one;
     `cap` bounds every token's k with it, as a share of N.
-    `quantized` is what the learners' weights were made by `acm.quantize`, None while they are floats.
+    `quantized` is what the learners' weights were made by `acm.quantize`, None while they are floats; `rest` names the
+    linears outside of ACMs that became that, too.
     `damage` is what the last calibration expects of every k at every site, from k_min to N. `padding` follows the masks
     of the model's calls while training relaxes the gates.
     """
@@ -76,6 +77,7 @@ class Conversion:
     budget: float | dict[str, float] | None = None
     cap: float | None = None
     quantized: Literal["int8"] | None = None
+    rest: tuple[str, ...] = ()
     damage: dict[str, tuple[float, ...]] = field(default_factory=dict)
     padding: Any = None
     undo: Any = None  # what `rewrite` changed around the ACMs, for `revert`

@@ -53,7 +53,7 @@ def load(
     Raises StorageError, PlanMismatch for a base model of another structure, ModelSourceError.
     """
     folder = folder_at(directory)
-    description, plan, budgets = _read(folder)
+    description, plan, budgets = read_folder(folder)
     digests = description["digests"]
     # folders written before there was a digest of weights have them in one file
     names = [name for name in digests if name.endswith(Path(WEIGHTS).suffix)] or [WEIGHTS]
@@ -73,7 +73,7 @@ def load(
 
 def saved_conversion(directory: str | os.PathLike[str]) -> Conversion:
     """The plan, budget table and default budget of a saved model, without its weights. StorageError as `load`."""
-    _, plan, budgets = _read(folder_at(directory))
+    _, plan, budgets = read_folder(directory)
     owner = Conversion(plan=plan)
     restore_document(owner, {}, budgets)
     return owner
@@ -83,12 +83,13 @@ def build_dense(directory: str | os.PathLike[str], *, allow_code: bool = False) 
     """The model before conversion with random weights, by what the directory says of how it is built. StorageError and
     ModelSourceError as `load`."""
     folder = Path(directory)
-    description, _, _ = _read(folder)
+    description, _, _ = read_folder(folder)
     return build_from_record(_source_of(description, folder), device="cpu", allow_code=allow_code)
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
-    """model.json, the plan and budgets.json, of one save and of a format that is known here."""
+def read_folder(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
+    """model.json, the plan and budgets.json, of one save and of a format that is known here; else StorageError."""
+    folder = folder_at(directory)
     description = _description(folder)
     texts = {name: _text(folder, name) for name in (PLAN, BUDGETS)}
     for name, text in texts.items():

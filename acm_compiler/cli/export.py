@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
+from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption, checked_budgets
 
 if TYPE_CHECKING:
     from acm_compiler.runs.recipe_run import SavedRun
@@ -31,6 +31,9 @@ def export(
     fixed_k: Annotated[
         int | None, typer.Option("--fixed-k", metavar="K", help="onnx, checkpoint: learners that every token runs.")
     ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="B", help="onnx, checkpoint: a fixed k per site, as its gates choose there.")
+    ] = None,
     input: Annotated[
         str | None, typer.Option(metavar="SHAPE", help="Example input such as 1x3x224x224; unset: of the data.")
     ] = None,
@@ -45,19 +48,28 @@ def export(
     from acm_compiler.exporting import export as write
     from acm_compiler.files import parse_json
     from acm_compiler.runs.recipe_run import open_saved_run
+    from acm_compiler.sources.from_hf import processor_files_in
 
-    output = Output(json=json)
     check_format(format)
+    share = None if budget is None else _budget(directory, budget, input)
     target = check_folder(directory / "export" / format if out is None else out)
     axes = _axes(dynamic or [])
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
     names = [name.strip() for name in controls.split(",") if name.strip()]
-    inputs = _inputs(run, input)
+    inputs = _inputs(run, input, 2 if budget is None else _SAMPLE)
     options: dict[str, Any] = {"controls": names, "per_example": per_example, "dynamic": axes, "fixed_k": fixed_k}
+    options |= {"budget": share, "extra": processor_files_in(directory) if format == "checkpoint" else None}
     file = write(run.model, target, inputs, format, **options)
-    facts = parse_json((target / "export.json").read_text(encoding="utf-8"))
+    _report(Output(json=json), file, parse_json((target / "export.json").read_text(encoding="utf-8")))
+
+
+def _report(output: Output, file: Path, facts: dict[str, Any]) -> None:
+    """Print what an export takes, or the k that it has, how far off it is, and how it is run."""
     if facts["inputs"]:
         output.table([[i["name"], i["dtype"], _shape(i["shape"])] for i in facts["inputs"]], headers=_HEADERS)
+    if facts["k"]:
+        output.table([[site, k] for site, k in facts["k"].items()], headers=("site", "k"))
+        output.say(f"every token runs {facts['learner_share']:.3f} of the learners' MACs")
     output.say(f"wrote {file}; its outputs are the model's, largest relative error {facts['relative_error']:.1e}")
     output.say(f"to run it: {facts['usage']}")
     output.document({"file": str(file), **{key: value for key, value in facts.items() if key != "format"}})
@@ -77,13 +89,31 @@ def _axes(texts: list[str]) -> dict[str, list[int]]:
 
 
 _HEADERS = ("input", "type", "shape")
+_SAMPLE = 32  # examples whose gates say what a budget's fixed k are
 
 
-def _inputs(run: SavedRun, shape: str | None) -> Inputs:
-    """The example inputs: of the shape given, else two examples of the data."""
+def _budget(directory: Path, text: str, shape: str | None) -> float | str:
+    """The one budget; it needs examples of the data, as what gates choose for random inputs says nothing."""
+    from acm_compiler.errors import UsageError
+
+    asked = checked_budgets(directory, text)
+    if len(asked) > 1:
+        raise UsageError("there must be one budget", where="--budget", found=text, expected="such as 0.4")
+    if shape is not None:
+        raise UsageError("a budget's k are taken from data", where="--budget", found=f"--input {shape}", fix="--data")
+    return asked[0]
+
+
+def _inputs(run: SavedRun, shape: str | None, count: int) -> Inputs:
+    """The example inputs: of the shape given, else the first examples of the data, `count` at most."""
+    from acm_compiler.data import count_examples
     from acm_compiler.sources.examples import fit_to, make_inputs, parse_input
 
-    return run.inputs(2) if shape is None else fit_to(run.model, make_inputs(run.model, parse_input(shape)))
+    return (
+        run.inputs(min(count, count_examples(run.data)))
+        if shape is None
+        else fit_to(run.model, make_inputs(run.model, parse_input(shape)))
+    )
 
 
 def _shape(sizes: list[int | str]) -> str:

@@ -1,4 +1,4 @@
-"""Format checkpoint: one k for every token as an ordinary checkpoint of the model's own class, with thinner layers."""
+"""Format checkpoint: a fixed k as an ordinary checkpoint of the model's own class, with thinner layers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.reference import out_layer, prefix_output
 from acm_compiler.checkpoint.hf_files import is_pretrained
 from acm_compiler.errors import UsageError
+from acm_compiler.exporting.fixed import fixed_ks, learner_share
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.site import LinearRef
+from acm_compiler.sources.user_code import Attempt
 
 FILE = "model.safetensors"
 # parts of the names by which configurations of transformers call the width inside an MLP
 _WIDTHS = ("intermediate", "inner", "ffn", "mlp")
-_INSTEAD = "format pt2 takes every budget as an input, and k by controls=('k_lo', 'k_hi')"
+_INSTEAD = "formats pt2 and aoti take every budget as an input, and k by controls=('k_lo', 'k_hi')"
+_UNSAID = "the class cannot say how thin its layers are"
+_BY_LAYER = "per_layer_config"
 
 
 def usage(model: nn.Module) -> str:
@@ -29,14 +33,14 @@ def usage(model: nn.Module) -> str:
     return f"from transformers import {name}; model = {name}.from_pretrained('.')"
 
 
-def check_class(found: Rewritten, k: int) -> None:
-    """UsageError for sites whose first `k` learners cannot be merged into layers of the class."""
+def check_class(found: Rewritten, ks: Mapping[str, int]) -> None:
+    """UsageError for sites whose first learners, `ks` of them, cannot be merged into layers of the class."""
     for name, acm in found.acms.items():
         site = found.plan.site(name)
         refs = [*site.first, *([site.last] if site.last else [])]
         if site.kind != "linear" and site.learner_act != site.act:
             raise _refused(name, f"its learners' activation is {site.learner_act}, that of the class {site.act}")
-        if site.kind == "linear" and site.learner_act != "identity" and (k < acm.count or not site.has_top):
+        if site.kind == "linear" and site.learner_act != "identity" and (ks[name] < acm.count or not site.has_top):
             raise _refused(name, "its learners are not linear, and the class has one linear layer there")
         if any(ref.rows is not None for ref in refs):
             raise _refused(name, "its weights are parts of a packed parameter")
@@ -65,7 +69,23 @@ def build(found: Rewritten, ks: Mapping[str, int]) -> nn.Module:
     kept = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     inside = tuple(f"{name}." for name in found.acms)
     given |= {name: tensor for name, tensor in kept if not name.startswith(inside)}
-    return _filled(model, _configured(found, ks), given)
+    try:
+        return _filled(model, _configured(found, ks), given)
+    except UsageError as error:
+        if len(set(ks.values())) == 1:
+            raise
+        more: dict[str, Any] = {"where": error.where, "found": error.found, "expected": error.expected}
+        raise UsageError(
+            error.what, **more, fix=f"{_one_k(found, ks)}format onnx holds a k per site; {_INSTEAD}"
+        ) from error
+
+
+def _one_k(found: Rewritten, ks: Mapping[str, int]) -> str:
+    """The largest k for all sites that costs no more than a k per site, in words; nothing where there is none."""
+    share, most = learner_share(found, ks), max(acm.count for acm in found.acms.values())
+    same = {k: fixed_ks(found, k) for k in range(1, most + 1)}
+    within = [k for k, each in same.items() if set(each.values()) == {k} and learner_share(found, each) <= share]
+    return f"fixed_k={within[-1]} (--fixed-k {within[-1]}) costs no more; " if within else ""
 
 
 def _layers(acm: ACM, site: PlannedSite, k: int) -> list[tuple[LinearRef, Tensor, Tensor | None]]:
@@ -87,28 +107,68 @@ def _layers(acm: ACM, site: PlannedSite, k: int) -> list[tuple[LinearRef, Tensor
 
 
 def _configured(found: Rewritten, ks: Mapping[str, int]) -> Any:
-    """The model's configuration with the width of its layers, one for all, and biases of MLPs where it has that key."""
+    """The model's configuration with the width of its layers, and biases of MLPs where it has that key."""
     config: Any = copy.deepcopy(found.model.config)
     mlps = [site for site in found.plan.sites if site.kind != "linear"]
     if not mlps:
         return config
-    widths, before = {ks[site.name] * site.width for site in mlps}, {site.dense_width for site in mlps}
-    values = config.to_dict()
-    keys = [key for key in values if any(part in key for part in _WIDTHS) and any(values[key] == w for w in before)]
+    values, before = config.to_dict(), {site.dense_width for site in mlps}
+    keys = [key for key, value in values.items() if any(part in key for part in _WIDTHS) and before & _numbers(value)]
     keys = keys or [key for key in ("n_inner",) if key in values]
-    if len(widths) != 1 or len(keys) != 1:
-        found_text = f"widths {sorted(widths)}, configured by {', '.join(keys) or 'nothing'}"
-        raise UsageError("the class cannot say how thin its layers are", found=found_text, fix=_INSTEAD)
-    setattr(config, keys[0], widths.pop())
+    widths = {site.name: ks[site.name] * site.width for site in mlps}
+    if len(keys) != 1:
+        raise _no_widths(widths, f"widths configured by {', '.join(keys) or 'nothing'}")
+    if isinstance(values[keys[0]], list):
+        setattr(config, keys[0], [*_of_layers(widths, dict(enumerate(values[keys[0]]))).values()])
+    elif len(set(widths.values())) == 1:
+        setattr(config, keys[0], next(iter(widths.values())))
+    else:
+        _set_layers(config, keys[0], widths)
     if values.get("mlp_bias") is False and any(bool(found.acms[s.name].learners.b_out[ks[s.name]].any()) for s in mlps):
         config.mlp_bias = True
     return config
 
 
+def _numbers(value: Any) -> set[Any]:
+    return set(value) if isinstance(value, list) and all(isinstance(item, int) for item in value) else {value}
+
+
+def _of_layers(widths: Mapping[str, int], layers: dict[int, int]) -> dict[int, int]:
+    """Widths by the number of the layer, which is the first in the name of its MLP, over those in `layers`."""
+    given: dict[int, int] = {}
+    for name, width in widths.items():
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if number is None or number in given or (layers and number not in layers):
+            raise _no_widths(widths, f"{name}, which is not the one MLP of a numbered layer")
+        given[number] = width
+    return layers | given
+
+
+def _set_layers(config: Any, key: str, widths: Mapping[str, int]) -> None:
+    """Give each layer its own width, in a configuration of transformers that holds values by layer."""
+    if not hasattr(type(config), _BY_LAYER):
+        raise _no_widths(widths, "one width for all layers")
+    layers: dict[int, dict[str, Any]] = {
+        int(layer): dict(values) for layer, values in config.to_dict().get(_BY_LAYER, {}).items()
+    }
+    for number, width in _of_layers(widths, {}).items():
+        layers.setdefault(number, {})[key] = width
+    setattr(config, _BY_LAYER, layers)
+
+
+def _no_widths(widths: Mapping[str, int], found: str) -> UsageError:
+    wanted = f"{len(set(widths.values()))} widths, from {min(widths.values())} to {max(widths.values())}"
+    return UsageError(_UNSAID, found=found, expected=wanted, fix=_INSTEAD)
+
+
 def _filled(model: Any, config: Any, given: dict[str, Tensor]) -> nn.Module:
     """A new model of that class with the tensors given; layers whose bias nobody gave have zeros there."""
-    with torch.random.fork_rng():
+    attempt = Attempt()
+    with attempt, torch.random.fork_rng():
         built = type(model)(config).to(next(model.parameters()))
+    if attempt.error is not None:
+        reason = f"{type(model).__name__} is built of one width ({type(attempt.error).__name__})"
+        raise UsageError(_UNSAID, found=reason, fix=_INSTEAD) from attempt.error
     expected = built.state_dict()
     for name, tensor in expected.items():
         if name not in given and name.endswith(".bias"):

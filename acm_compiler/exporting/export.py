@@ -11,16 +11,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from acm_compiler.checkpoint.folder import checked_extra
 from acm_compiler.errors import UsageError, did_you_mean
 from acm_compiler.exporting import aoti, checkpoint, onnx, pt2
-from acm_compiler.exporting.calls import Axes, batch_of, example_call, free_axes, names_of, plain_output, with_signature
+from acm_compiler.exporting.calls import (
+    Axes,
+    Call,
+    batch_of,
+    example_call,
+    free_axes,
+    names_of,
+    plain_output,
+    with_signature,
+)
 from acm_compiler.exporting.controls import Controlled, asserted, check_controls, example_controls
-from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks
+from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks, hold, ks_of_budget
 from acm_compiler.exporting.folder import check_folder, describe, moves, size_of, write_export
 from acm_compiler.exporting.traced import Traced, check_answers, counters_kept, refused, trace, without_dense_regions
+from acm_compiler.files import write_file
 from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
-from acm_compiler.runtime.control import set_k, spend
+from acm_compiler.runtime.control import spend
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.sources.inputs import Inputs
 from acm_compiler.sources.user_code import Attempt
@@ -39,6 +50,8 @@ def export(
     per_example: bool = False,
     dynamic: Axes | None = None,
     fixed_k: int | None = None,
+    budget: float | str | None = None,
+    extra: Mapping[str, bytes | str] | None = None,
 ) -> Path:
     """Export a rewritten model to the folder `path` and return the file in it that holds the model.
 
@@ -47,32 +60,35 @@ def export(
     format "aoti": the same as a package of AOTInductor for CPUs, with the operators of ACMs in a library beside it,
     which run in C++ programs and where this package is not installed; needs a C++ compiler.
     format "onnx": the same in standard operators of ONNX, which compute all learners and count those not chosen zero;
-    with `fixed_k`, the dense layers of the first `fixed_k` learners alone, for any model.
-    format "checkpoint": an ordinary checkpoint of the model's transformers class in which every token runs `fixed_k`
+    with `fixed_k` or `budget`, the dense layers of the first learners alone, for any model.
+    format "checkpoint": an ordinary checkpoint of the model's transformers class in which every token runs as many
     learners, merged into thinner layers; from_pretrained loads it where this package is not installed.
     example_inputs: what the model is called with; the number of examples is free, and so is the length of texts.
     dynamic: further axes of any length, {"x": 1}, or {"x": (1, 2)}, by the names of the model's inputs.
     per_example: the budget has one value per example, [batch]. controls: further inputs beside the budget: "cap", a
     bound on every token's k as a share of N, and "k_lo" and "k_hi", in learners.
+    fixed_k: learners that every token runs. budget: a fixed k for each site instead, the mean that its gates choose
+    at that budget on the example inputs, rounded so that all cost no more. extra: further files of a checkpoint's
+    folder by name, such as those of its tokenizer.
     The folder also holds export.json: inputs, budgets, metrics, versions. It is written whole or not at all, once the
     program's outputs were compared with the model's, which is left as it was.
-    Raises UsageError for what cannot be exported, StorageError, NotRewritten, LayoutUnknown for budgets per example
-    where a site's tokens cannot be told apart, VerificationFailed.
+    Raises UsageError for what cannot be exported, BudgetUnreachable, StorageError, NotRewritten, LayoutUnknown for
+    budgets per example where a site's tokens cannot be told apart, VerificationFailed.
     """
     folder = check_folder(path)
     check_format(format)
-    if fixed_k is not None and format in ("pt2", "aoti"):
-        fix = "controls=('k_lo', 'k_hi') makes k an input"
-        raise UsageError("a fixed k is for the formats onnx and checkpoint", where="fixed_k", found=format, fix=fix)
+    _check_fixed(format, fixed_k, budget, extra)
     if format == "onnx":
         onnx.check_packages()
     found = wholly_rewritten(rewritten_root(model), "an export")
     if format == "aoti":
         aoti.check_sites(found)
     if format == "checkpoint":
-        return _write_checkpoint(found, folder, example_inputs, fixed_k)
+        return _write_checkpoint(found, folder, example_inputs, fixed_k, budget, checked_extra(extra))
     with undisturbed(found), without_dense_regions(found), counters_kept(found, traced=format == "pt2"):
-        ks = {} if fixed_k is None else fixed_ks(found, fixed_k)
+        ks = {}
+        if fixed_k is not None or budget is not None:
+            ks = _chosen_ks(found, example_call(found.model, example_inputs), fixed_k, budget)
         if ks:
             traced = _with_fixed_k(found, example_inputs, ks, dynamic=dynamic)
         else:
@@ -116,21 +132,51 @@ def _write_onnx(found: Rewritten, traced: Traced, folder: Path, ks: Mapping[str,
     return folder / onnx.FILE
 
 
-def _write_checkpoint(found: Rewritten, folder: Path, inputs: Inputs, fixed_k: int | None) -> Path:
+def _write_checkpoint(
+    found: Rewritten,
+    folder: Path,
+    inputs: Inputs,
+    fixed_k: int | None,
+    budget: float | str | None,
+    extra: dict[str, bytes | str],
+) -> Path:
     args, kwargs = example_call(found.model, inputs)
-    _check_runs(found.model, (args, kwargs))
-    ks = fixed_ks(found, fixed_k)
-    checkpoint.check_class(found, max(ks.values()))
+    ks = _chosen_ks(found, (args, kwargs), fixed_k, budget)
+    checkpoint.check_class(found, ks)
     built: Any = checkpoint.build(found, ks)
     with undisturbed(found):
-        set_k(found.model, fixed_k)
+        hold(found, ks)
         expected = plain_output(found.model(*args, **kwargs))
         error = check_answers(plain_output(built(*args, **kwargs)), expected, where="checkpoint")
     facts = describe(found, "checkpoint", [], usage=checkpoint.usage(found.model), error=error, fixed=ks)
     with tempfile.TemporaryDirectory() as aside:
         built.save_pretrained(aside)
+        for name, content in extra.items():
+            if (Path(aside) / name).exists():
+                raise UsageError("an extra file has the name of one of the checkpoint's", where="extra", found=name)
+            write_file(Path(aside) / name, content)
         write_export(folder, moves(Path(aside)), facts, size_bytes=size_of(Path(aside)))
     return folder / checkpoint.FILE
+
+
+def _check_fixed(format: str, fixed_k: int | None, budget: float | str | None, extra: Any) -> None:
+    """UsageError for options that do not go with the format, or not with each other."""
+    if format in ("pt2", "aoti") and (fixed_k is not None or budget is not None):
+        fix = "controls=('k_lo', 'k_hi') makes k an input"
+        where = "fixed_k" if budget is None else "budget"
+        raise UsageError("a fixed k is for the formats onnx and checkpoint", where=where, found=format, fix=fix)
+    if fixed_k is not None and budget is not None:
+        raise UsageError("a k and a budget to take k from", found=f"fixed_k={fixed_k}, budget={budget}", expected="one")
+    if extra and format != "checkpoint":
+        raise UsageError("extra files are for the format checkpoint", where="extra", found=format)
+
+
+def _chosen_ks(found: Rewritten, call: Call, fixed_k: int | None, budget: float | str | None) -> dict[str, int]:
+    """The fixed k of every site; UsageError for example inputs that the model does not take, too."""
+    _check_runs(found.model, call)
+    if budget is None:
+        return fixed_ks(found, fixed_k)
+    return ks_of_budget(found, budget, lambda: found.model(*call[0], **call[1]))
 
 
 def check_format(format: str) -> None:
@@ -164,8 +210,7 @@ def _with_fixed_k(found: Rewritten, inputs: Inputs, ks: Mapping[str, int], *, dy
     _check_runs(model, call)
 
     def answer(_: float) -> Any:
-        for name, k in ks.items():
-            found.acms[name].set_choices(knob=0.0, k_lo=k, k_hi=k)
+        hold(found, ks)
         return plain_output(model(*call[0], **call[1]))
 
     with as_dense_layers(found, ks):
@@ -173,7 +218,7 @@ def _with_fixed_k(found: Rewritten, inputs: Inputs, ks: Mapping[str, int], *, dy
     return Traced(program=program, call=call, names=tuple(names), answer=answer, low=None)
 
 
-def _check_runs(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+def _check_runs(model: nn.Module, call: Call) -> None:
     """UsageError for example inputs that the model itself does not take."""
     attempt = Attempt()
     with attempt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,9 +11,15 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.reference import Weights, prefix_output
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import BudgetUnreachable, UsageError
 from acm_compiler.exporting.calls import plain_output
+from acm_compiler.exporting.controls import measured
 from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.planning.cost import learner_macs
+from acm_compiler.runtime.budgets import TOLERANCE
+from acm_compiler.runtime.control import spend
+from acm_compiler.runtime.measure_budgets import undisturbed
+from acm_compiler.runtime.usage import PADDING, recorded
 
 
 class Plain(nn.Module):
@@ -41,14 +47,66 @@ class FirstLearners(nn.Module):
 
 def fixed_ks(found: Rewritten, k: Any) -> dict[str, int]:
     """The k of every site where all tokens run `k`, as `acm.set_k` bounds it; UsageError for what cannot be."""
+    _refuse_unfitted(found)
     most = max(acm.count for acm in found.acms.values())
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
         raise UsageError("this export needs one k", where="fixed_k", found=repr(k), expected=f"from 1 to {most}")
+    return {name: acm.within(k, k)[0] for name, acm in found.acms.items()}
+
+
+def ks_of_budget(found: Rewritten, budget: float | str, run: Callable[[], Any]) -> dict[str, int]:
+    """One k for every site, from what its gates choose at `budget` in the mean over the tokens of the call `run`.
+
+    Rounded so that together they cost no more. BudgetUnreachable where one learner per site is above it.
+    """
+    _refuse_unfitted(found)
+    measured(found)
+    with undisturbed(found), recorded(found) as usage:
+        spend(found, budget)
+        share = found.owner.budget
+        run()
+    assert isinstance(share, float)
+    means = {name: float(k_BS[k_BS != PADDING].double().mean()) for name, k_BS in usage.k.items()}
+    if idle := [name for name in found.acms if name not in means]:
+        raise UsageError("the example inputs do not reach a site", where=idle[0], fix="give inputs that run all of it")
+    return _rounded(found, means, share)
+
+
+def _rounded(found: Rewritten, means: Mapping[str, float], share: float) -> dict[str, int]:
+    """Whole numbers from 1 on near `means` that cost `share` at most: those that lose most by it are rounded up."""
+    low = {name: max(1, acm.k_min) for name, acm in found.acms.items()}
+    ks = {name: max(low[name], int(mean)) for name, mean in means.items()}
+    while learner_share(found, ks) > share + TOLERANCE:
+        above = [name for name in ks if ks[name] > low[name]]
+        if not above:
+            least = f"from {learner_share(found, ks):.4g} on, which is one learner at every site"
+            raise BudgetUnreachable("no fixed k is within this budget", found=f"{share:.4g}", expected=least)
+        ks[max(above, key=lambda name: ks[name] - means[name])] -= 1
+    for name in sorted(ks, key=lambda name: ks[name] - means[name]):
+        more = ks | {name: ks[name] + 1}
+        if ks[name] < means[name] and learner_share(found, more) <= share + TOLERANCE:
+            ks = more
+    return ks
+
+
+def learner_share(found: Rewritten, ks: Mapping[str, int]) -> float:
+    """The share of learner MACs where all tokens of a site run as many learners as `ks` says."""
+    sites = [found.plan.site(name) for name in ks]
+    run, full = learner_macs((site, ks[site.name] * site.runs, site.runs) for site in sites)
+    return run / full
+
+
+def hold(found: Rewritten, ks: Mapping[str, int]) -> None:
+    """Make every token of a site run as many learners as `ks` says."""
+    for name, k in ks.items():
+        found.acms[name].set_choices(knob=0.0, k_lo=k, k_hi=k)
+
+
+def _refuse_unfitted(found: Rewritten) -> None:
     for name, acm in found.acms.items():
         if acm.state == "dense":
             fix = "acm.calibrate(model, batches) first"
             raise UsageError("no learners have been fitted", where=name, fix=fix)
-    return {name: acm.within(k, k)[0] for name, acm in found.acms.items()}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 from acm_compiler.checkpoint.folder import Writer, write_folder
 from acm_compiler.errors import StorageError, UsageError, a_few_of
+from acm_compiler.exporting.fixed import learner_share
 from acm_compiler.exporting.traced import TensorInput
 from acm_compiler.files import folder_at, parse_json, write_file
 from acm_compiler.passes.rewrite.conversion import Rewritten
@@ -93,6 +94,7 @@ def describe(
         "inputs": [asdict(tensor) for tensor in inputs],
         "relative_error": error,
         "k": dict(fixed) if fixed else None,
+        "learner_share": learner_share(found, fixed) if fixed else None,
         "budgets": budgets,
     }
 

@@ -14,9 +14,8 @@ from acm_compiler.recipe.gguf import gguf_file
 from acm_compiler.recipe.load import installed_path
 from acm_compiler.recipe.models import AUTO_CLASSES, ModelConfig
 from acm_compiler.sources import from_gguf
-from acm_compiler.sources.built import Device, Found, build_on, refuse_reserved
-from acm_compiler.sources.hf_inputs import default_inputs
-from acm_compiler.sources.weights import load_own_file, refuse_names, unloadable
+from acm_compiler.sources.built import Device, Found, build_on, load_own_file, refuse_names, refuse_reserved, unloadable
+from acm_compiler.sources.examples import default_inputs
 
 # keys of a saved config that make transformers fetch or run code of others
 _UNSAFE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "trust_remote_code")
@@ -76,18 +75,23 @@ def _open_gguf(config: ModelConfig) -> _Opened:
 
 def rebuild(record: dict[str, Any], *, device: Device) -> Found:
     """The model that `record` describes, from the config stored in it: no folder, no hub."""
+    config = recorded_config(record)
+    auto = _auto_class(record["auto_class"], config)
+    model = build_on(device, lambda: auto.from_config(config, trust_remote_code=False))
+    return Found(model=model, example=default_inputs)
+
+
+def recorded_config(record: dict[str, Any]) -> Any:
+    """The config stored in `record`; ModelSourceError where transformers here does not know its kind."""
     transformers = _import_transformers()
     from huggingface_hub.errors import StrictDataclassError
 
     settings = _with_floats(_without_unsafe(record["config"]))
     try:
-        config = transformers.AutoConfig.for_model(**settings)
+        return transformers.AutoConfig.for_model(**settings)
     except (ValueError, StrictDataclassError) as error:
         found = " ".join(str(error).split())
         raise ModelSourceError("transformers here does not know this model", found=found) from error
-    auto = _auto_class(record["auto_class"], config)
-    model = build_on(device, lambda: auto.from_config(config, trust_remote_code=False))
-    return Found(model=model, example=default_inputs)
 
 
 def _import_transformers() -> Any:
@@ -272,6 +276,9 @@ def processor_files(config: ModelConfig) -> dict[str, bytes]:
     if config.gguf:
         return from_gguf.tokenizer_files(gguf_file(config))
     folder = Path(installed_path(config.name)) if config.source == "hf" else None
-    if folder is None or not folder.is_dir():
-        return {}
+    return {} if folder is None or not folder.is_dir() else processor_files_in(folder)
+
+
+def processor_files_in(folder: Path) -> dict[str, bytes]:
+    """Files of a folder by name that transformers reads to prepare inputs: of tokenizers and processors."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name in PROCESSOR_FILES}

@@ -3,14 +3,19 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import nn
+from typer.testing import CliRunner
 
 import acm_compiler as acm
-from acm_compiler.errors import UsageError
+from acm_compiler.cli import app
+from acm_compiler.errors import BudgetUnreachable, UsageError
 from tests.helpers.rewrite_cases import ALL, PUBLISHED, answer, assert_close, give_budgets, rewritten
 
+ONNX = all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 LOAD = """
 import sys
 sys.modules["acm_compiler"] = None  # importing it raises
@@ -56,6 +61,52 @@ def test_every_k_of_other_classes(case, tmp_path):
         assert json.loads((tmp_path / "out/export.json").read_text())["relative_error"] < 1e-5
 
 
+def own_widths():
+    """A converted model of a class that reads the width of each layer from the configuration by layer."""
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up_proj, self.down_proj = nn.Linear(12, width), nn.Linear(width, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down_proj(nn.functional.gelu(self.up_proj(x)))
+
+    class Config(PretrainedConfig):
+        model_type = "own_widths"
+
+        def __init__(self, **kwargs) -> None:
+            self.num_hidden_layers, self.intermediate_size = 2, kwargs.pop("intermediate_size", 32)
+            super().__init__(**kwargs)
+
+    class Model(PreTrainedModel):
+        config_class = Config
+
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            widths = [config.per_layer_config[place].intermediate_size for place in range(2)]
+            self.layers = nn.ModuleList(map(Layer, widths))
+            self.post_init()
+
+        def forward(self, x: torch.Tensor) -> CausalLMOutput:
+            for layer in self.layers:
+                x = layer(x)
+            return CausalLMOutput(logits=x)
+
+    if not hasattr(Config, "per_layer_config"):
+        pytest.skip("this transformers has no configuration by layer")
+    x = torch.randn(2, 5, 12)
+    original = Model(Config()).eval()
+    model = acm.rewrite(original, acm.plan(original, x))
+    give_budgets(model)
+    with torch.no_grad():
+        for module in acm.sites(model).values():
+            module.gate.outer.weight.mul_(10)  # tokens differ
+    return model, x
+
+
 def refused(model, path, x, match, **options):
     with pytest.raises(UsageError, match=match) as caught:
         acm.export(model, path, x, **options)
@@ -75,3 +126,73 @@ def test_what_a_class_cannot_say_is_refused(tmp_path):
     mixed, x = learned("hf_llama")
     next(iter(acm.sites(mixed).values())).k_min = 2
     refused(mixed, out, x, "how thin its layers are", format="checkpoint", fixed_k=1)
+
+
+def spent(folder):
+    return json.loads((folder / "export.json").read_text())
+
+
+@torch.no_grad()
+def test_a_budget_is_a_fixed_k_per_site_near_the_gates_mean_and_costs_no_more(tmp_path):
+    model, x = own_widths()
+    for budget in (0.3, 0.45, 0.6, 0.8, 1.0):
+        acm.set_budget(model, budget)
+        with acm.record(model) as usage:
+            model(x)
+        acm.export(model, tmp_path / "out", x, format="onnx" if budget == 0.6 and ONNX else "checkpoint", budget=budget)
+        facts = spent(tmp_path / "out")
+        assert facts["learner_share"] <= budget + 1e-6 and facts["relative_error"] < 1e-4
+        for name, k in facts["k"].items():
+            assert 1 <= k <= 4 and abs(k - float(usage.k[name].float().mean())) < 1.5
+
+
+@torch.no_grad()
+def test_layers_of_their_own_width_where_the_class_has_them(tmp_path):
+    model, x = own_widths()
+    for module, k_min in zip(acm.sites(model).values(), (1, 3), strict=True):  # so that the sites' k differ
+        module.k_min = k_min
+    acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=1)
+    assert sorted(spent(tmp_path / "out")["k"].values()) == [1, 3]
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert [layer.up_proj.out_features for layer in loaded.layers] == [8, 24]
+    acm.set_k(model, 1)
+    assert_close(answer(loaded.eval(), x), answer(model, x))
+
+
+def test_budgets_that_the_class_cannot_hold_or_that_are_out_of_reach_are_refused(tmp_path):
+    model, x = learned("hf_llama")
+    with torch.no_grad():
+        for module, wanted in zip(acm.sites(model).values(), (1, 3), strict=True):
+            module.gate.outer.weight.zero_()
+            module.gate.outer.bias.copy_(10.0 * (torch.arange(5) != wanted))
+    out = tmp_path / "out"
+    refused(
+        model,
+        out,
+        x,
+        "(?s)how thin its layers are .*LlamaForCausalLM.*fixed_k=2 .* costs no more.*onnx",
+        format="checkpoint",
+        budget=0.5,
+    )
+    refused(model, out, x, "a k and a budget", format="checkpoint", budget=0.5, fixed_k=2)
+    refused(model, out, x, "for the formats onnx and checkpoint", budget=0.5)
+    refused(model, out, x, "extra files are for the format checkpoint", extra={"a.txt": "a"})
+    refused(
+        model, out, x, "name of one of the checkpoint's", format="checkpoint", fixed_k=3, extra={"config.json": "{}"}
+    )
+    with pytest.raises(BudgetUnreachable, match="one learner at every site"):
+        acm.export(model, out, x, format="checkpoint", budget=0.21)
+    assert not out.exists()
+
+
+def test_the_verb_copies_the_tokenizer(tmp_path):
+    model, _ = learned("hf_bert")
+    acm.save(model, tmp_path / "saved", extra={"vocab.txt": "[UNK]\n[PAD]\n"})
+    words = ["export", str(tmp_path / "saved"), "--format", "checkpoint", "--input", "1x7:int"]
+    done = CliRunner().invoke(app, [*words, "--fixed-k", "2", "--json"])
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "saved/export/checkpoint"
+    assert (folder / "vocab.txt").read_text() == "[UNK]\n[PAD]\n" and "vocab.txt" in spent(folder)["files"]
+    for more in (["--budget", "0.5"], ["--budget", "0.5,1"], ["--budget", "2"], ["--budget", "x"]):
+        failed = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new"), *more])
+        assert failed.exit_code in (2, 4) and not (tmp_path / "new").exists(), failed.output

@@ -53,8 +53,7 @@ def graft_modules(model: nn.Module, site: Site, acm: ACM, tensors: Mapping[str, 
             move_hooks(modules[0], acm)
     else:
         acm.dense = DenseRegion(site, tensors)
-    stand_ins = [acm] * len(modules) if site.graft.kind == "W" else [*_before_last(site, acm), acm]
-    for module, stand_in in zip(modules, stand_ins, strict=True):
+    for module, stand_in in zip(modules, stand_ins_of(site, acm), strict=True):
         warn_of_hooks(module, site.name)
         stand_in.train(module.training)
         _show_weights(module, stand_in, site, acm, tensors=tensors)
@@ -63,15 +62,17 @@ def graft_modules(model: nn.Module, site: Site, acm: ACM, tensors: Mapping[str, 
     acm.replaced = taken
 
 
-def _before_last(site: Site, acm: ACM) -> Sequence[nn.Module]:
-    """Stand-ins for the modules before the last one."""
+def stand_ins_of(site: Site, acm: ACM) -> list[nn.Module]:
+    """The modules that take the places of those that `site.graft` names (W, T, S), in their order."""
     earlier = range(len(site.graft.modules) - 1)
+    if site.graft.kind == "W":
+        return [acm for _ in site.graft.modules]
     if site.graft.kind == "T":
-        return [PassThrough(site.name) for _ in earlier]
+        return [*(PassThrough(site.name) for _ in earlier), acm]
     assert isinstance(acm, StashedACM)
     width = max(1, site.graft.stash_width)
     # both first linears of a gated MLP read the same x
-    return [StashInput(site.name, stash=acm.stash if i == 0 else None, width=width) for i in earlier]
+    return [*(StashInput(site.name, stash=acm.stash if i == 0 else None, width=width) for i in earlier), acm]
 
 
 def _show_weights(

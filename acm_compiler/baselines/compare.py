@@ -14,7 +14,7 @@ import torch
 from acm_compiler.baselines.corrupted import LEVELS, levels_of, measure_corrupted
 from acm_compiler.baselines.measure import Measured, measure, result_of
 from acm_compiler.baselines.method import Subject
-from acm_compiler.baselines.methods import METHODS, OURS, Chosen, choose
+from acm_compiler.baselines.methods import OURS, Chosen, choose, method_named
 from acm_compiler.baselines.scores import Scores
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.checkpoint import check_own_folder, save_id
@@ -34,6 +34,7 @@ from acm_compiler.runs.run_recipe import RecipeRun, plain, run_recipe
 from acm_compiler.sources.build import build
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
+from acm_compiler.training.schedule import discard_state
 
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75)
 _DENSE = "dense"
@@ -45,12 +46,14 @@ _FITTED, _QUICK = 2048, 1200  # examples
 class Options:
     """Options of a comparison: its folder, its methods and budgets (None: the usual ones).
 
-    steps: optimizer steps of every model that a method trains. quick: fewer held-out examples. corruptions:
-    measure corrupted images, too. force: start over. command: what an interrupted user is told to type.
+    ablations: of the paper's phases, as further methods. steps: optimizer steps of every model that a method trains.
+    quick: fewer held-out examples. corruptions: measure corrupted images, too. force: start over. command: what an
+    interrupted user is told to type.
     """
 
     directory: Path
     methods: Sequence[str] | None = None
+    ablations: Sequence[str] = ()
     budgets: Sequence[float] | None = None
     steps: int = STEPS
     quick: bool = False
@@ -72,7 +75,14 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
     check_recipe(recipe, built.model, plan)
     if options.corruptions:
         _refuse_no_images(recipe)
-    chosen = choose(built.model, plan, names=options.methods, budgets=options.budgets, usual=BUDGETS)
+    chosen = choose(
+        built.model,
+        plan,
+        names=options.methods,
+        ablations=options.ablations,
+        budgets=options.budgets,
+        usual=BUDGETS,
+    )
     scores = Scores(directory=options.directory, of={"recipe": decisions(recipe), "quick": options.quick})
     machine = open_machine(recipe.run.precision, recipe.run.device)
     if machine.world > 1:
@@ -146,6 +156,7 @@ class _Comparing:
             seed=recipe.run.seed,
             steps=self.options.steps,
             job=self._job,
+            replan=self._plan,
         )
 
     def _job(self, name: str) -> Job:
@@ -154,8 +165,12 @@ class _Comparing:
         options = RunOptions(directory=folder, resume=True, resume_command=self.options.command)
         return replace(self.opened.job(options), evaluate=None)
 
-    def _plan(self) -> Plan:
-        return plan_recipe(self.recipe)[1]
+    def _plan(self, learners: int | None = None) -> Plan:
+        """The recipe's plan, or what it would be with so many learners at every site."""
+        rules = self.recipe.sites
+        if learners is not None:
+            rules = tuple(rule.model_copy(update={"learners": learners}) for rule in rules)
+        return plan_recipe(self.recipe.model_copy(update={"sites": rules}))[1]
 
     def _held_out(self) -> Iterable[Batch]:
         """The examples to measure on: all, or a few for a first look."""
@@ -169,7 +184,7 @@ class _Comparing:
 
     def _measured(self, name: str, budgets: tuple[float, ...], subject: Subject) -> Measured:
         """Scores of a method: from the folder, or fitted and measured now."""
-        began, kind = monotonic(), Dense if name == _DENSE else METHODS[name]
+        began, kind = monotonic(), Dense if name == _DENSE else method_named(name)
         steps = self.options.steps if kind.trains else 0
         at = 1.0 if name == _DENSE else self.corrupted_at or 0.0
         also = self.corrupted_at is not None and at in budgets
@@ -193,6 +208,7 @@ class _Comparing:
                 self.corrupted[name] = replace(measure_corrupted(method, at, progress), steps=steps)
             self.scores.save(f"{name}-corrupted-{at}", self.corrupted[name])
         self.scores.save(name, found)
+        discard_state(self.scores.folder / name)
         self.say(f"{name}: fitted in {duration(fitted - began)}, measured in {duration(monotonic() - fitted)}")
         if name == _DENSE:
             self._expect(subject, found)
@@ -217,7 +233,7 @@ class _Comparing:
             dense_from="original",
         )
         results = [
-            result_of(name, METHODS[name], found[name], sample=sample, dense=dense, ours=found.get(ACM))
+            result_of(name, method_named(name), found[name], sample=sample, dense=dense, ours=found.get(ACM))
             for name in chosen.budgets
         ]
         return Comparison(

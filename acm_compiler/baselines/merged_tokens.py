@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.baselines.count import macs_of_call
+from acm_compiler.baselines.count import macs_of_call, setting_within
 from acm_compiler.baselines.method import BatchResult, Subject
 from acm_compiler.baselines.vit import OnVit, Steps, attend, block_macs, mlp_macs, sizes_of
 from acm_compiler.data import Batch
@@ -25,7 +25,7 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 from acm_compiler.sources.inputs import call_model
 
-_STEPS = 12  # of bisection for r: to a fraction of a token
+_HALVINGS = 12  # for r: to a fraction of a token
 
 
 class ToMe(OnVit):
@@ -56,16 +56,14 @@ class ToMe(OnVit):
         inputs = self.subject.task.inputs(next(iter(self.subject.fit())))
         assert isinstance(inputs, Tensor)
         dense, most = macs_of_call(self.subject.dense, inputs[:1]), sizes_of(self.subject.dense)[3] / 2
+
+        def cost(rate: float) -> float:
+            self.model.rate = rate
+            return macs_of_call(self.model, inputs[:1])
+
         for budget in budgets:
-            low, high = 0.0, most
-            for _ in range(_STEPS):
-                self.model.rate = (low + high) / 2
-                if macs_of_call(self.model, inputs[:1]) > budget * dense:
-                    low = self.model.rate
-                else:
-                    high = self.model.rate
-            self.model.rate = 0.0 if budget >= 1 else high
-            self.settings[budget] = self.model.rate, macs_of_call(self.model, inputs[:1])
+            rate = setting_within(cost, budget * dense, cheap=most, dear=0.0, halvings=_HALVINGS) if budget < 1 else 0.0
+            self.settings[budget] = rate, int(cost(rate))
 
     @torch.no_grad()
     def run(self, batch: Batch, budget: float) -> BatchResult:

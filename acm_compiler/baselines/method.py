@@ -27,7 +27,7 @@ class Subject:
 
     fit: training examples without augmentation, the same ones every time, and held_out: others. folder: where the
     ACMs were saved. steps: optimizer steps of every model that is trained. job: the data, settings and folder of the
-    training of the method of a name.
+    training of the method of a name. replan: the plan with so many learners at every site.
     """
 
     dense: nn.Module
@@ -39,6 +39,7 @@ class Subject:
     seed: int = 0
     steps: int = 0
     job: Callable[[str], Job] | None = None
+    replan: Callable[[int], Plan] | None = None
 
 
 class BatchResult(NamedTuple):

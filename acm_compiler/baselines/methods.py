@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -13,6 +13,7 @@ from acm_compiler.baselines.merged_tokens import ToMe
 from acm_compiler.baselines.method import Method
 from acm_compiler.baselines.pruned_neurons import Cmoe, Flap
 from acm_compiler.baselines.sparse_activations import Teal, Wina
+from acm_compiler.baselines.trained.ablations import ABLATIONS
 from acm_compiler.baselines.trained.acms import Distilled, Paper
 from acm_compiler.baselines.trained.early_exit import EarlyExit
 from acm_compiler.baselines.trained.experts import D2dmoe, Moefication
@@ -43,6 +44,12 @@ METHODS: dict[str, type[Method]] = {
 # those that run what the recipe has converted
 OURS = ("acm", "random", "width", "acm_distilled")
 ALL = "all"
+_ABLATED = {method.name: method for method in ABLATIONS.values()}
+
+
+def method_named(name: str) -> type[Method]:
+    """The method or ablation of this name."""
+    return METHODS.get(name) or _ABLATED[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,28 +65,31 @@ def choose(
     plan: Plan,
     *,
     names: Sequence[str] | None,
+    ablations: Sequence[str] = (),
     budgets: Sequence[float] | None,
     usual: Sequence[float],
 ) -> Chosen:
     """Methods and budgets to run on a model, weights or not. UsageError for what was asked for by name and cannot be.
 
-    names: None for every method without training; "all" for every one. budgets: None for the `usual` ones. What was
-    not asked for by name is left out where it does not fit.
+    names: None for every method without training; "all" for every one. ablations: "all", too. budgets: None for the
+    `usual` ones. What was not asked for by name is left out where it does not fit.
     """
-    asked = _known(names)
+    asked = _known(names, METHODS, "method", "--methods")
+    ablated = _known(ablations, ABLATIONS, "ablation", "--ablate")
     free = [name for name, method in METHODS.items() if not method.trains]
-    wanted = list(METHODS) if ALL in (names or ()) else asked or free
+    wanted = free if names is None else list(METHODS) if ALL in names else asked
+    wanted = [*wanted, *(ABLATIONS[key].name for key in (ABLATIONS if ALL in ablations else ablated))]
     shares = sorted(usual if budgets is None else set(budgets))
     found: dict[str, tuple[float, ...]] = {}
     left_out: dict[str, str] = {}
     for name in wanted:
-        reason = METHODS[name].refuses(model, plan)
+        reason = method_named(name).refuses(model, plan)
         if reason is not None:
             if name in asked:
                 raise UsageError(f"{name} cannot be applied to this model", where="--methods", found=reason)
             left_out[name] = reason
             continue
-        low = METHODS[name].floor(model, plan)
+        low = method_named(name).floor(model, plan)
         found[name] = tuple(share for share in shares if share >= low - 1e-6)
         if len(found[name]) < len(shares):
             below = [percent(share, 0) for share in shares if share < low - 1e-6]
@@ -92,14 +102,13 @@ def choose(
     return Chosen(budgets={name: reached for name, reached in found.items() if reached}, left_out=left_out)
 
 
-def _known(names: Sequence[str] | None) -> list[str]:
-    """The methods named, each once, but for "all". UsageError for other names."""
+def _known(names: Sequence[str] | None, known: Mapping[str, object], what: str, option: str) -> list[str]:
+    """Names of `known` that were given, each once, without "all". UsageError for others."""
     asked = [name for name in dict.fromkeys(names or ()) if name != ALL]
     for name in asked:
-        if name not in METHODS:
-            hint = did_you_mean(name, (ALL, *METHODS))
-            expected = ", ".join((ALL, *METHODS))
-            raise UsageError(f"unknown method{hint}", where="--methods", found=name, expected=expected)
+        if name not in known:
+            hint = did_you_mean(name, (ALL, *known))
+            raise UsageError(f"unknown {what}{hint}", where=option, found=name, expected=", ".join((ALL, *known)))
     return asked
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from acm_compiler.cli.output import JsonOption, Output, SetOption
 from acm_compiler.errors import UsageError
+
+if TYPE_CHECKING:
+    from acm_compiler.evaluation.comparison import Comparison
 
 
 def compare(
@@ -23,6 +26,9 @@ def compare(
     budgets: Annotated[
         str | None,
         typer.Option(metavar="B,B,…", help="Shares of the whole dense model's MACs: .4 or 40%; unset: .25 to .75."),
+    ] = None,
+    ablate: Annotated[
+        str | None, typer.Option(metavar="A,A,…", help="The paper's phases without a part, by commas, or all.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps of each training; unset: 600.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look: measure on 1,200 held-out examples.")] = False,
@@ -40,10 +46,11 @@ def compare(
 
     output = Output(json=json)
     output.progress(f"{loaded.name}: the comparison goes to {directory}")
-    given = {"--methods": methods, "--budgets": budgets, "--steps": None if steps is None else str(steps)}
+    given = {"--methods": methods, "--ablate": ablate, "--budgets": budgets, "--steps": str(steps) if steps else None}
     options = Options(
         directory=directory,
         methods=None if methods is None else _listed(methods),
+        ablations=_listed(ablate or ""),
         budgets=None if budgets is None else _shares(budgets),
         steps=steps or STEPS,
         quick=quick,
@@ -51,11 +58,7 @@ def compare(
         force=force,
         command=_command(recipe, directory, overrides or [], given, {"--quick": quick, "--corruptions": corruptions}),
     )
-    found = compare(loaded, options, say=output.progress)
-    output.say(str(found))
-    _draw(directory, output)
-    output.document(found.as_json() | {"directory": str(directory)})
-    output.say(f"compared in {directory}: compare.txt, compare.json")
+    _show(compare(loaded, options, say=output.progress), directory, output)
 
 
 def _listed(text: str) -> list[str]:
@@ -82,18 +85,18 @@ def _shares(text: str) -> list[float]:
     return shares
 
 
-def _draw(directory: Path, output: Output) -> None:
-    """Draw `compare.png` and `compare.svg`; a note where there is no matplotlib."""
+def _show(found: Comparison, directory: Path, output: Output) -> None:
+    """Print a comparison, and draw `compare.png` and `compare.svg`; a note where there is no matplotlib."""
     from acm_compiler.errors import PackageMissing
-    from acm_compiler.evaluation.comparison import load_comparison
     from acm_compiler.reporting.comparison_chart import write_chart
 
-    found = load_comparison(directory)
-    assert found is not None
+    output.say(str(found))
     try:
         write_chart(directory, found)
     except PackageMissing as error:
         output.note(f"no chart: {error.what}")
+    output.document(found.as_json() | {"directory": str(directory)})
+    output.say(f"compared in {directory}: compare.txt, compare.json")
 
 
 def _command(

@@ -122,17 +122,22 @@ class PhaseLoop:
             raise self.run.interrupted(f"step {done} of {self.steps} of phase {self.phase.name}")
 
     def _passes(self, every: Every, done: int) -> bool:
-        """True if step number `done` completes one more of these periods."""
-        if every.unit == "second":
-            return time.monotonic() - self.saved_at >= every.amount
-        period = every.amount
-        if every.unit == "epoch":
-            period *= len(self.batches) / self.config.accumulate
-        return math.floor(done / period) > math.floor((done - 1) / period)
+        return passes(every, done, epoch=len(self.batches) / self.config.accumulate, since=self.saved_at)
 
     def _progress(self, start: int) -> Progress:
         shown, say = self.run.machine.is_main, self.run.job.say
         return Progress(self.phase.name, self.steps, done=start, say=say, shown=shown)
+
+
+def passes(every: Every, done: int, *, epoch: float, since: float) -> bool:
+    """True if step number `done` completes one more of these periods.
+
+    epoch: steps in one. since: when the period at hand began, by `time.monotonic`, for periods in seconds.
+    """
+    if every.unit == "second":
+        return time.monotonic() - since >= every.amount
+    period = every.amount * (epoch if every.unit == "epoch" else 1)
+    return math.floor(done / period) > math.floor((done - 1) / period)
 
 
 def steps_of(config: TrainedPhase, batches: int) -> int:

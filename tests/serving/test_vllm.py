@@ -1,10 +1,14 @@
 """Saved decoders in vLLM: what a request gets is what `generate` writes for it alone, at its own budget."""
 
+import json
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
 
 import acm_compiler as acm
+from tests.helpers import served
 from tests.helpers.decoders import drawn, gated_llama, written
 from tests.helpers.vllm_engine import run, run_cached
 
@@ -97,6 +101,32 @@ def test_prefixes_are_cached_by_budget(saved):
     answers, cached = run_cached(folder, batches * 2, enforce_eager=True, block_size=32)
     assert answers == wanted * 2
     assert cached == [[0], [0], [0], [0], [64], [64], [64], [64], [0], [64]]  # 0.5 is the server's own
+
+
+CONFIG = """
+import json, sys
+from acm_compiler.errors import AcmError
+from acm_compiler.serving.vllm.config import FolderConfig
+for folder in sys.argv[1:]:
+    try:
+        config = FolderConfig.from_dict({}, name_or_path=folder)
+        print("found", json.dumps([config.model_type, config.architectures, config.acm_save]))
+    except AcmError as error:
+        print("found", json.dumps(str(error)))
+"""
+
+
+def test_the_config_is_the_base_models_and_of_one_save(saved, tmp_path):
+    model, _ = saved("mlps")
+    for name in ("a", "b"):
+        acm.save(model, tmp_path / name)
+    served.save_images(tmp_path / "images")
+    folders = [str(tmp_path / name) for name in ("a", "b", "images")]
+    done = subprocess.run([sys.executable, "-c", CONFIG, *folders], capture_output=True, text=True, check=True)
+    a, b, images = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert a[:2] == b[:2] == ["llama", ["AcmForCausalLM"]]
+    assert a[2] != b[2]  # vLLM keeps compiled graphs by it
+    assert "vLLM serves language models" in images
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_loaded(saved):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.baselines.count import setting_within
 from acm_compiler.baselines.method import BatchResult, Subject
 from acm_compiler.baselines.trained.train import to_dense, train
 from acm_compiler.baselines.vit import OnVit, Steps, block_macs, run_block, sizes_of
@@ -115,15 +116,15 @@ class EarlyExit(OnVit):
 
     def _threshold(self, sure_EM: Tensor, budget: float) -> float:
         """The largest threshold at which the examples cost no more than the budget."""
-        costs_M, low, high = self._costs().double(), 0.0, 1.0 + 1e-6
-        most = budget * self.subject.plan.model.dense_macs / self.subject.plan.model.batch
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            leaves_EM = sure_EM >= middle
+        costs_M = self._costs().double()
+
+        def cost(threshold: float) -> float:
+            leaves_EM = sure_EM >= threshold
             leaves_EM[:, -1] = True
-            cost = costs_M[leaves_EM.int().argmax(1).cpu()].mean()
-            low, high = (middle, high) if cost <= most else (low, middle)
-        return low
+            return float(costs_M[leaves_EM.int().argmax(1).cpu()].mean())
+
+        most = budget * self.subject.plan.model.dense_macs / self.subject.plan.model.batch
+        return setting_within(cost, most, cheap=0.0, dear=1.0 + 1e-6, halvings=_HALVINGS)
 
     @torch.no_grad()
     def run(self, batch: Batch, budget: float) -> BatchResult:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from acm_compiler.baselines.count import setting_within
 from acm_compiler.baselines.pruned_neurons import EXPERTS, balanced_groups
 from acm_compiler.baselines.site_method import Region
 from acm_compiler.baselines.trained.train import TrainedSites
@@ -206,13 +207,10 @@ class D2dmoe(Moefication):
     def _limit(self, shares: Mapping[float, float]) -> None:
         """The share of the largest norm at which the tokens that were seen cost what a budget leaves."""
         whole = sum(region.neurons * region.neuron_macs * region.site.runs for region in self.regions.values())
-        limits = {}
-        for share in shares:
-            low, high = 0.0, 1.0
-            for _ in range(_HALVINGS):
-                middle = (low + high) / 2
-                low, high = (low, middle) if self._spent(middle) <= share * whole else (middle, high)
-            limits[share] = high
+        limits = {
+            share: setting_within(self._spent, share * whole, cheap=1.0, dear=0.0, halvings=_HALVINGS)
+            for share in shares
+        }
         for region in self.regions.values():
             region.limits = limits
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.baselines.count import setting_within
+from acm_compiler.baselines.learners import in_percent
 from acm_compiler.baselines.method import BatchResult
 from acm_compiler.baselines.trained.train import to_dense, train
 from acm_compiler.baselines.vit import OnVit, Steps, block_macs, run_block
@@ -37,6 +39,7 @@ class HaltingTransformer(Steps):
     """A vision transformer whose tokens halt. `shift` is added to all halting scores; `costs_B`: of the last batch."""
 
     prior_L: Tensor
+    shift: Tensor
 
     def __init__(self, vit: nn.Module, depth: float) -> None:
         super().__init__(vit)
@@ -44,7 +47,7 @@ class HaltingTransformer(Steps):
         self.register_buffer("prior_L", torch.softmax(-0.5 * (blocks - depth).square(), 0))
         self.scale = nn.Parameter(torch.tensor(float(_SCALE)))
         self.offset_L = nn.Parameter(torch.logit(self.prior_L.clone(), eps=1e-4))
-        self.shift = 0.0
+        self.register_buffer("shift", torch.zeros(()))
         self.costs_B = torch.empty(0)
 
     def _scores(self, x_BSD: Tensor, place: int) -> Tensor:
@@ -114,7 +117,7 @@ class Avit(OnVit):
             depth = most / (self.block_share(dense, plan) * self.macs)
             model = HaltingTransformer(copy.deepcopy(dense), depth).to(next(dense.parameters()).device).eval()
             self._set(model, most)
-            self._learn(model, most, f"avit at {budget:.0%}", say)
+            self._learn(model, most, f"avit at {in_percent(budget)}", say)
             self._set(model, most)
             self.models[budget] = model
 
@@ -130,12 +133,13 @@ class Avit(OnVit):
     def _set(self, model: HaltingTransformer, most: float) -> None:
         """Find the smallest shift at which the blocks cost no more."""
         images = torch.cat([self.image(batch) for batch in self.subject.fit()])[:_SEEN]
-        low, high = model.shift - _FAR, model.shift + _FAR
-        for _ in range(_HALVINGS):
-            model.shift = (low + high) / 2
-            cost = float(model.execute(images)[1].mean())
-            low, high = (low, model.shift) if cost <= most else (model.shift, high)
-        model.shift = high
+
+        def cost(shift: float) -> float:
+            model.shift.fill_(shift)
+            return float(model.execute(images)[1].mean())
+
+        start = float(model.shift)
+        model.shift.fill_(setting_within(cost, most, cheap=start + _FAR, dear=start - _FAR, halvings=_HALVINGS))
 
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward, in which tokens halt."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm.activations import resolve
+from acm_compiler.baselines.learners import in_percent
 from acm_compiler.baselines.low_rank import ThinLayer
 from acm_compiler.baselines.method import BatchResult, Method
 from acm_compiler.baselines.pruned_neurons import FlapRegion
@@ -113,7 +114,7 @@ class Thin(Method):
         for budget in budgets:
             self.models[budget] = ThinSites(self.subject)
             self.models[budget].convert((budget,), say)
-            self.models[budget].learn(f"thin at {budget:.0%}", lr=_LR, say=say)
+            self.models[budget].learn(f"thin at {in_percent(budget)}", lr=_LR, say=say)
 
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward of the model of this budget."""

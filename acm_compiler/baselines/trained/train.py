@@ -7,7 +7,8 @@ no labels. Adam, a cosine from `lr`, gradients clipped at 1. The model is in eva
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -15,19 +16,23 @@ from torch import Tensor, nn
 
 from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.site_method import SiteMethod
+from acm_compiler.baselines.trained.state import TrainingState, state_path
 from acm_compiler.data import Batch
 from acm_compiler.data.batch import size_of
-from acm_compiler.errors import TrainingFailed
+from acm_compiler.errors import RunInterrupted, TrainingFailed
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks.base import distance
+from acm_compiler.training.answers import model_digest
+from acm_compiler.training.job import Job
 from acm_compiler.training.live_state import seed_generators
-from acm_compiler.training.loop import Optimization, endless
+from acm_compiler.training.loop import Optimization, endless, passes
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.phase import Group, only_training, unique
 from acm_compiler.training.teacher import open_teacher
+from acm_compiler.training.watch import Interrupts
 
 BATCH = 64
 
@@ -44,7 +49,8 @@ def train(
 ) -> None:
     """Train `parameters` (None: all) of a model, in place, by a loss of (batch, the dense model's answers).
 
-    Begins anew when it was interrupted. TrainingFailed where a gradient is not finite.
+    Goes on at the step after which it was stopped, to the same weights. TrainingFailed where a gradient is not finite,
+    RunInterrupted after Ctrl-C, StorageError.
     """
     assert subject.job is not None
     job = subject.job(name)
@@ -54,24 +60,62 @@ def train(
     assert teacher is not None
     trained = unique(model.parameters() if parameters is None else parameters)
     optimization = Optimization(config, [Group(parameters=trained)], machine, steps=subject.steps)
+    keeping = _Keeping(name, [*trained, *model.buffers()], optimization, subject, job)
     seed_generators(job.run.seed, 0)
-    stream = job.data(batch=BATCH, seed=job.run.seed, rank=0, world=1)
-    with (
-        only_training(model, trained),
-        closing(endless(stream, 0)) as feed,
-        Progress(name, subject.steps, say=say) as progress,
-    ):
-        for step, batch in zip(range(subject.steps), progress.fed(feed), strict=False):
-            batch, wanted = teacher.teach({key: value.to(machine.device) for key, value in batch.items()})
-            assert wanted is not None
-            with machine.autocast():
-                value = loss(batch, wanted)
-            optimization.backward(value)
-            if not (math.isfinite(optimization.clip()) or optimization.may_overflow):
-                fix = "train in precision fp32 or bf16, and look for values in the data that are not finite"
-                raise TrainingFailed("the gradient is not finite", where=f"{name}, step {step + 1}", fix=fix)
-            optimization.step(step)
-            progress.advance(f"loss {value.item():.4g}", examples=size_of(batch))
+    with only_training(model, trained):
+        start = keeping.state.load()
+        stream = job.data(batch=BATCH, seed=job.run.seed, rank=0, world=1)
+        with (
+            keeping.interrupts.watched(),
+            closing(endless(stream, start)) as feed,
+            Progress(name, subject.steps, done=start, say=say) as progress,
+        ):
+            for step, batch in zip(range(start, subject.steps), progress.fed(feed), strict=False):
+                batch, wanted = teacher.teach({key: value.to(machine.device) for key, value in batch.items()})
+                assert wanted is not None
+                with machine.autocast():
+                    value = loss(batch, wanted)
+                optimization.backward(value)
+                if not (math.isfinite(optimization.clip()) or optimization.may_overflow):
+                    fix = "train in precision fp32 or bf16, and look for values in the data that are not finite"
+                    raise TrainingFailed("the gradient is not finite", where=f"{name}, step {step + 1}", fix=fix)
+                optimization.step(step)
+                progress.advance(f"loss {value.item():.4g}", examples=size_of(batch))
+                keeping.after(step + 1, epoch=len(stream))
+
+
+class _Keeping:
+    """Saves a training when it is time and at its end, and stops it when asked to."""
+
+    def __init__(
+        self, name: str, tensors: Sequence[Tensor], optimization: Optimization, subject: Subject, job: Job
+    ) -> None:
+        self.name, self.steps, self.job = name, subject.steps, job
+        self.interrupts, self.saved_at = Interrupts(), time.monotonic()
+        dense = subject.dense
+        self.state = TrainingState(
+            path=state_path(job.directory, name),
+            facts={
+                "steps": subject.steps,
+                "lr": optimization.config.lr,
+                "shapes": [list(tensor.shape) for tensor in tensors],
+                "dense": model_digest([*dense.parameters(), *dense.buffers()]),
+            },
+            tensors=tensors,
+            optimization=optimization,
+            device=next(dense.parameters()).device,
+        )
+
+    def after(self, done: int, *, epoch: int) -> None:
+        """Between two steps. RunInterrupted after a signal, with the state saved."""
+        stopped = self.interrupts.received
+        if stopped or done == self.steps or passes(self.job.run.save_every, done, epoch=epoch, since=self.saved_at):
+            self.state.save(done, is_last=done == self.steps)
+            self.saved_at = time.monotonic()
+        if stopped:
+            where = f"step {done} of {self.steps} of {self.name}"
+            fix = f"continue: {self.job.resume_command}"
+            raise RunInterrupted(f"stopped by {stopped.name} after {where}; the state is saved", fix=fix)
 
 
 def to_dense(subject: Subject, output: Any, batch: Batch, wanted: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ class FolderConfig(PreTrainedConfig):
             )
         config = recorded_config(record)
         config.architectures, config.name_or_path = [ARCHITECTURE], folder
-        config.acm_plan = description["digests"]["plan.json"]  # vLLM keeps compiled graphs by the config's values
+        # vLLM keeps compiled graphs by the config's values, and sizes, costs and rules of gates are constants in them
+        config.acm_save = description["save"]
         return (config, {}) if options.get("return_unused_kwargs") else config
 
 

@@ -7,6 +7,7 @@ import torch
 
 from acm_compiler.acm import Gate, ops
 from acm_compiler.acm.reference import run_learners
+from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.cpu import build
 from tests.helpers.kernel_cases import FORMS, ODD, Case, inputs_of, require_answer, to, weights_of
@@ -143,3 +144,16 @@ def test_gates_choose_as_without(tokens, d_in, width, with_tiles, library):
     with torch.no_grad():
         lost = ops.run_gate(x, *gate.weights(), *scalars, cost=1.0, k_min=0, rule="logits")
     assert lost[5] == 4 and torch.equal(lost[torch.arange(tokens) != 5], answers[0][torch.arange(tokens) != 5])
+
+
+def test_tiles_that_multiply_wrongly_are_given_up_with_a_line_in_the_log(with_tiles, library, monkeypatch, caplog):
+    assert cpu.verify_tiles(library) and library.acm_want_tiles(True)
+    sample, calls = cpu._sample, []
+    monkeypatch.setattr(cpu, "_sample", lambda: calls.append(None) or sample() * len(calls))
+    one = drawn(Case(tokens=200, d_in=768, width=64, d_out=256))
+    with caplog.at_level("WARNING", logger="acm_compiler.backend"):
+        assert not cpu.verify_tiles(library)
+    assert "goes on without AMX" in caplog.text
+    by_vectors = native(one.x, one.k, one.weights)
+    library.acm_want_tiles(True)
+    assert not torch.equal(native(one.x, one.k, one.weights), by_vectors)

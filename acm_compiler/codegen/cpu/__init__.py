@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import sys
 from collections.abc import Iterable
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from acm_compiler import env
 from acm_compiler.acm.ops import LIBRARY, REFERENCE
-from acm_compiler.codegen.compare import require_equal
+from acm_compiler.codegen.compare import TOLERANCE, relative_error, require_equal
 from acm_compiler.codegen.cpu.build import library_file
 from acm_compiler.errors import KernelUnavailable
 from acm_compiler.site import ACTIVATIONS
@@ -41,11 +42,42 @@ def take_over() -> bool:
         _LOG.info("ACMs run on plain torch operations, not on the native CPU kernel: %s", error)
         return False
     torch.ops.load_library(str(file))
+    library = ctypes.CDLL(str(file))
+    verify_tiles(library)
     if env.check():
         torch.library.impl("acm::learners", "CPU", _checked, lib=LIBRARY)
     else:
-        ctypes.CDLL(str(file)).acm_take_over()
+        library.acm_take_over()
     return True
+
+
+def verify_tiles(library: ctypes.CDLL) -> bool:
+    """Compare products by tile registers (AMX) with those by vectors; False, and a line in the log, if they differ.
+
+    The kernel then goes on without tiles. True also where the processor has none.
+    """
+    library.acm_want_tiles.restype = ctypes.c_bool
+    if not library.acm_want_tiles(True):
+        return True
+    answers = [_sample()]
+    library.acm_want_tiles(False)
+    answers.append(_sample())
+    same = relative_error(*answers) <= TOLERANCE[torch.bfloat16]
+    library.acm_want_tiles(same)
+    if not same:
+        _LOG.warning("the CPU kernel goes on without AMX: its products differ from those of vectors on this machine")
+    return same
+
+
+def _sample() -> Tensor:
+    """The native kernel's output, in float32, for a small MLP in bfloat16; of every k, with sizes that fill no tile."""
+
+    def wave(*shape: int) -> Tensor:
+        return torch.arange(math.prod(shape), dtype=torch.float32).sin().view(shape).bfloat16()
+
+    x, k = wave(47, 98), torch.arange(47) % 4
+    weights = (wave(3, 22, 98), wave(3, 22), None, None, wave(50, 3, 22), wave(4, 50), *[None] * 5)
+    return torch.ops.acm.learners_cpu(x, k, *weights, form="mlp", act="relu").float()
 
 
 def not_covered(*, act: str, dtype: torch.dtype, is_int8: bool = False) -> str | None:

@@ -47,8 +47,7 @@ from acm_compiler.progress import Progress
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.runs.recipe_run import open_saved_run
 from acm_compiler.runtime.control import FixedK
-from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY
-from acm_compiler.shipped.open_weights import load_shipped
+from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY, load_shipped
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.language import CausalLM
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights

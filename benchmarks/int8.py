@@ -5,7 +5,8 @@
     python benchmarks/int8.py bert [--batch 8]      six BERT layers of width 384, 128 tokens an example
     python benchmarks/int8.py decoder [--tokens 512]     six decoder layers of SmolLM2-135M's sizes, without a cache
 
---sites mlp converts MLPs alone; --rest makes the linears around the ACMs int8, too, but for output heads.
+--sites mlp converts MLPs alone; --rest makes the linears around the ACMs int8, too, but for output heads;
+--bfloat16-attention is the backend's option of that name.
 
 Weights are drawn: time does not depend on their values, only on k. Where onnxruntime can be imported, the dense model
 runs in it too, in float32 and with its dynamic int8 (weights signed, activations by tensor). One thread.
@@ -82,6 +83,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gated", action="store_true")
     parser.add_argument("--rest", action="store_true")
+    parser.add_argument("--bfloat16-attention", action="store_true")
     parser.add_argument("--sites", choices=("mlp", "attn"), nargs="+", default=("mlp", "attn"))
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -93,7 +95,9 @@ def main() -> None:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         dense, x = built(chosen)
         converted = quantised(dense.eval(), x, chosen)
-        calls = contenders(dense, converted, x) | in_onnxruntime(dense, x, Path(folder))
+        calls = contenders(dense, converted, x, {"bfloat16_attention": chosen.bfloat16_attention}) | in_onnxruntime(
+            dense, x, Path(folder)
+        )
         report(calls, chosen.rounds)
 
 
@@ -119,9 +123,11 @@ def quantised(dense: nn.Module, x: Tensor, chosen: argparse.Namespace) -> nn.Mod
     return acm.quantize(converted, rest=chosen.rest)
 
 
-def contenders(dense: nn.Module, converted: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
+def contenders(
+    dense: nn.Module, converted: nn.Module, x: Tensor, options: dict[str, bool]
+) -> dict[str, Callable[[], object]]:
     """The dense model in Inductor, and the quantised one at every k and, as its gates choose, mixed."""
-    base, compiled = torch.compile(dense), torch.compile(converted, backend="acm")
+    base, compiled = torch.compile(dense), torch.compile(converted, backend="acm", options=options)
 
     def at_k(k: int | None) -> Callable[[], object]:
         def call() -> object:

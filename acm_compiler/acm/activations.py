@@ -83,7 +83,7 @@ def _compile(node: ast.expr, act: str) -> Callable[[Tensor], Tensor]:
 
 
 def _compile_call(name: str, args: list[ast.expr], act: str) -> Callable[[Tensor], Tensor]:
-    parts: list[Any] = [_number(a) if _is_number(a) else _compile(a, act) for a in args]
+    parts: list[Any] = [ast.literal_eval(a) if _is_number(a) else _compile(a, act) for a in args]
     if not any(callable(part) for part in parts):
         raise UsageError(f"activation {act!r}: {name} is applied to numbers only", expected="a use of x")
     if name in _BINARY and len(parts) == 2:
@@ -113,10 +113,6 @@ def _is_number(node: ast.expr) -> bool:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         node = node.operand
     return isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
-
-
-def _number(node: ast.expr) -> float:
-    return ast.literal_eval(node)
 
 
 def _illegal(node: ast.expr, act: str) -> UsageError:

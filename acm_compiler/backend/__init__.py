@@ -20,6 +20,7 @@ from acm_compiler.codegen import cpu
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.files import dump
 from acm_compiler.passes.lower.acm_nodes import learners_nodes
+from acm_compiler.passes.lower.bfloat16_attention import lower_attention
 from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
 from acm_compiler.passes.lower.fuse_norm import fold_norm
@@ -33,6 +34,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "merge_gates": (True, False),
     "fuse_gate": (True, False),
     "fold_norm": (True, False),
+    "bfloat16_attention": (False, True),
 }
 """Our options, their values, the default first; every other option is Inductor's."""
 
@@ -41,7 +43,9 @@ _PASSES: dict[str, Callable[[fx.Graph], int]] = {
     "fuse_residual": fuse_residual,
     "fuse_gate": fuse_gate,
     "fold_norm": fold_norm,
+    "bfloat16_attention": lower_attention,
 }
+_INFERENCE_ALONE = (fuse_gate, lower_attention)
 _LOG = logging.getLogger("acm_compiler.backend")
 
 
@@ -110,7 +114,7 @@ def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, .
         return ()
     _LOG.debug("stand-ins dropped: %d", drop_stand_ins(graph))
     for name, rewrite in _PASSES.items():
-        if own[name] and not (rewrite is fuse_gate and torch.is_grad_enabled()):
+        if own[name] and not (rewrite in _INFERENCE_ALONE and torch.is_grad_enabled()):
             _LOG.debug("%s: %d", name, rewrite(graph))
     lowered = verify(graph, choose_implementation, expected=count)
     graph_module.recompile()

@@ -11,22 +11,25 @@ from torch import nn
 
 from acm_compiler.acm.intact import refuse_adapted
 from acm_compiler.acm.precision import own_types
-from acm_compiler.calibration.damage import Answer, default_answer
-from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked, refuse_elsewhere, shares_of
-from acm_compiler.calibration.fit_all import fit_all, install, install_gates
+from acm_compiler.calibration.answer import Answer, default_answer
+from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
+from acm_compiler.calibration.fit_all import fit_all, install
 from acm_compiler.calibration.gates import choose_gates
-from acm_compiler.errors import LayoutUnknown
+from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.rewrite.conversion import (
+    Rewritten,
     refuse_compiled,
     refuse_inference_tensors,
     refuse_quantized,
     wholly_rewritten,
 )
+from acm_compiler.passes.rewrite.dense_region import broken_weights_named, read_dense
 from acm_compiler.passes.rewrite.offload import offloading
 from acm_compiler.planning.check_schedule import check_closed_form
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
+from acm_compiler.runtime.budgets import shares_of
 from acm_compiler.runtime.control import spend
 from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
 from acm_compiler.sources.inputs import Inputs
@@ -97,16 +100,10 @@ def calibrate_on(
 ) -> Plan:
     """`calibrate` with (inputs, padding mask or None) pairs and all its options."""
     options = options or Options()
-    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
-    found = wholly_rewritten(model, "calibration")
-    refuse_adapted(found.acms, "calibration")
-    refuse_inference_tensors(model)
-    refuse_elsewhere(found, options.offload)
-    refuse_quantized(found.owner, "calibration")
-    owner, asked = found.owner, shares_of(found.plan, options.budgets)
+    found = _fittable(model, options)
+    owner, wanted = found.owner, shares_of(found.owner, options.budgets)
     for site in owner.plan.sites:
         check_closed_form(site)
-    wanted = (*asked, *(() if owner.default_budget is None else (owner.default_budget,)))
     by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
     examples = Examples(_single(batches) if by_one else batches, tokens=options.tokens)
     with (
@@ -116,18 +113,37 @@ def calibrate_on(
         progress_of("calibrate", progress) as work,
         ExitStack() as undo,
     ):
-        with undisturbed(found):
-            fitted = fit_all(found, examples, options, work)
+        dense = read_dense(found)
+        with broken_weights_named(found), undisturbed(found):
+            fitted = fit_all(found, dense, examples, options, work)
         install(found, fitted, undo)
         kinds = [{fit.site.name: fit.gates[kind] for fit in fitted} for kind in range(len(_KINDS))]
         choice = choose_gates(found, examples.held_out, kinds, answer=options.answer, budgets=wanted)
-        install_gates(found, fitted, choice.kind)
+        for fit in fitted:
+            found.acms[fit.site.name].gate = fit.gates[choice.kind].gate
         work.finish(f"lowest k of the budget table: {choice.k_lo}; gates weigh tokens {_KINDS[choice.kind]}")
         table = fill_table(found, examples.held_out, budgets=wanted, k_lo=choice.k_lo, progress=work)
         work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
         spend(found, 1.0 if owner.default_budget is None else owner.default_budget)
         undo.pop_all()
     return owner.plan
+
+
+def _fittable(model: nn.Module, options: Options) -> Rewritten:
+    """The rewritten model, if a calibration can fit it; the errors of `calibrate` that need no batch."""
+    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
+    found = wholly_rewritten(model, "calibration")
+    refuse_inference_tensors(model)
+    refuse_quantized(found.owner, "calibration")
+    device = next(iter(found.acms.values())).k_lo.device
+    if options.offload is not None and device.type != "cpu":
+        raise UsageError(
+            "only what is calibrated on the CPU can be offloaded to files",
+            found=f"a model on {device}",
+            fix="calibrate it on the CPU: model.cpu(), or run.device: cpu; or leave offload out",
+        )
+    refuse_adapted(found.acms, "calibration")
+    return found
 
 
 def _single(batches: Iterable[Example]) -> Iterator[Example]:

@@ -6,32 +6,38 @@ that users ask for.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
-from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
+from acm_compiler.calibration.answer import Answer, answers_with, mask_in, relative_change
 from acm_compiler.calibration.damage import Judged, evened, token_errors
 from acm_compiler.calibration.examples import Options
 from acm_compiler.calibration.fit_learners import fit_learners, resolve_site
 from acm_compiler.calibration.gates import fit_gates
 from acm_compiler.calibration.local_training import can_be_trained, train_locally
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.calibration.slices import Fit, fit_slices, proven
+from acm_compiler.calibration.slices import Fit, fit_slices
+from acm_compiler.passes.rewrite.build_acm import fitted_learners
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.offload import kept
-from acm_compiler.planning.cost import learner_macs, macs_per_learner
+from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.measure_budgets import Example
 
+_LOG = logging.getLogger(__name__)
+# relative error of the model's answer, by floating type
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # tokens of each site by which forms are compared
 _TOKENS = 2048
 
@@ -55,12 +61,12 @@ class Candidate:
 class Learned(Candidate):
     """A candidate with the gate that predicts the log of its damage, and one that predicts the evened one's.
 
-    expected_TC: the damage that the first predicts for the first of the sampled tokens.
+    expected_TC: the damage that the first predicts for the first of the sampled tokens, float64.
     """
 
     gate: Gate
     evened_gate: Gate
-    expected_TC: Tensor
+    expected_TC: np.ndarray
 
 
 Unit = list[Learned]
@@ -102,8 +108,33 @@ def fit_pairs(
 ) -> dict[str, Fit]:
     """Slices for the sites of these pairs, by name, without the pairs whose change of basis the model refutes."""
     fits = [kept(fit_slices(first, second, judged)) for first, second in pairs]
-    hold = proven(found, fits, examples[0], answer=options.answer) if fits else []
+    hold = _prove(found, fits, examples[0], answer=options.answer) if fits else []
     return {part.site.name: part for fit, holds in zip(fits, hold, strict=True) if holds for part in fit}
+
+
+def _prove(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
+    """Prove each pair: True if it leaves the output as it is; the others are named in the log.
+
+    All pairs run all their slices in one forward. Only where that moves the output is every pair tried alone.
+    """
+    acms = found.acms
+    tolerances = [_TOLERANCE[acms[pair[0].site.name].learners.w_in.dtype] for pair in pairs]
+    learners = [
+        {p.site.name: fitted_learners(p.site, p.weights, like=acms[p.site.name].learners.w_in) for p in pair}
+        for pair in pairs
+    ]
+    mask_BS = mask_in(found.model, example)
+    wanted = answers_with(found, {}, example, answer)
+    everywhere = {name: module for pair in learners for name, module in pair.items()}
+    if relative_change(wanted, answers_with(found, everywhere, example, answer), mask_BS) <= min(tolerances):
+        return [True] * len(pairs)
+    hold = []
+    for pair, tolerance in zip(learners, tolerances, strict=True):
+        error = relative_change(wanted, answers_with(found, pair, example, answer), mask_BS)
+        hold.append(error <= tolerance)
+        if not hold[-1]:
+            _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", " and ".join(pair), error)
+    return hold
 
 
 def learn(
@@ -124,7 +155,7 @@ def _forms(record: SiteRecord, judged: Mapping[str, Judged], slices: Mapping[str
     site = resolve_site(record.site, record.tokens)
     weights, dense = fit_learners(site, record.dense, record)
     own = Fit(site=site, weights=weights, judged=replace(judged[name], dense=dense))
-    if options.local_steps and can_be_trained(weights, dense):
+    if record.shown is not None and can_be_trained(weights, dense):
         shown_TD, steps = record.shown.vectors, options.local_steps
         own = replace(own, weights=train_locally(weights, own.judged, shown_TD, steps=steps, seed=options.seed))
     return [own, slices[name]] if name in slices else [own]
@@ -175,11 +206,38 @@ def _new_gate(site: PlannedSite, like: Tensor) -> Gate:
 @torch.no_grad()
 def _with_gates(part: Candidate, gate: Gate, evened_gate: Gate) -> Learned:
     known = {field.name: getattr(part, field.name) for field in fields(Candidate)}
-    expected_TC = to_float64(gate(part.x_TD[:_TOKENS])).exp()
+    expected_TC = np.exp(gate(part.x_TD[:_TOKENS]).float().cpu().numpy().astype(np.float64))
     return Learned(**known, gate=gate, evened_gate=evened_gate, expected_TC=expected_TC)
 
 
 _BUDGETS, _HALVINGS, _ROUNDS = (0.35, 0.45, 0.6, 0.75), 24, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A site of a unit as forms are compared: damage of its k, as it is expected and as it is, float64 [T, C], the k
+    of the choices [C], MACs of a learner, and how many tokens the site saw.
+    """
+
+    expected_TC: np.ndarray
+    damage_TC: np.ndarray
+    k_C: np.ndarray
+    learner: int
+    tokens: int
+
+    @staticmethod
+    def of(part: Learned) -> _Part:
+        site = part.site
+        return _Part(
+            expected_TC=part.expected_TC,
+            damage_TC=part.damage_TC[: len(part.expected_TC)].cpu().numpy().astype(np.float64),
+            k_C=np.arange(site.k_min, site.learners + 1),
+            learner=macs_per_learner(site),
+            tokens=part.tokens,
+        )
+
+
+_Form = list[_Part]
 
 
 def choose_forms(candidates: Sequence[Sequence[Unit]]) -> list[Unit]:
@@ -189,49 +247,49 @@ def choose_forms(candidates: Sequence[Sequence[Unit]]) -> list[Unit]:
     damage of the whole at that price. (The best k of every token, which no gate knows, would favour forms that harm a
     few tokens much.)
     """
-    chosen = [options[0] for options in candidates]
     if all(len(options) == 1 for options in candidates):
-        return chosen
-    least = _share(chosen, math.inf)
+        return [options[0] for options in candidates]
+    forms = [[[_Part.of(part) for part in unit] for unit in options] for options in candidates]
+    now = [options[0] for options in forms]
+    least = _share(now, math.inf)
     budgets = [budget for budget in _BUDGETS if budget > least] or _BUDGETS[-1:]
     for _ in range(_ROUNDS):
-        prices = [_price(chosen, budget) for budget in budgets]
-        wholes = [max(sum(_run(unit, price)[0] for unit in chosen), 1e-300) for price in prices]
-        chosen = [
-            min(options, key=lambda unit: sum(_paid(unit, p) / w for p, w in zip(prices, wholes, strict=True)))
-            for options in candidates
-        ]
-    return chosen
+        prices = [_price(now, budget) for budget in budgets]
+        wholes = [max(sum(_run(form, price)[0] for form in now), 1e-300) for price in prices]
+        paid = [[sum(_paid(form, p) / w for p, w in zip(prices, wholes, strict=True)) for form in o] for o in forms]
+        chosen = [sums.index(min(sums)) for sums in paid]
+        now = [options[place] for options, place in zip(forms, chosen, strict=True)]
+    return [options[place] for options, place in zip(candidates, chosen, strict=True)]
 
 
-def _paid(unit: Unit, price: float) -> float:
-    damage, macs = _run(unit, price)
+def _paid(form: _Form, price: float) -> float:
+    damage, macs = _run(form, price)
     return damage + price * macs
 
 
-def _price(units: Sequence[Unit], budget: float) -> float:
+def _price(forms: Sequence[_Form], budget: float) -> float:
     """The price of a MAC at which all units together spend `budget` of their MACs."""
     low, high = -100.0, 100.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _share(units, math.exp(middle)) > budget else (low, middle)
+        low, high = (middle, high) if _share(forms, math.exp(middle)) > budget else (low, middle)
     return math.exp((low + high) / 2)
 
 
-def _share(units: Sequence[Unit], price: float) -> float:
+def _share(forms: Sequence[_Form], price: float) -> float:
     """The share of their MACs that all units together spend at this price; at an infinite one, all k_min."""
-    parts = [part for unit in units for part in unit]
-    least, full = learner_macs((part.site, part.tokens * part.site.k_min, part.tokens) for part in parts)
-    return (least if math.isinf(price) else sum(_run(unit, price)[1] for unit in units)) / full
+    parts = [part for form in forms for part in form]
+    full = sum(part.tokens * part.learner * int(part.k_C[-1]) for part in parts)
+    if math.isinf(price):
+        return sum(part.tokens * part.learner * int(part.k_C[0]) for part in parts) / full
+    return sum(_run(form, price)[1] for form in forms) / full
 
 
-def _run(unit: Unit, price: float) -> tuple[float, float]:
+def _run(form: _Form, price: float) -> tuple[float, float]:
     """Damage and MACs of a unit where every token runs the k that its gate chooses at this price of a MAC."""
     damage = macs = 0.0
-    for part in unit:
-        expected_TC, learner = part.expected_TC, macs_per_learner(part.site)
-        k_C = torch.arange(part.site.k_min, part.site.learners + 1, device=expected_TC.device)
-        c_T = (expected_TC + k_C * (price * learner)).argmin(1)
-        damage += part.tokens * float(to_float64(part.damage_TC[: len(c_T)]).gather(1, c_T[:, None]).mean())
-        macs += part.tokens * learner * float(to_float64(k_C[c_T]).mean())
+    for part in form:
+        c_T = (part.expected_TC + part.k_C * (price * part.learner)).argmin(1)
+        damage += part.tokens * float(part.damage_TC[np.arange(len(c_T)), c_T].mean())
+        macs += part.tokens * part.learner * float(part.k_C[c_T].mean())
     return damage, macs

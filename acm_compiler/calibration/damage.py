@@ -6,26 +6,28 @@ known: errors that tokens share do far more damage together than one by one.
 
 With r standard normal, the gradient g of sum(r * output) at a site's output has E[(g . d)^2] = |J d|^2: the squared
 change of the model's output that a change d there causes, to first order.
-Shapes: T tokens, C choices of k, O out, E examples, P projections of the output.
+
+Errors are small beside outputs, and their difference in fp32 is little but rounding where learners are good. So what
+errs is told apart from what agrees before a token is seen: the highest k that shares its second layer has one matrix,
+of which the dense one is taken off in float64, and below it every k errs by what it drops: d_k = d_{k+1} - s_k + bias.
+Where first layers were trained, learners share no neurons with the dense layer: the one matrix then reads both.
+Shapes: T tokens, C choices of k, D in, O out, E examples, P projections of the output, N learners of H, U what the
+dense matrix reads, R rank of the metric.
 """
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration.errors_of_k import ErrorsOfK, errors_of_k
+from acm_compiler.acm.reference import Weights, hidden
 from acm_compiler.calibration.moments import thin_factors
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.runtime import ranks
@@ -35,6 +37,10 @@ _BLOCK = 2048
 _IMAGINED = 4
 # the part of a token's weight that is the same for all tokens, where weights are evened out
 _ALIKE = 0.8
+# x -> what matrices of whole prefixes read [T, U], and what each learner's own reads [T, N, H]
+Features = Callable[[Tensor], tuple[Tensor, Tensor]]
+# matrix [R, U] and bias [R] of an error; None where there is none
+Affine = tuple[Tensor, Tensor] | None
 
 
 def mean_trace(records: Iterable[SiteRecord]) -> float:
@@ -111,12 +117,6 @@ def _together(record: SiteRecord, sample_TD: Tensor, inverse_RO: Tensor) -> Toge
     )
 
 
-@torch.no_grad()
-def token_damage(weights: Weights, judged: Judged, k_min: int) -> Tensor:
-    """e_t(k) for the sampled tokens and every k from k_min to N, fp32 [T, C]; never negative."""
-    return token_errors(weights, judged, k_min) * judged.listens_T[:, None].float()
-
-
 def evened(weight_T: Tensor) -> Tensor:
     """Weights of tokens, most of each the mean of all.
 
@@ -128,7 +128,7 @@ def evened(weight_T: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_errors(weights: Weights, judged: Judged, k_min: int) -> Tensor:
-    """e_t(k) of tokens that weigh one each, fp32 [T, C]."""
+    """e_t(k) of tokens that weigh one each, for every k from k_min to N, fp32 [T, C]; never negative."""
     errors = errors_of_k(weights, judged.dense, judged.root)
     whole = judged.whole
     size_TC, sums = _measure(errors, judged.x_TD, k_min, whole if whole and whole.x_TD is judged.x_TD else None)
@@ -170,118 +170,120 @@ def _factor(sums: Tensor, examples: int) -> Tensor:
     return (seen_C * examples + _IMAGINED) / (examples + _IMAGINED)
 
 
-Answer = Callable[[Any, Tensor | None], Tensor | list[Tensor]]
-_NAMED = ("logits", "last_hidden_state")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorsOfK:
+    """R^T d_k for tokens x, where R R^T is the metric of the output: |R^T d|^2 = d^T G d.
 
-
-def default_answer(output: Any, mask_BS: Tensor | None = None) -> list[Tensor]:
-    """The tensors of `output` that matter: `logits`, else `last_hidden_state`, else all floating tensors in it.
-
-    Logits of tokens [B, S, V] are judged by their probabilities; others are centred: what shifts all classes alike
-    changes nothing.
-    """
-    for name in _NAMED:
-        tensor = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            return [_judged(tensor) if name == "logits" else tensor]
-    parts = list(output.values()) if isinstance(output, Mapping) else output
-    if isinstance(parts, (tuple, list)):
-        return [tensor for part in parts for tensor in default_answer(part)]
-    return [output] if isinstance(output, Tensor) and output.is_floating_point() else []
-
-
-def _judged(logits: Tensor) -> Tensor:
-    return root_probabilities(logits) if logits.dim() == 3 else logits - logits.mean(-1, keepdim=True)
-
-
-def root_probabilities(logits_BSV: Tensor, mask_BS: Tensor | None = None) -> Tensor:
-    """Twice the roots of the probabilities, in fp32 or more, [B, S, V]; 0 where the mask is.
-
-    The squared change of these is, to second order, twice the divergence of the new distribution from the old: logits
-    of tokens that will not come count for nothing.
-    """
-    return _RootProbabilities.apply(logits_BSV, mask_BS)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _RootProbabilities(torch.autograd.Function):
-    """The function with a gradient that needs the roots alone: one tensor of this size is kept, one made for it.
-
-    Roots r, probabilities p = r^2 / 4: dr = r / 2 (dz - p dz).
+    own: errors of k that have a matrix of their own. dropped: matrix [N, R, H] and bias [N, R] of what changes when
+    learner n is left out.
     """
 
-    @staticmethod
-    def forward(ctx: Any, logits_BSV: Tensor, mask_BS: Tensor | None) -> Tensor:
-        dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
-        roots_BSV = logits_BSV.log_softmax(-1, dtype=dtype).mul_(0.5).add_(math.log(2)).exp_()
-        if mask_BS is not None:
-            roots_BSV.mul_(mask_BS[..., None])
-        ctx.save_for_backward(roots_BSV)
-        ctx.dtype = logits_BSV.dtype
-        return roots_BSV
+    features: Features
+    own: Mapping[int, Affine]
+    dropped: tuple[Tensor, Tensor]
 
-    @staticmethod
-    def backward(ctx: Any, gradient_BSV: Tensor) -> tuple[Tensor, None]:
-        (roots_BSV,) = ctx.saved_tensors
-        along_BS1 = torch.linalg.vecdot(gradient_BSV, roots_BSV)[..., None]
-        change_BSV = torch.addcmul(gradient_BSV, roots_BSV, along_BS1, value=-0.25).mul_(roots_BSV).mul_(0.5)
-        return change_BSV.to(ctx.dtype), None
+    def __call__(self, x_TD: Tensor, k_min: int) -> Tensor:
+        """The errors of k from k_min to N, [C, T, R]."""
+        u_TU, h_TNH = self.features(x_TD)
+        matrix_NRH, bias_NR = self.dropped
+        nothing_TR = u_TU.new_zeros(len(x_TD), bias_NR.shape[1])
+        errors = {k: nothing_TR if own is None else F.linear(u_TU, *own) for k, own in self.own.items()}
+        for n in reversed(range(k_min, min(errors))):
+            errors[n] = errors[n + 1] + F.linear(h_TNH[:, n], matrix_NRH[n], bias_NR[n])
+        return torch.stack([errors[k] for k in range(k_min, len(bias_NR) + 1)])
 
 
-def answers(output: Any, answer: Answer, mask_BS: Tensor | None = None) -> list[Tensor]:
-    """`answer(output, mask)` as a list; UsageError when it holds no floating tensor with a batch axis."""
-    found: object = answer(output, mask_BS)
-    parts = found if isinstance(found, (list, tuple)) else [found]
-    tensors = [t for t in parts if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
-    if answer is not default_answer and (not tensors or len(tensors) < len(parts)):
-        raise UsageError(
-            "answer gave what the sites cannot be judged by",
-            found=", ".join(f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in parts),
-            expected="a floating tensor [batch, ...], or a list of such",
-        )
-    if not tensors:
-        raise UsageError(
-            "the model's output holds no floating tensor to judge the sites by",
-            found=type(output).__name__,
-            expected="a tensor, a tuple or mapping of tensors, or an object with `logits` or `last_hidden_state`",
-        )
-    return tensors
-
-
-def _real_tokens(tensor: Tensor, mask_BS: Tensor | None) -> list[Any]:
-    """Index of what is no padding for every example of `tensor` [B, ...]; of all where no mask fits its tokens."""
-    if mask_BS is None or tensor.dim() < 3 or tensor.shape[:2] != mask_BS.shape:
-        return [...] * len(tensor)
-    return list(mask_BS.to(tensor.device))
-
-
-def random_directions(
-    tensors: list[Tensor], mask_BS: Tensor | None, *, first: int, seed: int, number: int = 0
-) -> list[Tensor]:
-    """A standard normal tensor of the shape and type of each of `tensors`, 0 at padding.
-
-    `number` counts independent directions of one output. Each example draws its own, by `seed` and its place in the
-    data (`first` + its row), so that neither padding nor the cut into batches changes what is drawn.
+def errors_of_k(weights: Weights, dense: DenseWeights, root_OR: Tensor) -> ErrorsOfK:
+    """The errors of learners that hold the neurons of `dense` in its own order, or trained ones, through a root of the
+    metric.
     """
-    directions = []
-    for part, tensor in enumerate(tensors):
-        direction = torch.zeros_like(tensor, requires_grad=False)
-        for row, real in enumerate(_real_tokens(tensor, mask_BS)):
-            # CPU generators use 32 bits of a seed
-            own_seed = zlib.crc32(f"{seed} {part} {first + row} {number}".encode())
-            generator = torch.Generator(tensor.device).manual_seed(own_seed)
-            shape = tensor.shape[1:] if real is ... else (int(real.sum()), *tensor.shape[2:])
-            drawn = torch.randn(shape, generator=generator, device=tensor.device, dtype=torch.float32)
-            direction[row][real] = drawn.to(direction)
-        directions.append(direction)
-    return directions
+    root_RO, b_KO, like = root_OR.T, to_float64(weights.b_out), weights.b_out
+    b_O = (dense.last or dense.first[0])[1]
+    off_KO = b_KO if b_O is None else b_KO - to_float64(b_O)
+    own: dict[int, Affine] = {}
+    for k in _with_own_matrix(weights):
+        excess_OU = _excess(weights, dense, k)
+        own[k] = None
+        if excess_OU is not None and (excess_OU.any() or off_KO[k].any()):
+            own[k] = ((root_RO @ excess_OU).to(like), (root_RO @ off_KO[k]).to(like))
+    matrix_NRH = -_added(weights, root_RO)
+    bias_NR = (b_KO[:-1] - b_KO[1:]) @ root_OR
+    dropped = (matrix_NRH.to(like), bias_NR.to(like))
+    return ErrorsOfK(features=_features(weights, dense), own=own, dropped=dropped)
 
 
-def energy(tensors: list[Tensor], mask_BS: Tensor | None) -> float:
-    """|output|^2, padding left out."""
-    total = 0.0
-    for tensor in tensors:
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
-        for example, real in zip(tensor, _real_tokens(tensor, mask_BS), strict=True):
-            norms = torch.linalg.vector_norm(example, dim=-1, dtype=dtype)[real]
-            total += float(to_float64(norms).square().sum())
-    return total
+def _with_own_matrix(weights: Weights) -> list[int]:
+    """The k that are no sum of learners and, of those that are, the highest."""
+    last = weights.learners
+    if weights.w_out is not None and weights.w_out.dim() == 4:
+        return list(range(last + 1))
+    return [last] if weights.w_top is None else [last - 1, last]
+
+
+def _excess(weights: Weights, dense: DenseWeights, k: int) -> Tensor | None:
+    """Excess of the matrix of k learners over the dense one, float64 [O, U]; None for slices, which are the dense."""
+    if weights.w_out is None:
+        return None
+    last_OU = to_float64((dense.last or dense.first[0])[0])
+    if k == weights.learners and weights.w_top is not None:
+        own_OU = to_float64(weights.w_top)
+    else:
+        w_ONH = weights.w_out if weights.w_out.dim() == 3 else weights.w_out[max(k, 1) - 1]
+        own_OU = to_float64(w_ONH[:, :k]).flatten(1)
+        if dense.last is None:
+            own_OU = own_OU @ to_float64(weights.w_in[:k]).flatten(0, 1)
+    held = 0 if dense.last is None else weights.learners * weights.w_in.shape[1]
+    if _has_own_neurons(weights, dense):
+        return torch.cat([_padded(own_OU, held), -last_OU], 1)
+    read = max(held, last_OU.shape[1])
+    return _padded(own_OU, read) - _padded(last_OU, read)
+
+
+def _added(weights: Weights, root_RO: Tensor) -> Tensor:
+    """Matrix from what learner n reads to what it adds to the output, through the metric, float64 [N, R, H]."""
+    if weights.form == "rows":
+        heads, width = weights.w_in.shape[1:3]
+        return root_RO.unflatten(1, (heads, weights.learners, width)).movedim(2, 0).flatten(2)
+    if weights.form == "cols":
+        return root_RO @ to_float64(weights.w_in).flatten(2)
+    assert weights.w_out is not None
+    w_ONH = weights.w_out if weights.w_out.dim() == 3 else weights.w_out[-1]
+    return root_RO @ to_float64(w_ONH).movedim(1, 0)
+
+
+def _has_own_neurons(weights: Weights, dense: DenseWeights) -> bool:
+    """True for an MLP's learners whose first layers are not rows of the dense ones."""
+    if dense.last is None:
+        return False
+    pairs = zip((weights.w_in, weights.w_up), dense.first, strict=False)
+    held = weights.learners * weights.w_in.shape[1]
+    return not all(own is None or torch.equal(own.flatten(0, 1)[: len(w)], w[:held]) for own, (w, _) in pairs)
+
+
+def _features(weights: Weights, dense: DenseWeights) -> Features:
+    learners = weights.learners
+    if _has_own_neurons(weights, dense):
+
+        def both(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+            own_TR = hidden(x_TD, weights, learners)
+            return torch.cat([own_TR, dense.hidden(x_TD)], 1), own_TR.unflatten(1, (learners, -1))
+
+        return both
+    if dense.last is not None:
+        held = learners * weights.w_in.shape[1]
+
+        def neurons(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+            h_TU = dense.hidden(x_TD)
+            h_TU = _padded(h_TU, max(held, h_TU.shape[1]))
+            return h_TU, h_TU[:, :held].unflatten(1, (learners, -1))
+
+        return neurons
+    if weights.form == "cols":
+        heads, width = weights.w_in.shape[2:]
+        return lambda x_TD: (x_TD, x_TD.unflatten(1, (heads, learners, width)).movedim(1, 2).flatten(2))
+    w_FD = weights.w_in.flatten(0, -2)
+    return lambda x_TD: (x_TD, F.linear(x_TD, w_FD).unflatten(1, (learners, -1)))
+
+
+def _padded(values: Tensor, columns: int) -> Tensor:
+    return F.pad(values, (0, columns - values.shape[1]))

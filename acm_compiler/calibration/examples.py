@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from acm_compiler.calibration.damage import Answer, default_answer
+from acm_compiler.calibration.answer import Answer, default_answer, shapes_of
 from acm_compiler.data import refuse_no_batches
-from acm_compiler.errors import AcmError, DataError, UsageError
-from acm_compiler.passes.capture.graph import tensors
-from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.planning.plan import Plan
-from acm_compiler.runtime.budgets import is_number, parse_budget, share_within, too_much, unreachable
-from acm_compiler.runtime.masks import call_mask
+from acm_compiler.errors import DataError, UsageError
+from acm_compiler.runtime.budgets import is_number
 from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.sources.inputs import Inputs, call_model, refuse_labels, split_inputs
-from acm_compiler.sources.user_code import Attempt, first_line, raising_line, with_frames
+from acm_compiler.sources.inputs import Inputs, split_inputs
 
 # a user's own word on the padding of one batch
 MaskOf = Callable[[Any], Tensor | None]
@@ -90,45 +85,10 @@ def _said(mask: MaskOf, inputs: Inputs) -> Tensor | None:
         return said
     raise UsageError(
         "mask gave a padding mask of another kind",
-        found=_shapes((said,)) if isinstance(said, Tensor) else type(said).__name__,
+        found=shapes_of((said,)) if isinstance(said, Tensor) else type(said).__name__,
         expected="bool [batch, tokens], True at real tokens, or None",
         fix="compare, as in ids != 0, or end with .bool()",
     )
-
-
-def run(found: Rewritten, inputs: Inputs) -> Any:
-    """The model's output for one batch; UsageError, with the model's own error, where it raises."""
-    refuse_labels(inputs, planned=found.plan.model.inputs)
-    attempt = Attempt()
-    with attempt:
-        return call_model(found.model, inputs)
-    error = attempt.error
-    assert error is not None
-    if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
-        raise error
-    what = "a batch is a tensor, a tuple of arguments or a mapping"
-    raise UsageError(
-        f"the model itself raises on a batch of {_shapes(inputs)}",
-        where=raising_line(error),
-        found=first_line(error),
-        expected="what the model takes, in its type and on its device",
-        fix=with_frames(f"{what}; leave out labels: (x for x, label in loader)", error),
-    ) from error
-
-
-def _shapes(inputs: Inputs) -> str:
-    """The tensors of a batch as `float32 [8, 3, 32, 32] on cpu`."""
-    shown = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}" for t in tensors(inputs)]
-    return ", ".join(shown) or "no tensors"
-
-
-def mask_in(model: nn.Module, example: Example) -> Tensor | None:
-    """The padding mask [batch, tokens] that is known of a batch, bool."""
-    inputs, mask = example
-    if mask is not None:
-        return mask.bool()
-    said = call_mask(model, *split_inputs(inputs))
-    return None if said is None else said.tokens()
 
 
 def _plain(value: Any) -> Any:
@@ -181,38 +141,7 @@ class Options:
             raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)
 
 
-def refuse_elsewhere(found: Rewritten, offload: str | os.PathLike[str] | None) -> None:
-    """UsageError where what a calibration makes is to be offloaded, and the model is on another device than the CPU."""
-    device = next(iter(found.acms.values())).k_lo.device
-    if offload is not None and device.type != "cpu":
-        raise UsageError(
-            "only what is calibrated on the CPU can be offloaded to files",
-            found=f"a model on {device}",
-            fix="calibrate it on the CPU: model.cpu(), or run.device: cpu; or leave offload out",
-        )
-
-
 def check_tokens(tokens: int) -> None:
     """UsageError for a number of tokens to read that is none."""
     if not is_number(tokens) or not tokens >= 1 or tokens % 1:
         raise UsageError("a calibration needs tokens", found=repr(tokens), expected="a whole number, at least 1")
-
-
-def shares_of(plan: Plan, budgets: Sequence[float | str]) -> tuple[float, ...]:
-    """The `budgets` that a user will ask for, as shares of learner MACs.
-
-    UsageError; BudgetUnreachable for one in "%" or MACs that no setting reaches.
-    """
-    if isinstance(budgets, str) or not isinstance(budgets, Sequence):
-        raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
-    least, shares = plan.cost.budget_min, []
-    for budget in budgets:
-        share = share_within(budget, plan, low=0.0) or parse_budget(budget, plan)
-        if isinstance(budget, str) and not 0 < share <= 1:
-            raise unreachable(budget, plan, low=least)
-        if not 0 < share <= 1:
-            fix = too_much(budget, plan, low=least) if share > 1 else None
-            expected = "a share of learner MACs in (0, 1]"
-            raise UsageError("a budget outside its range", found=share, expected=expected, fix=fix)
-        shares.append(share)
-    return tuple(shares)

@@ -5,26 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.module import State
-from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration.candidates import Learned, choose_forms, fit_pairs, learn, sharing, units, with_gates
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.examples import Examples, Options
-from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS, as_module
+from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS
 from acm_compiler.calibration.gates import ScoredGate
 from acm_compiler.calibration.observe import Seen, observe, reading
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.passes.rewrite.build_acm import mark_initialized
+from acm_compiler.passes.rewrite.build_acm import fitted_learners, make_like
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten
-from acm_compiler.passes.rewrite.dense_region import DenseWeights, read_dense
+from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
@@ -49,9 +48,14 @@ _NO_GRADIENT = (
 _SCORED = 2048
 
 
-def fit_all(found: Rewritten, examples: Examples, options: Options, progress: Progress) -> list[FittedSite]:
-    """Fit learners and gate of every site, in the plan's order; the model must be in eval mode."""
-    planned, dense = found.plan.sites, read_dense(found)
+def fit_all(
+    found: Rewritten, dense: Mapping[str, DenseWeights], examples: Examples, options: Options, progress: Progress
+) -> list[FittedSite]:
+    """Fit learners and gate of every site, in the plan's order; the model must be in eval mode.
+
+    dense: as of `read_dense`.
+    """
+    planned = found.plan.sites
     groups = list(in_memory(planned, options))
     fitted: list[FittedSite] = []
     for number, group in enumerate(groups, start=1):
@@ -97,7 +101,7 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
     yield group
 
 
-def _record(site: PlannedSite, dense: dict[str, DenseWeights], options: Options) -> SiteRecord:
+def _record(site: PlannedSite, dense: Mapping[str, DenseWeights], options: Options) -> SiteRecord:
     # one seed: sites that read the same input sample the same tokens
     sample, shown = _sample(site, options), _shown(options)
     return SiteRecord(site, dense[site.name], sample=sample, seed=options.seed, shown=shown)
@@ -193,12 +197,11 @@ def _inputs(records: Records) -> dict[str, Tensor]:
 
 def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:
     site, unit = learned.site, _damage_unit(seen)
-    learners = as_module(learned.weights, site, like)
-    ranks.from_first([learners])
     gates = [_in_units(gate, unit, learned.x_TD) for gate in (learned.gate, learned.evened_gate)]
     # one example's damage is the sum over its tokens
     per_example = unit * learned.tokens / seen.examples
-    damage = tuple(float(value) * per_example for value in to_float64(learned.damage_TC).mean(0))
+    damage = tuple(float(value) * per_example for value in learned.damage_TC.cpu().numpy().mean(0, dtype=float))
+    learners = fitted_learners(site, learned.weights, like=like)
     return FittedSite(site=site, learners=learners, gates=tuple(gates), damage=damage)
 
 
@@ -241,34 +244,23 @@ def install(found: Rewritten, fitted: Sequence[FittedSite], undo: ExitStack) -> 
     it back.
     """
     owner = found.owner
-    unit = learner_unit(tuple(fit.site for fit in fitted))
+    ranks.from_first(fit.learners for fit in fitted)
+    for fit in fitted:
+        acm = found.acms[fit.site.name]
+        make_like(fit.learners, acm.learners)
+        for scored in fit.gates:
+            make_like(scored.gate, acm.gate)
     undo.callback(_restore_conversion, owner, dataclasses.replace(owner))
+    # forms differ a little in what a learner costs
+    unit = learner_unit(tuple(fit.site for fit in fitted))
     for fit in fitted:
         acm = found.acms[fit.site.name]
         undo.callback(acm.set_run_time, acm.run_time())
         undo.callback(_put, acm, acm.learners, acm.gate, acm.state, acm.cost)
-        _make_like(fit.learners, acm.learners)
-        _make_like(fit.gates[0].gate, acm.gate)
-        # forms differ a little in what a learner costs
         _put(acm, fit.learners, fit.gates[0].gate, "learners", macs_per_learner(fit.site) / unit)
     owner.plan = dataclasses.replace(owner.plan, sites=tuple(fit.site for fit in fitted))
     owner.damage = {fit.site.name: fit.damage for fit in fitted}
     owner.table = None
-
-
-def install_gates(found: Rewritten, fitted: Sequence[FittedSite], kind: int) -> None:
-    """Give every ACM its gate of that kind in place of the one that `install` gave it."""
-    for fit in fitted:
-        acm, gate = found.acms[fit.site.name], fit.gates[kind].gate
-        _make_like(gate, acm.gate)
-        acm.gate = gate
-
-
-def _make_like(part: nn.Module, before: nn.Module) -> None:
-    """Let the part train and have gradients if the one before it did."""
-    part.train(before.training)
-    part.requires_grad_(any(parameter.requires_grad for parameter in before.parameters()))
-    mark_initialized(part)
 
 
 def _put(acm: ACM, learners: Learners, gate: Gate, state: State, cost: float) -> None:

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acm_compiler.acm import Learners
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.mlp_learners import Hidden, fit_second_layer, neuron_order, variance_order
 from acm_compiler.calibration.moments import mean_diagonal, square_factors
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.passes.rewrite.build_acm import new_learners
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
-from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.planner import matched_width
 
@@ -119,15 +116,6 @@ def _fit_linear(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> W
 def _bias(linear: tuple[Tensor, Tensor | None]) -> Tensor:
     weight, bias = linear
     return to_float64(weight.new_zeros(len(weight)) if bias is None else bias)
-
-
-@torch.no_grad()
-def as_module(weights: Weights, site: PlannedSite, like: Tensor) -> Learners:
-    """`weights` as parameters on the device and in the type of `like`."""
-    learners = new_learners(site, like=like)
-    for name, parameter in learners.named_parameters():
-        parameter.copy_(getattr(weights, name))
-    return kept(learners)
 
 
 # a metric from a few hundred examples is noisy: of the ridges tried on MiniLM this one served held-out texts best

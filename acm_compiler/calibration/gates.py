@@ -14,9 +14,7 @@ from torch.nn.utils import skip_init
 from acm_compiler.acm import Gate
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import choose_k, utilities
-from acm_compiler.calibration.damage import Answer, answers, energy
-from acm_compiler.calibration.examples import mask_in, run
-from acm_compiler.calibration.observe import tapped
+from acm_compiler.calibration.answer import Answer, answers, answers_with, energy, mask_in, run
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime import ranks
@@ -232,15 +230,14 @@ def _try(
 ) -> int:
     """Add what every trial does to one batch; the real tokens in it, at the site that sees most."""
     mask_BS = mask_in(found.model, example)
+    wanted = answers_with(found, {}, example, answer)
     with batch_context(found.model, mask=example[1]):
-        with tapped(found.acms, {}):
-            wanted = answers(run(found, example[0]), answer, mask_BS)
         for choice, row in trials.items():
             for trial in row:
                 for name, acm in found.acms.items():
                     acm.gate = kinds[choice.kind][name].gate
                     acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
-                with recorded(found, macs=False) as usage:
+                with recorded(found) as usage:
                     given = answers(run(found, example[0]), answer, mask_BS)
                 trial.examples += len(usage.real_shares)
                 trial.shares += float(usage.real_shares.sum())

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights, hidden
-from acm_compiler.calibration.damage import Judged
-from acm_compiler.calibration.errors_of_k import errors_of_k
+from acm_compiler.calibration.damage import Judged, errors_of_k
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 # tokens of a step, and how far Adam moves a weight in one, as a part of the root mean square of its matrix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,14 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import own_types
-from acm_compiler.calibration.damage import Answer, answers, energy, random_directions
-from acm_compiler.calibration.examples import mask_in, run
+from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, random_directions, run
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.errors import TrainingFailed, UsageError
+from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.passes.rewrite.dense_region import DenseWeights, broken_weights
+from acm_compiler.passes.rewrite.dense_region import DenseWeights, dense_regions_run
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.masks import real_tokens
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.sources.inputs import ForwardEnded
 
@@ -66,7 +64,7 @@ def observe(
     finite.
     """
     seen = Seen()
-    with tapped(found.acms, records) as taps, _differentiable(found):
+    with _tapped(found.acms, records) as taps, _differentiable(found):
         for example in examples:
             taps.begin(mask_in(found.model, example), first=seen.examples, forward_alone=taps.forward_alone or enough())
             grads = torch.set_grad_enabled(not taps.forward_alone)
@@ -81,7 +79,8 @@ def observe(
                     seen.judged += outputs[0].shape[0]
                     seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
                     del outputs, draw
-            _settle(found, records)
+            for record in records.values():
+                record.settle()
             seen.examples += taps.examples
     return seen
 
@@ -128,25 +127,6 @@ def _differentiate(outputs: Sequence[Tensor], along: Sequence[Tensor], wanted: l
         ) from error
 
 
-def _settle(found: Rewritten, records: Mapping[str, SiteRecord]) -> None:
-    """After a batch: TrainingFailed where a site saw what is not finite, at the weights that this came from, if any."""
-    try:
-        for record in records.values():
-            record.settle()
-    except TrainingFailed as seen:
-        broken = broken_weights(found)
-        if not broken:
-            raise
-        name, tensor = next(iter(broken.items()))
-        more = f"; {len(broken) - 1} more of the model's weights are broken" if len(broken) > 1 else ""
-        raise TrainingFailed(
-            "the model's own weights are not finite",
-            where=name,
-            found=f"nan or infinity in {int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values{more}",
-            fix="load or train the model anew before the rewrite: nothing can be fitted to such weights",
-        ) from seen
-
-
 class _Taps:
     """State shared by the taps of one pass."""
 
@@ -171,7 +151,7 @@ class _Taps:
             self.edges.append(get_gradient_edge(output if output.requires_grad else output.requires_grad_()))
         record = self.records.get(acm.name)
         if record is not None:
-            x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), real_tokens(acm, x, self.mask_BS)
+            x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), _real_tokens(acm, x, self.mask_BS)
             example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name)
             self.examples = max(self.examples, int(example_T[-1:].sum()) + 1)
             self.calls += 1
@@ -200,21 +180,39 @@ class _Taps:
         return None if last is None else last.register_forward_pre_hook(keep)
 
 
+def _fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
+    """True if `mask_BS` masks the tokens of an input [*shape, D] of this site."""
+    layout = acm.layout
+    if layout is None or layout.folds != 1:
+        return False
+    if layout.batch_axis is None:
+        return mask_BS.shape == (1, shape.numel())
+    if layout.batch_axis >= len(shape):
+        return False
+    batch = shape[layout.batch_axis]
+    return batch > 0 and mask_BS.shape == (batch, shape.numel() // batch)
+
+
+def _real_tokens(acm: ACM, x: Tensor, mask_BS: Tensor | None) -> Tensor | None:
+    """True at the real tokens of `x` [..., D], flat [T]; None: all are.
+
+    A mask given by `acm.batch` must fit. That of the call, `mask_BS`, need not: it may speak of the other half
+    of an encoder-decoder; then all tokens count here.
+    """
+    given_T = acm.mask_of(x.shape[:-1])
+    if given_T is not None or mask_BS is None or not _fits(acm, x.shape[:-1], mask_BS):
+        return given_T
+    return tokens.of_mask(mask_BS.to(x.device), x.shape[:-1], acm.layout, site=acm.name)
+
+
 @contextmanager
-def tapped(acms: Mapping[str, ACM], records: Mapping[str, SiteRecord]) -> Iterator[_Taps]:
+def _tapped(acms: Mapping[str, ACM], records: Mapping[str, SiteRecord]) -> Iterator[_Taps]:
     """While open, every ACM passes its dense region's output on, and `records` see theirs."""
     taps = _Taps(records)
-    handles = []
-    try:
-        for acm in acms.values():
-            acm.tap = taps
-            handles.append(taps.watch(acm))
+    with dense_regions_run(acms.values(), taps), ExitStack() as watched:
+        for handle in filter(None, map(taps.watch, acms.values())):
+            watched.callback(handle.remove)
         yield taps
-    finally:
-        for acm in acms.values():
-            acm.tap = None
-        for handle in filter(None, handles):
-            handle.remove()
 
 
 def _last_module(region: nn.Module, dense: DenseWeights) -> nn.Module | None:

@@ -9,7 +9,8 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked, run, shares_of
+from acm_compiler.calibration.answer import run
+from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked
 from acm_compiler.errors import NoBudgetTable, NothingRecorded
 from acm_compiler.passes.rewrite.conversion import (
     BudgetTable,
@@ -22,6 +23,7 @@ from acm_compiler.passes.rewrite.conversion import (
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say, progress_of
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.budgets import shares_of
 from acm_compiler.runtime.control import is_held, refuse_unfitted, set_budget
 from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
 from acm_compiler.runtime.usage import PADDING, recorded
@@ -65,7 +67,7 @@ def recalibrate(
     """
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "calibration")
-    owner, asked = found.owner, shares_of(found.plan, budgets)
+    owner, asked = found.owner, shares_of(found.owner, budgets)
     check_tokens(tokens)
     refuse_unfitted(found, "recalibrate")
     if owner.table is None and owner.start_gates == gates_digest(found.acms.values()):
@@ -77,8 +79,7 @@ def recalibrate(
     held = {acm: acm.run_time() for acm in found.acms.values() if is_held(acm, owner)}
     with torch.inference_mode(False):
         examples = _enough_of(found, masked(batches, mask), tokens)
-        default = () if owner.default_budget is None else (owner.default_budget,)
-        wanted = (*asked, *default, *owner.budgets_set)
+        wanted = (*asked, *owner.budgets_set)
         with progress_of("recalibrate", progress) as work:
             table = fill_table(found, examples, budgets=wanted, k_lo=k_lo, progress=work)
             work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
@@ -100,7 +101,7 @@ def _enough_of(found: Rewritten, batches: Iterable[Example], tokens: int) -> lis
     examples = Examples(batches)
     with undisturbed(found):
         for inputs, mask in examples.read(lambda: max(seen.values(), default=0) >= tokens):
-            with batch_context(found.model, mask=mask), recorded(found, macs=False) as usage:
+            with batch_context(found.model, mask=mask), recorded(found) as usage:
                 run(found, inputs)
             for name, k_BS in usage.k.items():
                 seen[name] = seen.get(name, 0) + int((k_BS != PADDING).sum())
@@ -143,15 +144,10 @@ def sensitivity(model: nn.Module) -> Sensitivity:
     owner = conversion(model)
     if not owner.damage:
         raise NothingRecorded("this model was not calibrated", fix="acm.calibrate(model, batches)")
-    return Sensitivity(sites=_by_k(owner.plan, owner.damage))
+    known = [site for site in owner.plan.sites if site.name in owner.damage]
+    return Sensitivity(sites={site.name: dict(enumerate(owner.damage[site.name], start=site.k_min)) for site in known})
 
 
 def known_damages(model: nn.Module) -> dict[str, dict[int, float]]:
     """The same by site and k as plain data; empty for a model that was not calibrated."""
     return sensitivity(model).sites if conversion(model).damage else {}
-
-
-def _by_k(plan: Plan, damage: dict[str, tuple[float, ...]]) -> dict[str, dict[int, float]]:
-    return {
-        site.name: dict(enumerate(damage[site.name], start=site.k_min)) for site in plan.sites if site.name in damage
-    }

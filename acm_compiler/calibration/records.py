@@ -30,14 +30,14 @@ class SiteRecord:
     `moments` are of the hidden activation of an MLP and of the input of a linear site. `metric` is G = E[g g^T] of the
     gradient g at the output. `sample` holds inputs, weighted by |g|^2, `whole` the first examples with their
     gradients. `heard` is, for a linear site, `moments` with |g|^2 for weights. `shown` holds as many inputs of an MLP,
-    in bfloat16, as that argument says: those that its learners are trained on.
+    in bfloat16, as that argument says: those that its learners are trained on; None where there are none.
     """
 
     def __init__(self, site: PlannedSite, dense: DenseWeights, *, sample: int, seed: int, shown: int = 0) -> None:
         self.site, self.dense = site, dense
         self.moments, self.heard, self.metric = Moments(), Moments(), SecondMoment()
         self.sample, self.whole = Reservoir(sample, seed), WholeExamples(int(sample * _WHOLE))
-        self.shown = Reservoir(0 if dense.last is None else shown, seed)
+        self.shown = Reservoir(shown, seed) if shown and dense.last is not None else None
         self.home = float64_device(dense.device)
         self._listens: list[tuple[Tensor, list[Tensor]]] = []
 
@@ -93,14 +93,15 @@ class SiteRecord:
             self.moments.add(self.dense.hidden(x_TD))
         else:
             self.moments.add(h_TF if real_T is None else h_TF[real_T])
-        if self.shown.size:
+        if self.shown is not None:
             self.shown.offer(x_TD.bfloat16())
         return x_TD
 
     def settle(self) -> None:
         """After a batch's backward. TrainingFailed when something was not finite."""
         self.sample.settle()
-        self.shown.settle()
+        if self.shown is not None:
+            self.shown.settle()
         for x_TD, listens in self._listens:
             if listens and self.dense.last is None:
                 self.heard.add(x_TD, torch.stack(listens).sum(0))
@@ -126,7 +127,7 @@ class SiteRecord:
             if self.dense.last is None:
                 self.heard.join(self.site.d_in, self.home)
             self.sample.join(self.dense.device)
-            if self.shown.size:
+            if self.shown is not None:
                 self.shown.join(self.dense.device)
 
     def require_tokens(self) -> None:

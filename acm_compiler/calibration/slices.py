@@ -10,27 +10,19 @@ one head of k (or v), they share one basis.
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from acm_compiler.acm import ACM, Learners
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration.damage import Answer, Judged, answers, energy
-from acm_compiler.calibration.examples import mask_in, run
-from acm_compiler.calibration.fit_learners import as_module
+from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.moments import square_factors
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
-from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.measure_budgets import Example
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,66 +203,3 @@ def head_products(w_FD: Tensor, c_DD: Tensor, heads: int) -> Tensor:
 
 def _grouped(blocks: Tensor, group: int) -> Tensor:
     return blocks.unflatten(0, (-1, group)).mean(1)
-
-
-_LOG = logging.getLogger(__name__)
-# relative error of the model's answer, by floating type
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
-
-def proven(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
-    """Prove each pair: True if it leaves the output as it is; the others are named in the log.
-
-    All pairs run all their slices in one forward. Only where that moves the output is every pair tried alone.
-    """
-    acms = found.acms
-    tolerances = [_TOLERANCE[acms[pair[0].site.name].learners.w_in.dtype] for pair in pairs]
-    learners = [
-        {part.site.name: as_module(part.weights, part.site, acms[part.site.name].learners.w_in) for part in pair}
-        for pair in pairs
-    ]
-    mask_BS = mask_in(found.model, example)
-    wanted = _answers(found, {}, example, answer)
-    everywhere = {name: module for pair in learners for name, module in pair.items()}
-    if _moved(wanted, _answers(found, everywhere, example, answer), mask_BS) <= min(tolerances):
-        return [True] * len(pairs)
-    hold = []
-    for pair, tolerance in zip(learners, tolerances, strict=True):
-        error = _moved(wanted, _answers(found, pair, example, answer), mask_BS)
-        hold.append(error <= tolerance)
-        if not hold[-1]:
-            _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", " and ".join(pair), error)
-    return hold
-
-
-def _answers(found: Rewritten, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
-    """The model's output when these sites run all their slices and others are dense."""
-    with batch_context(found.model, mask=example[1]), _trial(found.acms, learners):
-        return answers(run(found, example[0]), answer, mask_in(found.model, example))
-
-
-def _moved(wanted: list[Tensor], found: list[Tensor], mask_BS: Tensor | None) -> float:
-    """The size of the difference over that of the output; padding left out."""
-    moved = energy([f - w for f, w in zip(found, wanted, strict=True)], mask_BS)
-    return (moved / max(energy(wanted, mask_BS), 1e-300)) ** 0.5
-
-
-@contextmanager
-def _trial(acms: Mapping[str, ACM], learners: Mapping[str, Learners]) -> Iterator[None]:
-    """While open, the named sites run all of these learners, and all others their dense regions."""
-    before = {name: (acm.learners, acm.state, acm.tap) for name, acm in acms.items()}
-    try:
-        for name, acm in acms.items():
-            if name in learners:
-                acm.learners, acm.state, acm.tap = learners[name], "learners", None
-                acm.set_choices(knob=0.0, k_lo=acm.count, k_hi=acm.count)
-            else:
-                acm.tap = _pass_on
-        yield
-    finally:
-        for name, acm in acms.items():
-            acm.learners, acm.state, acm.tap = before[name]
-
-
-def _pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
-    pass

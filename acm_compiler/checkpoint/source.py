@@ -70,12 +70,11 @@ def _rewritten(record: Record, plan: Plan, rest: Sequence[str]) -> nn.Module | N
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     # but for scales, which what was just built has not, whatever became of the model since
-    kept = {name: slot for name, slot in slots(model).items() if slot.leaf not in _scales_of(slot.owner)}
-    return {name: tuple(slot.tensor.shape) for name, slot in kept.items()}
-
-
-def _scales_of(module: nn.Module) -> tuple[str, ...]:
-    return SCALES if isinstance(module, Learners) else ()
+    return {
+        name: tuple(slot.tensor.shape)
+        for name, slot in slots(model).items()
+        if not (isinstance(slot.owner, Learners) and slot.leaf in SCALES)
+    }
 
 
 def _transformers(model: nn.Module) -> Iterator[Record]:

@@ -53,6 +53,7 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Print the cost report of a recipe or a model."""
+    from acm_compiler.files import write_file
     from acm_compiler.passes.survey import torch_macs
     from acm_compiler.planning.cost_table import BUDGETS, cost_table
     from acm_compiler.runs.given import parse_budgets
@@ -66,7 +67,7 @@ def plan(
     chosen = {"sites": sites, "include": include, "exclude": exclude, "learners": learners}
     built, made, advice, asked = _make(source, what, example, {k: v for k, v in chosen.items() if v is not None})
     if out is not None:
-        _write(out, made)
+        write_file(out, made.to_json() + "\n")
     if not json:
         shown = [parse_budget(value, made) for value in named] if made.sites else []
         counted = torch_macs(built.model, example_of(built))
@@ -114,12 +115,6 @@ def _make(
 def _listed(text: str) -> tuple[str, ...]:
     """The parts between commas; those in brackets belong to a pattern."""
     return tuple(part.strip() for part in re.split(r",(?![^\[{(]*[\]})])", text))
-
-
-def _write(path: Path, made: Plan) -> None:
-    from acm_compiler.files import write_file
-
-    write_file(path, made.to_json() + "\n")
 
 
 def read_what(text: str, overrides: Sequence[str] = (), **settings: Any) -> Recipe | ModelConfig:

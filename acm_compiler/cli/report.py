@@ -11,7 +11,7 @@ from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgum
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.comparison import Comparison
-    from acm_compiler.evaluation.find_loads import Loads
+    from acm_compiler.evaluation.loads import Loads
     from acm_compiler.evaluation.results import Evaluation
     from acm_compiler.evaluation.times import Times
     from acm_compiler.runs.recipe_run import SavedRun
@@ -71,7 +71,7 @@ def _loads(run: SavedRun, found: Evaluation) -> Loads:
     """Loads by place on a few of the run's examples; the reason where they cannot be shown."""
     from acm_compiler.data import BatchStream
     from acm_compiler.errors import AcmError
-    from acm_compiler.evaluation.find_loads import Loads, find_loads
+    from acm_compiler.evaluation.loads import Loads, find_loads
 
     try:
         stream = BatchStream(dataset=run.data, batch=_LOOKED_AT, shuffle=True)

@@ -20,7 +20,7 @@ from acm_compiler.recipe.datasets import (
     TextData,
     TextRowsData,
 )
-from acm_compiler.sources.python_function import call_function
+from acm_compiler.sources.from_python import call_function
 
 Size = tuple[int, int]
 

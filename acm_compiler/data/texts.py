@@ -16,7 +16,7 @@ from acm_compiler.errors import DataError
 from acm_compiler.recipe.datasets import TextData, TextRowsData
 from acm_compiler.recipe.gguf import SUFFIX, tokenizer_file
 from acm_compiler.sources.from_gguf import tokenizer_files
-from acm_compiler.sources.python_function import call_function
+from acm_compiler.sources.from_python import call_function
 
 _POOL = 16  # batches
 

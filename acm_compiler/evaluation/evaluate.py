@@ -22,6 +22,7 @@ from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation,
 from acm_compiler.evaluation.statistics import Sample, against_fixed
 from acm_compiler.evaluation.tally import Tally
 from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, rewritten, sites
+from acm_compiler.passes.rewrite.dense_region import dense_regions_run
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.resolved import installed_versions
 from acm_compiler.recipe.schema import BudgetsConfig
@@ -243,14 +244,5 @@ def _dense_regions(model: nn.Module) -> Iterator[None]:
     tapped = next((acm.name for acm in acms if acm.tap is not None), None)
     if tapped is not None:
         raise NoDenseRegion("another phase is looking into this model now", where=tapped, fix="evaluate after it")
-    for acm in acms:
-        acm.tap = _ignore
-    try:
+    with dense_regions_run(acms):
         yield
-    finally:
-        for acm in acms:
-            acm.tap = None
-
-
-def _ignore(acm: nn.Module, x: Tensor, output: Tensor) -> None:
-    pass

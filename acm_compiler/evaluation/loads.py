@@ -1,4 +1,5 @@
-"""Loads by place: learners run along the frames of a clip, the tokens of a text, or the patches of an image.
+"""Loads by place: learners run along the frames of a clip, the tokens of a text, or the patches of an image, and which
+examples of a batch show them.
 
 A square image cut into a square of patches, row by row, after at most a few tokens that stand for no place (class,
 distillation, registers), is recognised by its numbers.
@@ -10,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.data import Batch
-from acm_compiler.passes.rewrite.conversion import rewritten, sites
+from acm_compiler.data.batch import Facts
+from acm_compiler.evaluation.results import Evaluation
+from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import set_budget
@@ -178,3 +182,117 @@ def frame_k(k: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
 def frame_foreground(mask_BR: Tensor, frames: int) -> Tensor:
     """bool [B, S]: the frames at least half of whose stretch of the clip is foreground."""
     return F.adaptive_avg_pool1d(mask_BR[:, None].float(), frames)[:, 0] >= 0.5
+
+
+EXAMPLES, BUDGETS = 6, 4
+_STEPS = 20  # the ends of the scale are whole twentieths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadMaps:
+    """Images [E, H, W, C] in [0, 1] and, for each budget, mean k / N over the sites at every patch [E, S, S].
+
+    `sites` of the model's `of_sites` sites have tokens with a place in the image.
+    """
+
+    pictures: Tensor
+    loads: dict[float, Tensor]
+    sites: int
+    of_sites: int
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The ends of the one colour scale that all maps share."""
+        low = min(float(load.min()) for load in self.loads.values())
+        high = max(float(load.max()) for load in self.loads.values())
+        # a hair of tolerance, or 0.25 / 0.05 would round down to 4 steps
+        first, last = math.floor(low * _STEPS + 1e-6), math.ceil(high * _STEPS - 1e-6)
+        if first == last:  # one load everywhere: a scale needs two ends
+            first, last = max(first - 1, 0), min(last + 1, _STEPS)
+        return first / _STEPS, last / _STEPS
+
+
+def find_load_maps(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float]) -> LoadMaps | None:
+    """Load maps of a few examples of `batch` at the given budgets; None where tokens have no place in an image.
+
+    Examples of different labels are preferred. The model stays as it was.
+    """
+    image = batch.get("image")
+    if image is None or image.dim() != 4 or not budgets:
+        return None
+    rows, searched = _different(batch), rewritten(model)
+    used = usage_at(model, {name: value[rows] for name, value in batch.items()}, task, budgets)
+    placed = {budget: patch_k(usage.k, searched.plan, *image.shape[-2:]) for budget, usage in used.items()}
+    found = len(placed[budgets[0]])
+    if not found:
+        return None
+    loads = {budget: _mean_load(model, at_budget) for budget, at_budget in placed.items()}
+    return LoadMaps(pictures=_for_eyes(image[rows]), loads=loads, sites=found, of_sites=len(searched.acms))
+
+
+def spread(budgets: Sequence[float], own: float | None = None) -> list[float]:
+    """A few of the budgets below 1, evenly chosen: both ends, and `own`, the one that the model is set to."""
+    below = sorted({budget for budget in budgets if budget < 1})
+    if len(below) <= BUDGETS:
+        return below
+    chosen = [below[round(i * (len(below) - 1) / (BUDGETS - 1))] for i in range(BUDGETS)]
+    if own in below and own not in chosen:
+        chosen[min(range(1, BUDGETS - 1), key=lambda i: abs(chosen[i] - own))] = own
+    return chosen
+
+
+def _different(batch: Batch) -> list[int]:
+    """Rows of up to `EXAMPLES` examples, first those whose label was not seen before."""
+    size = len(batch["image"])
+    labels = batch["label"].tolist() if "label" in batch and batch["label"].dim() == 1 else list(range(size))
+    new = [row for row in range(size) if labels[row] not in labels[:row]]
+    others = [row for row in range(size) if row not in set(new)]
+    return sorted((new + others)[:EXAMPLES])
+
+
+def _mean_load(model: nn.Module, placed: dict[str, Tensor]) -> Tensor:
+    """Mean over sites of k / N, on the finest of their grids."""
+    side = max(k.shape[-1] for k in placed.values())
+    acms = sites(model)
+    loads = [F.interpolate((k / acms[name].count)[:, None], size=(side, side))[:, 0] for name, k in placed.items()]
+    return torch.stack([load.cpu() for load in loads]).mean(0)
+
+
+def _for_eyes(image: Tensor) -> Tensor:
+    """Standardised images [E, C, H, W] as [E, H, W, C] in [0, 1]: each from its darkest to its brightest value."""
+    image = image.detach().float().cpu()
+    low, high = image.amin((1, 2, 3), keepdim=True), image.amax((1, 2, 3), keepdim=True)
+    scaled = ((image - low) / (high - low).clamp_min(1e-6)).movedim(1, -1)
+    return scaled if scaled.shape[-1] == 3 else scaled.mean(-1, keepdim=True).expand(-1, -1, -1, 3)
+
+
+_NO_PLACES = "the data holds no images, or the model's tokens have no known place in them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """Load maps of images, or loads along clips or texts; `missing` is the reason where there are none."""
+
+    maps: LoadMaps | None = None
+    clips: ClipLoads | None = None
+    texts: tuple[Text, ...] | None = None
+    missing: str = ""
+
+
+def find_loads(
+    model: nn.Module, found: Evaluation, draw: Callable[[], Batch], task: Task, *, dataset: Any = None
+) -> Loads:
+    """Loads of a few examples of the batch that `draw` gives, at a few of the budgets that were measured.
+
+    dataset: what may know the `rate` of clips and the `pieces` of texts.
+    """
+    budgets: Sequence[float] = spread([b.asked for b in found.budgets], own=conversion(model).default_budget)
+    if not budgets:
+        return Loads(missing="no budget below 1 was measured")
+    batch = draw()
+    if "input_values" in batch:
+        return Loads(clips=find_clip_loads(model, batch, task, budgets, rate=Facts.of(dataset).rate))
+    if "input_ids" in batch:
+        return Loads(texts=find_text_loads(model, batch, task, budgets, pieces=Facts.of(dataset).pieces))
+    maps = find_load_maps(model, batch, task, budgets)
+    return Loads(maps=maps, missing="" if maps is not None else _NO_PLACES)

@@ -18,6 +18,8 @@ from acm_compiler.errors import UsageError
 from acm_compiler.exporting.traced import Traced, refused
 from acm_compiler.files import write_file
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
+from acm_compiler.passes.lower.fuse_norm import fold_norm
+from acm_compiler.passes.lower.fuse_residual import fuse_residual
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.sources.user_code import Attempt
 
@@ -97,7 +99,7 @@ def facts(traced: Traced) -> dict[str, Any]:
 
 
 def with_packaged_operators(program: torch.export.ExportedProgram) -> None:
-    """Give a program the library's operators for those of ACMs, in place; a gate that its ACM alone reads joins it."""
+    """Give a program the library's operators for those of ACMs, in place; gates, norms and bypasses join them."""
     load()
     packaged: dict[Any, Any] = {}
     for name in _FAKES:
@@ -105,7 +107,9 @@ def with_packaged_operators(program: torch.export.ExportedProgram) -> None:
         packaged |= dict.fromkeys((operator, operator.default), getattr(torch.ops.acm_package, name).default)
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
+            fuse_residual(module.graph)
             fuse_gate(module.graph)
+            fold_norm(module.graph)
             for node in module.graph.nodes:
                 if node.target in packaged:
                     node.target, node.kwargs = packaged[node.target], {**node.kwargs, "built": built_from()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -37,13 +38,10 @@ def check_class(found: Rewritten, ks: Mapping[str, int]) -> None:
     """UsageError for sites whose first learners, `ks` of them, cannot be merged into layers of the class."""
     for name, acm in found.acms.items():
         site = found.plan.site(name)
-        refs = [*site.first, *([site.last] if site.last else [])]
         if site.kind != "linear" and site.learner_act != site.act:
             raise _refused(name, f"its learners' activation is {site.learner_act}, that of the class {site.act}")
         if site.kind == "linear" and site.learner_act != "identity" and (ks[name] < acm.count or not site.has_top):
             raise _refused(name, "its learners are not linear, and the class has one linear layer there")
-        if any(ref.rows is not None for ref in refs):
-            raise _refused(name, "its weights are parts of a packed parameter")
 
 
 @torch.no_grad()
@@ -60,12 +58,7 @@ def build(found: Rewritten, ks: Mapping[str, int]) -> nn.Module:
         raise UsageError(
             "no class to write a checkpoint of", found=type(model).__name__, expected=expected, fix=_INSTEAD
         )
-    given: dict[str, Tensor] = {}
-    for name, k in ks.items():
-        for ref, weight, bias in _layers(found.acms[name], found.plan.site(name), k):
-            given[ref.weight] = weight.T if ref.transposed else weight
-            if bias is not None:
-                given[ref.bias or ref.weight.removesuffix("weight") + "bias"] = bias
+    given = _merged(found, ks)
     kept = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     inside = tuple(f"{name}." for name in found.acms)
     given |= {name: tensor for name, tensor in kept if not name.startswith(inside)}
@@ -78,6 +71,21 @@ def build(found: Rewritten, ks: Mapping[str, int]) -> nn.Module:
         raise UsageError(
             error.what, **more, fix=f"{_one_k(found, ks)}format onnx holds a k per site; {_INSTEAD}"
         ) from error
+
+
+def _merged(found: Rewritten, ks: Mapping[str, int]) -> dict[str, Tensor]:
+    """Parameters of the class by name, each made of the layers whose rows it packs, in their order."""
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    turned: set[str] = set()
+    for name, k in ks.items():
+        for ref, weight, bias in _layers(found.acms[name], found.plan.site(name), k):
+            first = ref.rows[0] if ref.rows else 0
+            parts.setdefault(ref.weight, []).append((first, weight))
+            turned |= {ref.weight} if ref.transposed else set()
+            if bias is not None:
+                parts.setdefault(ref.bias or ref.weight.removesuffix("weight") + "bias", []).append((first, bias))
+    given = {name: torch.cat([rows for _, rows in sorted(some, key=itemgetter(0))]) for name, some in parts.items()}
+    return {name: tensor.T if name in turned else tensor for name, tensor in given.items()}
 
 
 def _one_k(found: Rewritten, ks: Mapping[str, int]) -> str:

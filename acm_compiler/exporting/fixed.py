@@ -61,7 +61,7 @@ def ks_of_budget(found: Rewritten, budget: float | str, run: Callable[[], Any]) 
     """
     _refuse_unfitted(found)
     measured(found)
-    with undisturbed(found), recorded(found, macs=False) as usage:
+    with undisturbed(found), recorded(found) as usage:
         spend(found, budget)
         share = found.owner.budget
         run()

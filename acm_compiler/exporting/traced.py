@@ -18,6 +18,8 @@ from acm_compiler.sources.user_code import Attempt, first_line, with_frames
 
 # of outputs, relative to the largest value
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# at which a program is compared with the model
+_BUDGETS = 5
 Answer = Callable[[float], Any]
 
 
@@ -85,7 +87,7 @@ class Traced:
         return sum(t.numel() * t.element_size() for t in tensors.values() if isinstance(t, Tensor))
 
     def check(self, run: Callable[..., Any], *, where: str) -> float:
-        """The largest relative error of `run` against the model, at the least budget, at 1 and in between.
+        """The largest relative error of `run` against the model, at five budgets from the least to 1.
 
         VerificationFailed where it is above the tolerance of the outputs' type.
         """
@@ -93,7 +95,8 @@ class Traced:
         if self.low is None:
             return check_answers(run(*args, **kwargs), self.answer(1.0), where=where)
         errors = []
-        for budget in (self.low, (self.low + 1) / 2, 1.0):
+        for step in range(_BUDGETS):
+            budget = self.low + (1 - self.low) * step / (_BUDGETS - 1)
             given = kwargs | {"budget": torch.full_like(kwargs["budget"], budget)}
             place = f"{where}, budget {budget:.3f}"
             errors.append(check_answers(run(*args, **given), self.answer(budget), where=place))

@@ -38,7 +38,7 @@ def cost_table(
         parts.append(_check(report.plan.model.dense_macs, torch_macs))
     parts += _forms(report.plan)
     parts += [f"note: {note}" for note in report.plan.notes]
-    parts += [_not_counted(report.plan), *_kept(report.plan), *_skipped(report.plan)]
+    parts += _left_dense(report.plan)
     return "\n".join(parts)
 
 
@@ -62,7 +62,7 @@ def _kinds_table(report: CostReport) -> str:
                 kind,
                 len(pairs),
                 _shapes(site for site, _ in pairs),
-                _params_change(pairs),
+                f"{millions(sum(c.dense_params for _, c in pairs))} -> {millions(sum(c.acm_params for _, c in pairs))}",
                 f"{macs / scale:.2f}",
                 f"{sum(cost.learner_macs for _, cost in pairs) / scale:.2f}",
                 f"{sum(cost.gate_macs for _, cost in pairs) / scale:.2f}",
@@ -97,12 +97,6 @@ def _shapes(sites: Iterable[PlannedSite]) -> str:
     shapes = sorted({(site.learners, site.width) for site in sites})
     shown = ", ".join(f"{n} x {width}" for n, width in shapes[:2])
     return shown if len(shapes) <= 2 else f"{shown}, and {len(shapes) - 2} more"
-
-
-def _params_change(pairs: Sequence[tuple[PlannedSite, SiteCost]]) -> str:
-    dense = sum(cost.dense_params for _, cost in pairs)
-    acm = sum(cost.acm_params for _, cost in pairs)
-    return f"{millions(dense)} -> {millions(acm)}"
 
 
 def _forms(plan: Plan) -> list[str]:
@@ -164,18 +158,14 @@ def _check(dense_macs: int, torch_macs: int) -> str:
     return f"check: torch's FlopCounterMode on the dense model finds {torch_macs:,} MACs ({difference:+.2%} here)"
 
 
-def _not_counted(plan: Plan) -> str:
-    names = ", ".join(f"{name} x{count}" for name, count in plan.model.not_counted.items())
-    return f"not counted: {names}" if names else "not counted: nothing"
-
-
-def _kept(plan: Plan) -> list[str]:
-    return ["kept dense: " + " · ".join(_by_reason(plan.kept))] if plan.kept else []
-
-
-def _skipped(plan: Plan) -> list[str]:
+def _left_dense(plan: Plan) -> list[str]:
+    """Lines on what is not counted, and on what stays dense, with the reasons."""
+    counted = ", ".join(f"{name} x{count}" for name, count in plan.model.not_counted.items())
+    lines = [f"not counted: {counted or 'nothing'}"]
+    if plan.kept:
+        lines.append("kept dense: " + " · ".join(_by_reason(plan.kept)))
     kept = {entry.name for entry in plan.kept}
-    return [f"skipped: {text}" for text in _by_reason(skip for skip in plan.skipped if skip.name not in kept)]
+    return lines + [f"skipped: {text}" for text in _by_reason(skip for skip in plan.skipped if skip.name not in kept)]
 
 
 def _by_reason(entries: Iterable[Skip]) -> list[str]:

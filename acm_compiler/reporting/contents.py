@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from acm_compiler.evaluation.comparison import Comparison
-from acm_compiler.evaluation.find_loads import Loads
+from acm_compiler.evaluation.loads import Loads
 from acm_compiler.evaluation.results import BudgetResult, Evaluation
 from acm_compiler.evaluation.times import Times
 from acm_compiler.planning.plan import Plan

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.evaluation import wording
-from acm_compiler.evaluation.find_loads import LoadMaps
-from acm_compiler.evaluation.loads import Text
+from acm_compiler.evaluation.loads import LoadMaps, Text
 from acm_compiler.evaluation.results import Evaluation, Places
 from acm_compiler.reporting.contents import Cell, Image, Table, data_uri
 from acm_compiler.reporting.figures import Theme, load_scale, new_figure

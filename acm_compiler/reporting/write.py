@@ -18,7 +18,7 @@ from acm_compiler.data import Batch, as_batch
 from acm_compiler.data.batch import size_of
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation import wording
-from acm_compiler.evaluation.find_loads import Loads, find_loads
+from acm_compiler.evaluation.loads import Loads, find_loads
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.files import folder_at, storing, write_file
 from acm_compiler.passes.rewrite.conversion import conversion

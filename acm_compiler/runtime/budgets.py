@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -74,6 +74,27 @@ def list_of_budgets(given: Iterable[Any]) -> list[Any]:
         expected="shares such as [0.4, 0.6], or texts such as ['60%']",
         fix=f"one budget alone: [{given!r}]" if isinstance(given, str) or is_number(given) else None,
     )
+
+
+def shares_of(owner: Conversion, budgets: Sequence[float | str]) -> tuple[float, ...]:
+    """The `budgets` that a user will ask for, as shares of learner MACs, and the model's own default, if it has one.
+
+    UsageError; BudgetUnreachable for one in "%" or MACs that no setting reaches.
+    """
+    if isinstance(budgets, str) or not isinstance(budgets, Sequence):
+        raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
+    plan, shares = owner.plan, []
+    least = plan.cost.budget_min
+    for budget in budgets:
+        share = share_within(budget, plan, low=0.0) or parse_budget(budget, plan)
+        if isinstance(budget, str) and not 0 < share <= 1:
+            raise unreachable(budget, plan, low=least)
+        if not 0 < share <= 1:
+            fix = too_much(budget, plan, low=least) if share > 1 else None
+            expected = "a share of learner MACs in (0, 1]"
+            raise UsageError("a budget outside its range", found=share, expected=expected, fix=fix)
+        shares.append(share)
+    return tuple(shares) if owner.default_budget is None else (*shares, owner.default_budget)
 
 
 def share_within(budget: float | str, plan: Plan, *, low: float) -> float | None:

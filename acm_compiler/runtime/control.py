@@ -19,7 +19,7 @@ from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, Us
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten, refuse_quantized, rewritten, wholly_rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
-from acm_compiler.runtime.encoder_decoder import unwatch_padding, watch_padding
+from acm_compiler.runtime.masks import unwatch_padding, watch_padding
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 

@@ -1,18 +1,25 @@
-"""Padding: the mask that a call carries, from audio samples to frames, at every site.
+"""Padding: the mask that a call carries, from audio samples to frames, and whose tokens the parts of an
+encoder-decoder work on: the decoder's own, or those of the encoder.
 
-Shapes: B examples, R places of what the model is given (tokens, or samples of audio).
+Shapes: B examples, R places of what the model is given (tokens, or samples of audio), S the decoder's own tokens of one
+call, M the encoder's (the decoder's memory).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm import ACM
+from acm_compiler.acm.context import recomputing
+from acm_compiler.acm.precision import to_float64
+from acm_compiler.site import Layout
 from acm_compiler.sources.inputs import by_name
 
 _TORCHS = ("src_key_padding_mask", "key_padding_mask")
@@ -98,26 +105,178 @@ def frame_mask(model: nn.Module, heard: Tensor | None, mask_BR: Tensor) -> Tenso
     return places_S < lengths_B[:, None]
 
 
-def fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
-    """True if `mask_BS` masks the tokens of an input [*shape, D] of this site."""
-    layout = acm.layout
-    if layout is None or layout.folds != 1:
-        return False
-    if layout.batch_axis is None:
-        return mask_BS.shape == (1, shape.numel())
-    if layout.batch_axis >= len(shape):
-        return False
-    batch = shape[layout.batch_axis]
-    return batch > 0 and mask_BS.shape == (batch, shape.numel() // batch)
+# "own": the decoder's tokens; "both": attention of those to the encoder's; None stands for all else
+Side = Literal["own", "both"]
+Lengths = dict[int, Tensor | None]
+Hook = Callable[..., None]
 
 
-def real_tokens(acm: ACM, x: Tensor, mask_BS: Tensor | None) -> Tensor | None:
-    """True at the real tokens of `x` [..., D], flat [T]; None: all are.
+class DecoderTokens:
+    """Position of a forward in an encoder-decoder, and the padding masks of the decoder's latest call.
 
-    A mask given by `acm.batch` must fit. That of the call, `mask_BS`, need not: it may speak of the other half
-    of an encoder-decoder; then all tokens count here.
+    `own` and `memory`: for the number of tokens S or M the mask, bool [B, S] or [B, M], True at real tokens, or None.
+    `enter`, `leave` and `end` are hooks of the decoder's modules and of the model; graphs leave them out.
     """
-    given_T = acm.mask_of(x.shape[:-1])
-    if given_T is not None or mask_BS is None or not fits(acm, x.shape[:-1], mask_BS):
-        return given_T
-    return tokens.of_mask(mask_BS.to(x.device), x.shape[:-1], acm.layout, site=acm.name)
+
+    def __init__(self, decoder: nn.Module | None = None) -> None:
+        self.own: Lengths = {}
+        self.memory: Lengths = {}
+        self._decoder = decoder
+        self._handed: Tensor | None = None
+        self._sides: list[Side | None] = []
+        self._past = False
+
+    @property
+    def side(self) -> Side | None:
+        """The side whose tokens the innermost running part works on; after the decoder, up to the model's end: own."""
+        if self._sides:
+            return self._sides[-1]
+        return "own" if self._past else None
+
+    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The decoder is called."""
+        args, kwargs = by_name(decoder, args, kwargs)
+        mask, memory_mask = kwargs.get("attention_mask"), kwargs.get("encoder_attention_mask")
+        handed: Any = kwargs.get("encoder_hidden_states")
+        self._handed = handed
+        first = next((v for v in _tensors(args, kwargs) if v is not mask and v is not handed), None)
+        self.own = {} if first is None else {first.shape[1]: _last(mask, first.shape[1])}
+        known = handed is not None and memory_mask is not None
+        self.memory = {handed.shape[1]: _last(memory_mask, handed.shape[1])} if known else {}
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A part of the decoder begins: what it reads shows in the tensors of the encoder that it is handed."""
+        if torch.compiler.is_compiling() or recomputing():
+            return
+        if module is self._decoder:
+            self._begin(module, args, kwargs)
+        given = [value is self._handed for value in _tensors(args, kwargs)]
+        self._sides.append("own" if not any(given) else None if given[0] else "both")
+
+    def leave(self, *_: Any) -> None:
+        """The innermost part of the decoder ends."""
+        if self._sides and not recomputing():
+            self._sides.pop()
+            self._past = not self._sides
+
+    def end(self, *_: Any) -> None:
+        """The model ends."""
+        self._past, self._handed = False, None
+
+
+class CallPadding:
+    """Padding mask of the latest call of a model, for every site that it fits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.decoder = DecoderTokens(half_of(model, "decoder"))
+        self.given_BR: Tensor | None = None
+        self._model = model
+        named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self._names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is named]
+        self._tokens_BS: Tensor | None = None
+
+    def watch(self, hook: Callable[[Hook], Hook] = lambda hook: hook) -> list[RemovableHandle]:
+        """Follow the calls of the model from now on; `hook` changes what is registered for that."""
+        # generate() calls an encoder by itself, and a loop of the user's may call the model without its head
+        inner = (half_of(self._model, "encoder"), getattr(self._model, "base_model", None))
+        parts = dict.fromkeys((self._model, *(part for part in inner if isinstance(part, nn.Module))))
+        handles = [part.register_forward_pre_hook(hook(self.begin), with_kwargs=True) for part in parts]
+        handles.append(self._model.register_forward_hook(hook(self.end), always_call=True))
+        if self.decoder._decoder is not None:
+            for module in outside_acms(self.decoder._decoder):
+                handles.append(
+                    module.register_forward_pre_hook(hook(self.decoder.enter), prepend=True, with_kwargs=True)
+                )
+                handles.append(module.register_forward_hook(hook(self.decoder.leave), always_call=True))
+        return handles
+
+    def begin(self, part: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take the padding mask from a call of the model, or from one of its parts that has a mask."""
+        if torch.compiler.is_compiling():  # graphs would break at the signature
+            if part is not self._model:
+                return
+            args, kwargs = (), dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        elif part is not self._model and by_name(part, args, kwargs)[1].get("attention_mask") is None:
+            return
+        self.given_BR = self._tokens_BS = None
+        found = call_mask(part, args, kwargs)
+        if found is not None and found.heard.dim() >= 2 and not (torch.compiler.is_compiling() and found.is_of_audio):
+            self._tokens_BS, self.given_BR = found.new_tokens(), found.real_BR
+
+    def end(self, *_: Any) -> None:
+        """The model ends."""
+        self.decoder.end()
+
+    def mask_of(self, shape_BS: torch.Size, layout: Layout | None) -> Tensor | None:
+        """The mask [batch, tokens] for a site of that layout and so many tokens, where the call's fits them."""
+        own = self.decoder.own if self.decoder.side == "own" else {}
+        mask_BS = own.get(shape_BS[1], self._tokens_BS)
+        if mask_BS is None or mask_BS.shape != shape_BS or layout is None or layout.folds != 1:
+            return None
+        return mask_BS
+
+
+def watch_padding(model: nn.Module) -> CallPadding:
+    """Follow the calls of `model`, or of what it wraps (DDP, compiled), until `unwatch_padding`."""
+    children = list(model.named_children())
+    while len(children) == 1 and children[0][0] in ("_orig_mod", "module"):
+        model = children[0][1]
+        children = list(model.named_children())
+    padding = CallPadding(model)
+    padding.watch()
+    return padding
+
+
+def unwatch_padding(model: nn.Module) -> None:
+    """Take away what `watch_padding` put on `model`, or on the model that this one is a copy of."""
+    for module in model.modules():
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks: dict[int, Any] = getattr(module, kind)
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), (CallPadding, DecoderTokens)):
+                    for part in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
+                        getattr(module, part, {}).pop(key, None)
+
+
+def outside_acms(model: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """The modules of the model, each once: ACMs, but nothing inside them."""
+    seen = set() if seen is None else seen
+    if model not in seen and not isinstance(model, torch.jit.ScriptModule):
+        seen.add(model)
+        yield model
+        for part in () if isinstance(model, ACM) else model.children():
+            yield from outside_acms(part, seen)
+
+
+def half_of(model: nn.Module, name: Literal["encoder", "decoder"]) -> nn.Module | None:
+    """The encoder or the decoder of a model whose config (of transformers) says that it has both."""
+    config, get = getattr(model, "config", None), getattr(model, f"get_{name}", None)
+    half = get() if getattr(config, "is_encoder_decoder", False) and callable(get) else None
+    return None if half is model else half
+
+
+def lengths_of(side: Side | None, own: Lengths, others: Lengths) -> Lengths:
+    """Share of each example that is real, float64 [B], by the size of an axis of tokens; None where all is.
+
+    own, others: masks of the decoder's tokens and of all others. Where an axis of either could have that size, work of
+    one `side` means its own; products of both have one of each, so that each stands for the root of the two's product.
+    """
+    first, second = (_parts(lengths) for lengths in ((own, others) if side else (others, own)))
+    if side == "both":
+        for size in first.keys() & second.keys():
+            known = [part for part in (first[size], second[size]) if part is not None]
+            first[size] = None if not known else (known[0] * known[1] if len(known) > 1 else known[0]).sqrt()
+    return second | first
+
+
+def _parts(lengths: Lengths) -> Lengths:
+    return {size: None if mask is None else to_float64(mask).mean(1).cpu() for size, mask in lengths.items()}
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+
+
+def _last(mask: object, size: int) -> Tensor | None:
+    """A mask [B, tokens] for the last `size` tokens: those before are in the cache."""
+    return mask[:, -size:].bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None

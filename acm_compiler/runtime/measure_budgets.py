@@ -153,7 +153,7 @@ class _Search:
 
         watched = observed(self.found.owner, see)
         stopped = suppress(ForwardEnded)
-        with batch_context(model, mask=mask), recorded(self.found, macs=False) as usage, watched, stopped:
+        with batch_context(model, mask=mask), recorded(self.found) as usage, watched, stopped:
             call_model(model, inputs)
             before.append(sum(map(len, calls.values())))
         turning = []

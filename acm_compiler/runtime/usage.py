@@ -21,7 +21,7 @@ from acm_compiler.planning.cost_table import unit_of
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.count_dense_work import kept_work_watched, real_work
-from acm_compiler.runtime.encoder_decoder import CallPadding, Lengths, Side, lengths_of
+from acm_compiler.runtime.masks import CallPadding, Lengths, Side, lengths_of
 
 PADDING = -1
 
@@ -30,11 +30,14 @@ class Usage:
     """Learners and MACs run by the forwards inside one `acm.record`.
 
     `k` maps a site's name to an int tensor [batch, tokens], -1 at padded positions; repeated calls follow each other
-    along the token axis. `masked` tells whether a padding mask was known, `counted` whether MACs are.
+    along the token axis. `masked` tells whether a padding mask was known, `counted` whether MACs are, `is_here` whether
+    a call is one of those recorded.
     """
 
-    def __init__(self, plan: Plan, padding: CallPadding, *, counted: bool = True) -> None:
-        self._plan, self.counted = plan, counted
+    is_here: Callable[[], bool]
+
+    def __init__(self, plan: Plan, padding: CallPadding) -> None:
+        self._plan, self.counted = plan, False
         self._calls: dict[str, list[Tensor]] = {}
         self._lengths: dict[Side | None, Lengths] = {}
         self._padding = padding
@@ -217,23 +220,29 @@ def record(model: nn.Module, *, macs: bool = True) -> AbstractContextManager[Usa
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
-    return recorded(rewritten(model), macs=macs)
+    return _counted(rewritten(model)) if macs else recorded(rewritten(model))
 
 
 @contextmanager
-def recorded(found: Rewritten, *, macs: bool) -> Iterator[Usage]:
-    """`record` for a model that is not compiled, whose ACMs are known."""
+def recorded(found: Rewritten) -> Iterator[Usage]:
+    """`record` of learners alone, for a model that is not compiled, whose ACMs are known."""
     padding = CallPadding(found.model)
-    usage = Usage(found.plan, padding, counted=macs)
+    usage = Usage(found.plan, padding)
 
     def observe(acm: ACM, *what: Any) -> None:
         if acm.name in found.acms:  # the model may be a part
             usage.observe(acm, *what)
 
-    with observed(found.owner, observe) as is_here, ExitStack() as hooks:
-        for handle in padding.watch(lambda hook: only(is_here, hook)):
+    with observed(found.owner, observe) as usage.is_here, ExitStack() as hooks:
+        for handle in padding.watch(lambda hook: only(usage.is_here, hook)):
             hooks.callback(handle.remove)
-        if macs:
-            watched = kept_work_watched(found.model, usage.end_call, side=lambda: usage._decoder.side, when=is_here)
-            hooks.enter_context(watched)
         yield usage
+
+
+@contextmanager
+def _counted(found: Rewritten) -> Iterator[Usage]:
+    """`recorded`, and what stays dense is counted."""
+    with recorded(found) as usage:
+        usage.counted, here = True, usage.is_here
+        with kept_work_watched(found.model, usage.end_call, side=lambda: usage._decoder.side, when=here):
+            yield usage

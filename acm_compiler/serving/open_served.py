@@ -30,7 +30,7 @@ from acm_compiler.training.machine import find_device
 
 _TOKENIZER = "tokenizer.json"
 _LONGEST = 512  # tokens of a text, where the model takes as many
-_ENGINES = "language models are served by engines that exist, such as `transformers serve`: see docs/serve.md"
+_ENGINES = "language models are served by vLLM and by `transformers serve`: see docs/vllm.md and docs/serve.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from acm_compiler.recipe.gguf import SUFFIX
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
-from acm_compiler.sources import from_function, from_hf, from_package, from_timm, from_torchvision
+from acm_compiler.sources import from_hf, from_package, from_python, from_timm, from_torchvision
 from acm_compiler.sources.built import Device, Found
 from acm_compiler.sources.examples import InputSpec, fit_to, make_inputs
 from acm_compiler.sources.inputs import Inputs
@@ -24,7 +24,7 @@ _BUILDERS: dict[str, Callable[..., Found]] = {
     "torchvision": from_torchvision.build,
     "timm": from_timm.build,
     "hf": from_hf.build,
-    "python": from_function.build,
+    "python": from_python.build,
     "shipped": from_package.build,
 }
 _CHECKS: dict[str, Callable[[ModelConfig], None]] = {
@@ -80,7 +80,7 @@ def build(
         found = _BUILDERS[config.source](config, weights=weights and device != "meta", device=device)
         record = _record(config, found)
     model = found.model.eval()
-    inputs = _inputs(found, example)
+    inputs = make_inputs(model, example) if example is not None else found.example and found.example(model)
     return BuiltModel(model, None if inputs is None else fit_to(model, inputs), record)
 
 
@@ -117,12 +117,6 @@ def _rebuild(record: Mapping[str, Any], *, device: Device, allow_code: bool) -> 
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
             fix="install the versions named in model.json, or pass base_model=",
         ) from error
-
-
-def _inputs(found: Found, example: InputConfig | InputSpec | None) -> Inputs | None:
-    if example is not None:
-        return make_inputs(found.model, example)
-    return None if found.example is None else found.example(found.model)
 
 
 def _record(config: ModelConfig, found: Found) -> dict[str, Any]:

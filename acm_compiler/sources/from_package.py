@@ -8,8 +8,7 @@ from typing import Any
 from acm_compiler.errors import ModelSourceError, did_you_mean
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.registries import SHIPPED
-from acm_compiler.sources.built import Device, Found, build_on, call_builder
-from acm_compiler.sources.weights import load_own_file, refuse_names
+from acm_compiler.sources.built import Device, Found, build_on, call_builder, load_own_file, refuse_names
 
 
 def check(config: ModelConfig) -> None:

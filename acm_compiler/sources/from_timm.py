@@ -10,9 +10,8 @@ from torch import nn
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
 from acm_compiler.recipe.models import ModelConfig
-from acm_compiler.sources.built import Device, Found, build_on, call_builder
+from acm_compiler.sources.built import Device, Found, build_on, call_builder, is_file, load_own_file, unloadable
 from acm_compiler.sources.from_hf import out_of_reach
-from acm_compiler.sources.weights import is_file, load_own_file, unloadable
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 

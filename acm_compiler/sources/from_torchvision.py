@@ -11,8 +11,7 @@ from torch import nn
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
 from acm_compiler.recipe.models import ModelConfig
-from acm_compiler.sources.built import Device, Found, build_on, call_builder
-from acm_compiler.sources.weights import is_file, load_own_file
+from acm_compiler.sources.built import Device, Found, build_on, call_builder, is_file, load_own_file
 
 _FRAMES = 16
 

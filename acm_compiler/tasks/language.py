@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acm_compiler.calibration.damage import root_probabilities
+from acm_compiler.calibration.answer import root_probabilities
 from acm_compiler.data.batch import Batch, Facts
 from acm_compiler.data.draws import uniform
 from acm_compiler.errors import DataError

@@ -25,7 +25,7 @@ from acm_compiler.recipe.tasks import (
     names_share,
     refuse_other_head,
 )
-from acm_compiler.sources.python_function import call_function
+from acm_compiler.sources.from_python import call_function
 from acm_compiler.tasks.base import NEEDED, Task, as_task, missing_parts
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc

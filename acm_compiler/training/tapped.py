@@ -27,6 +27,7 @@ from acm_compiler.acm.reference import Weights, hidden, prefix_output
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten
+from acm_compiler.passes.rewrite.dense_region import dense_regions_run
 from acm_compiler.recipe.phases import TrainedPhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.sources.inputs import call_model, in_mode
@@ -92,12 +93,8 @@ class TappedPhase:
         """Inside, the model runs as the unmodified network."""
         for acm in self.acms.values():
             self.objective.prepare(acm)
-        with in_mode(self.model, training=False):
-            try:
-                yield
-            finally:
-                for acm in self.every.values():
-                    acm.tap = None
+        with in_mode(self.model, training=False), dense_regions_run(self.every.values()):
+            yield
 
     def _no_sums(self) -> dict[str, Tensor]:
         """Per site zeros for the loss, the tokens, and the objective's figures."""
@@ -107,8 +104,8 @@ class TappedPhase:
     def run(self, batch: Batch, *, backward: Backward, last: bool) -> None:
         """One forward of the unmodified network; a backward at every site on the way."""
         mask = self.task.mask(batch)
-        for name, acm in self.every.items():
-            acm.tap = self._tap(backward) if name in self.acms else _pass_on
+        for acm in self.acms.values():
+            acm.tap = self._tap(backward)
         with torch.no_grad(), batch_context(self.model, mask=mask), self.machine.autocast():
             call_model(self.model, self.task.inputs(batch))
 
@@ -169,10 +166,6 @@ def _with_targets(acms: Mapping[str, ACM], objective: SiteObjective) -> dict[str
     if own:
         _LOG.info("%s: %d sites stay as calibrated, they are slices: %s", objective.name, len(own), ", ".join(own))
     return {name: acm for name, acm in acms.items() if name not in own}
-
-
-def _pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
-    """Run the dense region."""
 
 
 def _scale_gradients(parameters: list[nn.Parameter], factor: float, *, world: int) -> None:

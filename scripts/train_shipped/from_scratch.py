@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from acm_compiler.errors import StorageError
 from acm_compiler.files import whole_file
-from acm_compiler.shipped.open_weights import SCALE, fill, unpacked
+from acm_compiler.shipped.models import SCALE, fill, unpacked
 
 log = logging.getLogger(__name__)
 

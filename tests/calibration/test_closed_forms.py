@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration.damage import Judged, Together, token_damage
+from acm_compiler.calibration.damage import Judged, Together, token_errors
 from acm_compiler.calibration.fit_learners import nested_factors, prefix_biases
 from acm_compiler.calibration.mlp_learners import (
     RIDGE,
@@ -360,13 +360,13 @@ def test_tokens_that_are_wrong_alike_do_damage_together():
         # what is expected of an example is what its tokens do together
         d_TO = x_TD @ half - x_TD
         moved = torch.zeros(examples).index_add_(0, example_T, (d_TO * g_TO).sum(1)).square().mean()
-        damage_TC = token_damage(weights, judged, 1)
+        damage_TC = token_errors(weights, judged, 1) * listens_T[:, None].float()
         expected = tokens * float(damage_TC.mean())
         assert expected == pytest.approx(float(moved), rel=0.15)
         found.append(float(damage_TC.mean() / (d_TO.square().mean(1) * listens_T).mean()))
         # the same with examples that are no part of the sample
         apart = replace(judged, whole=replace(whole, x_TD=x_TD.clone()))
-        torch.testing.assert_close(token_damage(weights, apart, 1), damage_TC)
+        torch.testing.assert_close(token_errors(weights, apart, 1) * listens_T[:, None].float(), damage_TC)
     assert found[0] > 8 and found[1] < 2
 
 

@@ -5,9 +5,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from acm_compiler.calibration.answer import (
+    answers,
+    default_answer,
+    energy,
+    random_directions,
+    root_probabilities,
+    run,
+)
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
-from acm_compiler.calibration.damage import answers, default_answer, energy, random_directions, root_probabilities
-from acm_compiler.calibration.examples import Examples, Options, masked, run
+from acm_compiler.calibration.examples import Examples, Options, masked
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord, WholeExamples

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from acm_compiler.calibration.damage import default_answer
+from acm_compiler.calibration.answer import default_answer
 from tests.helpers import ROOT
 from tests.helpers.calibration_tiny import make_tiny, observed, texts
 

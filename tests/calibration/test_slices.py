@@ -259,7 +259,7 @@ def unit_of(site, *damage, scale=1.0):
     listens_T = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(2).exp() * scale
     damage_TC = listens_T[:, None] * torch.tensor([damage])
     known = dict.fromkeys(("weights", "x_TD", "gate", "evened_TC", "evened_gate"))
-    known |= {"damage_TC": damage_TC, "expected_TC": damage_TC}
+    known |= {"damage_TC": damage_TC, "expected_TC": damage_TC.double().numpy()}
     return [Learned(site=site, tokens=400, **known)]
 
 

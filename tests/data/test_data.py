@@ -16,7 +16,7 @@ from acm_compiler.data import digits as canvas_set
 from acm_compiler.data.digits import CanvasSet
 from acm_compiler.errors import DataError, FunctionFailed, UsageError
 from acm_compiler.recipe.datasets import ClutteredDigitsData, ImageFolderData, PythonData
-from acm_compiler.sources.python_function import call_function, find_function
+from acm_compiler.sources.from_python import call_function, find_function
 
 SIZE = (32, 32)
 

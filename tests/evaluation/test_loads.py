@@ -10,10 +10,10 @@ from torch import nn
 import acm_compiler as acm
 from acm_compiler.errors import NothingRecorded
 from acm_compiler.evaluation.evaluate import evaluate
-from acm_compiler.evaluation.find_loads import Loads
 from acm_compiler.evaluation.loads import (
     Clip,
     ClipLoads,
+    Loads,
     Text,
     find_clip_loads,
     find_text_loads,

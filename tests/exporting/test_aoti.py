@@ -13,6 +13,7 @@ from torch import nn
 import acm_compiler as acm
 from acm_compiler.codegen.cpu.build import find_compiler
 from acm_compiler.errors import UsageError
+from acm_compiler.exporting import aoti
 from tests.helpers.rewrite_cases import ALL, PUBLISHED, assert_close, give_budgets, rewritten
 
 if find_compiler() is None:
@@ -120,6 +121,17 @@ def test_operators_refuse_packages_of_another_version_and_calls_that_nothing_run
     built = json.loads((folder / "export.json").read_text())["operators"]
     with pytest.raises(UsageError, match="operand b_inner of acm::gate"):
         torch.ops.acm_package.gate(*tensors[:2], torch.zeros(3), *tensors[3:], **options, built=built)
+
+
+def test_gate_norm_and_bypass_are_of_one_operator(block):
+    model, x = block
+    program = torch.export.export(model, (x,), strict=False)
+    before = program.module()(x)
+    aoti.with_packaged_operators(program)
+    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert called.count("acm_package.gated_learners.default") == 1
+    assert not [name for name in called if "layer_norm" in name or "add" in name or name.startswith("acm.")]
+    assert_close(program.module()(x), before)
 
 
 def refused(model, path, x, match, **options):

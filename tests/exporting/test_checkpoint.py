@@ -107,6 +107,23 @@ def own_widths():
     return model, x
 
 
+@torch.no_grad()
+def test_branches_packed_in_one_parameter(tmp_path):
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    x = torch.randint(50, (2, 7))
+    original = Phi3ForCausalLM(Phi3Config(**sizes, vocab_size=50, pad_token_id=0)).eval()
+    model = acm.rewrite(original, acm.plan(original, x, sites="mlp"))
+    give_budgets(model)
+    for k in (1, 3):
+        acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=k)
+        loaded = Phi3ForCausalLM.from_pretrained(tmp_path / "out").eval()
+        assert loaded.model.layers[0].mlp.gate_up_proj.out_features == 2 * 16 * k
+        acm.set_k(model, k)
+        assert_close(answer(loaded, x), answer(model, x))
+
+
 def refused(model, path, x, match, **options):
     with pytest.raises(UsageError, match=match) as caught:
         acm.export(model, path, x, **options)

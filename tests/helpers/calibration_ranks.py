@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
+from acm_compiler.calibration.answer import default_answer
 from acm_compiler.calibration.calibrate import calibrate_on
-from acm_compiler.calibration.damage import default_answer
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.passes.rewrite.conversion import conversion
 from tests.helpers.calibration_tiny import make_tiny, observed, texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.calibration.damage import Answer, default_answer
+from acm_compiler.calibration.answer import Answer, default_answer
 from acm_compiler.calibration.examples import masked
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord

@@ -1,7 +1,7 @@
 """vLLM in a process of its own, because it changes transformers' classes: requests from stdin, texts to stdout.
 
-{"folder": …, "options": {…}, "batches": [[[prompt ids, extra arguments or null], …], …]} -> a list for each batch: ids
-behind each prompt, or the words by which the batch was refused.
+{"folder": …, "options": {…}, "batches": [[[prompt ids, extra arguments or null], …], …]} -> for each batch the ids
+behind each prompt, or the words by which the batch was refused; and how many tokens of each prompt were cached.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ TOKENS = 12
 
 def run(folder: Path, batches: list[list[Any]], **options: Any) -> list[Any]:
     """Answers of a new engine with `folder` to `batches`, one after the other."""
+    return run_cached(folder, batches, **options)[0]
+
+
+def run_cached(folder: Path, batches: list[list[Any]], **options: Any) -> tuple[list[Any], list[list[int]]]:
+    """The same, and how many tokens of each prompt were found in the cache of prefixes."""
     request = {"folder": str(folder), "options": options, "batches": batches}
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -32,7 +37,8 @@ def run(folder: Path, batches: list[list[Any]], **options: Any) -> list[Any]:
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    answers, cached = json.loads(done.stdout.splitlines()[-1])
+    return answers, cached
 
 
 def main() -> None:
@@ -44,9 +50,10 @@ def main() -> None:
     try:
         engine = LLM(request["folder"], skip_tokenizer_init=True, **_SIZES | request["options"])
     except Exception as error:  # noqa: BLE001  # of any kind, for the test to read
-        sys.stdout.write(json.dumps([f"{type(error).__name__}: {error}"]) + "\n")
+        sys.stdout.write(json.dumps([[f"{type(error).__name__}: {error}"], []]) + "\n")
         return
     answers: list[Any] = []
+    cached: list[list[int]] = []
     for batch in request["batches"]:
         params = [
             SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, extra_args=extra)
@@ -55,9 +62,10 @@ def main() -> None:
         try:
             outputs = engine.generate([{"prompt_token_ids": ids} for ids, _ in batch], params, use_tqdm=False)
             answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            cached.append([output.num_cached_tokens or 0 for output in outputs])
         except VLLMValidationError as error:
             answers.append(str(error))
-    sys.stdout.write(json.dumps(answers) + "\n")
+    sys.stdout.write(json.dumps([answers, cached]) + "\n")
 
 
 if __name__ == "__main__":

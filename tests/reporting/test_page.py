@@ -11,7 +11,7 @@ import pytest
 from markupsafe import Markup
 
 from acm_compiler.evaluation.evaluate import evaluate
-from acm_compiler.evaluation.find_loads import Loads, find_load_maps
+from acm_compiler.evaluation.loads import Loads, find_load_maps
 from acm_compiler.evaluation.times import BASE, OURS, Row, Times
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.reporting.contents import Report

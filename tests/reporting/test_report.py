@@ -18,7 +18,7 @@ from acm_compiler.data import BatchStream, open_dataset
 from acm_compiler.errors import PackageMissing
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.evaluate import evaluate
-from acm_compiler.evaluation.find_loads import Loads, find_load_maps, spread
+from acm_compiler.evaluation.loads import Loads, find_load_maps, spread
 from acm_compiler.evaluation.results import Evaluation, Interval, MetricResult, joined, load_evaluation
 from acm_compiler.evaluation.wording import evaluation_table
 from acm_compiler.passes.rewrite.conversion import conversion, sites

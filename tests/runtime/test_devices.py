@@ -19,7 +19,7 @@ from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.runtime import measure_budgets as measure
 from acm_compiler.runtime import ranks
-from acm_compiler.runtime.encoder_decoder import CallPadding
+from acm_compiler.runtime.masks import CallPadding
 from acm_compiler.runtime.measure_budgets import _mean_over_ranks, _Search
 from acm_compiler.runtime.usage import Usage
 from acm_compiler.tasks import Task

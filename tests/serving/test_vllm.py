@@ -1,12 +1,16 @@
 """Saved decoders in vLLM: what a request gets is what `generate` writes for it alone, at its own budget."""
 
+import json
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
 
 import acm_compiler as acm
+from tests.helpers import served
 from tests.helpers.decoders import drawn, gated_llama, written
-from tests.helpers.vllm_engine import run
+from tests.helpers.vllm_engine import run, run_cached
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 SIZES = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128}  # vLLM's attention has no narrower heads
@@ -80,14 +84,49 @@ def test_a_prompt_cut_into_parts_keeps_its_budgets(saved):
 
 def test_the_server_may_name_its_own_budget(saved):
     model, folder = saved("mlps")
-    answers = run(
-        folder,
-        [batch(*[None] * 4), batch({"budget": 0.4}, None, None, None)],
-        enforce_eager=True,
-        additional_config={"acm_budget": 0.9},
-    )
-    assert answers[0] == texts(model, [0.9] * 4)
-    assert "--no-enable-prefix-caching" in answers[1]
+    own = {"acm_budget": PHASES}
+    assert run(folder, [batch(*[None] * 4)], enforce_eager=True, additional_config=own) == [texts(model, [PHASES] * 4)]
+
+
+def test_prefixes_are_cached_by_budget(saved):
+    model, folder = saved("mlps")
+    long = drawn(1, 70)[0].tolist()
+    extras = [None, {"budget": 0.9}, {"budget": 0.3}, {"budget": 0.3, "prefill_budget": 0.9}, {"budget": 0.5}]
+    budgets = [0.5, 0.9, 0.3, PHASES, 0.5]
+    wanted = []
+    for budget in budgets:
+        acm.set_budget(model, budget)
+        wanted.append([written(model, long)])
+    batches = [[[long, extra]] for extra in extras]
+    answers, cached = run_cached(folder, batches * 2, enforce_eager=True, block_size=32)
+    assert answers == wanted * 2
+    assert cached == [[0], [0], [0], [0], [64], [64], [64], [64], [0], [64]]  # 0.5 is the server's own
+
+
+CONFIG = """
+import json, sys
+from acm_compiler.errors import AcmError
+from acm_compiler.serving.vllm.config import FolderConfig
+for folder in sys.argv[1:]:
+    try:
+        config = FolderConfig.from_dict({}, name_or_path=folder)
+        print("found", json.dumps([config.model_type, config.architectures, config.acm_save]))
+    except AcmError as error:
+        print("found", json.dumps(str(error)))
+"""
+
+
+def test_the_config_is_the_base_models_and_of_one_save(saved, tmp_path):
+    model, _ = saved("mlps")
+    for name in ("a", "b"):
+        acm.save(model, tmp_path / name)
+    served.save_images(tmp_path / "images")
+    folders = [str(tmp_path / name) for name in ("a", "b", "images")]
+    done = subprocess.run([sys.executable, "-c", CONFIG, *folders], capture_output=True, text=True, check=True)
+    a, b, images = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert a[:2] == b[:2] == ["llama", ["AcmForCausalLM"]]
+    assert a[2] != b[2]  # vLLM keeps compiled graphs by it
+    assert "vLLM serves language models" in images
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_loaded(saved):

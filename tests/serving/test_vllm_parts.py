@@ -7,6 +7,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import BudgetUnreachable, PlanMismatch, SitesNotFitted, StorageError, UsageError
+from acm_compiler.passes.rewrite.conversion import Conversion
 from acm_compiler.runtime.budgets import Setting
 from acm_compiler.serving.vllm.budgets import Row, SavedBudgets, Settings, TokenSettings
 from acm_compiler.serving.vllm.sites import Places
@@ -29,8 +30,7 @@ def saved(model, folder, **options):
 def test_the_saved_budget_holds_unless_the_server_or_a_request_names_another(model, tmp_path):
     acm.set_budget(model, 0.4)
     found = saved(model, tmp_path)
-    assert found.own.prefill == found.own.decode and found.own.decode.share == pytest.approx(0.4, abs=1e-3)
-    assert not found.has_phases
+    assert not found.own.by_phase and found.own.decode.share == pytest.approx(0.4, abs=1e-3)
     asked = SavedBudgets.read(str(tmp_path), {"acm_budget": 0.7})
     assert asked.own.decode.share == pytest.approx(0.7, abs=1e-3)
     request = found.of_request({"budget": "95%", "prefill_budget": 1})
@@ -45,7 +45,7 @@ def test_the_saved_budget_holds_unless_the_server_or_a_request_names_another(mod
 def test_budgets_by_phase_are_read(model, tmp_path):
     acm.set_budget(model, {"prefill": 0.9, "decode": 0.3})
     found = saved(model, tmp_path)
-    assert found.has_phases and found.own.prefill.share > 0.85 > 0.35 > found.own.decode.share
+    assert found.own.by_phase and found.own.prefill.share > 0.85 > 0.35 > found.own.decode.share
 
 
 def test_a_fixed_k_is_refused_and_no_choice_runs_every_learner(model, tmp_path):
@@ -116,6 +116,36 @@ def test_acms_in_their_places_compute_what_the_saved_model_does(model, tmp_path,
         tokens.rows[0] = Row(15, found.of_request({"budget": budget}))
         tokens.write(torch.arange(15), [0, 15])
         torch.testing.assert_close(built(ids).logits, model(ids).logits)
+
+
+class Stashed(torch.nn.Module):
+    """An MLP whose activation is a function, written into a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.last(torch.nn.functional.gelu(self.first(x)))
+
+
+@torch.no_grad()
+def test_an_mlp_whose_activation_is_a_function_reads_the_stash():
+    dense, x = Stashed().eval(), torch.randn(1, 6, 8)
+    plan = acm.plan(dense, x, init="random")
+    assert [site.graft.kind for site in plan.sites] == ["S"]
+    converted = acm.rewrite(dense, plan)
+    found = SavedBudgets(owner=Conversion(plan=plan), own=Settings(HIGH, HIGH), rules={}, choices=None)
+    tokens = TokenSettings(found.own, tokens=6, device=torch.device("cpu"))
+    built = Stashed().eval()
+    Places(built, plan.sites, prefix="model").fill(found, tokens, like=x)
+    ((name, site),) = acm.sites(converted).items()
+    for parameter in site.parameters():
+        parameter.copy_(torch.randn_like(parameter))
+    built.get_submodule(name).load_weights(site.state_dict().items())
+    site.set_choices(knob=HIGH.knob, k_lo=HIGH.k_lo, k_hi=site.count)
+    torch.testing.assert_close(built(x), converted(x))
+    assert not torch.equal(converted(x), dense(x))
 
 
 def test_weights_that_do_not_fit_are_refused(model, tmp_path):

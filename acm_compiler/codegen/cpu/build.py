@@ -32,7 +32,7 @@ _VECTORS = {
 _MORE = (
     (torch.cpu._is_avx512_bf16_supported, ["-mavx512bf16"]),
     (torch.cpu._is_vnni_supported, ["-mavx512vnni"]),
-    (torch.cpu._is_amx_tile_supported, ["-mamx-tile", "-mamx-int8"]),
+    (torch.cpu._is_amx_tile_supported, ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]),
 )
 _TIMEOUT_S = 900
 _LOG = logging.getLogger("acm_compiler.backend")

@@ -24,6 +24,7 @@ struct Call : Operation<T> {
   using Op::x_stride, Op::b_in, Op::b_up, Op::b_out, Op::per_k, Op::form, Op::act, Op::norm;
   using Op::put, Op::put_idle, Op::put_slices, Op::start_rest, Op::take_slices;
   const T *w_in, *w_up, *w_out, *w_top;
+  bool tiles = kPairs && has_tiles();
 
   // ---- one chunk: sorted places [first, stop), rows 0 ... stop - first
 
@@ -57,7 +58,7 @@ struct Call : Operation<T> {
   void add(std::vector<OneProduct>& to, const std::vector<const T*>& rows, std::vector<Span> spans, const Weights& w,
            int64_t first_col, int64_t cols) const {
     const int64_t words = dense_values() * sizeof(T) / sizeof(float);
-    if (!spans.empty()) to.push_back({rows.data(), std::move(spans), w, first_col, cols, tokens, words});
+    if (!spans.empty()) to.push_back({rows.data(), std::move(spans), w, first_col, cols, tokens, words, tiles});
   }
 
   static Weights plain(const T* data, int64_t cols, int64_t depth) {
@@ -81,6 +82,7 @@ struct Call : Operation<T> {
       c.h[i] = c.hidden + i * c.hidden_stride;
     }
     if (norm) normalise_rows(c);
+    else if (tiles && form != Form::cols) gather_rows(c);
     if (form == Form::cols) take_all_slices(c);
     if (form == Form::rows) run_rows(c);
     else if (form == Form::cols) run_columns(c);
@@ -102,6 +104,15 @@ struct Call : Operation<T> {
       normalise(c.x[i], norm->moments[order[c.first + i]], d_in, weight, bias, to + i * stride);
       c.x[i] = to + i * stride;
     });
+  }
+
+  // copies the rows of a chunk to where they lie side by side, as tiles take them, if there is room
+  void gather_rows(Chunk& c) const {
+    const int64_t rows = c.stop - c.first, stride = apart(d_in, rows);
+    const auto scattered = [&](const T* row, const T* next) { return next - row != x_stride; };
+    if (rows * d_in > dense_values() || std::adjacent_find(c.x.begin(), c.x.end(), scattered) == c.x.end()) return;
+    T* to = memory_of(kNormal).template grown<T>(rows * stride);
+    share_rows(0, rows, d_in, [&](int64_t i) { c.x[i] = std::copy_n(c.x[i], d_in, to + i * stride) - d_in; });
   }
 
   void take_all_slices(Chunk& c) const {

@@ -82,6 +82,8 @@ struct Network {
   at::Tensor kept;
   int64_t d_in, words, width, padded, padded_choices;
   bool few;                                      // so few tokens that rows of w_inner are read where they are
+  bool tiles;                                    // whether AMX multiplies
+  int64_t deep;                                  // words of a panel: tiles take a multiple of 16
   std::vector<float> panels;                     // w_inner as the inner loop reads it, one after the other
   std::vector<float> b_inner, w_outer, b_outer;  // [G], [G, C], [C], padded with zeros to whole vectors
 
@@ -90,23 +92,28 @@ struct Network {
           const at::Tensor& b_out)
       : kept(w_in), d_in(w_in.size(1)), words(d_in / Matrix<Word, kPairs>::kPerWord), width(w_in.size(0)),
         padded(round_up(width, kLanes)), padded_choices(round_up(w_out.size(0), kLanes)),
-        few(tokens <= kDotRows && tokens * kDotDepth <= words), panels(few ? 0 : words * padded),
+        few(tokens <= kDotRows && tokens * kDotDepth <= words), tiles(kPairs && !few && has_tiles()),
+        deep(tiles ? round_up(words, kTileSide) : words), panels(few ? 0 : deep * padded),
         b_inner(transposed(b_in, padded)), w_outer(transposed(w_out, padded_choices)),
         b_outer(transposed(b_out, padded_choices)) {
     for (int64_t g = 0; g < width && !few; g += kPanelCols)
-      matrix().pack(g, std::min(kPanelCols, width - g), panel_cols(g), 0, words, panels.data() + g * words);
+      matrix().pack(g, std::min(kPanelCols, width - g), panel_cols(g), 0, words, panels.data() + g * deep);
   }
+
+  int64_t group() const { return tiles ? kTileGroup : kTileRows; }
 
   Matrix<Word, kPairs> matrix() const { return {kept.const_data_ptr<Word>(), width, words, words}; }
   int64_t panel_cols(int64_t g) const { return std::min(kPanelCols, padded - g); }
 
-  // h[rows, G] = gelu(w_inner x + b_inner) for up to kTileRows tokens
+  // h[rows, G] = gelu(w_inner x + b_inner) for up to group() tokens; for tiles they lie `deep` words apart, zeros between
   void inner(const float* const* x, int64_t rows, float* h) const {
-    float tile[kTileRows * kPanelCols];
+    float tile[kTileGroup * kPanelCols];
     for (int64_t g = 0; g < padded; g += kPanelCols) {
       const int64_t cols = panel_cols(g);
+      const float* panel = panels.data() + g * deep;
       if (few) multiply_rows(x, rows, g, cols, tile);
-      else Inner<kPairs>::tile(rows, cols / kLanes)(x, panels.data() + g * words, words, false, tile);
+      else if (tiles) multiply_by_tiles({x[0], deep}, rows, {panel, cols}, cols, deep, false, tile, cols);
+      else Inner<kPairs>::tile(rows, cols / kLanes)(x, panel, words, false, tile);
       with_act(Act::gelu, [&](const auto& f) {
         for (int64_t r = 0; r < rows; r++)
           for (int64_t j = 0; j < cols; j += kLanes)
@@ -150,18 +157,21 @@ struct Network {
   template <typename T>
   void run(const T* x, int64_t stride, int64_t tokens, const Rule& rule, Norm* norm, int32_t* k) const {
     constexpr bool kAsIs = std::is_same_v<T, Word>;
-    const int64_t least = std::max(kTileRows, kLeastWork / (d_in * padded));
+    const int64_t group = this->group(), least = std::max(group, kLeastWork / (d_in * padded));
     at::parallel_for(0, tokens, least, [&](int64_t from, int64_t to) {
-      std::vector<float> copies(kAsIs ? 0 : kTileRows * d_in), h(kTileRows * padded), scores(padded_choices);
-      std::vector<T> normal(norm ? kTileRows * d_in : 0);
-      for (int64_t t = from; t < to; t += kTileRows) {
-        const int64_t rows = std::min(kTileRows, to - t);
+      const Tiles held(tiles);
+      std::vector<float> copies(tiles ? group * deep : kAsIs ? 0 : group * d_in), h(group * padded);
+      std::vector<float> scores(padded_choices);
+      std::vector<T> normal(norm ? group * d_in : 0);
+      for (int64_t t = from; t < to; t += group) {
+        const int64_t rows = std::min(group, to - t);
         if (norm) normalise_rows(x + t * stride, stride, rows, *norm, norm->moments.data() + t, normal.data());
-        const float* starts[kTileRows];
+        const float* starts[kTileGroup];
         for (int64_t r = 0; r < rows; r++) {
           const T* row = norm ? normal.data() + r * d_in : x + (t + r) * stride;
-          starts[r] = kAsIs ? reinterpret_cast<const float*>(row) : copies.data() + r * d_in;
+          starts[r] = kAsIs && !tiles ? reinterpret_cast<const float*>(row) : copies.data() + r * (tiles ? deep : d_in);
           if constexpr (!kAsIs) at::vec::convert(row, copies.data() + r * d_in, d_in);
+          else if (tiles) std::copy_n(reinterpret_cast<const float*>(row), words, copies.data() + r * deep);
         }
         inner(starts, rows, h.data());
         for (int64_t r = 0; r < rows; r++) {

@@ -4,16 +4,14 @@
 // columns: what the processor's tiles read is the same as what its vectors read.
 #pragma once
 
-#include <ATen/cpu/Utils.h>
-
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
 #include "plan.h"
 #include "products.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -98,42 +96,7 @@ inline ByteTile byte_tile(int64_t rows, int64_t vecs) {
   return each[(rows - 1) * kTileVecs + vecs - 1];
 }
 
-// ---- tiles of AMX: 16 rows of 64 bytes
-
-inline std::atomic<bool> tiles_wanted{true};  // tests compare with and without
-
-inline bool has_tiles() {
-#if defined(__AMX_INT8__) && defined(CPU_CAPABILITY_AVX512)
-  static const bool granted = at::cpu::init_amx();
-  return granted && tiles_wanted.load(std::memory_order_relaxed);
-#else
-  return false;
-#endif
-}
-
-// The thread's tile registers while it is there.
-class Tiles {
- public:
-  explicit Tiles(bool used) : used_(used) {
-#if defined(__AMX_INT8__)
-    alignas(64) static constexpr auto kShapes = [] {
-      std::array<uint8_t, 64> all{1};
-      for (int tile = 0; tile < 8; tile++) all[16 + 2 * tile] = 64, all[48 + tile] = 16;
-      return all;
-    }();
-    if (used_) _tile_loadconfig(kShapes.data());
-#endif
-  }
-  Tiles(const Tiles&) = delete;
-  ~Tiles() {
-#if defined(__AMX_INT8__)
-    if (used_) _tile_release();
-#endif
-  }
-
- private:
-  bool used_;
-};
+// ---- by tiles
 
 #if defined(__AMX_INT8__)
 // out[16 or 32, kPanelCols] = rows times one or two vectors of columns of a panel of so many words each

@@ -36,10 +36,10 @@ inline int64_t words_of(const std::vector<Span>& spans) {
 }
 
 // what the plan knows of a product: its rows, the deepest first; its columns; how many of them a strip may have, and of
-// what number that is a multiple; how many multiply-adds a word is
+// what number that is a multiple; how many multiply-adds a word is; of what number the rows of a piece are best a multiple
 struct Job {
   std::vector<Span> spans;
-  int64_t cols, widest, unit, per_word;
+  int64_t cols, widest, unit, per_word, tall = kTileRows;
   int64_t height = height_of(spans), column = words_of(spans) * per_word;  // column: multiply-adds of one
 
   // of strips of equal width, as wide as they may be
@@ -61,7 +61,7 @@ struct Plan {
 };
 
 // the spans in so many parts of equal work
-inline std::vector<std::vector<Span>> cut_rows(const std::vector<Span>& spans, int64_t count) {
+inline std::vector<std::vector<Span>> cut_rows(const std::vector<Span>& spans, int64_t count, int64_t tall) {
   if (count == 1) return {spans};
   std::vector<std::vector<Span>> parts(1);
   const int64_t work = words_of(spans);
@@ -69,7 +69,7 @@ inline std::vector<std::vector<Span>> cut_rows(const std::vector<Span>& spans, i
   for (Span rest : spans)
     while (rest.from < rest.to) {
       const int64_t number = parts.size(), left = std::max<int64_t>(1, work * number / count - done);
-      const int64_t to = std::min(rest.to, rest.from + round_up(divide_up(left, rest.depth), kTileRows));
+      const int64_t to = std::min(rest.to, rest.from + round_up(divide_up(left, rest.depth), tall));
       if (done * count >= work * number && number < count) parts.emplace_back();
       parts.back().push_back({rest.from, to, rest.depth});
       done += (to - rest.from) * rest.depth, rest.from = to;
@@ -88,7 +88,7 @@ struct Cut {
     strips = divide_up(job.cols, width);
     const int64_t cols = std::min(width, job.cols), strip = cols * job.column;
     parts = std::clamp<int64_t>(strip / target, 1, std::max<int64_t>(1, height / kPieceRows));
-    const int64_t rows = std::min(height, round_up(divide_up(height, parts), kTileRows));
+    const int64_t rows = std::min(height, round_up(divide_up(height, parts), job.tall));
     work = strip / height * rows;
     cost = (cols + kStripCols) * (job.column / height) * (rows + kStripRows);
   }
@@ -125,7 +125,7 @@ inline Plan plan(const std::vector<Job>& jobs, int64_t threads) {
   std::vector<int64_t> work;
   const auto cuts = best_cuts(jobs, threads);
   for (size_t j = 0; j < jobs.size(); j++) {
-    const auto parts = cut_rows(jobs[j].spans, cuts[j].parts);
+    const auto parts = cut_rows(jobs[j].spans, cuts[j].parts, jobs[j].tall);
     for (int64_t col = 0; col < jobs[j].cols; col += cuts[j].width)
       for (const auto& spans : parts) {
         const int64_t count = std::min(cuts[j].width, jobs[j].cols - col);

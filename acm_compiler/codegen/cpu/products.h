@@ -15,6 +15,7 @@
 
 #include "matrix.h"
 #include "share.h"
+#include "tiles.h"
 
 namespace {
 
@@ -25,6 +26,8 @@ constexpr int64_t kTileVecs = 2;
 constexpr int64_t kTileVecs = 4;
 #endif
 constexpr int64_t kPanelCols = kTileVecs * kLanes;
+constexpr int64_t kWidePanelCols = 256;  // where AMX multiplies: rows are then read less often
+constexpr int64_t kNearWords = 256;      // of rows that stay in the first cache while AMX multiplies them
 constexpr int64_t kPanelDepth = 1024;  // words: a panel stays in the second cache
 constexpr int64_t kStretch = 384;      // words summed before they are added to what there is: short sums round less
 constexpr int64_t kDotCols = 4;
@@ -137,7 +140,9 @@ inline float* panel_memory(int64_t words) {
 
 // One product of rows with columns [first_col, first_col + cols) of a matrix, piece by piece. `finish(row, rows, col,
 // cols, tile, width)` gets every tile of sums, [rows, width], once. `most`: of all rows of the call, these among them; it
-// decides how they are summed. `memory`: so many words a panel of one piece may have.
+// decides how they are summed. `memory`: so many words a panel of one piece may have. `tiles`: whether AMX multiplies.
+//
+// A panel lies in strips of kPanelCols columns, each [words of a block, columns].
 template <typename T, bool kPairs>
 struct Product {
   static constexpr bool kAsIs = kPairs || std::is_same_v<T, float>;  // rows are words as they are
@@ -145,10 +150,11 @@ struct Product {
   std::vector<Span> spans;
   Matrix<T, kPairs> matrix;
   int64_t first_col, cols, most, memory;
+  bool tiles = false;
 
   Job job() const {
     const int64_t unit = dots() ? kDotCols : kLanes;
-    return {spans, cols, widest(), unit, Matrix<T, kPairs>::kPerWord};
+    return {spans, cols, widest(), unit, Matrix<T, kPairs>::kPerWord, tiles ? kTileGroup : kTileRows};
   }
 
   // A panel of the whole depth of these columns, for pieces that share it: its words, whether there is one, and how
@@ -158,12 +164,13 @@ struct Product {
   int64_t panel_blocks() const { return divide_up(spans.front().depth, block()); }
   void pack_block(int64_t col, int64_t count, int64_t b, float* panel) const {
     const int64_t width = round_up(count, kLanes), from = b * block();
-    matrix.pack(first_col + col, count, width, from, std::min(from + block(), spans.front().depth), panel + from * width);
+    pack_strips(col, count, from, std::min(from + block(), spans.front().depth), panel + from * width);
   }
 
   // `panel`: of the whole depth, or null
   template <typename Finish>
   void run(const Piece& piece, const float* panel, const Finish& finish) const {
+    const Tiles held(tiles && !dots());
     dots() ? run_dots(piece, finish) : has_panel() ? run_panel(piece, panel, finish) : run_pieces(piece, finish);
   }
 
@@ -174,19 +181,35 @@ struct Product {
   }
   bool has_panel() const { return memory >= column_words() * kLanes; }
   int64_t widest() const {
-    return dots() ? kPanelCols : has_panel() ? std::min(memory / column_words() / kLanes * kLanes, kPanelCols) : kLanes;
+    if (dots()) return kPanelCols;
+    const int64_t most = tiles ? kWidePanelCols : kPanelCols;
+    return has_panel() ? std::min(memory / column_words() / kLanes * kLanes, most) : kLanes;
   }
 
   // depth is cut into equal blocks; where they begin must not depend on other rows' depth: it decides in what order a
   // row is summed
   int64_t blocks() const { return divide_up(matrix.depth, kPanelDepth); }
   int64_t block() const { return divide_up(matrix.depth, blocks()); }
-  // words of memory for one column: of the panel, and of sums that wait for more depth
-  int64_t column_words() const { return block() + (blocks() > 1 ? spans.back().to - spans.front().from : 0); }
+  // words of memory for one column: of the panel, and of sums, of a tile or of all rows if they wait for more depth
+  int64_t column_words() const { return block() + std::max(waiting(spans), tile_rows()); }
+  int64_t waiting(const std::vector<Span>& some) const { return blocks() > 1 ? height_of(some) : 0; }
 
-  // out (+)= words [from, to) of a tile's rows times a panel of so many vectors that begins there
-  void multiply(int64_t row, int64_t height, int64_t from, int64_t to, const float* panel, int64_t vecs,
+  int64_t tile_rows() const { return tiles ? kTileGroup : kTileRows; }
+
+  void pack_strips(int64_t col, int64_t count, int64_t from, int64_t to, float* panel) const {
+    for (int64_t strip = 0; strip < count; strip += kPanelCols) {
+      const int64_t cols = std::min(kPanelCols, count - strip);
+      matrix.pack(first_col + col + strip, cols, round_up(cols, kLanes), from, to, panel + strip * (to - from));
+    }
+  }
+
+  // out[height, width] (+)= words [from, to) of a tile's rows times a panel of so many columns, `deep` words of it, that
+  // begins there
+  void multiply(int64_t row, int64_t height, int64_t from, int64_t to, const float* panel, int64_t deep, int64_t width,
                 float* out) const {
+    if constexpr (kPairs)
+      if (tiles) return multiply_in_tiles(row, height, from, to, panel, deep, width, out);
+    const int64_t vecs = width / kLanes;
     const auto tile = Inner<kPairs>::tile(height, vecs);
     const float* starts[kTileRows];
     if constexpr (kAsIs) {
@@ -201,6 +224,53 @@ struct Product {
         tile(starts, panel + (d - from) * vecs * kLanes, count, d > 0, out);
       }
     }
+  }
+
+  // The same by AMX, which takes whole tiles: rows that do not fill them, or lie scattered, are copied, and what the last
+  // words lack is zeros.
+  void multiply_in_tiles(int64_t row, int64_t height, int64_t from, int64_t to, const float* panel, int64_t deep,
+                         int64_t width, float* out) const {
+    const int64_t words = to - from, padded = round_up(words, kTileSide), whole = words / kTileSide * kTileSide;
+    const int64_t tall = round_up(height, kTileSide);
+    Lines lines = lines_of(row, height, from);
+    if (!lines.data || padded > words) {
+      static thread_local Memory memory;
+      float* copies = memory.grown<float>(kTileGroup * padded);
+      for (int64_t i = 0; i < height; i++) {
+        std::copy_n(reinterpret_cast<const float*>(rows[row + i]) + from, words, copies + i * padded);
+        std::fill(copies + i * padded + words, copies + (i + 1) * padded, 0.f);
+      }
+      lines = {copies, padded};
+    }
+    float edge[kTileGroup * kWidePanelCols], last[kTileSide * kPanelCols];
+    float* sums = tall > height ? edge : out;  // rows that follow are others'
+    if (sums == edge && from > 0) std::copy_n(out, height * width, edge);
+    for (int64_t near = 0; near < padded; near += kNearWords) {
+      const int64_t stop = std::min(padded, near + kNearWords), full = std::min(stop, whole);
+      for (int64_t strip = 0; strip < width; strip += kPanelCols) {
+        const int64_t cols = std::min(kPanelCols, width - strip);
+        const float* w = panel + strip * deep;
+        if (near < full)
+          multiply_by_tiles({lines.data + near, lines.stride}, tall, {w + near * cols, cols}, cols, full - near,
+                            from + near > 0, sums + strip, width);
+        if (full == stop) continue;
+        std::copy_n(w + whole * cols, (words - whole) * cols, last);
+        std::fill(last + (words - whole) * cols, last + kTileSide * cols, 0.f);
+        multiply_by_tiles({lines.data + whole, lines.stride}, tall, {last, cols}, cols, kTileSide, from + whole > 0,
+                          sums + strip, width);
+      }
+    }
+    if (sums == edge) std::copy_n(edge, height * width, out);
+  }
+
+  // so many rows from word `from` on, where they fill tiles and lie evenly; else none
+  Lines lines_of(int64_t row, int64_t height, int64_t from) const {
+    const auto at = [&](int64_t i) { return reinterpret_cast<const float*>(rows[row + i]); };
+    const int64_t stride = height > 1 ? at(1) - at(0) : 0;
+    if (height % kTileSide) return {nullptr, 0};
+    for (int64_t i = 2; i < height; i++)
+      if (at(i) - at(i - 1) != stride) return {nullptr, 0};
+    return {at(0) + from, stride};
   }
 
   template <typename Finish>
@@ -224,16 +294,16 @@ struct Product {
   template <typename Finish>
   __attribute__((cold)) void run_pieces(const Piece& piece, const Finish& finish) const {
     const int64_t col = piece.col, count = piece.count;
-    float tile[kTileRows * kLanes], words[kStretch * kLanes];
+    float tile[kTileGroup * kLanes], words[kStretch * kLanes];
     for (const Span& span : piece.spans)
-      for (int64_t row = span.from; row < span.to; row += kTileRows) {
-        const int64_t height = std::min(kTileRows, span.to - row);
+      for (int64_t row = span.from; row < span.to; row += tile_rows()) {
+        const int64_t height = std::min(tile_rows(), span.to - row);
         for (int64_t from = 0; from < span.depth; from += block()) {
           const int64_t stop = std::min(from + block(), span.depth);
           for (int64_t d = from; d < stop; d += kStretch) {
             const int64_t to = std::min(d + kStretch, stop);
             matrix.pack(first_col + col, count, kLanes, d, to, words);
-            multiply(row, height, d, to, words, 1, tile);
+            multiply(row, height, d, to, words, to - d, kLanes, tile);
           }
         }
         finish(row, height, col, count, tile, kLanes);
@@ -242,21 +312,21 @@ struct Product {
 
   template <typename Finish>
   void run_panel(const Piece& piece, const float* whole, const Finish& finish) const {
-    const int64_t col = piece.col, count = piece.count, width = round_up(count, kLanes), vecs = width / kLanes;
+    const int64_t col = piece.col, count = piece.count, width = round_up(count, kLanes);
     const int64_t block = this->block(), first = piece.spans.front().from, deepest = piece.spans.front().depth;
-    const int64_t own = whole ? 0 : block * width, waiting = blocks() > 1 ? piece.spans.back().to - first : 0;
-    float* kept = panel_memory(own + waiting * width);
-    float tile[kTileRows * kPanelCols];
+    const int64_t own = whole ? 0 : block * width, waiting = this->waiting(piece.spans);
+    float* kept = panel_memory(own + std::max(waiting, tile_rows()) * width);
     for (int64_t from = 0; from < deepest; from += block) {
       const int64_t to = std::min(deepest, from + block);
-      if (!whole) matrix.pack(first_col + col, count, width, from, to, kept);
+      if (!whole) pack_strips(col, count, from, to, kept);
       const float* panel = whole ? whole + from * width : kept;
+      const int64_t last = whole ? std::min(spans.front().depth, from + block) : to;  // other pieces may be deeper
       for (const Span& span : piece.spans) {
         if (span.depth <= from) break;
-        for (int64_t row = span.from; row < span.to; row += kTileRows) {
-          const int64_t height = std::min(kTileRows, span.to - row);
-          float* out = waiting ? kept + own + (row - first) * width : tile;
-          multiply(row, height, from, std::min(to, span.depth), panel, vecs, out);
+        for (int64_t row = span.from; row < span.to; row += tile_rows()) {
+          const int64_t height = std::min(tile_rows(), span.to - row);
+          float* out = kept + own + (waiting ? row - first : 0) * width;
+          multiply(row, height, from, std::min(to, span.depth), panel, last - from, width, out);
           if (span.depth <= to) finish(row, height, col, count, out, width);
         }
       }

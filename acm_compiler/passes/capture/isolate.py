@@ -1,4 +1,4 @@
-"""Run a user's model and restore its state: attributes, containers, buffers, hooks, generators, caches.
+"""Run a user's model, as the eager code that it was, and restore its state: attributes, hooks, generators, caches.
 
 Caches are tensors that a model's code keeps outside of the model: in `lru_cache`s and in globals of its files.
 """
@@ -9,6 +9,7 @@ import contextlib
 import enum
 import functools
 import sys
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -231,3 +232,36 @@ def enclosed(function: Any) -> list[Any]:
 
 def _holds_fake(value: Any) -> bool:
     return any(isinstance(tensor, FakeTensor) for tensor in tensors(value))
+
+
+class Eager:
+    """Turns torch.compile off while anyone holds it; its stance is one for all threads, so the last one restores it."""
+
+    def __init__(self) -> None:
+        self._lock, self._holders, self._stance = threading.Lock(), 0, contextlib.ExitStack()
+        self._forced = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Compiled functions run as the eager code that they were within it."""
+        with self._lock:
+            self._holders += 1
+        try:
+            self.force()
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._forced = False
+                    self._stance.close()
+
+    def force(self) -> None:
+        """See to it while it is held, once anything is compiled: before, the import would take seconds."""
+        with self._lock:
+            if self._holders and not self._forced and "torch._dynamo" in sys.modules:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+                self._forced = True
+
+
+EAGER = Eager()

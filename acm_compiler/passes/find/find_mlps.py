@@ -54,7 +54,8 @@ def find_mlps(flow: Dataflow, model: nn.Module) -> tuple[list[Region], list[Look
     reader = TermReader(flow, model)
     for last in flow.linears:
         hidden = _hidden_above(flow, last)
-        if hidden is None or not _is_candidate(flow, hidden):
+        inputs = set() if hidden is None else {flow.root(flow.linears[f].x) for f in hidden.frontier}
+        if hidden is None or not hidden.activated or len(inputs) != 1:
             continue
         refusal = _refusal(flow, hidden, last)
         region = _region(flow, hidden, last, reader) if refusal is None else refusal
@@ -91,12 +92,6 @@ def _hidden_above(flow: Dataflow, last: str) -> _Hidden | None:
         todo += live
     hidden.frontier.sort(key=flow.position.__getitem__)
     return hidden
-
-
-def _is_candidate(flow: Dataflow, hidden: _Hidden) -> bool:
-    """Linears of one input, and something non-linear on the way."""
-    inputs = {flow.root(flow.linears[f].x) for f in hidden.frontier}
-    return len(inputs) == 1 and hidden.activated
 
 
 def _refusal(flow: Dataflow, hidden: _Hidden, last: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The ACMs of a Dynamo graph: their nodes, and where in the user's model and code they come from."""
+"""The ACMs of a graph of Dynamo or torch.export: their nodes, and where in the user's model and code they come from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ from acm_compiler.sources.user_code import traced_line
 LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)
 GATES = (ops.GATE, ops.GATE.default)
 GATED = (gated_learners.GATED, gated_learners.GATED.default)
-RESHAPES = {"reshape", "view", "flatten", "unflatten"}
-"""Methods of a tensor that keep its values in their order."""
+_RESHAPES = {"reshape", "view", "flatten", "unflatten"}
+_ATEN_RESHAPES: tuple[Any, ...] = (
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.flatten.using_ints,
+    torch.ops.aten.unflatten.int,
+)
+# where Dynamo and torch.export keep the fake tensor of a node
+_FAKES = ("example_value", "val")
 _GRADIENT_SWITCHES = (
     torch._C._set_grad_enabled,
     torch.autograd.grad_mode._enter_inference_mode,
@@ -54,9 +61,30 @@ def gate_of(acm: fx.Node) -> fx.Node | None:
 
 
 def value_of(node: object) -> Tensor | None:
-    """The fake tensor that Dynamo recorded for a node; None for anything else."""
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    """The fake tensor that was recorded for a node; None for anything else."""
+    value = _recorded(node) if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
+
+
+def _recorded(node: fx.Node) -> Any:
+    return next((node.meta[key] for key in _FAKES if key in node.meta), None)
+
+
+def with_value(meta: dict[str, Any], value: Tensor) -> dict[str, Any]:
+    """The `meta` of a node for another one in its graph, whose fake tensor is `value`."""
+    return {**meta, **{key: value for key in _FAKES if key in meta}}
+
+
+def is_reshape(node: fx.Node) -> bool:
+    """True for what keeps the values of its first argument, a tensor, in their order."""
+    return node.target in _RESHAPES if node.op == "call_method" else node.target in _ATEN_RESHAPES
+
+
+def put_reshape(tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    """A reshape of `tensor` where the graph inserts, called as that graph's nodes are."""
+    if "val" in tensor.meta:
+        return tensor.graph.call_function(torch.ops.aten.reshape.default, (tensor, list(shape)))
+    return tensor.graph.call_method("reshape", (tensor, shape))
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
@@ -81,7 +109,7 @@ def writes(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     called: Any = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    values = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("example_value"))
+    values = fx.node.map_arg((node.args, node.kwargs), _recorded)
     return called is not None and bool(written_tensors(called, *values))
 
 

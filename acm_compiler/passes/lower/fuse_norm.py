@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from acm_compiler.passes.lower.acm_nodes import (
     GATED,
     NORM_EPS,
-    RESHAPES,
     acm_nodes,
     call_of,
+    is_reshape,
     keeps_apart,
     only_user,
     value_of,
@@ -29,7 +29,9 @@ from acm_compiler.passes.lower.acm_nodes import (
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     torch.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
+    torch.ops.aten.layer_norm.default: ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
 }
+_COPYING: dict[Any, Any] = {"view": "reshape", torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 _EPS = 1e-5  # torch's, where a call leaves it out
 
 
@@ -51,7 +53,7 @@ def _fold(acm: fx.Node) -> bool:
     if keeps_apart(norm, acm):
         return False
     for node in chain[:-1]:
-        node.target = "reshape" if node.target == "view" else node.target  # x may lie as no result of a norm does
+        node.target = _COPYING.get(node.target, node.target)  # x may lie as no result of a norm does
         node.replace_input_with(norm, x)
     tokens = x if len(chain) == 1 else chain[0]
     acm.args = tuple(call_of(acm)._replace(x=tokens, norm_weight=weights[0], norm_bias=weights[1]))
@@ -64,7 +66,7 @@ def _chain(acm: fx.Node) -> list[fx.Node]:
     """From the ACM's tokens up through what only reshapes them, empty where something else reads."""
     chain = [call_of(acm).x]
     reader = acm
-    while only_user(chain[-1]) is reader and chain[-1].op == "call_method" and chain[-1].target in RESHAPES:
+    while only_user(chain[-1]) is reader and is_reshape(chain[-1]):
         reader = chain[-1]
         chain.append(reader.args[0])
     return chain if only_user(chain[-1]) is reader else []

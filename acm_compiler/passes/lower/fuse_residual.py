@@ -9,6 +9,7 @@ The kernel then starts its sums from the residual, and the sum is never a pass o
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +19,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from acm_compiler.passes.capture.op_names import argument
 from acm_compiler.passes.lower.acm_nodes import (
     LEARNERS,
-    RESHAPES,
     call_of,
+    is_reshape,
     keeps_apart,
     learners_nodes,
     only_user,
+    put_reshape,
     value_of,
+    with_value,
 )
 
-_ADDS = (operator.add, torch.add)
+_ADDS: tuple[Any, ...] = (operator.add, torch.add, torch.ops.aten.add.Tensor)
+_DROPOUTS: dict[Any, tuple[int, str]] = {F.dropout: (2, "training"), torch.ops.aten.dropout.default: (2, "train")}
 
 
 def fuse_residual(graph: fx.Graph) -> int:
@@ -59,9 +63,9 @@ def _chain(learners: fx.Node) -> list[fx.Node]:
 
 
 def _passes_on(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return node.target in RESHAPES
-    return node.target is F.dropout and argument(node, 2, "training", True) is False
+    if is_reshape(node):
+        return True
+    return node.target in _DROPOUTS and argument(node, *_DROPOUTS[node.target], True) is False
 
 
 def _is_plain_add(node: fx.Node) -> bool:
@@ -82,13 +86,13 @@ def _rebuild(learners: fx.Node, chain: list[fx.Node], add: fx.Node, other: fx.No
     graph, value = learners.graph, value_of(learners)
     assert value is not None
     with graph.inserting_before(add):
-        rows = graph.call_method("reshape", (other, (-1, value.shape[1])))
+        rows = put_reshape(other, (-1, value.shape[1]))
         call = call_of(learners)._replace(residual=rows)
         fused = graph.call_function(LEARNERS[0], tuple(call), dict(learners.kwargs))
         copies: dict[fx.Node, fx.Node] = {learners: fused}
         for node in chain[1:]:
             copies[node] = graph.node_copy(node, lambda old: copies.get(old, old))
-    rows.meta = {**other.meta, "example_value": value}
+    rows.meta = with_value(other.meta, value)
     fused.meta = {**learners.meta}
     add.replace_all_uses_with(copies[chain[-1]])
     for node in (add, *reversed(chain)):

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, Gate, Learners
+from acm_compiler.acm.reference import Weights
 from acm_compiler.passes.rewrite.dense_region import dense_linear
+from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 
@@ -30,6 +32,15 @@ def new_learners(site: PlannedSite, *, like: Tensor) -> Learners:
         device=like.device,
         dtype=like.dtype,
     )
+
+
+@torch.no_grad()
+def fitted_learners(site: PlannedSite, weights: Weights, *, like: Tensor) -> Learners:
+    """The learners that `site` plans with these weights, on the device and in the type of `like`."""
+    learners = new_learners(site, like=like)
+    for name, parameter in learners.named_parameters():
+        parameter.copy_(getattr(weights, name))
+    return kept(learners)
 
 
 def build_acm(site: PlannedSite, *, like: Tensor, unit: float, cls: type[ACM] = ACM) -> ACM:
@@ -74,6 +85,13 @@ def start(acm: ACM, site: PlannedSite, tensors: Mapping[str, Tensor]) -> None:
         acm.state = "dense"
         if bias is not None:
             learners.b_out.copy_(bias)
+
+
+def make_like(part: nn.Module, before: nn.Module) -> None:
+    """Let a new part of an ACM train and have gradients if the one before it did."""
+    part.train(before.training)
+    part.requires_grad_(any(parameter.requires_grad for parameter in before.parameters()))
+    mark_initialized(part)
 
 
 def mark_initialized(module: nn.Module) -> None:

@@ -7,7 +7,8 @@ Shapes: T tokens, D in, F hidden neurons, O out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import resolve
-from acm_compiler.errors import NoDenseRegion, PlanMismatch
+from acm_compiler.acm.module import Tap
+from acm_compiler.errors import NoDenseRegion, PlanMismatch, TrainingFailed
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.decisions import PlannedSite
@@ -117,6 +119,23 @@ def _expected_shapes(site: Site) -> list[tuple[int, int]]:
     return [*[(site.dense_width, site.d_in)] * len(site.first), (site.d_out, site.dense_width)]
 
 
+def pass_on(acm: ACM, x: Tensor, output: Tensor) -> None:
+    """The tap that looks at nothing: the dense region's output is passed on."""
+
+
+@contextmanager
+def dense_regions_run(acms: Iterable[ACM], tap: Tap = pass_on) -> Iterator[None]:
+    """While open, these ACMs run the dense regions they replaced, whose outputs `tap` is shown."""
+    acms = list(acms)
+    for acm in acms:
+        acm.tap = tap
+    try:
+        yield
+    finally:
+        for acm in acms:
+            acm.tap = None
+
+
 @torch.no_grad()
 def weights_digest(sites: Iterable[Site], model: nn.Module) -> str | None:
     """A digest of the dense weights that `sites` replace; None for a model without values (meta).
@@ -173,11 +192,29 @@ def read_dense(found: Rewritten) -> dict[str, DenseWeights]:
     return {name: _weights_of(found.plan.site(name), tensors) for name in found.acms}
 
 
-def broken_weights(found: Rewritten) -> dict[str, Tensor]:
-    """The weights of the model before the rewrite that are not finite, by their names there.
+@contextmanager
+def broken_weights_named(found: Rewritten) -> Iterator[None]:
+    """Inside, a TrainingFailed names the weights at fault, where some of the model before the rewrite are not finite.
 
     Buffers count where they hold nan: an infinity may be meant there, as in a mask.
     """
+    try:
+        yield
+    except TrainingFailed as seen:
+        broken = _broken_weights(found)
+        if not broken:
+            raise
+        name, tensor = next(iter(broken.items()))
+        more = f"; {len(broken) - 1} more of the model's weights are broken" if len(broken) > 1 else ""
+        raise TrainingFailed(
+            "the model's own weights are not finite",
+            where=name,
+            found=f"nan or infinity in {int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values{more}",
+            fix="load or train the model anew before the rewrite: nothing can be fitted to such weights",
+        ) from seen
+
+
+def _broken_weights(found: Rewritten) -> dict[str, Tensor]:
     of_acms = {id(tensor) for acm in found.acms.values() for tensor in named_tensors(acm).values()}
     kept = {name: tensor for name, tensor in named_tensors(found.model).items() if id(tensor) not in of_acms}
     return {name: t.detach() for name, t in (kept | _replaced(found)).items() if _is_broken(t)}

@@ -18,6 +18,7 @@ from acm_compiler.runtime.budgets import Setting, setting_of
 from acm_compiler.runtime.control import PHASES
 
 OWN = "acm_budget"
+_NAMES = ("budget", "prefill_budget")
 # the way out of a choice that no budget gives
 SET_ONE = "acm.set_budget(model, 0.5), then save it; or --additional-config '{\"acm_budget\": 0.5}'"
 
@@ -27,6 +28,11 @@ class Settings(NamedTuple):
 
     prefill: Setting
     decode: Setting
+
+    @property
+    def by_phase(self) -> bool:
+        """True if a prompt runs at another budget than what is written behind it."""
+        return self.prefill != self.decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +46,6 @@ class SavedBudgets:
     own: Settings
     rules: Mapping[str, Any]
     choices: Mapping[str, Mapping[str, tuple[float, int, int]]] | None
-
-    @property
-    def has_phases(self) -> bool:
-        """True if prompts run at another budget than what is written."""
-        return self.own.prefill != self.own.decode
 
     @classmethod
     def read(cls, folder: str, options: Any = None) -> SavedBudgets:
@@ -94,6 +95,12 @@ def _settings(owner: Conversion, budget: Any) -> Settings:
     return Settings(*(setting_of(owner, budget[phase]) for phase in PHASES))
 
 
+def asked_by(sampling_params: Any) -> dict[str, Any]:
+    """The budgets among a request's extra arguments, by name."""
+    extra = sampling_params.extra_args or {}
+    return {name: extra[name] for name in _NAMES if extra.get(name) is not None}
+
+
 class Row(NamedTuple):
     """A request in the batch: how many tokens its prompt has, and its settings."""
 
@@ -119,7 +126,7 @@ class TokenSettings:
         A token is of the prompt by its position, however the prompt is cut into batches, and when it is run again.
         """
         rows = [self.rows[i] for i in range(len(starts) - 1)] if self.rows else []
-        if all(row.settings == self.own for row in rows) and self.own.prefill == self.own.decode:
+        if all(row.settings == self.own for row in rows) and not self.own.by_phase:
             if not self._is_own:
                 self.knob.fill_(self.own.prefill.knob)
                 self.k_lo.fill_(self.own.prefill.k_lo)

@@ -16,6 +16,8 @@ from acm_compiler.serving.vllm.budgets import SavedBudgets
 from acm_compiler.serving.vllm.processor import processor_for
 from acm_compiler.sources.from_hf import recorded_config
 
+SCHEDULER = "acm_compiler.serving.vllm.scheduler.make_scheduler"
+
 
 class FolderConfig(PreTrainedConfig):
     """The config.json of a saved folder, which transformers reads as the config of the model before conversion."""
@@ -37,7 +39,8 @@ class FolderConfig(PreTrainedConfig):
             )
         config = recorded_config(record)
         config.architectures, config.name_or_path = [ARCHITECTURE], folder
-        config.acm_plan = description["digests"]["plan.json"]  # vLLM keeps compiled graphs by the config's values
+        # vLLM keeps compiled graphs by the config's values, and sizes, costs and rules of gates are constants in them
+        config.acm_save = description["save"]
         return (config, {}) if options.get("return_unused_kwargs") else config
 
 
@@ -50,13 +53,9 @@ class Limits(VerifyAndUpdateConfig):
         for words, fix in _refusals(vllm_config):
             raise UsageError(f"a converted model cannot be served with {words}", fix=fix)
         model = vllm_config.model_config
-        saved = SavedBudgets.read(model.model, vllm_config.additional_config)
-        if saved.has_phases and vllm_config.cache_config.enable_prefix_caching:
-            raise UsageError(
-                "budgets by phase and prefix caching: written text is cached at the budget of decode, and would be "
-                "taken for a prompt's",
-                fix="start vLLM with --no-enable-prefix-caching, or set one budget",
-            )
+        SavedBudgets.read(model.model, vllm_config.additional_config)
+        if vllm_config.cache_config.enable_prefix_caching:
+            vllm_config.scheduler_config.scheduler_cls = SCHEDULER
         model.logits_processors = [*(model.logits_processors or ()), processor_for(vllm_config)]
 
 
@@ -75,5 +74,7 @@ def _refusals(vllm_config: Any) -> Iterator[tuple[str, str]]:
         yield "--quantization", "acm.quantize(model) makes learners int8; save the model after it"
     if model.enable_prompt_embeds:
         yield "--enable-prompt-embeds", "send token ids or text"
+    if vllm_config.cache_config.enable_prefix_caching and vllm_config.scheduler_config.scheduler_cls is not None:
+        yield "prefix caching by another scheduler", "start vLLM with --no-enable-prefix-caching"
     if model.runner_type != "generate":
         yield f"--runner {model.runner_type}", "acmc serve serves models of embeddings and classes"

@@ -11,9 +11,8 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
 from acm_compiler.errors import AcmError
-from acm_compiler.serving.vllm.budgets import Row, SavedBudgets, token_settings
+from acm_compiler.serving.vllm.budgets import Row, SavedBudgets, asked_by, token_settings
 
-_NAMES = ("budget", "prefill_budget")
 _FOLDER = "Folder_"
 
 
@@ -26,7 +25,7 @@ class Budgets(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Raise VLLMValidationError, which clients get as status 400, for budgets that cannot be kept."""
-        asked = _asked(sampling_params)
+        asked = asked_by(sampling_params)
         if not asked:
             return
         if cls.refusal:
@@ -53,16 +52,7 @@ class Budgets(LogitsProcessor):
         process_dict_updates(self._tokens.rows, batch_update, self._row)
 
     def _row(self, sampling_params: Any, prompt: list[int] | None, written: list[int]) -> Row:
-        return Row(len(prompt or ()), self._saved.of_request(_asked(sampling_params)))
-
-
-class CachedPrefixes(Budgets):
-    """Refuses budgets in requests, because their prompts may come from a cache of another budget."""
-
-    refusal = (
-        "a request's budget cannot be kept while prefix caching is on: keys cached at another budget would be read; "
-        "start vLLM with --no-enable-prefix-caching"
-    )
+        return Row(len(prompt or ()), self._saved.of_request(asked_by(sampling_params)))
 
 
 class OtherDevice(Budgets):
@@ -72,11 +62,6 @@ class OtherDevice(Budgets):
         "budgets of requests are kept on CPUs alone; the server's own budget holds: "
         "--additional-config '{\"acm_budget\": 0.5}'"
     )
-
-
-def _asked(sampling_params: Any) -> dict[str, Any]:
-    extra = sampling_params.extra_args or {}
-    return {name: extra[name] for name in _NAMES if extra.get(name) is not None}
 
 
 _saved = cache(SavedBudgets.read)
@@ -89,8 +74,6 @@ def processor_for(vllm_config: Any) -> str:
     """
     if not current_platform.is_cpu():
         name = OtherDevice.__name__
-    elif vllm_config.cache_config.enable_prefix_caching:
-        name = CachedPrefixes.__name__
     else:
         name = _FOLDER + vllm_config.model_config.model.encode().hex()
     return f"{__name__}:{name}"

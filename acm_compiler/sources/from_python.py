@@ -1,4 +1,4 @@
-"""Functions of the user's, named in a recipe as `python:package.module:function`."""
+"""Functions of the user's, named as `python:package.module:function`: found, called, and asked for a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from functools import reduce
 from typing import Any
 
 from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.recipe.models import ModelConfig
+from acm_compiler.sources.built import Device, Found, check_arguments, expect_module, load_own_file, refuse_names
 from acm_compiler.sources.user_code import Attempt, failed, users_code
 
 PREFIX = "python:"
@@ -69,3 +71,16 @@ def run_function(reference: str, function: Callable[..., Any], arguments: Mappin
     """Call `function`, named by `reference`; FunctionFailed, with the user's own frames, where it raises."""
     with users_code(reference, "the function raised"):
         return function(**arguments)
+
+
+def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
+    """Call the function, whose model stays on the device that it chose: it may need values."""
+    refuse_names(config)
+    function = find_function(config.name)
+    check_arguments(function, config)
+    returned = run_function(config.name, function, config.args)
+    model, example = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    model = expect_module(model, config.name)
+    if weights:
+        load_own_file(model, config)
+    return Found(model=model, example=None if example is None else lambda _: example)

@@ -1,0 +1,206 @@
+"""The model's answer to an example: by what sites are judged, its padding, and how far learners move it.
+
+Shapes: B batch, S tokens, V classes.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM, Learners
+from acm_compiler.acm.precision import to_float64
+from acm_compiler.errors import AcmError, UsageError
+from acm_compiler.passes.capture.graph import tensors
+from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.dense_region import pass_on
+from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.masks import call_mask
+from acm_compiler.runtime.measure_budgets import Example
+from acm_compiler.sources.inputs import Inputs, call_model, refuse_labels, split_inputs
+from acm_compiler.sources.user_code import Attempt, first_line, raising_line, with_frames
+
+Answer = Callable[[Any, Tensor | None], Tensor | list[Tensor]]
+_NAMED = ("logits", "last_hidden_state")
+
+
+def default_answer(output: Any, mask_BS: Tensor | None = None) -> list[Tensor]:
+    """The tensors of `output` that matter: `logits`, else `last_hidden_state`, else all floating tensors in it.
+
+    Logits of tokens [B, S, V] are judged by their probabilities; others are centred: what shifts all classes alike
+    changes nothing.
+    """
+    for name in _NAMED:
+        tensor = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            return [_judged(tensor) if name == "logits" else tensor]
+    parts = list(output.values()) if isinstance(output, Mapping) else output
+    if isinstance(parts, (tuple, list)):
+        return [tensor for part in parts for tensor in default_answer(part)]
+    return [output] if isinstance(output, Tensor) and output.is_floating_point() else []
+
+
+def _judged(logits: Tensor) -> Tensor:
+    return root_probabilities(logits) if logits.dim() == 3 else logits - logits.mean(-1, keepdim=True)
+
+
+def root_probabilities(logits_BSV: Tensor, mask_BS: Tensor | None = None) -> Tensor:
+    """Twice the roots of the probabilities, in fp32 or more, [B, S, V]; 0 where the mask is.
+
+    The squared change of these is, to second order, twice the divergence of the new distribution from the old: logits
+    of tokens that will not come count for nothing.
+    """
+    return _RootProbabilities.apply(logits_BSV, mask_BS)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RootProbabilities(torch.autograd.Function):
+    """The function with a gradient that needs the roots alone: one tensor of this size is kept, one made for it.
+
+    Roots r, probabilities p = r^2 / 4: dr = r / 2 (dz - p dz).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_BSV: Tensor, mask_BS: Tensor | None) -> Tensor:
+        dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
+        roots_BSV = logits_BSV.log_softmax(-1, dtype=dtype).mul_(0.5).add_(math.log(2)).exp_()
+        if mask_BS is not None:
+            roots_BSV.mul_(mask_BS[..., None])
+        ctx.save_for_backward(roots_BSV)
+        ctx.dtype = logits_BSV.dtype
+        return roots_BSV
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BSV: Tensor) -> tuple[Tensor, None]:
+        (roots_BSV,) = ctx.saved_tensors
+        along_BS1 = torch.linalg.vecdot(gradient_BSV, roots_BSV)[..., None]
+        change_BSV = torch.addcmul(gradient_BSV, roots_BSV, along_BS1, value=-0.25).mul_(roots_BSV).mul_(0.5)
+        return change_BSV.to(ctx.dtype), None
+
+
+def answers(output: Any, answer: Answer, mask_BS: Tensor | None = None) -> list[Tensor]:
+    """`answer(output, mask)` as a list; UsageError when it holds no floating tensor with a batch axis."""
+    found: object = answer(output, mask_BS)
+    parts = found if isinstance(found, (list, tuple)) else [found]
+    tensors = [t for t in parts if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
+    if answer is not default_answer and (not tensors or len(tensors) < len(parts)):
+        raise UsageError(
+            "answer gave what the sites cannot be judged by",
+            found=", ".join(f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in parts),
+            expected="a floating tensor [batch, ...], or a list of such",
+        )
+    if not tensors:
+        raise UsageError(
+            "the model's output holds no floating tensor to judge the sites by",
+            found=type(output).__name__,
+            expected="a tensor, a tuple or mapping of tensors, or an object with `logits` or `last_hidden_state`",
+        )
+    return tensors
+
+
+def _real_tokens(tensor: Tensor, mask_BS: Tensor | None) -> list[Any]:
+    """Index of what is no padding for every example of `tensor` [B, ...]; of all where no mask fits its tokens."""
+    if mask_BS is None or tensor.dim() < 3 or tensor.shape[:2] != mask_BS.shape:
+        return [...] * len(tensor)
+    return list(mask_BS.to(tensor.device))
+
+
+def random_directions(
+    tensors: list[Tensor], mask_BS: Tensor | None, *, first: int, seed: int, number: int = 0
+) -> list[Tensor]:
+    """A standard normal tensor of the shape and type of each of `tensors`, 0 at padding.
+
+    `number` counts independent directions of one output. Each example draws its own, by `seed` and its place in the
+    data (`first` + its row), so that neither padding nor the cut into batches changes what is drawn.
+    """
+    directions = []
+    for part, tensor in enumerate(tensors):
+        direction = torch.zeros_like(tensor, requires_grad=False)
+        for row, real in enumerate(_real_tokens(tensor, mask_BS)):
+            # CPU generators use 32 bits of a seed
+            own_seed = zlib.crc32(f"{seed} {part} {first + row} {number}".encode())
+            generator = torch.Generator(tensor.device).manual_seed(own_seed)
+            shape = tensor.shape[1:] if real is ... else (int(real.sum()), *tensor.shape[2:])
+            drawn = torch.randn(shape, generator=generator, device=tensor.device, dtype=torch.float32)
+            direction[row][real] = drawn.to(direction)
+        directions.append(direction)
+    return directions
+
+
+def energy(tensors: list[Tensor], mask_BS: Tensor | None) -> float:
+    """|output|^2, padding left out."""
+    total = 0.0
+    for tensor in tensors:
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        for example, real in zip(tensor, _real_tokens(tensor, mask_BS), strict=True):
+            norms = torch.linalg.vector_norm(example, dim=-1, dtype=dtype)[real]
+            total += float(to_float64(norms).square().sum())
+    return total
+
+
+def run(found: Rewritten, inputs: Inputs) -> Any:
+    """The model's output for one batch; UsageError, with the model's own error, where it raises."""
+    refuse_labels(inputs, planned=found.plan.model.inputs)
+    attempt = Attempt()
+    with attempt:
+        return call_model(found.model, inputs)
+    error = attempt.error
+    assert error is not None
+    if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
+        raise error
+    what = "a batch is a tensor, a tuple of arguments or a mapping"
+    raise UsageError(
+        f"the model itself raises on a batch of {shapes_of(inputs)}",
+        where=raising_line(error),
+        found=first_line(error),
+        expected="what the model takes, in its type and on its device",
+        fix=with_frames(f"{what}; leave out labels: (x for x, label in loader)", error),
+    ) from error
+
+
+def shapes_of(inputs: Inputs) -> str:
+    """The tensors of a batch as `float32 [8, 3, 32, 32] on cpu`."""
+    shown = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}" for t in tensors(inputs)]
+    return ", ".join(shown) or "no tensors"
+
+
+def mask_in(model: nn.Module, example: Example) -> Tensor | None:
+    """The padding mask [batch, tokens] that is known of a batch, bool."""
+    inputs, mask = example
+    if mask is not None:
+        return mask.bool()
+    said = call_mask(model, *split_inputs(inputs))
+    return None if said is None else said.tokens()
+
+
+def answers_with(found: Rewritten, learners: Mapping[str, Learners], example: Example, answer: Answer) -> list[Tensor]:
+    """The model's answer when these sites run all of these learners, and all others their dense regions."""
+    with batch_context(found.model, mask=example[1]), _running(found.acms, learners):
+        return answers(run(found, example[0]), answer, mask_in(found.model, example))
+
+
+def relative_change(before: list[Tensor], after: list[Tensor], mask_BS: Tensor | None) -> float:
+    """The size of the difference of two answers over that of the one before; padding left out."""
+    moved = energy([a - b for a, b in zip(after, before, strict=True)], mask_BS)
+    return (moved / max(energy(before, mask_BS), 1e-300)) ** 0.5
+
+
+@contextmanager
+def _running(acms: Mapping[str, ACM], learners: Mapping[str, Learners]) -> Iterator[None]:
+    before = {acm: (acm.learners, acm.state, acm.tap) for acm in acms.values()}
+    try:
+        for name, acm in acms.items():
+            if name in learners:
+                acm.learners, acm.state = learners[name], "learners"
+                acm.set_choices(knob=0.0, k_lo=acm.count, k_hi=acm.count)
+            else:
+                acm.tap = pass_on
+        yield
+    finally:
+        for acm, parts in before.items():
+            acm.learners, acm.state, acm.tap = parts

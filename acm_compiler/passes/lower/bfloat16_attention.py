@@ -1,0 +1,53 @@
+"""Attention of float32 values on a CPU in bfloat16, where that is asked for, in graphs without gradients.
+
+before:  y = scaled_dot_product_attention(q, k, v, ...)
+after:   y = to(scaled_dot_product_attention(to(q, bfloat16), to(k, bfloat16), to(v, bfloat16), ...), float32)
+
+Once the linears of a model are int8, attention is what takes most of its time, and processors multiply bfloat16 faster
+than float32. Sums and the softmax stay float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from acm_compiler.passes.capture.op_names import argument
+from acm_compiler.passes.lower.acm_nodes import value_of
+
+_ATTENTION = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+_NAMES = ("query", "key", "value")
+
+
+def lower_attention(graph: fx.Graph) -> int:
+    """Convert in place; how many attentions were."""
+    if any(node.target is torch._C._set_grad_enabled for node in graph.nodes):
+        return 0
+    return sum(_lower(node) for node in list(graph.nodes) if node.target in _ATTENTION)
+
+
+def _lower(node: fx.Node) -> bool:
+    operands = [argument(node, i, name) for i, name in enumerate(_NAMES)]
+    values = [value_of(operand) for operand in operands]
+    if any(value is None or value.dtype != torch.float32 or value.device.type != "cpu" for value in values):
+        return False
+    options = {name: value for name, value in node.kwargs.items() if name not in _NAMES}
+    with node.graph.inserting_before(node):
+        narrow = [_converted(operand, torch.bfloat16) for operand in operands]
+        small = node.graph.call_function(F.scaled_dot_product_attention, (*narrow, *node.args[3:]), options)
+        wide = node.graph.call_method("to", (small, torch.float32))
+    wide.meta = {**node.meta}
+    small.meta = {**node.meta}
+    if (value := value_of(node)) is not None:
+        small.meta["example_value"] = value.to(torch.bfloat16)
+    node.replace_all_uses_with(wide)
+    node.graph.erase_node(node)
+    return True
+
+
+def _converted(operand: fx.Node, dtype: torch.dtype) -> fx.Node:
+    node = operand.graph.call_method("to", (operand, dtype))
+    value = value_of(operand)
+    node.meta = {**operand.meta, "example_value": None if value is None else value.to(dtype)}
+    return node

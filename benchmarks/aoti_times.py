@@ -1,0 +1,79 @@
+"""Time of an exported package beside the model that it is of: eager, compiled by backend "acm", and as a package.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.aoti_times runs/digits --batch 1 --batch 64
+
+DIR is a saved model of a recipe with data. All run on one thread, in turn, `--rounds` times at each budget; printed is
+the least processor time of each, and its ratio to the compiled model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import acm_compiler as acm
+from acm_compiler.exporting.aoti import runner
+from acm_compiler.recipe.resolved import installed_versions
+from acm_compiler.runs.recipe_run import open_saved_run
+
+BUDGETS = (0.25, 0.4, 0.6, 0.8, 1.0)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--batch", type=int, action="append", help="examples in a call; repeatable")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model = (run := open_saved_run(options.directory)).model
+    inputs: Any = run.inputs(2)
+    if not isinstance(inputs, Tensor):
+        parser.error("this compares models of one tensor")
+    with TemporaryDirectory() as folder:
+        file = acm.export(model, folder, inputs, "aoti")
+        facts = json.loads(file.with_name("export.json").read_text())
+        print(f"relative error over its budgets {facts['relative_error']:.1e}; {file.stat().st_size / 1e6:.1f} MB")
+        package = runner(file.parent)
+    compiled: Any = torch.compile(model, backend="acm", dynamic=True)
+    print(f"processor {facts['processor']}, {installed_versions()}")
+    for batch in options.batch or [1, 64]:
+        x: Any = run.inputs(batch)
+        for budget in BUDGETS:
+            acm.set_budget(model, budget)
+            share = torch.tensor(budget)
+            ways: dict[str, Callable[[], Any]] = {
+                "eager": lambda x=x: model(x),
+                "compiled": lambda x=x: compiled(x),
+                "package": lambda x=x, share=share: package(x, budget=share),
+            }
+            times = least_times(ways, options.rounds)
+            shown = ", ".join(f"{name} {t * 1e3:.2f} ms ({t / times['compiled']:.2f})" for name, t in times.items())
+            difference = (package(x, budget=share) - model(x)).abs().max() / model(x).abs().max()
+            print(f"batch {batch}, budget {budget:.2f}: {shown}; difference {float(difference):.1e}")
+
+
+def least_times(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The least processor time of a call of each, in seconds, taken in turn after one call that does not count."""
+    for call in ways.values():
+        call()
+    times = {name: float("inf") for name in ways}
+    for _ in range(rounds):
+        for name, call in ways.items():
+            start = time.process_time()
+            call()
+            times[name] = min(times[name], time.process_time() - start)
+    return times
+
+
+if __name__ == "__main__":
+    main()

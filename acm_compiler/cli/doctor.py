@@ -19,7 +19,8 @@ _BACKEND = "acm"
 
 def doctor(json: JsonOption = False) -> None:
     """Print the facts; exit code 1 when something is broken that every run needs."""
-    from acm_compiler.codegen.cpu.build import find_compiler
+    from acm_compiler.codegen.cpu.build import digest, find_compiler
+    from acm_compiler.codegen.cpu.levels import find_prebuilt, levels_here
 
     out = Output(json=json)
     versions, devices, backend = _versions(), _devices(), _backend()
@@ -30,18 +31,29 @@ def doctor(json: JsonOption = False) -> None:
     rows += [("device", device) for device in devices]
     rows += [("backend", backend["error"] or f"torch.compile(model, backend={_BACKEND!r}) finds it")]
     rows += [("C++ compiler of Inductor", compiler or f"none found{named}: graphs run uncompiled on the CPU")]
-    rows += [("C++ compiler of the CPU kernel", kernel_compiler or "none found: ACMs run on plain torch operations")]
+    level, prebuilt = levels_here()[0].name, find_prebuilt(digest())
+    ready = None if prebuilt is None else prebuilt[0].name
+    without = "none found" if ready else "none found: ACMs run on plain torch operations"
+    rows += [("C++ compiler of the CPU kernel", kernel_compiler or without)]
+    rows += [("CPU kernel", _kernel(level, ready, compiles=kernel_compiler is not None))]
     rows += [("recipes", ", ".join(recipes) or "none found")]
     out.table(rows)
     missing = None if recipes else "the shipped recipes are missing"
     problems = [f"{problem}; reinstall acm_compiler" for problem in (backend["error"], missing) if problem]
-    compilers = {"compiler": compiler, "kernel_compiler": kernel_compiler}
+    kernel = {"level": level, "prebuilt": ready}
+    compilers = {"compiler": compiler, "kernel_compiler": kernel_compiler, "kernel": kernel}
     facts = {"versions": versions, "devices": devices, "backend": backend, **compilers, "recipes": recipes}
     out.document({**facts, "problems": problems})
     for problem in problems:
         out.error(problem)
     if problems:
         raise typer.Exit(1)
+
+
+def _kernel(level: str, ready: str | None, *, compiles: bool) -> str:
+    if ready is not None and (ready == level or not compiles):
+        return f"came with the package, for {ready}" + (f" (this processor has {level})" if ready != level else "")
+    return f"compiled at first use, for {level}" if compiles else "none"
 
 
 def _versions() -> dict[str, str | None]:

@@ -11,6 +11,7 @@ from acm_compiler.acm import ops
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.cpu import build as build_cpu
+from acm_compiler.codegen.cpu.levels import levels_here
 from acm_compiler.errors import UsageError
 from tests.acm.test_reference import OUT, D
 from tests.helpers.asan_cases import T, gate_call, gated_call, learners_call
@@ -139,7 +140,7 @@ def test_no_call_reads_or_writes_beyond_its_tensors(tmp_path, monkeypatch):
     if not all("/" in file for file in preloaded):
         pytest.skip("the compiler has no AddressSanitizer")
     library = tmp_path / "learners.so"
-    build_cpu._compile([*build_cpu._command(), "-O1", "-fsanitize=address"], library)
+    build_cpu.compile_library([*build_cpu.command_for(levels_here()[0]), "-O1", "-fsanitize=address"], library)
     monkeypatch.setenv("LD_PRELOAD", " ".join(preloaded))
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
     monkeypatch.setenv("ACM_KERNEL", "reference")  # the library of other runs stays out

@@ -356,7 +356,7 @@ def test_a_folder_that_knows_no_locks_is_compiled_in_all_the_same(tmp_path, monk
             raise NotImplementedError("no locks here")
 
     monkeypatch.setattr(build, "FileLock", Refused)
-    monkeypatch.setattr(build, "_compile", lambda command, target: target.touch())
+    monkeypatch.setattr(build, "compile_library", lambda command, target: target.touch())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.library_file().is_file()
 

@@ -1,4 +1,4 @@
-"""Compile the CPU kernel once, with the C++ compiler that Inductor needs too, and keep the library on disk."""
+"""The library of the CPU kernel: the wheel's own, or compiled once by the compiler that Inductor needs too."""
 
 from __future__ import annotations
 
@@ -19,21 +19,12 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from acm_compiler.codegen.cpu.levels import Level, find_prebuilt, levels_here
 from acm_compiler.errors import KernelUnavailable
 
 SOURCE = Path(__file__).with_name("learners.cpp")
 _HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _COMPILERS = ("g++", "clang++", "c++")
-_VECTORS = {
-    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
-    "AVX512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw"],
-}
-# what some processors with AVX-512 have besides
-_MORE = (
-    (torch.cpu._is_avx512_bf16_supported, ["-mavx512bf16"]),
-    (torch.cpu._is_vnni_supported, ["-mavx512vnni"]),
-    (torch.cpu._is_amx_tile_supported, ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]),
-)
 _TIMEOUT_S = 900
 _LOG = logging.getLogger("acm_compiler.backend")
 
@@ -41,23 +32,32 @@ _LOG = logging.getLogger("acm_compiler.backend")
 def library_file() -> Path:
     """The shared library of the CPU kernel for this torch and this processor, compiled if it is not there yet.
 
-    KernelUnavailable when there is no compiler, or it fails.
+    The wheel's own, if it has one for all that this processor can, or where there is no compiler.
+    KernelUnavailable when there is none, or it fails.
     """
-    command = [*_command(), f'-DACM_BUILT="{built_from()}"']
+    level, prebuilt = levels_here()[0], find_prebuilt(digest())
+    if prebuilt is not None and (prebuilt[0] is level or find_compiler() is None):
+        return prebuilt[1]
+    command = command_for(level)
     text = "\n".join([_sources(), f"{torch.__version__} {torch.version.git_version}", *command])
     target = _cache() / f"learners-{hashlib.sha256(text.encode()).hexdigest()[:20]}.so"
     if not target.is_file():
         with _alone(target):
             if not target.is_file():
-                _compile(command, target)
+                compile_library(command, target)
     return target
 
 
 @functools.cache
 def built_from() -> str:
     """The version that the operators of packages check: this package's, and a digest of the kernel's sources."""
-    digest = hashlib.sha256(_sources().encode()).hexdigest()[:8]
-    return f"acm_compiler {importlib.metadata.version('acm_compiler')} (kernel {digest})"
+    return f"acm_compiler {importlib.metadata.version('acm_compiler')} (kernel {digest()})"
+
+
+@functools.cache
+def digest() -> str:
+    """A digest of the kernel's sources."""
+    return hashlib.sha256(_sources().encode()).hexdigest()[:8]
 
 
 def _sources() -> str:
@@ -73,8 +73,8 @@ def find_compiler() -> str | None:
     return None
 
 
-def _command() -> list[str]:
-    """The compiler call without files."""
+def command_for(level: Level) -> list[str]:
+    """The compiler call without files. KernelUnavailable without a compiler."""
     compiler = find_compiler()
     if compiler is None:
         raise KernelUnavailable(
@@ -82,14 +82,11 @@ def _command() -> list[str]:
             expected=f"one of {', '.join(_COMPILERS)} on the path, or CXX",
             fix="install one, for example the package g++",
         )
-    home, capability = Path(torch.__file__).parent, torch.backends.cpu.get_cpu_capability()
+    home = Path(torch.__file__).parent
     command = [compiler, "-std=c++20", "-O3", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
     if sys.platform != "darwin":
         command.append("-fopenmp")
-    if capability in _VECTORS:
-        command += [*_VECTORS[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
-    if capability == "AVX512":
-        command += [flag for has, flags in _MORE if has() for flag in flags]
+    command += [*level.options, f'-DACM_BUILT="{built_from()}"']
     command += [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
     return [*command, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
 
@@ -115,7 +112,8 @@ def _alone(target: Path) -> Iterator[None]:
         yield
 
 
-def _compile(command: list[str], target: Path) -> None:
+def compile_library(command: list[str], target: Path) -> None:
+    """Compile the sources by that call to `target`, whole or not at all. KernelUnavailable when that fails."""
     _LOG.info("compiling the CPU kernel, once for this machine: takes about 20 seconds")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

@@ -1,0 +1,123 @@
+"""Levels of instructions of the CPU kernel, and the libraries that a wheel carries."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from acm_compiler.codegen.cpu import build, levels
+from acm_compiler.errors import KernelUnavailable
+
+ROOT = Path(__file__).parents[2]
+NAMES = [level.name for level in levels.X86]
+
+
+def processor(monkeypatch, capability, *more):
+    """A processor of this capability, with what `more` names beside."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    changed = [
+        levels.Level(name=one.name, capability=one.capability, flags=one.flags, runs=lambda n=one.name: n in more)
+        if one.name in NAMES[2:]
+        else one
+        for one in levels.X86
+    ]
+    monkeypatch.setattr(levels, "X86", tuple(changed))
+
+
+@pytest.mark.parametrize(
+    ("capability", "more", "expected"),
+    [
+        ("DEFAULT", (), ["plain"]),
+        ("NEON", NAMES, ["plain"]),
+        ("AVX2", NAMES, ["avx2"]),
+        ("AVX512", (), ["avx512", "avx2"]),
+        ("AVX512", ("avx512-vnni",), ["avx512-vnni", "avx512", "avx2"]),
+        ("AVX512", NAMES[2:], NAMES[::-1]),
+        ("AVX512", ("amx",), ["avx512", "avx2"]),  # nothing has that
+    ],
+)
+def test_a_processor_runs_its_level_and_those_below(monkeypatch, capability, more, expected):
+    processor(monkeypatch, capability, *more)
+    assert [level.name for level in levels.levels_here()] == expected
+
+
+def test_each_level_has_all_that_the_one_below_has():
+    for below, above in zip(levels.X86, levels.X86[1:], strict=False):
+        assert set(below.flags) < set(above.flags)
+
+
+@pytest.fixture
+def carried(monkeypatch, tmp_path):
+    """A function that lets the installation carry libraries of these levels, and its folder."""
+    monkeypatch.setattr(levels, "FOLDER", tmp_path)
+
+    def carry(*names):
+        for level in levels.X86:
+            if level.name in names:
+                (tmp_path / levels.file_name(level, build.digest())).touch()
+
+    return carry
+
+
+def test_the_wheels_library_is_taken_for_all_that_the_processor_has(monkeypatch, carried, tmp_path):
+    processor(monkeypatch, "AVX512", "avx512-vnni")
+    carried("avx2", "avx512-vnni", "amx")
+    assert build.library_file() == tmp_path / levels.file_name(levels.X86[2], build.digest())
+
+
+def test_a_lower_one_is_taken_where_there_is_no_compiler(monkeypatch, carried, tmp_path):
+    processor(monkeypatch, "AVX512", *NAMES[2:])
+    carried("avx2", "avx512")
+    compiled = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "compile_library", lambda command, target: compiled.append(command) or target.touch())
+    assert build.library_file().parent == tmp_path / "cache/acm_compiler" and "-mamx-bf16" in compiled[0]
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    assert build.library_file() == tmp_path / levels.file_name(levels.X86[1], build.digest())
+
+
+@pytest.mark.parametrize("other", ["sources", "torch"])
+def test_one_of_other_sources_or_another_torch_is_not(monkeypatch, carried, other):
+    processor(monkeypatch, "AVX2")
+    carried("avx2")
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    if other == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
+    else:
+        monkeypatch.setattr(build, "digest", lambda: "00000000")
+    with pytest.raises(KernelUnavailable, match="no C\\+\\+ compiler"):
+        build.library_file()
+
+
+ASK = """
+import logging, torch
+from acm_compiler.acm import ops
+from acm_compiler.codegen.cpu import build
+from tests.codegen.test_cpu_kernel import drawn, draw_k, D
+assert build.find_compiler() is None
+with torch.no_grad():
+    ops.learners(torch.randn(9, D), draw_k(9, "mixed"), drawn("mlp", torch.float32))
+print(build.library_file(), torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", "CPU"))
+"""
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_needs_no_compiler(tmp_path):
+    level = levels.levels_here()[-1].name
+    script = [sys.executable, str(ROOT / "scripts/build_wheel.py"), "--out", str(tmp_path), "--levels", level]
+    subprocess.run(script, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith(".whl") and "-py3-none-manylinux_" in wheel.name
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(tmp_path / "site")
+    assert len(list((tmp_path / "site/acm_compiler/codegen/cpu/prebuilt").iterdir())) == 1
+    (tmp_path / "site/tests").symlink_to(ROOT / "tests")
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run([sys.executable, "-c", ASK], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    file, native = done.stdout.split()
+    assert file.startswith(str(tmp_path / "site")) and native == "True"

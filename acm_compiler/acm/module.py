@@ -112,7 +112,9 @@ class ACM(nn.Module):
         elif self.training and self.temperature is not None:
             y = self._run_relaxed(x, self.temperature)
         else:
-            weights = self.weights()
+            weights = learners.weights()
+            if self.adapter is not None:
+                weights = self.adapter(weights)
             if x.dtype != weights.b_out.dtype:
                 refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
@@ -141,11 +143,6 @@ class ACM(nn.Module):
         if self.dense is not None:
             self.dense.eval()  # a replaced module may hold the dropout that `forward` applies
         return self
-
-    def weights(self) -> Weights:
-        """The learners' tensors, as an adapter changes them where there is one."""
-        weights = self.learners.weights()
-        return weights if self.adapter is None else self.adapter(weights)
 
     def choose(self, x_TD: Tensor, shape: torch.Size, said: Said | None = None) -> Tensor:
         """k of every token, int32 [T], for tokens of an input [*shape, D] of a batch that says so much."""
@@ -202,7 +199,8 @@ class ACM(nn.Module):
                     "call it after every forward, or end this by acm.relax(model, None)",
                     stacklevel=2,
                 )
-        y_TO = ops.relaxed(x_TD, nu_TC, self.weights(), self.k_min)
+        weights = self.learners.weights()
+        y_TO = ops.relaxed(x_TD, nu_TC, weights if self.adapter is None else self.adapter(weights), self.k_min)
         return y_TO.to(x.dtype).reshape(*shape, y_TO.shape[-1])
 
     def _run_tapped(self, x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from acm_compiler.acm import int8, ops
 from acm_compiler.acm.reference import Norm, Weights, layer_norm, run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import INT8_TOLERANCE, TOLERANCE, relative_error, require_equal
-from acm_compiler.codegen.cpu import build
 from acm_compiler.errors import UsageError, VerificationFailed
 from tests.helpers.kernel_cases import FEW, FORMS, ODD, Case, k_of, to, weights_of
 
@@ -29,20 +28,7 @@ WIDE = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def library():
-    """The compiled kernel, in charge."""
-    ops.load_kernels("cpu")
-    library = ctypes.CDLL(str(build.library_file()))
-    library.acm_want_tiles.restype = ctypes.c_bool
-    yield library
-    library.acm_want_tiles(True)
-
-
-@pytest.fixture(params=[True, False], ids=["tiles", "vectors"])
-def tiles(request, library):
-    if not library.acm_want_tiles(request.param) and request.param:
-        pytest.skip("the processor has no tiles for bytes")
+pytestmark = pytest.mark.usefixtures("library")
 
 
 def drawn(case: Case, dtype: torch.dtype = torch.float32):

@@ -1,6 +1,6 @@
 """The native CPU kernel's products of bfloat16 by tile registers (AMX), where the processor has them, and without."""
 
-import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from acm_compiler.acm import Gate, ops
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from acm_compiler.codegen.cpu import build
 from tests.helpers.kernel_cases import FORMS, ODD, Case, inputs_of, require_answer, to, weights_of
 
 HALF = torch.bfloat16
@@ -24,26 +23,7 @@ EDGES = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def library():
-    """The compiled kernel, in charge."""
-    ops.load_kernels("cpu")
-    library = ctypes.CDLL(str(build.library_file()))
-    library.acm_want_tiles.restype = ctypes.c_bool
-    yield library
-    library.acm_want_tiles(True)
-
-
-@pytest.fixture(params=[True, False], ids=["tiles", "vectors"])
-def tiles(request, library):
-    if not library.acm_want_tiles(request.param) and request.param:
-        pytest.skip("the processor has no tiles")
-
-
-@pytest.fixture
-def with_tiles(library):
-    if not library.acm_want_tiles(True):
-        pytest.skip("the processor has no tiles")
+pytestmark = pytest.mark.usefixtures("library")
 
 
 def native(x, k, w, residual=None):
@@ -52,7 +32,7 @@ def native(x, k, w, residual=None):
 
 def drawn(case):
     torch.manual_seed(0)
-    return inputs_of(Case(**{name: getattr(case, name) for name in case.__dataclass_fields__} | {"dtype": HALF}))
+    return inputs_of(replace(case, dtype=HALF))
 
 
 @pytest.mark.parametrize("case", FORMS + ODD + EDGES, ids=str)

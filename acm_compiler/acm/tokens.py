@@ -12,6 +12,14 @@ from acm_compiler.site import Layout
 def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     """`values_T` (one entry, or one row, per token of an input [*shape, D]) as [batch, tokens, ...]."""
     layout = _known(layout, site)
+    if layout.batch_axis is not None and shape[layout.batch_axis] % layout.folds:
+        raise LayoutUnknown(
+            "the tokens of an example lie along the batch here, and their number was another one when it was planned",
+            where=site,
+            found=f"{shape[layout.batch_axis]} along axis {layout.batch_axis}",
+            expected=f"a multiple of {layout.folds}",
+            fix="give inputs of the length of the example inputs, padded to it",
+        )
     values = values_T.unflatten(0, shape) if values_T.shape[0] else values_T.reshape(*shape, *values_T.shape[1:])
     if layout.batch_axis is None:
         return values_T.unsqueeze(0)

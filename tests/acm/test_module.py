@@ -123,6 +123,13 @@ def test_observers_see_k_by_example(layout, shape):
     assert torch.equal(seen[0], k.T if layout.batch_axis else k.reshape(2, 3))
 
 
+def test_examples_of_another_length_than_planned_are_refused_where_their_tokens_lie_along_the_batch():
+    acm = acm_for(planned_site("flat", layout=Layout(folds=3)))
+    with observed(acm.conversion, lambda *_: None), pytest.raises(LayoutUnknown, match="a multiple of 3") as caught:
+        acm(torch.randn(8, 8))
+    assert caught.value.where == "flat" and "length of the example inputs" in caught.value.fix
+
+
 def test_where_a_call_is_one_example_all_tokens_are_its_own():
     acm = acm_for(planned_site(layout=Layout(batch_axis=None)))
     seen = []

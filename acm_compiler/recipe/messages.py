@@ -17,14 +17,17 @@ def find_problems(error: ValidationError, document: Document, schema: type[BaseM
     """One problem per fault, in the order of the file."""
     expected: dict[KeyPath, list[str]] = {}
     problems: list[Problem] = []
-    for detail in error.errors(include_url=False):
-        path = _path_in(document.data, detail)
+    details = [(_path_in(document.data, detail), detail) for detail in error.errors(include_url=False)]
+    for path, detail in details:
         wish = expectation(detail)
         if wish is not None:
             expected.setdefault(path, []).append(wish)
         else:
             problems.append(_structural(detail, path, document, schema))
     for path, wishes in expected.items():
+        others = [o for o, detail in details if o[: len(path)] == path and (o != path or expectation(detail) is None)]
+        if others:
+            continue  # a mapping was right there, and what is wrong with it is named
         found = show_value(_value_at(document.data, path))
         what = f"wrong value for {show_path(path)} (found {found}, expected {either(wishes)})"
         problems.append(Problem(document.place_of_value(path), what))
@@ -108,7 +111,7 @@ def _keys_of(schema: type[BaseModel], location: tuple[str | int, ...]) -> list[s
         if fields:
             sections = [inner for field in fields for inner in _sections_in(field.annotation)]
         else:
-            sections = [section for section in sections if _has_tag(section, part)]
+            sections = [section for section in sections if _is_member(section, part)]
     return [key for section in sections for key in section.model_fields]
 
 
@@ -119,9 +122,12 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _sections_in(part)
 
 
-def _has_tag(section: type[BaseModel], tag: str) -> bool:
-    names = [section.model_fields[key].annotation for key in ("phase", "kind") if key in section.model_fields]
-    return any(tag in (get_args(name) or ("python",)) for name in names)
+def _is_member(section: type[BaseModel], name: str) -> bool:
+    """True if pydantic calls this member of a union so: by its tag, or class, as in `function-after[f(), Class]`."""
+    if name.rstrip("]").endswith(section.__name__):
+        return True
+    tags = [section.model_fields[key].annotation for key in ("phase", "kind") if key in section.model_fields]
+    return any(name in (get_args(tag) or ("python",)) for tag in tags)
 
 
 _TYPES = {

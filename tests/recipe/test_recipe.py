@@ -340,6 +340,20 @@ def test_a_task_that_fits_data_and_model_is_taken(recipe_file, task, data, head)
 
 
 @pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("{rst: true}", "unknown key 'rst' in run.quantize (did you mean 'rest'?)"),
+        ("{rest: 3}", "wrong value for run.quantize.rest (found 3, expected true or false)"),
+        ("int7", "wrong value for run.quantize (found 'int7', expected 'int8'"),
+        ("{include: [x]}", "include and exclude are about the rest"),
+    ],
+)
+def test_a_word_or_a_mapping_with_a_fault_is_one_problem(recipe_file, value, problem):
+    (found,) = problems_of(recipe_file(f"{TRAINED}run: {{quantize: {value}}}\n"))
+    assert problem in found
+
+
+@pytest.mark.parametrize(
     ("before", "after", "problem"),
     [
         ("epochs: 2}", "epochs: 2, steps: 3}", "r.yaml:9:33: schedule[0]: epochs and steps are both given"),

@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -59,10 +60,11 @@ def verify_tiles(library: ctypes.CDLL) -> bool:
     library.acm_want_tiles.restype = ctypes.c_bool
     if not library.acm_want_tiles(True):
         return True
-    answers = [_sample()]
-    library.acm_want_tiles(False)
-    answers.append(_sample())
-    same = relative_error(*answers) <= TOLERANCE[torch.bfloat16]
+    with ThreadPoolExecutor(1) as own:  # the buffers of a thread go with it
+        by_tiles = own.submit(_sample).result()
+        library.acm_want_tiles(False)
+        by_vectors = own.submit(_sample).result()
+    same = relative_error(by_tiles, by_vectors) <= TOLERANCE[torch.bfloat16]
     library.acm_want_tiles(same)
     if not same:
         _LOG.warning("the CPU kernel goes on without AMX: its products differ from those of vectors on this machine")

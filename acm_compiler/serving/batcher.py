@@ -172,9 +172,9 @@ class Batcher:
         ended = self._clock()
         latencies = [ended - job.arrived for job in jobs]
         self._controller.served(latencies, batch_s=ended - began)
+        self._watcher.batch(latencies, budget=budget)  # first: who has an answer may ask for the metrics
         for job, answer in zip(jobs, answers, strict=True):
             job.answer.set_result(answer)
-        self._watcher.batch(latencies, budget=budget)
 
     def _apart(self, jobs: Sequence[Job], error: Exception) -> None:
         """Run the jobs of a batch that failed one by one."""

@@ -19,8 +19,8 @@ _BACKEND = "acm"
 
 def doctor(json: JsonOption = False) -> None:
     """Print the facts; exit code 1 when something is broken that every run needs."""
-    from acm_compiler.codegen.cpu.build import digest, find_compiler
-    from acm_compiler.codegen.cpu.levels import find_prebuilt, levels_here
+    from acm_compiler.codegen.cpu.build import carried_library, find_compiler
+    from acm_compiler.codegen.cpu.levels import levels_here
 
     out = Output(json=json)
     versions, devices, backend = _versions(), _devices(), _backend()
@@ -31,8 +31,8 @@ def doctor(json: JsonOption = False) -> None:
     rows += [("device", device) for device in devices]
     rows += [("backend", backend["error"] or f"torch.compile(model, backend={_BACKEND!r}) finds it")]
     rows += [("C++ compiler of Inductor", compiler or f"none found{named}: graphs run uncompiled on the CPU")]
-    level, prebuilt = levels_here()[0].name, find_prebuilt(digest())
-    ready = None if prebuilt is None else prebuilt[0].name
+    level, carried = levels_here()[0].name, carried_library()
+    ready = None if carried is None else carried[0].name
     without = "none found" if ready else "none found: ACMs run on plain torch operations"
     rows += [("C++ compiler of the CPU kernel", kernel_compiler or without)]
     rows += [("CPU kernel", _kernel(level, ready, compiles=kernel_compiler is not None))]
@@ -51,7 +51,7 @@ def doctor(json: JsonOption = False) -> None:
 
 
 def _kernel(level: str, ready: str | None, *, compiles: bool) -> str:
-    if ready is not None and (ready == level or not compiles):
+    if ready is not None:
         return f"came with the package, for {ready}" + (f" (this processor has {level})" if ready != level else "")
     return f"compiled at first use, for {level}" if compiles else "none"
 

@@ -59,7 +59,7 @@ class AdaptedACM(nn.Module, LoraLayer):
         return acm
 
     def __getattr__(self, name: str) -> Any:
-        """Read of the ACM, such as a weight's stand-in, what is not found here."""
+        """Look up on the ACM what is not found here, such as a weight's stand-in."""
         try:
             return super().__getattr__(name)
         except AttributeError:

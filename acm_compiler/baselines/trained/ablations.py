@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from acm_compiler.baselines.trained.acms import Paper, Way
+from acm_compiler.baselines.trained.acms import Paper, Variant
 
-_WAYS = {
-    "budget": ("no budget term", Way(without="budget")),
-    "entropy": ("no entropy term", Way(without="entropy")),
-    "diversity": ("no diversity term", Way(without="diversity")),
-    "distill": ("no distill phase", Way(without="distill")),
-    "gate": ("no gate phase", Way(without="gate")),
-    "finetune": ("no finetune phase", Way(without="finetune")),
-    "n2": ("2 learners", Way(learners=2)),
-    "n4": ("4 learners", Way(learners=4)),
-    "n8": ("8 learners", Way(learners=8)),
-    "n16": ("16 learners", Way(learners=16)),
-    "start": ("learners from a random start", Way(start="random")),
-    "drawn": ("trained at the recipe's budget alone", Way(budgets="one")),
-    "shared": ("a training for each budget", Way(budgets="each")),
+_VARIANTS = {
+    "budget": ("no budget term", Variant(without="budget")),
+    "entropy": ("no entropy term", Variant(without="entropy")),
+    "diversity": ("no diversity term", Variant(without="diversity")),
+    "distill": ("no distill phase", Variant(without="distill")),
+    "gate": ("no gate phase", Variant(without="gate")),
+    "finetune": ("no finetune phase", Variant(without="finetune")),
+    "n2": ("2 learners", Variant(learners=2)),
+    "n4": ("4 learners", Variant(learners=4)),
+    "n8": ("8 learners", Variant(learners=8)),
+    "n16": ("16 learners", Variant(learners=16)),
+    "start": ("learners from a random start", Variant(start="random")),
+    "drawn": ("trained at the recipe's budget alone", Variant(budgets="one")),
+    "shared": ("a training for each budget", Variant(budgets="each")),
 }
 
 
@@ -26,10 +26,10 @@ def _ablation(key: str) -> type[Paper]:
 
     class Ablation(Paper):
         name = f"{Paper.name}-{key}"
-        title = f"{Paper.title}: {_WAYS[key][0]}"
-        way = _WAYS[key][1]
+        title = f"{Paper.title}: {_VARIANTS[key][0]}"
+        variant = _VARIANTS[key][1]
 
     return Ablation
 
 
-ABLATIONS = {key: _ablation(key) for key in _WAYS}
+ABLATIONS = {key: _ablation(key) for key in _VARIANTS}

@@ -36,8 +36,8 @@ class _Scheduled(Converted):
         assert self.subject.job is not None
         job = self.subject.job(self.name)
         directory = job.directory if budget is None else job.directory / "state" / f"{budget:.6g}"
-        told = {**job.decisions, "steps": self.subject.steps, "method": self.name}
-        job = replace(job, directory=directory, budget=job.budget if budget is None else budget, decisions=told)
+        decisions = {**job.decisions, "steps": self.subject.steps, "method": self.name}
+        job = replace(job, directory=directory, budget=job.budget if budget is None else budget, decisions=decisions)
         conversion(model).default_budget = job.budget
         run_schedule(model, schedule, job, resume=True)
         return model.eval()
@@ -68,7 +68,7 @@ class Distilled(_Scheduled):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Variant:
     """The paper's phases as they are carried out here, or an ablation of them.
 
     without: a phase, whose steps the others get, or a loss term of finetune. learners: N of every site; None: the
@@ -89,13 +89,13 @@ class Paper(_Scheduled):
     """
 
     name, title = "acm_paper", "ACM by the paper's three phases"
-    way: ClassVar[Way] = Way()
+    variant: ClassVar[Variant] = Variant()
 
     def convert(self, budgets: Sequence[float], say: Say) -> None:
         """Rewrite the dense model and train it: a third of the steps distill, a sixth gates, the rest all of it."""
         plan = self._plan()
         low = plan.cost.budget_min
-        if self.way.budgets == "each":
+        if self.variant.budgets == "each":
             shares = {budget: share_within(in_percent(budget), plan, low=low) for budget in budgets}
             reached = {budget: share for budget, share in shares.items() if share is not None}
             self.models = {
@@ -104,7 +104,7 @@ class Paper(_Scheduled):
             }
             return
         # without its phase, gates have no measured budgets to draw from
-        drawn = self.way.budgets == "drawn" and self.way.without != "gate"
+        drawn = self.variant.budgets == "drawn" and self.variant.without != "gate"
         schedule = self._schedule(_range_of(budgets, plan, low=low) if drawn else None)
         model = self._carry_out(rewrite(self.subject.dense, plan), schedule)
         self.models = dict.fromkeys(budgets, model)
@@ -123,15 +123,15 @@ class Paper(_Scheduled):
 
     def _plan(self) -> Plan:
         plan = self.subject.plan
-        if self.way.learners is not None:
+        if self.variant.learners is not None:
             assert self.subject.replan is not None
-            plan = self.subject.replan(self.way.learners)
+            plan = self.subject.replan(self.variant.learners)
         return replace(plan, sites=tuple(map(self._site, plan.sites)))
 
     def _site(self, site: PlannedSite) -> PlannedSite:
         """A site that the dense model can teach, so no slices, which have bases of their own."""
         # projections have no learners but random ones before they distill
-        at_random = self.way.start == "random" or (self.way.without == "distill" and site.kind == "linear")
+        at_random = self.variant.start == "random" or (self.variant.without == "distill" and site.kind == "linear")
         if at_random:
             site = replace(site, init="random", state="learners")
         return replace(site, form="auto", pair=None)
@@ -148,14 +148,14 @@ class Paper(_Scheduled):
             entropy=0.2,
             budget_range=drawn,
         )
-        if self.way.without in _TERMS:
-            finetune = finetune.model_copy(update={self.way.without: 0.0})
+        if self.variant.without in _TERMS:
+            finetune = finetune.model_copy(update={self.variant.without: 0.0})
         phases: tuple[tuple[Phase, int], ...] = (
             (DistillPhase(phase="distill", steps=1, batch=BATCH, lr=3e-3), 2),
             (GatePhase(phase="gate", steps=1, batch=BATCH, lr=1e-2), 1),
             (finetune, 3),
         )
-        kept = [(phase, part) for phase, part in phases if phase.phase != self.way.without]
+        kept = [(phase, part) for phase, part in phases if phase.phase != self.variant.without]
         steps, whole = self.subject.steps, sum(part for _, part in kept)
         counts = [max(1, steps * part // whole) for _, part in kept[:-1]]
         counts.append(max(1, steps - sum(counts)))

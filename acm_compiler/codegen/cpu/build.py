@@ -35,10 +35,10 @@ def library_file() -> Path:
     The wheel's own, if it has one for all that this processor can, or where there is no compiler.
     KernelUnavailable when there is none, or it fails.
     """
-    level, prebuilt = levels_here()[0], find_prebuilt(digest())
-    if prebuilt is not None and (prebuilt[0] is level or find_compiler() is None):
-        return prebuilt[1]
-    command = command_for(level)
+    carried = carried_library()
+    if carried is not None:
+        return carried[1]
+    command = command_for(levels_here()[0])
     text = "\n".join([_sources(), f"{torch.__version__} {torch.version.git_version}", *command])
     target = _cache() / f"learners-{hashlib.sha256(text.encode()).hexdigest()[:20]}.so"
     if not target.is_file():
@@ -46,6 +46,13 @@ def library_file() -> Path:
             if not target.is_file():
                 compile_library(command, target)
     return target
+
+
+def carried_library() -> tuple[Level, Path] | None:
+    """The wheel's library, with its level, where it is used: there is no better one, or no compiler to make one."""
+    found = find_prebuilt(digest())
+    is_used = found is not None and (found[0] is levels_here()[0] or find_compiler() is None)
+    return found if is_used else None
 
 
 @functools.cache

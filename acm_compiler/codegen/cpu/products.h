@@ -243,7 +243,7 @@ struct Product {
       lines = {copies, padded};
     }
     float edge[kTileGroup * kWidePanelCols], last[kTileSide * kPanelCols];
-    float* sums = tall > height ? edge : out;  // rows that follow are others'
+    float* sums = tall > height ? edge : out;  // the rows behind belong to other tiles
     if (sums == edge && from > 0) std::copy_n(out, height * width, edge);
     for (int64_t near = 0; near < padded; near += kNearWords) {
       const int64_t stop = std::min(padded, near + kNearWords), full = std::min(stop, whole);

@@ -38,7 +38,7 @@ LIBRARY = torch.library.Library("acm", "DEF")
 _KERNELS = {"cpu": "acm_compiler.codegen.cpu", "cuda": "acm_compiler.codegen.gpu"}
 _ASKED: set[str] = set()
 SITES: dict[str, Callable[[Any, Tensor], Tensor | None]] = {}
-"""By type of device: whole ACMs in eager calls without gradients; None where such a call must go the usual way."""
+"""Whole ACMs in eager calls without gradients, by type of device; None where such a call must go the usual way."""
 # tokens of a call with gradients, in bytes per feature: for fewer, one product for all k is faster than one for each
 # (measured on a CPU: twice as fast for 512 tokens of fp32 or 1,024 of bf16 and N = 8, as fast for 1,024 of fp32)
 _FEW_BYTES = 4096

@@ -96,7 +96,7 @@ def _trace(function: Any, programs: Any, args: tuple[Any, ...], given: dict[str,
         triton_kernel_wrapper_mutation,
     )
 
-    blocks = {
+    blocks: Any = {
         name: ("stable", (list(value.block_shape),))
         for name, value in zip(function.arg_names, args, strict=False)
         if isinstance(value, TensorDescriptor)

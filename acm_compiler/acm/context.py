@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from acm_compiler.acm.precision import autocast_type
 
 _OPEN: ContextVar[_Open] = ContextVar("acm_compiler")
 _THREADS = "acm_compiler.open"
@@ -125,6 +128,11 @@ def batch_of(owner: object) -> Said | None:
     return None if held is None else held.value
 
 
+def is_nothing_open() -> bool:
+    """True if no `acm.batch` and no observer is open for calls of this context."""
+    return _NOTHING.now is _NOTHING
+
+
 def observers_of(owner: object) -> tuple[Callable[..., None], ...]:
     """The observers of this context's calls."""
     here = _NOTHING.now
@@ -165,3 +173,25 @@ def _inductor_freezes() -> bool:
 # Read while a graph is made and not guarded: the setting is the thread's own, so that a guard on it, made where
 # somebody had set it, would fail in every other thread and make a graph a call.
 setattr(_inductor_freezes, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def transforms() -> tuple[bool, bool]:
+    """Presence of vmap among the `torch.func` transforms that call, and of any other transform.
+
+    Alone it takes the operator, whose rule makes one call of all copies; with others it needs plain operations.
+    """
+    levels = torch._C._functorch.get_interpreter_stack()
+    if not levels:
+        return False, False
+    kinds = {level.key() for level in levels}
+    vmap = torch._C._functorch.TransformType.Vmap
+    return vmap in kinds, bool(kinds - {vmap})
+
+
+def is_plain_call(x: Tensor) -> bool:
+    """True if an eager call differentiates nothing, is not mapped or converted, and nobody sees its operations."""
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0 or autocast_type(x.device) is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    return not torch._C._functorch.get_interpreter_stack() and torch._C._get_tracing_state() is None

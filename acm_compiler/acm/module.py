@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
 from acm_compiler.acm.arguments import held
-from acm_compiler.acm.context import Said, batch_of, is_freezing, observers_of, recomputing
+from acm_compiler.acm.context import Said, batch_of, is_freezing, observers_of, recomputing, transforms
 from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript
 from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.operands import refuse_type, refuse_width
@@ -95,6 +95,10 @@ class ACM(nn.Module):
         self.register_buffer("counts", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and (run := ops.SITES.get(x.device.type)) is not None:
+            whole = run(self, x)
+            if whole is not None:
+                return whole
         gate, learners = self.gate, self.learners
         refuse_changed(self.name, (gate.inner, gate.outer), learners)
         said = batch_of(self.conversion)
@@ -220,11 +224,7 @@ class ACM(nn.Module):
         return self.dense
 
     def _report(self, k_T: Tensor, x: Tensor) -> None:
-        if (
-            self.counts is not None
-            and not recomputing()
-            and (torch.compiler.is_compiling() or not any(ops.transforms()))
-        ):
+        if self.counts is not None and not recomputing() and (torch.compiler.is_compiling() or not any(transforms())):
             self.counts.add_(tokens.count_k(k_T, self.mask_of(x.shape[:-1]), self.count))
         observers = observers_of(self.conversion)
         if observers and not recomputing():

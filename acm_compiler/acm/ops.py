@@ -7,6 +7,7 @@ The eager kernel is the reference; backends register faster ones for the same na
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from acm_compiler.acm import int8, sorted_tokens
 from acm_compiler.acm.arguments import GateArguments, LearnersArguments, LearnerWeights, part, schema
+from acm_compiler.acm.context import transforms
 from acm_compiler.acm.intact import refuse_onnx
 from acm_compiler.acm.operands import may_equal, require_gate, require_learners
 from acm_compiler.acm.precision import autocast_type, without_autocast
@@ -35,6 +37,8 @@ LIBRARY = torch.library.Library("acm", "DEF")
 # where the kernels of a device are; imported at the first call on such a device, never before
 _KERNELS = {"cpu": "acm_compiler.codegen.cpu", "cuda": "acm_compiler.codegen.gpu"}
 _ASKED: set[str] = set()
+SITES: dict[str, Callable[[Any, Tensor], Tensor | None]] = {}
+"""Whole ACMs in eager calls without gradients, by type of device; None where such a call must go the usual way."""
 # tokens of a call with gradients, in bytes per feature: for fewer, one product for all k is faster than one for each
 # (measured on a CPU: twice as fast for 512 tokens of fp32 or 1,024 of bf16 and N = 8, as fast for 1,024 of fp32)
 _FEW_BYTES = 4096
@@ -127,19 +131,6 @@ def as_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     return choose_k(utilities(score_TC, knob, cost_C, rule), k_lo, k_hi, k_min)
 
 
-def transforms() -> tuple[bool, bool]:
-    """Presence of vmap among the `torch.func` transforms that call, and of any other transform.
-
-    Alone it takes the operator, whose rule makes one call of all copies; with others it needs plain operations.
-    """
-    levels = torch._C._functorch.get_interpreter_stack()
-    if not levels:
-        return False, False
-    kinds = {level.key() for level in levels}
-    vmap = torch._C._functorch.TransformType.Vmap
-    return vmap in kinds, bool(kinds - {vmap})
-
-
 def observed() -> bool:
     """True under someone's dispatch mode (a FLOP counter, a logger): it should see plain operations."""
     if not torch._C._len_torch_dispatch_stack():
@@ -191,9 +182,16 @@ def _reference(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
     return y.clone() if y.data_ptr() == x.data_ptr() and y.numel() else y
 
 
+def load_for_graph(x: Tensor) -> None:
+    """Load the kernels that a graph of such tensors holds once it is taken apart."""
+    if x.device.type == "cuda" and torch.cuda.is_available():
+        load_kernels(x.device.type)
+
+
 def fake_learners(*tensors: Any, form: str, act: str) -> Tensor:
     refuse_onnx()
     call = LearnersArguments(*tensors)
+    load_for_graph(call.x)
     require_learners(call, form=form, same=may_equal)
     return call.x.new_empty(call.x.shape[0], call.b_out.shape[1])
 
@@ -254,6 +252,7 @@ def _gate_reference(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Ten
 
 def fake_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     call = GateArguments(*tensors)
+    load_for_graph(call.x)
     require_gate(call, k_min=k_min, rule=rule, same=may_equal)
     return call.x.new_empty(call.x.shape[0], dtype=torch.int32)
 

@@ -14,9 +14,11 @@ from acm_compiler.acm.arguments import GateArguments, GateWeights
 from acm_compiler.acm.ops import cast_weights
 from acm_compiler.acm.reference import Weights, run_learners
 from acm_compiler.codegen.compare import Errors, relative_errors
-from acm_compiler.codegen.gpu.gate_kernel import run_gate
-from acm_compiler.codegen.gpu.launch import run
+from acm_compiler.codegen.gpu.gate_kernel import GatePlan
+from acm_compiler.codegen.gpu.launch import Plan, SortedPlan, plan_of
+from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
+from acm_compiler.codegen.gpu.tiles import Tiles, bucket_of
 from benchmarks.first_gpu_run.device import Calls, Device
 
 GATE_WIDTH = 64
@@ -111,10 +113,31 @@ def draw_k(site: Site, fraction: float) -> Tensor:
     return drawn.to(torch.int32).to(device)
 
 
-def gated_call(site: Site, k: Tensor) -> Tensor:
+def gated_call(site: Site, k: Tensor) -> Callable[[], Tensor]:
     """Gate and learners; the gate's choice is replaced by k."""
-    run_gate(site.gate, cost=1.0, k_min=0, rule="logits", machine=site.machine)
-    return run(site.x, k, site.weights, machine=site.machine)
+    gate, learners = gate_call(site), learners_call(site, k)
+
+    def call() -> Tensor:
+        gate()
+        return learners()
+
+    return call
+
+
+def gate_call(site: Site) -> Callable[[], Tensor]:
+    """The gate alone, by a plan that is kept."""
+    plan = GatePlan(site.gate, cost=1.0, k_min=0, rule="logits", machine=site.machine)
+    return lambda: plan(site.x, *site.gate[5:])
+
+
+def learners_call(site: Site, k: Tensor, tiles: Tiles | None = None) -> Callable[[], Tensor]:
+    """The learners alone, by a plan that is kept; with other tiles than the table's, if given, sorted."""
+    spec, bucket = spec_of(site.x, site.weights, None), bucket_of(len(site.x))
+    if tiles is None:
+        plan: Plan = plan_of(spec, site.weights, None, site.machine, len(site.x))
+    else:
+        plan = SortedPlan(spec, site.weights, None, machine=site.machine, tiles=tiles, bucket=bucket)
+    return lambda: plan(site.x, k, None)
 
 
 def dense_call(site: Site, hidden: int | None = None) -> Callable[[], Tensor]:
@@ -174,8 +197,8 @@ def contenders(site: Site, fraction: float, k: Tensor) -> Calls:
         calls["dense, same MACs"] = dense_call(site, round(fraction * full))
     if fraction > 0 and site.weights.w_out is not None:
         calls["grouped_mm"] = grouped_call(site, k)
-    calls["ours"] = lambda: gated_call(site, k)
-    calls["ours, no gate"] = lambda: run(site.x, k, site.weights, machine=site.machine)
+    calls["ours"] = gated_call(site, k)
+    calls["ours, no gate"] = learners_call(site, k)
     return calls
 
 

@@ -6,7 +6,7 @@ Contenders run in turn; k is drawn once per mean; the gate runs and its choice i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.codegen.gpu.dispatch import sort_by_k
-from acm_compiler.codegen.gpu.gate_kernel import run_gate
-from acm_compiler.codegen.gpu.launch import Call, run, run_call
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.tiles import Tiles, choose_tiles, tile_of
 from benchmarks.first_gpu_run.contenders import (
@@ -23,12 +21,13 @@ from benchmarks.first_gpu_run.contenders import (
     PROJECTIONS,
     VIT,
     Shape,
-    Site,
     compiled_dense,
     contenders,
     dense_call,
     draw_k,
+    gate_call,
     gated_call,
+    learners_call,
     site_of,
 )
 from benchmarks.first_gpu_run.device import Calls, Device, race
@@ -73,9 +72,9 @@ def build(device: Device) -> Iterator[Row]:
         site = site_of(shape, device)
         k = draw_k(site, 0.5)
         if pair is None:
-            gated_call(site, k)
+            gated_call(site, k)()
         else:
-            _with_tiles(site, k, pair)()
+            learners_call(site, k, pair)()
         device.wait()
         yield {"site": shape.name, "tokens": site.shape.tokens, "tiles": "" if pair is None else _named(pair)}
 
@@ -121,7 +120,7 @@ def line(device: Device) -> Iterator[Row]:
             steps = 2 if not device.is_cuda else 20 if tokens is None else 8
             drawn = [draw_k(site, step / steps) for step in range(1, steps + 1)]
             calls: Calls = {"dense, eager": dense_call(site)}
-            calls |= {f"{at}": lambda site=site, k=k: gated_call(site, k) for at, k in enumerate(drawn)}
+            calls |= {f"{at}": gated_call(site, k) for at, k in enumerate(drawn)}
             rows = race(calls, device.rounds, device)
             ratio = {row["contender"]: row.get("ratio", torch.nan) for row in rows}
             x = torch.stack([k.double().mean() for k in drawn]).cpu() / shape.learners
@@ -142,9 +141,11 @@ def tiles(device: Device) -> Iterator[Row]:
     for shape in device.some(TILED):
         site = site_of(shape, device)
         k = draw_k(site, 0.5)
-        base = _with_tiles(site, k, choose_tiles(spec_of(site.x, site.weights, None), site.machine.arch, shape.tokens))
+        base = learners_call(
+            site, k, choose_tiles(spec_of(site.x, site.weights, None), site.machine.arch, shape.tokens)
+        )
         for pair in device.some(_pairs()):
-            calls: Calls = {"table": base, _named(pair): _with_tiles(site, k, pair)}
+            calls: Calls = {"table": base, _named(pair): learners_call(site, k, pair)}
             rows = race(calls, max(2, device.rounds // 3), device)
             yield {"site": shape.name, "tokens": site.shape.tokens, **rows[-1]}
 
@@ -160,17 +161,6 @@ def _named(pair: Tiles) -> str:
     return f"{pair.layer1} | {pair.layer2}"
 
 
-def _with_tiles(site: Site, k: Tensor, both: Tiles) -> Callable[[], Tensor]:
-    spec = spec_of(site.x, site.weights, None)
-
-    def call() -> Tensor:
-        order = sort_by_k(k, spec.learners)
-        whole = Call(spec=spec, machine=site.machine, tiles=both, order=order, x_TD=site.x)
-        return run_call(whole, site.weights, None)
-
-    return call
-
-
 def kernels(device: Device) -> Iterator[Row]:
     """Times of each kernel of a call."""
     for name, tokens in device.some((("ViT-B", VIT.tokens), ("Llama-8B", 1), ("Llama-8B", 8192), ("ViT-B", 16))):
@@ -179,11 +169,11 @@ def kernels(device: Device) -> Iterator[Row]:
         k = draw_k(site, 0.5)
         nothing = torch.zeros_like(k)
         calls: Calls = {
-            "ours": lambda site=site, k=k: gated_call(site, k),
+            "ours": gated_call(site, k),
             "dense, eager": dense_call(site),
-            "learners": lambda site=site, k=k: run(site.x, k, site.weights, machine=site.machine),
-            "learners, all k = 0": lambda site=site, k=nothing: run(site.x, k, site.weights, machine=site.machine),
-            "gate": lambda site=site: run_gate(site.gate, cost=1.0, k_min=0, rule="logits", machine=site.machine),
+            "learners": learners_call(site, k),
+            "learners, all k = 0": learners_call(site, nothing),
+            "gate": gate_call(site),
             "dispatch": lambda k=k: sort_by_k(k, 4).perm,
         }
         facts = {"site": shape.name, "tokens": site.shape.tokens}

@@ -24,9 +24,11 @@ from acm_compiler.cli import app
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.gpu import gate_not_covered, not_covered, take_over
 from acm_compiler.codegen.gpu.ahead import build, gate_kernel_of, kernels_of
+from acm_compiler.codegen.gpu.calls import operators
 from acm_compiler.codegen.gpu.gate_kernel import WIDEST, GateSpec
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.gpu.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
+from acm_compiler.codegen.gpu.start import Launcher
 from acm_compiler.codegen.gpu.tiles import SOME_TOKENS, TABLE, choose_tiles
 from acm_compiler.passes.lower.verify import Call, GateCall
 from tests.helpers import ROOT, ttir
@@ -286,26 +288,25 @@ def test_kernels_that_cannot_be_built_make_room_for_the_reference_and_say_why(er
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(cuda, "_UNBUILT", {})
+    monkeypatch.setattr(cuda, "UNBUILT", {})
     monkeypatch.setattr(cuda, "machine_of", lambda device: Machine(arch=90, processors=3))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for name in ("launch.run", "gate_kernel.run_gate"):
-        monkeypatch.setattr(f"acm_compiler.codegen.gpu.{name}", fail)
+    monkeypatch.setattr(operators, "on_device_of", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(Launcher, "__call__", fail)
     args, kwargs = learners_call("mlp")
     with caplog.at_level("INFO", logger="acm_compiler.backend"):
         for _ in range(2):
-            torch.testing.assert_close(cuda.learners(*args, **kwargs), ops.REFERENCE(*args, **kwargs))
+            torch.testing.assert_close(operators.learners(*args, **kwargs), ops.REFERENCE(*args, **kwargs))
     assert words in caplog.text and "plain torch operations: Triton cannot build" in caplog.text
     facts = {"form": "mlp", "act": "gelu", "dtype": torch.float32, "arch": 90}
     assert words in not_covered(shape=tuple(args.w_in.shape), **facts)
     assert not_covered(shape=(1, 2, 3), **facts) is None
     gate, choices = gate_call()
-    assert torch.equal(cuda.gate(*gate, **choices), ops.GATE_REFERENCE(*gate, **choices))
+    assert torch.equal(operators.gate(*gate, **choices), ops.GATE_REFERENCE(*gate, **choices))
     whole, options = gated_call("mlp")
-    torch.testing.assert_close(cuda.gated_learners(*whole, **options), run_apart(*whole, **options))
+    torch.testing.assert_close(operators.gated_learners(*whole, **options), run_apart(*whole, **options))
     error = RuntimeError("an illegal memory access")  # no matter of building
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        cuda.learners(*learners_call("gated")[0], **learners_call("gated")[1])
+        operators.learners(*learners_call("gated")[0], **learners_call("gated")[1])
 
 
 def test_another_kernel_may_be_asked_for(monkeypatch, caplog):

@@ -9,15 +9,18 @@ import torch.nn.functional as F
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
+from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import NAMES, resolve
 from acm_compiler.acm.arguments import GateArguments
+from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.reference import Norm, choose_k, layer_norm, run_learners, utilities
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.gpu import dispatch, launch
 from acm_compiler.codegen.gpu.activation import INTERPRETED
+from acm_compiler.codegen.gpu.calls import operators, sites
 from acm_compiler.codegen.gpu.gate_kernel import run_gate
-from acm_compiler.codegen.gpu.launch import Call, run_call
+from acm_compiler.codegen.gpu.launch import SortedPlan
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
@@ -85,8 +88,8 @@ def test_large_tiles_that_mix_many_k_equal_the_reference(second):
     tile = Tile(m=128, n=128, k=64, warps=4, stages=3, resident=2)
     tiles = Tiles(layer1=tile, layer2=tile, provenance="")
     order = dispatch.sort_by_k(inputs.k, spec.learners)
-    call = Call(spec=spec, machine=HOPPER, tiles=tiles, order=order, x_TD=inputs.x)
-    require_answer(run_call(call, inputs.weights, inputs.residual), inputs)
+    plan = SortedPlan(spec, inputs.weights, None, machine=HOPPER, tiles=tiles, bucket=9)
+    require_answer(plan(inputs.x, inputs.k, inputs.residual, order), inputs)
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 1024, 1025, 3000])
@@ -313,17 +316,47 @@ def test_rows_of_one_value_and_rows_with_an_outlier_choose_as_the_reference():
     assert choices_of(x, weights, norm_of(72, torch.float32))[1] <= 3e-5
 
 
+@pytest.mark.parametrize("tokens", [1, 20, 130])
+def test_a_whole_acm_by_its_kept_plans_follows_weights_and_k(tokens, monkeypatch):
+    """Two calls by the operators, which keep plans, and from then on by these plans."""
+    monkeypatch.setattr(cuda, "machine_of", lambda device: HOPPER)
+    for module in (operators, sites):
+        monkeypatch.setattr(module, "on_device_of", lambda x: contextlib.nullcontext())
+    gate = Gate(72, 16, 4)
+    learners = Learners(72, 80, 3, 40, form="mlp", act="gelu")
+    acm = ACM(gate, learners, name="a", k_min=0, layout=None, cost=0.6, dropout=0.0).eval()
+    x = torch.randn(tokens, 2, 72)[:, :1]  # rows apart are read as they lie by the operators, and not here
+    with torch.no_grad():
+        for parameter in acm.parameters():
+            parameter.normal_(std=0.1)
+        for turn, k in enumerate((3, 3, 3, 1, 0, 2)):
+            acm.k_lo.fill_(k)
+            acm.k_hi.fill_(k)
+            learners.w_in.mul_(1.1)
+            rows = x.contiguous() if turn != 4 else x
+            whole = sites.run_site(acm, rows)
+            assert (whole is None) == (turn < 2 or not rows.is_contiguous())
+            flat, w = rows.reshape(-1, 72), learners.weights()
+            chosen = operators.gate(
+                flat, *gate.weights(), *acm._choices_for(x.shape[:-1]), cost=0.6, k_min=0, rule="logits"
+            )
+            y = operators.learners(flat, chosen, *w.tensors, form="mlp", act="gelu")
+            expected = run_learners(flat.double(), torch.full((tokens,), k), to(w, torch.float64))
+            for found in (y, *(() if whole is None else (whole.reshape(-1, 80),))):
+                assert relative_error(found, expected) <= TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("tokens", [20, 130])
 def test_gate_and_learners_behind_a_norm_are_one_call(tokens, monkeypatch):
     monkeypatch.setattr(cuda, "machine_of", lambda device: HOPPER)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(operators, "on_device_of", lambda x: contextlib.nullcontext())
     inputs, norm = inputs_of(Case(tokens=tokens)), norm_of(72, torch.float32)
     gate = [torch.randn(16, 72), torch.randn(16), torch.randn(4, 16), torch.randn(4)]
     knob, bounds = torch.tensor(-0.7), [torch.tensor(k, dtype=torch.int32) for k in (0, 3)]
     choices = {"cost": 0.6, "k_min": 0, "rule": "damage"}
     w = inputs.weights
     given = (inputs.x, *gate, knob.view(torch.int32), *bounds, *w.tensors, inputs.residual, norm.weight, norm.bias)
-    y = cuda.gated_learners(*given, form="mlp", act="gelu", norm_eps=norm.eps, **choices)
+    y = operators.gated_learners(*given, form="mlp", act="gelu", norm_eps=norm.eps, **choices)
     k = run_gate(GateArguments(inputs.x, *gate, knob, *bounds), **choices, machine=HOPPER, norm=norm)
     expected = run_learners(layer_norm(inputs.x.double(), in_float64(norm)), k, to(w, torch.float64))
     assert len(k.unique()) > 1

@@ -6,24 +6,26 @@ Rows that layers cannot read in place are copied: in sorted order, normalised, o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.blocks import kernel_options
+from acm_compiler.codegen.gpu.start import Launcher, blocks_in
+from acm_compiler.codegen.gpu.tiles import bucket_of
 
 _ONE_PROGRAM = 1024
+_SMALL = 128
 _COUNTED = 64  # tokens per row of the histogram
 _PLACED = 256  # tokens per program of the sort
 _MANY = 1 << 18  # from here on four times as many: each program reads the whole histogram
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Order(NamedTuple):
     """perm [T]: tokens by k, descending, equal ones in their order; counts [>= N + 1]: counts[n] = c_n; int32."""
 
     perm: Tensor
@@ -86,26 +88,43 @@ def place_kernel(
         tl.store(counts + slots, start + total)
 
 
+class Sort:
+    """Launches that sort the tokens of a bucket: one kernel for few, else two."""
+
+    def __init__(self, learners: int, bucket: int) -> None:
+        self._slots = slots = slots_of(learners)
+        self._one: Launcher | None = None
+        if 1 << bucket <= _ONE_PROGRAM and slots <= 16:
+            # two kernels serve all buckets up to here
+            block = _SMALL if 1 << bucket <= _SMALL else _ONE_PROGRAM
+            constants = {"N": learners, "SLOTS": slots, "BLOCK": block}
+            self._one = Launcher(sort_kernel, constants, kernel_options(warps=8))
+            return
+        self._placed = _PLACED if 1 << bucket <= _MANY else 4 * _PLACED
+        constants = {"N": learners, "SLOTS": slots, "BLOCK": _COUNTED}
+        self._count = Launcher(count_kernel, constants, kernel_options(warps=2))
+        constants = {"PER": self._placed // _COUNTED, "SLOTS": slots, "BLOCK": self._placed, "CHUNK": 64}
+        self._place = Launcher(place_kernel, constants, kernel_options(warps=4))
+
+    def __call__(self, k_T: Tensor) -> Order:
+        """The order of T >= 1 tokens."""
+        tokens, slots = k_T.shape[0], self._slots
+        perm = k_T.new_empty(tokens, dtype=torch.int32)
+        if self._one is not None:
+            counts = k_T.new_empty(slots, dtype=torch.int32)
+            self._one(1, perm, counts, k_T, tokens)
+            return Order(perm=perm, counts=counts)
+        blocks = blocks_in(tokens, _COUNTED)
+        counts = k_T.new_empty(slots, dtype=torch.int32)
+        histogram = k_T.new_empty(blocks * slots, dtype=torch.int32)
+        self._count(blocks, histogram, k_T, tokens)
+        self._place(blocks_in(tokens, self._placed), perm, counts, k_T, histogram, tokens, blocks)
+        return Order(perm=perm, counts=counts)
+
+
 def sort_by_k(k_T: Tensor, learners: int) -> Order:
     """The order of T >= 1 tokens."""
-    tokens, slots = k_T.shape[0], slots_of(learners)
-    perm = torch.empty(tokens, dtype=torch.int32, device=k_T.device)
-    counts = torch.empty(slots, dtype=torch.int32, device=k_T.device)
-    if tokens <= _ONE_PROGRAM and slots <= 16:
-        block = max(16, triton.next_power_of_2(tokens))
-        sort_kernel[(1,)](perm, counts, k_T, tokens, N=learners, SLOTS=slots, BLOCK=block, **kernel_options(warps=8))
-        return Order(perm=perm, counts=counts)
-    blocks = triton.cdiv(tokens, _COUNTED)
-    histogram = torch.empty(blocks, slots, dtype=torch.int32, device=k_T.device)
-    count_kernel[(blocks,)](
-        histogram, k_T, tokens, N=learners, SLOTS=slots, BLOCK=_COUNTED, **kernel_options(warps=2)
-    )  # fmt: skip
-    placed = _PLACED if tokens < _MANY else 4 * _PLACED
-    place_kernel[(triton.cdiv(tokens, placed),)](
-        perm, counts, k_T, histogram, tokens, blocks,
-        PER=placed // _COUNTED, SLOTS=slots, BLOCK=placed, CHUNK=64, **kernel_options(warps=4),
-    )  # fmt: skip
-    return Order(perm=perm, counts=counts)
+    return Sort(learners, bucket_of(k_T.shape[0]))(k_T)
 
 
 def slots_of(learners: int) -> int:
@@ -123,7 +142,7 @@ def _normalised(value, here, weight, bias, eps, columns, D_IN: tl.constexpr):
     """LayerNorm of whole rows [BM, PADDED], fp32; the rounded mean is mended, for rows far from zero."""
     off = tl.where(here, value - (tl.sum(value, 1) / D_IN)[:, None], 0.0)
     off = tl.where(here, off - (tl.sum(off, 1) / D_IN)[:, None], 0.0)
-    y = off * tl.rsqrt(tl.sum(off * off, 1) / D_IN + eps)[:, None]
+    y = off * tl.rsqrt(tl.sum(off * off, 1) / D_IN + tl.cast(eps, tl.float32))[:, None]
     if weight is not None:
         y *= tl.load(weight + columns, mask=columns < D_IN, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
@@ -152,6 +171,30 @@ def permute_kernel(
         value = _normalised(value.to(tl.float32), here, norm_weight, norm_bias, eps, columns, D_IN)
     at = rows_out + rows.to(tl.int64)[:, None] * D_IN + columns[None, :]
     tl.store(at, value.to(rows_out.dtype.element_ty), mask=real)
+
+
+class Rows:
+    """The launch that writes rows in sorted order (in_order), normalised where there is a norm, or both."""
+
+    def __init__(self, d_in: int, *, in_order: bool, norm: Norm | None) -> None:
+        self._d_in, self._in_order = d_in, in_order
+        weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+        self._weight = None if weight is None else weight.contiguous()
+        self._bias = None if bias is None else bias.contiguous()
+        self._eps = 0.0 if norm is None else norm.eps
+        constants = permute_constants(d_in, in_order=in_order, norm=norm is not None)
+        self._rows = constants["BM"]
+        self._start = Launcher(permute_kernel, constants, permute_options(d_in))
+
+    def __call__(self, x_TD: Tensor, order: Order | None) -> Tensor:
+        """The rows [T, D]; what runs no learner is not written."""
+        tokens = x_TD.shape[0]
+        rows = x_TD.new_empty(tokens, self._d_in)
+        perm, counts = (order.perm, order.counts) if order is not None and self._in_order else (None, None)
+        stride = x_TD.stride(0)
+        programs = blocks_in(tokens, self._rows)
+        self._start(programs, rows, x_TD, perm, counts, self._weight, self._bias, tokens, stride, self._eps)
+        return rows
 
 
 def permute_constants(d_in: int, *, in_order: bool, norm: bool) -> dict[str, Any]:

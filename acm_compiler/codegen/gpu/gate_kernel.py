@@ -16,6 +16,8 @@ from acm_compiler.codegen.gpu.activation import INTERPRETED, gelu
 from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import Machine
+from acm_compiler.codegen.gpu.start import Launcher, blocks_in
+from acm_compiler.codegen.gpu.tiles import bucket_of
 from acm_compiler.planning.decisions import PlannedSite
 
 WIDEST = 256
@@ -54,7 +56,7 @@ def _moments(x_at, shift, steps, D_IN, eps, BK: tl.constexpr):
         further = part - mean
         squares += tl.sum(off * off, 1) + further * further * (k * count / (k + count))
         mean += further * (count / (k + count))
-    return mean, tl.rsqrt(squares / D_IN + eps)
+    return mean, tl.rsqrt(squares / D_IN + tl.cast(eps, tl.float32))
 
 
 @triton.jit
@@ -71,7 +73,7 @@ def _normalised(a, shift, mean, scale, weight, bias, columns, D_IN):
 @triton.jit
 def _utility(score, k, knob, cost, RULE: tl.constexpr):
     """The utility of every choice, as the reference's `utilities` has it."""
-    price = k.to(tl.float32) * cost
+    price = k.to(tl.float32) * tl.cast(cost, tl.float32)  # Inductor gives numbers in fp64
     if RULE == "damage":
         other = knob + tl.log(price)
         apart = tl.where(score == other, 0.0, tl.abs(score - other))  # of two infinities, too
@@ -96,7 +98,7 @@ def _best(u, choice, k_lo, k_hi, K_MIN: tl.constexpr, C: tl.constexpr):
     return tl.where(lost, most, tl.minimum(tl.maximum(best, least), most))
 
 
-@triton.jit(do_not_specialize=["T", "cost", "eps"])
+@triton.jit(do_not_specialize=["T", "cost", "eps"], do_not_specialize_on_alignment=["knob", "k_lo", "k_hi"])
 def gate_kernel(
     k_out, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, norm_weight, norm_bias, T, D_IN, stride_x, cost,
     eps, G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr, EVEN: tl.constexpr,
@@ -193,38 +195,53 @@ def run_gate(
 
     Types of tokens and weights are among DTYPES. norm: applied to the tokens first.
     """
-    tokens = call.x.shape[0]
-    k_T = torch.empty(tokens, dtype=torch.int32, device=call.x.device)
-    if not tokens:
-        return k_T
+    if not call.x.shape[0]:
+        return call.x.new_empty(0, dtype=torch.int32)
     x_TD = call.x if call.x.stride(-1) == 1 else call.x.contiguous()
-    weights = GateWeights(*(tensor.contiguous() for tensor in part(GateWeights, call)))
-    spec = GateSpec(
-        d_in=x_TD.shape[1],
-        width=weights.w_inner.shape[0],
-        columns=weights.w_outer.shape[0],
-        k_min=k_min,
-        rule=rule,
-        dtype=DTYPES[x_TD.dtype],
-        gate_dtype=DTYPES[weights.w_inner.dtype],
-        norm=norm is not None,
-    )
-    constants = gate_constants(spec, tokens, interpret=INTERPRETED)
-    affine = [None, None] if norm is None else [norm.weight, norm.bias]
-    gate_kernel[(triton.cdiv(tokens, constants["BM"]),)](
-        k_T,
-        x_TD,
-        *weights,
-        call.knob,
-        call.k_lo,
-        call.k_hi,
-        *(None if tensor is None else tensor.contiguous() for tensor in affine),
-        tokens,
-        x_TD.shape[1],
-        x_TD.stride(0),
-        cost,
-        0.0 if norm is None else norm.eps,
-        **constants,
-        **gate_options(machine, constants),
-    )
-    return k_T
+    plan = GatePlan(call._replace(x=x_TD), cost=cost, k_min=k_min, rule=rule, machine=machine, norm=norm)
+    return plan(x_TD, call.knob, call.k_lo, call.k_hi)
+
+
+class GatePlan:
+    """The launch of one gate for calls like `call`, with as many tokens as its bucket has."""
+
+    def __init__(
+        self,
+        call: GateArguments,
+        *,
+        cost: float,
+        k_min: int,
+        rule: str,
+        machine: Machine,
+        norm: Norm | None = None,
+        tokens: Any = None,
+    ) -> None:
+        weights = GateWeights(*(tensor.contiguous() for tensor in part(GateWeights, call)))
+        spec = GateSpec(
+            d_in=call.x.shape[1],
+            width=weights.w_inner.shape[0],
+            columns=weights.w_outer.shape[0],
+            k_min=k_min,
+            rule=rule,
+            dtype=DTYPES[call.x.dtype],
+            gate_dtype=DTYPES[weights.w_inner.dtype],
+            norm=norm is not None,
+        )
+        bucket = bucket_of(call.x.shape[0] if tokens is None else tokens)
+        constants = gate_constants(spec, 1 << bucket, interpret=INTERPRETED)
+        affine = (None, None) if norm is None else (norm.weight, norm.bias)
+        self._weights, self._d_in, self._rows = weights, spec.d_in, constants["BM"]
+        self._norm = tuple(None if tensor is None else tensor.contiguous() for tensor in affine)
+        self._numbers = cost, 0.0 if norm is None else norm.eps
+        self._start = Launcher(gate_kernel, constants, gate_options(machine, constants))
+
+    def __call__(self, x_TD: Tensor, knob: Tensor, k_lo: Tensor, k_hi: Tensor) -> Tensor:
+        """k [T] of T >= 1 tokens, whose rows are contiguous."""
+        tokens = x_TD.shape[0]
+        k_T = x_TD.new_empty(tokens, dtype=torch.int32)
+        programs, stride = blocks_in(tokens, self._rows), x_TD.stride(0)
+        bounds = knob, k_lo, k_hi
+        self._start(
+            programs, k_T, x_TD, *self._weights, *bounds, *self._norm, tokens, self._d_in, stride, *self._numbers
+        )
+        return k_T

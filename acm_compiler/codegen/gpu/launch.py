@@ -1,17 +1,18 @@
-"""Start the kernels of one call, in order: rows sorted or gathered, layer 1, the products of layer 2."""
+"""The launches of one ACM's learners for calls of one kind: rows sorted or gathered, layer 1, the products of layer 2.
+
+A plan holds what does not change between such calls: constants, tiles, built kernels, and the weights as kernels take
+them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
-from acm_compiler.codegen.gpu.dispatch import Order, permute_constants, permute_kernel, permute_options, sort_by_k
+from acm_compiler.codegen.gpu.dispatch import Order, Rows, Sort
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
@@ -30,28 +31,16 @@ from acm_compiler.codegen.gpu.stages import (
     permutes_rows,
     products_of,
 )
-from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
+from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, fewer, is_tracing
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of the operator while its kernels are started; the rows of x_TD are contiguous."""
+class Plan(Protocol):
+    """Launches for calls of one kind, with as many tokens as its bucket has."""
 
-    spec: KernelSpec
-    machine: Machine
-    tiles: Tiles
-    order: Order
-    x_TD: Tensor
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self.order.perm.shape[0]
-
-    def grid(self, tile: Tile, row_tiles: int, columns: int) -> tuple[int]:
-        """Number of programs: as many as fit the machine at once, or as there are tiles if those are fewer."""
-        tiles = row_tiles * triton.cdiv(columns, tile.n)
-        return (min(self.machine.processors * tile.resident, tiles),)
+    def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None) -> Tensor:
+        """y_{k(t)}(x_t) + residual_t, [T, O], of T >= 1 tokens; rows of x and of the residual are contiguous."""
+        ...
 
 
 def run(
@@ -69,139 +58,177 @@ def run(
     """
     if not x_TD.shape[0]:
         return x_TD.new_empty(0, weights.b_out.shape[1])
-    x_TD, k_T = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous(), k_T.contiguous()
-    spec = spec_of(x_TD, weights, residual, norm=norm is not None)
-    tiles = choose_tiles(spec, machine.arch, x_TD.shape[0])
-    residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
+    x_TD, residual = by_rows(x_TD), None if residual is None else by_rows(residual)
+    plan = plan_of(spec_of(x_TD, weights, residual, norm=norm is not None), weights, norm, machine, x_TD.shape[0])
+    return plan(x_TD, k_T.contiguous(), residual)
+
+
+def by_rows(matrix: Tensor) -> Tensor:
+    """The matrix, copied where its rows are not contiguous."""
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def plan_of(spec: KernelSpec, weights: Weights, norm: Norm | None, machine: Machine, tokens: Any) -> Plan:
+    """The plan for calls of about so many tokens."""
+    bucket = bucket_of(tokens)
+    tiles = choose_tiles(spec, machine.arch, 1 << bucket)
     if tiles.sorts:
-        order = sort_by_k(k_T, spec.learners)
-        call = Call(spec=spec, machine=machine, tiles=tiles, order=order, x_TD=x_TD)
-        return run_call(call, weights, residual, norm)
-    x_TD = x_TD if norm is None else _written_rows(x_TD, None, norm)
-    return _run_few(spec, x_TD, k_T, weights, residual, tiles=tiles, machine=machine)
+        return SortedPlan(spec, weights, norm, machine=machine, tiles=tiles, bucket=bucket)
+    return FewPlan(spec, weights, norm, machine=machine, tiles=tiles)
 
 
-def _run_few(
-    spec: KernelSpec, x_TD: Tensor, k_T: Tensor, w: Weights, residual: Tensor | None, *, tiles: Tiles, machine: Machine
-) -> Tensor:
-    """The same for tokens that fit one row tile; the rows of x_TD are contiguous."""
-    tokens, d_in = x_TD.shape
-    assert w.w_out is not None
-    h, y_TO = x_TD.new_empty(tokens, spec.hidden_row), x_TD.new_empty(tokens, spec.d_out)
-    few1_kernel[(triton.cdiv(spec.learners * spec.width, tiles.layer1.n),)](
-        h,
-        x_TD,
-        w.w_in.contiguous(),
-        _flat(w.b_in),
-        None if w.w_up is None else w.w_up.contiguous(),
-        _flat(w.b_up),
-        k_T,
-        tokens,
-        d_in,
-        x_TD.stride(0),
-        **few1_constants(spec, tiles.layer1, interpret=INTERPRETED),
-        **build_options(spec, tiles.layer1, POINTERS, machine),
-    )
-    few2_kernel[(triton.cdiv(spec.d_out, tiles.layer2.n),)](
-        y_TO,
-        h,
-        w.w_out.contiguous(),
-        w.b_out.contiguous(),
-        residual,
-        k_T,
-        tokens,
-        0 if residual is None else residual.stride(0),
-        **few2_constants(spec, tiles.layer2, interpret=INTERPRETED),
-        **build_options(spec, tiles.layer2, POINTERS, machine),
-    )
-    return y_TO
+class FewPlan:
+    """Tokens that fit one row tile, which nothing sorts."""
+
+    def __init__(
+        self, spec: KernelSpec, weights: Weights, norm: Norm | None, *, machine: Machine, tiles: Tiles
+    ) -> None:
+        w = weights
+        assert w.w_out is not None
+        self._spec = spec
+        self._rows = None if norm is None else Rows(spec.d_in, in_order=False, norm=norm)
+        self._first = w.w_in.contiguous(), _flat(w.b_in), _contiguous(w.w_up), _flat(w.b_up)
+        self._second = w.w_out.contiguous(), w.b_out.contiguous()
+        self._programs = (
+            blocks_in(spec.learners * spec.width, tiles.layer1.n),
+            blocks_in(spec.d_out, tiles.layer2.n),
+        )
+        self._start1 = Launcher(
+            few1_kernel,
+            few1_constants(spec, tiles.layer1, interpret=INTERPRETED),
+            build_options(spec, tiles.layer1, POINTERS, machine),
+        )
+        self._start2 = Launcher(
+            few2_kernel,
+            few2_constants(spec, tiles.layer2, interpret=INTERPRETED),
+            build_options(spec, tiles.layer2, POINTERS, machine),
+        )
+
+    def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None) -> Tensor:
+        spec, tokens = self._spec, x_TD.shape[0]
+        x_TD = x_TD if self._rows is None else self._rows(x_TD, None)
+        h, y_TO = x_TD.new_empty(tokens, spec.hidden_row), x_TD.new_empty(tokens, spec.d_out)
+        self._start1(self._programs[0], h, x_TD, *self._first, k_T, tokens, spec.d_in, x_TD.stride(0))
+        stride_r = 0 if residual is None else residual.stride(0)
+        self._start2(self._programs[1], y_TO, h, *self._second, residual, k_T, tokens, stride_r)
+        return y_TO
 
 
-def run_call(call: Call, weights: Weights, residual: Tensor | None, norm: Norm | None = None) -> Tensor:
-    """y_{k(t)}(x_t) + residual_t of T >= 1 tokens, [T, O]; rows of the residual are contiguous."""
-    spec = call.spec
-    y_TO = call.x_TD.new_empty(call.tokens, spec.d_out)
-    in_order = call.order if permutes_rows(spec, call.machine) else None
-    if in_order or norm:
-        call = replace(call, x_TD=_written_rows(call.x_TD, in_order, norm))
-    h = _run_layer1(call, weights) if layer1_bands(spec) else call.x_TD
-    for product in products_of(spec):
-        _run_layer2(call, product, call.x_TD if product.from_x else h, weights, y_TO=y_TO, residual=residual)
-    return y_TO
+class SortedPlan:
+    """Any number of tokens, in the order of their k. tiles: another choice than the table's, for measurements."""
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        weights: Weights,
+        norm: Norm | None,
+        *,
+        machine: Machine,
+        tiles: Tiles,
+        bucket: int,
+    ) -> None:
+        in_order = permutes_rows(spec, machine)
+        self._d_out = spec.d_out
+        self._sort = Sort(spec.learners, bucket)
+        self._rows = Rows(spec.d_in, in_order=in_order, norm=norm) if in_order or norm else None
+        self._layer1 = _Layer1(spec, weights, machine, tiles.layer1) if layer1_bands(spec) else None
+        self._products = [
+            _Layer2(spec, weights, machine, tiles.layer2, product, misplaced=product.from_x and self._rows is None)
+            for product in products_of(spec)
+        ]
+
+    def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, order: Order | None = None) -> Tensor:
+        order = self._sort(k_T) if order is None else order
+        y_TO = x_TD.new_empty(x_TD.shape[0], self._d_out)
+        x_TD = x_TD if self._rows is None else self._rows(x_TD, order)
+        h = x_TD if self._layer1 is None else self._layer1(x_TD, order)
+        for layer2 in self._products:
+            layer2(y_TO, x_TD if layer2.from_x else h, residual, order)
+        return y_TO
 
 
-def _written_rows(x_TD: Tensor, order: Order | None, norm: Norm | None) -> Tensor:
-    """The rows in that order, or in their own, normalised where there is a norm."""
-    tokens, d_in = x_TD.shape
-    rows = x_TD.new_empty(tokens, d_in)
-    weight, bias, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-    constants = permute_constants(d_in, in_order=order is not None, norm=norm is not None)
-    permute_kernel[(triton.cdiv(tokens, constants["BM"]),)](
-        rows,
-        x_TD,
-        None if order is None else order.perm,
-        None if order is None else order.counts,
-        None if weight is None else weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-        tokens,
-        x_TD.stride(0),
-        eps,
-        **constants,
-        **permute_options(d_in),
-    )
-    return rows
+class _Grid:
+    """Number of programs: as many as fit the machine at once, or as there are tiles if those are fewer."""
+
+    __slots__ = ("_columns", "_extra", "_most", "_rows")
+
+    def __init__(self, machine: Machine, tile: Tile, columns: int, extra: int = 0) -> None:
+        self._most, self._rows = machine.processors * tile.resident, tile.m
+        self._columns, self._extra = blocks_in(columns, tile.n), extra
+
+    def __call__(self, tokens: Any) -> Any:
+        return fewer(self._most, (blocks_in(tokens, self._rows) + self._extra) * self._columns)
 
 
-def _run_layer1(call: Call, weights: Weights) -> Tensor:
+class _Layer1:
     """The hidden buffer [T, hidden_row] in sorted order; what no token of a row tile needs stays unwritten."""
-    spec, tile, x_TD = call.spec, call.tiles.layer1, call.x_TD
-    loads = loads_of(spec, call.machine, None)
-    h = x_TD.new_empty(call.tokens, spec.hidden_row)
 
-    def matrix(w_NHD: Tensor | None) -> Any:
-        return None if w_NHD is None else _operand(w_NHD.reshape(-1, spec.d_in), tile.n, tile.k, loads.w_desc)
+    def __init__(self, spec: KernelSpec, weights: Weights, machine: Machine, tile: Tile) -> None:
+        loads, w = loads_of(spec, machine, None), weights
+        self._row, self._d_in = spec.hidden_row, spec.d_in
+        self._blocks = (tile.m, tile.k) if loads.a_desc else None
+        self._grid = _Grid(machine, tile, spec.learners * spec.width)
+        w_in, w_up = (
+            None if matrix is None else _operand(matrix.reshape(-1, spec.d_in), tile.n, tile.k, loads.w_desc)
+            for matrix in (w.w_in, w.w_up)
+        )
+        self._weights = w_in, _flat(w.b_in), w_up, _flat(w.b_up)
+        self._start = Launcher(
+            layer1_kernel,
+            layer1_constants(spec, tile, loads, interpret=INTERPRETED),
+            build_options(spec, tile, loads, machine),
+        )
 
-    layer1_kernel[call.grid(tile, triton.cdiv(call.tokens, tile.m), spec.learners * spec.width)](
-        h,
-        _operand(x_TD, tile.m, tile.k, loads.a_desc),
-        matrix(weights.w_in),
-        _flat(weights.b_in),
-        matrix(weights.w_up),
-        _flat(weights.b_up),
-        call.order.perm,
-        call.order.counts,
-        call.tokens,
-        spec.d_in,
-        x_TD.stride(0),
-        **layer1_constants(spec, tile, loads, interpret=INTERPRETED),
-        **build_options(spec, tile, loads, call.machine),
-    )
-    return h
+    def __call__(self, x_TD: Tensor, order: Order) -> Tensor:
+        tokens, blocks = x_TD.shape[0], self._blocks
+        h, stride = x_TD.new_empty(tokens, self._row), x_TD.stride(0)
+        x: Any = x_TD if blocks is None else blocks_of(x_TD, *blocks)
+        self._start(self._grid(tokens), h, x, *self._weights, order.perm, order.counts, tokens, self._d_in, stride)
+        return h
 
 
-def _run_layer2(
-    call: Call, product: Product, a: Tensor, weights: Weights, *, y_TO: Tensor, residual: Tensor | None
-) -> None:
-    spec, tile = call.spec, call.tiles.layer2
-    w = _matrix(spec, product, weights)
-    loads = loads_of(spec, call.machine, product)
-    row_tiles = triton.cdiv(call.tokens, tile.m) + (spec.learners if product.own else 1)
-    layer2_kernel[call.grid(tile, row_tiles, spec.d_out)](
-        y_TO,
-        _operand(a, tile.m, tile.k, loads.a_desc),
-        _operand(w, tile.n, tile.k, loads.w_desc),
-        weights.b_out.contiguous(),
-        residual,
-        call.order.perm,
-        call.order.counts,
-        call.tokens,
-        spec.d_in,
-        a.stride(0),
-        w.stride(0),
-        0 if residual is None else residual.stride(0),
-        **layer2_constants(spec, tile, loads, product, interpret=INTERPRETED),
-        **build_options(spec, tile, loads, call.machine),
-    )
+class _Layer2:
+    """One product of layer 2, into rows of y. misplaced: it reads x as it was given, which may lie anywhere."""
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        weights: Weights,
+        machine: Machine,
+        tile: Tile,
+        product: Product,
+        *,
+        misplaced: bool,
+    ) -> None:
+        loads, w = loads_of(spec, machine, product), _matrix(spec, product, weights)
+        assert not (loads.a_desc and misplaced)
+        self.from_x = product.from_x
+        self._blocks = (tile.m, tile.k) if loads.a_desc else None
+        self._grid = _Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
+        self._weights = _operand(w, tile.n, tile.k, loads.w_desc), weights.b_out.contiguous()
+        self._d_in, self._stride_w = spec.d_in, w.stride(0)
+        self._start = Launcher(
+            layer2_kernel,
+            layer2_constants(spec, tile, loads, product, interpret=INTERPRETED),
+            build_options(spec, tile, loads, machine),
+        )
+
+    def __call__(self, y_TO: Tensor, a: Tensor, residual: Tensor | None, order: Order) -> None:
+        tokens, blocks = y_TO.shape[0], self._blocks
+        self._start(
+            self._grid(tokens),
+            y_TO,
+            a if blocks is None else blocks_of(a, *blocks),
+            *self._weights,
+            residual,
+            order.perm,
+            order.counts,
+            tokens,
+            self._d_in,
+            a.stride(0),
+            self._stride_w,
+            0 if residual is None else residual.stride(0),
+        )
 
 
 def _matrix(spec: KernelSpec, product: Product, weights: Weights) -> Tensor:
@@ -213,12 +240,21 @@ def _matrix(spec: KernelSpec, product: Product, weights: Weights) -> Tensor:
 
 
 def _operand(matrix: Tensor, rows: int, columns: int, descriptor: bool) -> Any:
-    """A matrix as a kernel takes it: its pointer, or a descriptor of blocks."""
-    matrix = matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+    """Weights as a kernel takes them: their pointer, or a descriptor of blocks."""
+    matrix = by_rows(matrix)
     if not descriptor:
         return matrix
-    whole = matrix.clone() if matrix.data_ptr() % BULK_COPY_BYTES else matrix
-    return TensorDescriptor.from_tensor(whole, [rows, columns])
+    whole = matrix.clone() if _is_misplaced(matrix) else matrix
+    return blocks_of(whole, rows, columns)
+
+
+def _is_misplaced(matrix: Tensor) -> bool:
+    """True if no bulk copy begins where a tensor does; of one that is traced Inductor looks after that."""
+    return not is_tracing() and matrix.data_ptr() % BULK_COPY_BYTES != 0
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _flat(bias: Tensor | None) -> Tensor | None:

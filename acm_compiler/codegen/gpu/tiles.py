@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from acm_compiler.codegen.gpu.spec import KernelSpec
 
 SOME_TOKENS = 2048
 """Up to this many tokens tiles are small, so that more of them exist than the device has processors."""
+
+_LEAST_BUCKET, _MOST_BUCKET = 4, 20
+_UNKNOWN_BUCKET = 11  # of as many tokens as a compiler traces as free: from here on kernels take any number of them
 
 _COMPILED = (
     "compiled ahead of time for sm_{} by triton 3.8: no spills, as many CTAs per SM as r says; not timed on a device"
@@ -131,6 +135,22 @@ TABLE = (
     _row("sm_80 fp32 sliced", "64x64x32 w8 s3 r2", "64x64x32 w8 s3 r2"),
 )
 _NARROW = 256
+
+
+def bucket_of(tokens: Any) -> int:
+    """The bucket of a number of tokens, the power of two that it is rounded up to: one plan serves a bucket.
+
+    The last bucket has no end; a number that is traced as free gets one whose kernels take any number.
+    """
+    if isinstance(tokens, int):
+        return min(max((tokens - 1).bit_length(), _LEAST_BUCKET), _MOST_BUCKET)
+    likely = tokens.node.hint if tokens.node.has_hint() else None
+    return _UNKNOWN_BUCKET if likely is None else max(bucket_of(int(likely)), _UNKNOWN_BUCKET)
+
+
+def buckets() -> range:
+    """All buckets."""
+    return range(_LEAST_BUCKET, _MOST_BUCKET + 1)
 
 
 @lru_cache(maxsize=4096)

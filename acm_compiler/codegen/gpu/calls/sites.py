@@ -1,0 +1,110 @@
+"""A whole ACM by the plans of its gate and of its learners, past all that looks for them again.
+
+For eager calls that nothing observes and through which nothing is differentiated. The first call of a kind takes the
+usual way, through the operators, which keep their plans; the second puts them together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM
+from acm_compiler.acm.context import is_nothing_open, is_plain_call
+from acm_compiler.acm.tokens import is_one_each
+from acm_compiler.codegen.gpu.calls.kept import ALIGNED, find_plan, rounding
+from acm_compiler.codegen.gpu.calls.operators import gate_kind, learners_kind, on_device_of
+from acm_compiler.codegen.gpu.tiles import bucket_of
+
+
+class _Site:
+    """An ACM's modules, parameters and buffers when its plans were put together, and the plans by kind of call."""
+
+    __slots__ = ("acm", "addresses", "modules", "parameters", "plans", "rule")
+
+    def __init__(self, acm: ACM) -> None:
+        number = id(acm)
+        self.acm = weakref.ref(acm, lambda _: _SITES.pop(number, None))
+        self.modules, self.parameters = _parts(acm)
+        self.addresses = _addresses(self.parameters)
+        self.plans: dict[Hashable, tuple[Any, Any]] = {}
+        self.rule = acm.gate.rule, acm.cost
+
+    def holds(self, acm: ACM) -> bool:
+        """True if nothing was replaced or moved."""
+        modules, parameters = _parts(acm)
+        return (
+            self.acm() is acm
+            and all(map(is_, modules, self.modules))
+            and len(parameters) == len(self.parameters)
+            and all(map(is_, parameters, self.parameters))
+            and self.addresses == _addresses(parameters)
+            and self.rule == (modules[0].rule, acm.cost)
+        )
+
+
+_SITES: dict[int, _Site] = {}
+
+
+def run_site(acm: ACM, x: Tensor) -> Tensor | None:
+    """y [..., O] of an input [..., D]; None where the call must go the usual way."""
+    if not _is_plain(acm, x):
+        return None
+    shape, is_decode = x.shape, is_one_each(x.shape[:-1], acm.layout)
+    tokens = x.numel() // shape[-1]
+    kind = bucket_of(tokens), shape[-1], x.dtype, x.get_device(), x.data_ptr() & ALIGNED, rounding(x.dtype), is_decode
+    site = _SITES.get(id(acm))
+    if site is None or not site.holds(acm):
+        site = _SITES[id(acm)] = _Site(acm)
+    plans = site.plans.get(kind)
+    x_TD, scalars = x.view(tokens, shape[-1]), _scalars(acm, is_decode)
+    if plans is None:
+        found = _kept_plans(acm, x_TD, scalars)
+        if None not in found:
+            site.plans[kind] = found
+        return None
+    with on_device_of(x):
+        y_TO = plans[1](x_TD, plans[0](x_TD, *scalars), None)
+    return y_TO if len(shape) == 2 else y_TO.view(*shape[:-1], -1)
+
+
+def _is_plain(acm: ACM, x: Tensor) -> bool:
+    """True if nothing but gate and learners has a say in this call."""
+    plain = not acm.training and acm.tap is None and acm.adapter is None and acm.state == "learners"
+    if not plain or acm.__dict__["_buffers"]["counts"] is not None or not is_nothing_open():
+        return False
+    return type(x) is Tensor and x.ndim > 1 and x.numel() > 0 and x.is_contiguous() and is_plain_call(x)
+
+
+def _kept_plans(acm: ACM, x_TD: Tensor, scalars: tuple[Tensor, ...]) -> tuple[Any, Any]:
+    gate, weights = acm.gate, acm.learners.weights()
+    kind = gate_kind(x_TD, scalars, cost=acm.cost, k_min=acm.k_min, rule=gate.rule)
+    k_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.int32)  # as a gate gives it
+    of_learners = learners_kind(x_TD, k_T, None, weights.form, weights.act)
+    return find_plan(gate.weights(), kind), find_plan(weights.tensors, of_learners)
+
+
+def _parts(acm: ACM) -> tuple[tuple[Any, ...], list[Tensor | None]]:
+    modules = acm.__dict__["_modules"]
+    gate, learners = modules["gate"], modules["learners"]
+    layers = gate.__dict__["_modules"]
+    inner, outer = layers["inner"], layers["outer"]
+    parts: tuple[nn.Module, ...] = gate, learners, inner, outer
+    return parts, [tensor for part in parts[1:] for tensor in part.__dict__["_parameters"].values()]
+
+
+def _addresses(parameters: list[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in parameters]
+
+
+def _scalars(acm: ACM, is_decode: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """knob, k_lo and k_hi; of the knob its bits, which a kernel reads as they are."""
+    buffers = acm.__dict__["_buffers"]
+    if is_decode:
+        return buffers["decode_knob"].view(torch.float32), buffers["decode_k_lo"], buffers["decode_k_hi"]
+    return buffers["knob"].view(torch.float32), buffers["k_lo"], buffers["k_hi"]

@@ -1,0 +1,160 @@
+"""The operators in graphs that Inductor compiles: launches of kernels, which it starts itself, without Python's help.
+
+The mechanism is that of `torch.library.triton_op`: where a graph is made functional, an operator becomes what it does.
+torch.export keeps operators whole; its programs are taken apart when Inductor compiles them. What the kernels do not
+cover, or Triton cannot build, stays an operator, which Inductor calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part
+from acm_compiler.acm.gated_learners import GATED, gate_call
+from acm_compiler.acm.ops import GATE, LEARNERS, LIBRARY
+from acm_compiler.acm.reference import Norm, Weights
+from acm_compiler.codegen import gpu
+from acm_compiler.codegen.gpu.calls.operators import normed_kind
+from acm_compiler.codegen.gpu.gate_kernel import GatePlan
+from acm_compiler.codegen.gpu.launch import by_rows, plan_of
+from acm_compiler.codegen.gpu.spec import spec_of
+from acm_compiler.codegen.gpu.start import building, tracing
+
+_BUILT: set[Any] = set()  # kinds of calls whose kernels were built
+
+
+def register() -> None:
+    """Take the operators apart in graphs of CUDA tensors from now on."""
+    for op, launches in ((LEARNERS, _learners), (GATE, _gate), (GATED, _gated)):
+        rule = partial(_take_apart, launches)
+        torch.library.register_torch_dispatch(op._qualified_op_name, FunctionalTensorMode, rule, lib=LIBRARY)
+
+
+def _take_apart(launches: Callable[..., Tensor | None], mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The rule of an operator: its launches, or the operator itself."""
+    kwargs = kwargs or {}
+    if args[0].device.type == "cuda" and not _exports() and gpu.is_here():
+        with mode, tracing():
+            y = launches(*args, **kwargs)
+        if y is not None:
+            return y
+    return mode.__torch_dispatch__(op, types, args, kwargs)
+
+
+def _exports() -> bool:
+    """True within torch.export, whose programs keep operators."""
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    return custom_triton_ops_decomposition_disabled()
+
+
+def _learners(*tensors: Any, form: str, act: str) -> Tensor | None:
+    call = LearnersArguments(*tensors)
+    weights = Weights(*part(LearnerWeights, call), act=act, form=form)
+    kind = form, act, call.x.dtype, tuple(call.w_in.shape)
+    return _launched(call, weights, None) if _can_launch(call, weights, None, kind) else None
+
+
+def _gate(*tensors: Any, **choices: Any) -> Tensor | None:
+    return _chosen(GateArguments(*tensors), None, **choices)
+
+
+def _gated(*tensors: Any, form: str, act: str, norm_eps: float | None = None, **choices: Any) -> Tensor | None:
+    call = GatedArguments(*tensors)
+    norm = None if norm_eps is None else Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps)
+    weights = Weights(*part(LearnerWeights, call), act=act, form=form)
+    # first of all learners: a gate by itself would leave launches behind
+    kind = (form, act, call.x.dtype, tuple(call.w_in.shape)) if norm is None else normed_kind(call, form, act)
+    if not _can_launch(call, weights, norm, kind):
+        return None
+    k = _chosen(gate_call(call, call.x), norm, **choices)
+    if k is None:
+        return None
+    return _launched(LearnersArguments(call.x, k, *part(LearnerWeights, call), call.residual), weights, norm)
+
+
+def _launched(call: LearnersArguments, weights: Weights, norm: Norm | None) -> Tensor:
+    x, residual = by_rows(call.x), None if call.residual is None else by_rows(call.residual)
+    spec, machine = spec_of(x, weights, residual, norm=norm is not None), gpu.machine_of(x.device)
+    return plan_of(spec, weights, norm, machine, x.shape[0])(x, call.k.contiguous(), residual)
+
+
+def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm: Norm | None, kind: Hashable) -> bool:
+    """True if kernels run these learners and Triton has built them: a failure would end Inductor's compilation."""
+    x, shape = call.x, tuple(weights.w_in.shape)
+    machine = gpu.machine_of(x.device)
+    facts: dict[str, Any] = {
+        "form": weights.form,
+        "act": weights.act,
+        "dtype": x.dtype,
+        "shape": shape,
+        "arch": machine.arch,
+    }
+    if gpu.not_covered(**facts, is_int8=weights.is_int8) is not None:
+        return False
+    spec = spec_of(x, weights, call.residual, norm=norm is not None)
+
+    def build() -> None:
+        own = Weights(*map(_empty, weights.tensors), act=weights.act, form=weights.form)
+        row = _empty(x, 1)
+        k, beside = row.new_zeros(1, dtype=torch.int32), None if call.residual is None else _empty(call.residual, 1)
+        plan_of(spec, own, _own_norm(norm), machine, x.shape[0])(row, k, beside)
+
+    return _builds(kind, (spec, machine, _size(x)), build)
+
+
+def _chosen(call: GateArguments, norm: Norm | None, **choices: Any) -> Tensor | None:
+    x, w_inner = by_rows(call.x), call.w_inner
+    machine = gpu.machine_of(x.device)
+    dtypes, width = (x.dtype, w_inner.dtype), w_inner.shape[0]
+    if gpu.gate_not_covered(dtypes, width=width, arch=machine.arch) is not None:
+        return None
+
+    def build() -> None:
+        own = GateArguments(_empty(x, 1), *(_empty(tensor) for tensor in call[1:]))
+        plan = GatePlan(own, **choices, machine=machine, norm=_own_norm(norm), tokens=x.shape[0])
+        plan(own.x, own.knob, own.k_lo, own.k_hi)
+
+    if not _builds((dtypes, width), (*choices.values(), *map(_shape, call[1:5]), norm is None, _size(x)), build):
+        return None
+    plan = GatePlan(call._replace(x=x), **choices, machine=machine, norm=norm)
+    return plan(x, call.knob, call.k_lo, call.k_hi)
+
+
+def _builds(kind: Hashable, facts: Hashable, build: Callable[[], None]) -> bool:
+    """True if Triton builds the kernels of such a call; else the reason is kept for all calls of the kind."""
+    if kind in gpu.UNBUILT:
+        return False
+    if (kind, facts) not in _BUILT:
+        with _disable_current_modes(), building(), gpu.unless_unbuilt(kind):
+            build()
+            _BUILT.add((kind, facts))
+    return kind not in gpu.UNBUILT
+
+
+def _size(x: Tensor) -> Any:
+    """T, or nothing where a compiler traces it as free."""
+    return x.shape[0] if isinstance(x.shape[0], int) else None
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _own_norm(norm: Norm | None) -> Norm | None:
+    return None if norm is None else Norm(weight=_empty(norm.weight), bias=_empty(norm.bias), eps=norm.eps)
+
+
+def _empty(tensor: Any, rows: int | None = None) -> Any:
+    """A tensor of that shape (or so many rows), type and device with memory, which traced ones do not have."""
+    if tensor is None:
+        return None
+    shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
+    return torch.empty(tuple(shape), dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,127 @@
+"""One ACM as Inductor runs it on a GPU: its graph, its Python code, and the code's calls under the faked driver."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.device_interface import CudaInterface
+from torch._functorch.aot_autograd import aot_export_module
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from acm_compiler.acm import ACM
+from acm_compiler.acm.arguments import GatedArguments
+from acm_compiler.acm.gated_learners import GATED
+from acm_compiler.codegen.gpu.calls import traced
+
+_FACTS = {"multi_processor_count": 132, "major": 9, "minor": 0, "warp_size": 32}
+
+
+def gated_call(acm: ACM, x_TD: Tensor) -> tuple[GatedArguments, dict[str, Any]]:
+    """The operator's call that a compiled pre-norm block makes: norm, gate, learners and residual in one."""
+    weights, affine = acm.learners.weights(), [torch.ones(acm.d_in, dtype=x_TD.dtype) for _ in range(2)]
+    scalars, residual = (acm.knob, acm.k_lo, acm.k_hi), torch.zeros(len(x_TD), weights.b_out.shape[1], dtype=x_TD.dtype)
+    call = GatedArguments(x_TD, *acm.gate.weights(), *scalars, *weights.tensors, residual, *affine)
+    options = {"cost": acm.cost, "k_min": acm.k_min, "rule": acm.gate.rule, "norm_eps": 1e-5}
+    return call, options | {"form": weights.form, "act": weights.act}
+
+
+def traced_graph(call: GatedArguments, options: dict[str, Any], *, is_free: bool = False) -> tuple[fx.GraphModule, Any]:
+    """The graph that Inductor is given for a call on a GPU, and its shape environment; is_free: for any T."""
+    environment, tokens = ShapeEnv(), call.x.shape[0]
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+
+    def fake(tensor: Tensor) -> Tensor:
+        dynamic = [DimDynamic.STATIC] * tensor.ndim
+        if is_free and tensor.ndim and tensor.shape[0] == tokens:
+            dynamic[0] = DimDynamic.DYNAMIC
+        made: Any = mode.from_tensor(tensor.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+        made.fake_device = torch.device("cuda", 0)
+        return made
+
+    class Whole(nn.Module):
+        def forward(self, *given: Tensor) -> tuple[Tensor]:
+            rest = iter(given)
+            return (GATED(*(None if tensor is None else next(rest) for tensor in call), **options),)
+
+    def empty(tensor: Tensor | None, rows: int | None = None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return torch.empty(tuple(tensor.shape if rows is None else (rows, *tensor.shape[1:])), dtype=tensor.dtype)
+
+    given = [fake(tensor) for tensor in call if tensor is not None]
+    with mock.patch.object(traced, "_empty", empty), mode:
+        graph, _ = aot_export_module(Whole(), given, trace_joint=False)
+    return graph, environment
+
+
+@contextlib.contextmanager
+def _inductor_sees_a_gpu() -> Iterator[None]:
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    facts = {"regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024}
+    properties = DeviceProperties(
+        type="cuda", index=0, multi_processor_count=132, cc=90, major=9, warp_size=32, **facts
+    )
+    nothing, zero = contextlib.nullcontext, lambda *_: 0
+    answers = {
+        "current_device": zero,
+        "exchange_device": zero,
+        "maybe_exchange_device": zero,
+        "set_device": zero,
+        "get_raw_stream": zero,
+        "synchronize": zero,
+        "get_compute_capability": lambda device=None: 90,
+        "get_device_properties": lambda device=None: SimpleNamespace(**_FACTS),
+    }
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (DeviceProperties, "create", lambda device: properties),
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "device_count", lambda: 1),
+            (torch.cuda, "_lazy_init", zero),
+            (torch.cuda, "synchronize", zero),
+            (torch.cuda, "_DeviceGuard", lambda device: nothing()),
+            (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(**_FACTS, gcnArchName="")),
+            (CudaInterface, "device", lambda device: nothing()),
+            (CudaInterface.Worker, "get_device_properties", lambda device=None: SimpleNamespace(**_FACTS)),
+            *((CudaInterface, name, value) for name, value in answers.items()),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, staticmethod(value)))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", zero, create=True))
+        yield
+
+
+def inductors_code(graph: fx.GraphModule, environment: Any) -> str:
+    """The Python code that Inductor writes for the graph."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_post_grad_passes
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    with _inductor_sees_a_gpu(), torch.no_grad(), V.set_fake_mode(values[0].fake_mode), config.patch(compile_threads=1):
+        _recursive_post_grad_passes(graph, is_inference=True)
+        lowering = GraphLowering(graph, example_inputs=values, shape_env=environment, is_inference=True)
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), V.set_debug_handler(DebugContext()):
+            lowering.run(*values)
+            code, _ = lowering.codegen()
+    return code.value
+
+
+@contextlib.contextmanager
+def loaded(code: str) -> Iterator[Callable[[list[Tensor]], Any]]:
+    """The code's function, which takes a list of tensors that it empties; its buffers lie on the CPU."""
+    from torch._inductor.codecache import PyCodeCache
+
+    on_cpu = code.replace("guards._empty_strided_cuda", "guards._empty_strided_cpu")
+    with _inductor_sees_a_gpu():
+        module = PyCodeCache.load(on_cpu)
+        yield module.runner.call if hasattr(module, "runner") else module.call

@@ -1,0 +1,189 @@
+"""The launch path under a CUDA driver that does nothing; run by tests/codegen/test_launch_path.py, by itself."""
+
+import gc
+import re
+from unittest import mock
+
+import pytest
+import torch
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
+
+from acm_compiler.codegen import gpu
+from acm_compiler.codegen.gpu import start
+from acm_compiler.codegen.gpu.calls import kept, sites, traced
+from acm_compiler.codegen.gpu.calls.warm import warm_up
+from acm_compiler.codegen.gpu.tiles import buckets
+from benchmarks.host_time.__main__ import mlp
+from benchmarks.host_time.driver import faked_gpu
+from benchmarks.host_time.graph import gated_call, inductors_code, loaded, traced_graph
+
+D = 64
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory):
+    with faked_gpu(tmp_path_factory.mktemp("stub")) as library, torch.no_grad():
+        yield library
+
+
+@pytest.fixture
+def small(stub):
+    return mlp(D, learners=3, gate=16, width=64)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the kernels that were compiled."""
+    names, compile_one = [], JITFunction._do_compile
+
+    def count(function, *args, **kwargs):
+        names.append(function.__name__)
+        return compile_one(function, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", count)
+    return names
+
+
+def rows(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, D, dtype=torch.bfloat16)
+
+
+def launches(stub, call) -> int:
+    before = stub.stub_launches()
+    call()
+    return stub.stub_launches() - before
+
+
+def test_a_kept_plan_starts_what_the_first_call_started(stub, small):
+    for tokens, expected in ((5, 3), (200, 4), (1500, 5)):
+        x = rows(tokens)
+        assert [launches(stub, lambda x=x: small(x)) for _ in range(4)] == [expected] * 4
+        assert small(x.view(tokens, 1, D)).shape == (tokens, 1, D)
+
+
+def test_a_whole_acm_takes_the_usual_way_where_anything_has_a_say(small):
+    x = rows(7)
+    for _ in range(3):
+        small(x)
+    assert sites.run_site(small, x) is not None
+    assert sites.run_site(small, x[:, ::1].t().contiguous().t()) is None  # rows that are not contiguous
+    with torch.enable_grad():
+        assert sites.run_site(small, x) is None
+    with torch.autocast("cpu"):
+        assert sites.run_site(small, x) is None
+    small.tap = lambda *_: None
+    assert sites.run_site(small, x) is None
+    small.tap = None
+    small.gate.rule = "logits"
+    assert sites.run_site(small, x) is None  # another gate than before
+
+
+def test_weights_written_in_place_keep_their_plan_and_others_get_one(small):
+    x = rows(7)
+    for _ in range(3):
+        small(x)
+    small.learners.w_in.data.mul_(2)
+    assert sites.run_site(small, x) is not None
+    small.learners.w_in.data = small.learners.w_in.data.clone()
+    assert sites.run_site(small, x) is None
+    weights = small.learners.weights().tensors
+    assert kept.find_plan(weights, "any") is None
+    small.learners.b_in = torch.nn.Parameter(small.learners.b_in.data.clone())
+    assert sites.run_site(small, x) is None
+
+
+def test_plans_go_when_their_weights_go(stub):
+    acm = mlp(D, learners=3, gate=16, width=64)
+    for _ in range(3):
+        acm(rows(7))
+    numbers = {id(acm.learners.w_in), id(acm.gate.inner.weight)}
+    assert numbers <= {place[0] for place in kept._KEPT} and id(acm) in sites._SITES
+    place = id(acm)
+    del acm
+    gc.collect()
+    assert place not in sites._SITES and not numbers & {place[0] for place in kept._KEPT}
+
+
+def test_copies_of_weights_are_not_kept(small):
+    wide = torch.zeros(3, 64, 2 * D, dtype=torch.bfloat16)[..., :D]
+    small.learners.w_in.data = wide
+    for _ in range(3):
+        small(rows(7))
+    assert kept._KEPT.get((id(small.learners.w_in), 11)) is None
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_warm_up_whatever_the_number_of_tokens(stub, compiled):
+    small = mlp(D, learners=2, gate=16, width=64)
+    assert warm_up([small]) == 2 * len(buckets()) and len(set(compiled)) == 8
+    assert warm_up([small]) == 0
+    count = len(compiled)
+    for tokens in (1, 2, 15, 16, 17, 33, 64, 65, 129, 1023, 1024, 1025, 2048, 2049, 5000, 300_000):
+        for _ in range(3):
+            small(torch.empty(tokens, D, dtype=torch.bfloat16))
+    assert len(compiled) == count
+
+
+@pytest.mark.parametrize("is_free", [False, True], ids=["fixed", "free"])
+def test_a_graph_holds_launches_which_write_their_results_alone(small, is_free):
+    call, options = gated_call(small, rows(100))
+    graph, environment = traced_graph(call, options, is_free=is_free)
+    nodes = [node for node in graph.graph.nodes if node.target is triton_kernel_wrapper_functional]
+    assert "torch.ops.acm" not in graph.code
+    written = [node.kwargs["tensors_to_clone"] for node in nodes]
+    sort = [["histogram"], ["perm", "counts"]] if is_free else [["perm", "counts"]]
+    assert written == [["k_out"], *sort, ["rows_out"], ["h"], ["y"]]
+    assert not environment.guards  # one graph for any number of tokens
+    blocks = nodes[-1].kwargs["tma_descriptor_metadata"]
+    assert set(blocks) == {"a", "w"} and all(kind == "stable" for kind, _ in blocks.values())
+
+
+def test_a_graph_without_gate_or_with_few_tokens_holds_launches_too(small):
+    call, options = gated_call(small, rows(9))
+    graph, _ = traced_graph(call._replace(norm_weight=None, norm_bias=None), options | {"norm_eps": None})
+    names = [node.kwargs["tensors_to_clone"] for node in graph.graph.nodes if "tensors_to_clone" in node.kwargs]
+    assert names == [["k_out"], ["h"], ["y"]]
+
+
+def test_what_triton_cannot_build_stays_an_operator_in_graphs(small, monkeypatch):
+    def fail(*_, **__):
+        raise OutOfResources(300_000, 101_376, "shared memory")
+
+    monkeypatch.setattr(gpu, "UNBUILT", {})
+    monkeypatch.setattr(traced, "_BUILT", set())
+    monkeypatch.setattr(JITFunction, "warmup", fail)
+    graph, _ = traced_graph(*gated_call(small, rows(100)))
+    assert "torch.ops.acm.gated_learners" in graph.code and "triton" not in graph.code
+    assert any("out of resource" in reason for reason in gpu.UNBUILT.values())
+
+
+@pytest.mark.slow
+def test_inductor_starts_the_kernels_itself(stub, small):
+    call, options = gated_call(small, rows(1500))
+    code = inductors_code(*traced_graph(call, options))
+    assert "acm." not in code.split("def call")[1]
+    started = re.findall(r"(\w+_kernel)_\d+\.run\(", code)
+    assert started == [
+        "gate_kernel",
+        "count_kernel",
+        "place_kernel",
+        "permute_kernel",
+        "layer1_kernel",
+        "layer2_kernel",
+    ]
+    given = [tensor for tensor in call if tensor is not None]
+    with loaded(code) as run:
+        run(list(given))
+        assert launches(stub, lambda: run(list(given))) == 6
+
+
+def test_a_profiler_of_triton_hears_of_every_launch(small):
+    x, heard = rows(7), []
+    for _ in range(3):
+        small(x)
+    hook = start.knobs.runtime.launch_enter_hook
+    with mock.patch.object(hook, "calls", [lambda facts: heard.append(facts.get()["name"])]):
+        small(x)
+    assert heard == ["gate_kernel", "few1_kernel", "few2_kernel"]

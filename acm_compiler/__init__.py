@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from acm_compiler.runtime.meter import meter as meter
     from acm_compiler.runtime.quantize import quantize as quantize
     from acm_compiler.runtime.site_status import status as status
+    from acm_compiler.runtime.tensor_parallel import SplitLearners as SplitLearners
     from acm_compiler.runtime.usage import record as record
     from acm_compiler.training.loss_terms import losses as losses
 
@@ -82,6 +83,7 @@ _HOMES = {
     "sensitivity": "calibration.recalibrate",
     "set_budget": "runtime.control",
     "set_k": "runtime.control",
+    "SplitLearners": "runtime.tensor_parallel",
     "sites": "passes.rewrite.conversion",
     "status": "runtime.site_status",
 }

@@ -28,8 +28,16 @@ SLOW = {
 }
 
 
+# what two processes print
+RANKS = {
+    "ddp": "trained by 2 processes, saved",
+    "fsdp": "trained by 2 processes, each with 0.50 of the parameters; saved",
+    "tensor_parallel": "split over 2 processes, saved",
+}
+
+
 def test_every_example_is_run_here():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*QUICK, *SLOW, "ddp", "my_project", "side_by_side"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*QUICK, *SLOW, *RANKS, "my_project", "side_by_side"}
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -49,12 +57,13 @@ def test_the_longer_ones(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]
+@pytest.mark.parametrize("name", RANKS)
+def test_two_processes(name, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", f"{name}.py"]
     environment = {**os.environ, "OUT": str(tmp_path / "out"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "trained by 2 processes, saved" in done.stdout and (tmp_path / "out/model.safetensors").exists()
+    assert RANKS[name] in done.stdout and (tmp_path / "out/model.safetensors").exists()
 
 
 def test_a_recipe_with_your_own_model_data_and_task(tmp_path, monkeypatch):

@@ -29,10 +29,10 @@ _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16
 _WEIGHTS = LearnerWeights._fields
 
 
-def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.Module) -> None:
+def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.Module, *, split: bool = False) -> None:
     """Raise UsageError where a gate's `layers` are not plain linears, or they or `learners` hold no plain weights.
 
-    name: of the ACM, for the message.
+    name: of the ACM, for the message. split: learners hold this process's part of weights.
     """
     for layer in layers:
         kind = type(layer)
@@ -51,6 +51,16 @@ def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.
             return
     for parameter in held:
         if parameter is not None and not _is_plain(parameter):
+            if is_in_parts(parameter):
+                if split:
+                    continue
+                raise UsageError(
+                    "this ACM runs with parameters of which each process holds a part",
+                    where=name,
+                    found="fully_shard on its gate or its learners alone, or a parallel style for other layers",
+                    fix="fully_shard(acm), or a module around it: its gate and learners are gathered with it; for "
+                    "tensor parallelism parallelize_module(model, mesh, {name: acm_compiler.SplitLearners()})",
+                )
             found = type(parameter).__name__ if _is_wrapped(parameter) else f"a weight of {parameter.dtype}"
             raise _changed(name, found, "floating-point weights of torch's own kind")
 
@@ -84,6 +94,29 @@ def refuse_adapted(acms: Mapping[str, Any], request: str) -> None:
             where=adapted[0],
             fix="model = adapted.merge_and_unload(); adapted.save_pretrained(folder) keeps the adapters by themselves",
         )
+
+
+def refuse_in_parts(model: nn.Module, request: str) -> None:
+    """Raise UsageError where each process holds a part of the model, and `request` needs all of it."""
+    parts = [name for name, module in model.named_modules() if is_fully_sharded(module)]
+    parts += [name for name, parameter in model.named_parameters() if is_in_parts(parameter)]
+    if parts:
+        raise UsageError(
+            f"{request} needs whole parameters, and each process holds a part of these (FSDP, tensor parallelism)",
+            where=parts[0] or type(model).__name__,
+            fix="do it before fully_shard or parallelize_module; or acm.save(model, folder) in all processes, which "
+            "gathers them, and acm.load(folder)",
+        )
+
+
+def is_in_parts(tensor: Tensor) -> bool:
+    """True for a DTensor, of which each process holds a part."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """True for a module that `fully_shard` was given; its parameters may be gathered just now."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def refuse_idle(name: str, parameters: Iterable[nn.Parameter], *, what: str, fix: str) -> None:

@@ -30,6 +30,7 @@ RUN_TIME = ("knob", "k_lo", "k_hi", "decode_knob", "decode_k_lo", "decode_k_hi")
 State = Literal["dense", "learners"]
 Phase = Literal["prefill", "decode"]
 Tap = Callable[["ACM", Tensor, Tensor], None]
+Operator = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class ACM(nn.Module):
     `written` holds the same numbers for graphs that Inductor freezes: they keep them, and are guarded by them.
     `cost` is what one learner of this site costs in units of the model's mean site. `counts`, where a meter has put it,
     is how many tokens ran k = 0, 1, ..., N: int64 [N + 1], added to in place, in graphs too. `adapter` gives the
-    weights that run, from the learners' own.
+    weights that run, from the learners' own. `split` makes operators run on this process's part of the learners.
     """
 
     knob: Tensor
@@ -86,6 +87,7 @@ class ACM(nn.Module):
         self.temperature: float | None = None
         self.tap: Tap | None = None
         self.adapter: Callable[[Weights], Weights] | None = None
+        self.split: Callable[[Operator], Operator] | None = None
         self.choices: list[Choices] = []
         self.conversion: Any = None
         self.replaced: Any = None  # what the graft took out, for `revert`
@@ -100,7 +102,7 @@ class ACM(nn.Module):
             if whole is not None:
                 return whole
         gate, learners = self.gate, self.learners
-        refuse_changed(self.name, (gate.inner, gate.outer), learners)
+        refuse_changed(self.name, (gate.inner, gate.outer), learners, split=self.split is not None)
         said = batch_of(self.conversion)
         if said is not None:  # what nobody reads must fit, too
             tokens.check_fit(said.mask, said.knob, x.shape[:-1], self.layout, site=self.name)
@@ -124,7 +126,7 @@ class ACM(nn.Module):
             x_TD = x.reshape(-1, x.shape[-1])
             k_T = self.choose(x_TD, x.shape[:-1], said)
             self._report(k_T, x)
-            y_TO = ops.learners(x_TD, k_T, weights)
+            y_TO = (ops.learners if self.split is None else self.split(ops.learners))(x_TD, k_T, weights)
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
@@ -203,8 +205,9 @@ class ACM(nn.Module):
                     "call it after every forward, or end this by acm.relax(model, None)",
                     stacklevel=2,
                 )
+        run = ops.relaxed if self.split is None else self.split(ops.relaxed)
         weights = self.learners.weights()
-        y_TO = ops.relaxed(x_TD, nu_TC, weights if self.adapter is None else self.adapter(weights), self.k_min)
+        y_TO = run(x_TD, nu_TC, weights if self.adapter is None else self.adapter(weights), self.k_min)
         return y_TO.to(x.dtype).reshape(*shape, y_TO.shape[-1])
 
     def _run_tapped(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from acm_compiler.acm.intact import refuse_adapted
+from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts
 from acm_compiler.acm.precision import own_types
 from acm_compiler.calibration.answer import Answer, default_answer
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
@@ -143,6 +143,7 @@ def _fittable(model: nn.Module, options: Options) -> Rewritten:
             fix="calibrate it on the CPU: model.cpu(), or run.device: cpu; or leave offload out",
         )
     refuse_adapted(found.acms, "calibration")
+    refuse_in_parts(model, "calibration")
     return found
 
 

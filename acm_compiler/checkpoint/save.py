@@ -13,16 +13,18 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from acm_compiler.acm.intact import is_in_parts
 from acm_compiler.checkpoint.documents import budgets_document, format_of
 from acm_compiler.checkpoint.folder import BUDGETS, INDEX, MODEL, PLAN, WEIGHTS, Writer, checked_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.source import source_of
-from acm_compiler.checkpoint.tensors import collect, index_of, shards, write_tensors
+from acm_compiler.checkpoint.tensors import collect, index_of, own_classes, shards, write_tensors
 from acm_compiler.files import bytes_of, whole_file
 from acm_compiler.passes.rewrite.conversion import Conversion, rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
 from acm_compiler.passes.rewrite.saving_hooks import refuse_part
 from acm_compiler.recipe.resolved import installed_versions
+from acm_compiler.runtime.ranks import by_first
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ def save(
     """Write a rewritten model to `directory`: its plan, weights, source and budgets, and the `extra` files by name.
 
     What is set comes back with `acm.load`: the budget, its cap, a fixed k.
+    Where each process holds a part of the parameters (FSDP, tensor parallelism) all of them call this: every parameter
+    is gathered, and the first process writes.
     Dense regions are left out but at sites whose learners were never fitted. Wrappers (DDP, compiled) are looked
     through. Files of ours already in the folder are replaced, once all new ones are complete; those of others are
     refused, or left there with `among_others`. Models of transformers get a config.json: see `acm_compiler.hf`. The
@@ -48,8 +52,20 @@ def save(
     others or cannot be written.
     """
     root = rewritten_root(model)
+    with own_classes(root):
+        _save(root, directory, checked_extra(extra), among_others=among_others, max_shard_size=max_shard_size)
+
+
+def _save(
+    root: nn.Module,
+    directory: str | os.PathLike[str],
+    extra: dict[str, bytes | str],
+    *,
+    among_others: bool,
+    max_shard_size: int | str,
+) -> None:
     found = rewritten(root)
-    owner, extra = found.owner, checked_extra(extra)
+    owner = found.owner
     refuse_part(root, whole=len(found.acms) == len(owner.plan.sites))
     most = bytes_of(max_shard_size, "max_shard_size")
     tensors, aliases = collect(root)
@@ -60,7 +76,7 @@ def save(
     if len(parts) > 1:
         texts[INDEX] = index_of(parts)
     source = source_of(root, plan, owner.rest)
-    extra = hf_files(root, source) | extra
+    extra = {**hf_files(root, source), **extra}
     files = [*extra, *texts, MODEL, *parts]
     description = _description(owner, texts, save_id, source=source, files=files)
     stop = _stop(root, owner, tensors)
@@ -70,8 +86,10 @@ def save(
         MODEL: lambda path: _write_description(path, description, parts),
     }
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    write_folder(directory, writers, size_bytes=size_bytes, among_others=among_others)
-    if source is None or owner.undo.graph is not None:
+    with by_first(in_parts=any(map(is_in_parts, root.parameters()))) as writes:
+        if writes:
+            write_folder(directory, writers, size_bytes=size_bytes, among_others=among_others)
+    if writes and (source is None or owner.undo.graph is not None):
         _LOG.warning(
             "%s: nothing says how this %s is built again\n  load it into your own: acm.load(%r, base_model=…)",
             directory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.intact import is_fully_sharded, is_in_parts
 from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.errors import StorageError, a_few_of
 from acm_compiler.files import parse_json, whole_file
@@ -59,8 +61,13 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
+    wholes: dict[int, Tensor] = {}
     for name, slot in slots(model).items():
         tensor = slot.tensor.detach()
+        if is_in_parts(tensor):  # every process gets all of it, and the first writes
+            if id(slot.tensor) not in wholes:
+                wholes[id(slot.tensor)] = tensor.full_tensor().cpu()  # type: ignore[attr-defined]
+            tensor = wholes[id(slot.tensor)]
         if tensor.is_meta:
             raise StorageError("the model has no values to save", where=name, found="a tensor on the meta device")
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
@@ -70,6 +77,24 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         else:
             aliases[name] = owner
     return tensors, aliases
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Inside, modules that `fully_shard` made of a class of its own are of their former classes, by which they load.
+
+    Their parameters are in parts, of which nothing was rounded; a forward may have left others.
+    """
+    changed: list[Any] = [module for module in model.modules() if is_fully_sharded(module)]
+    kinds = [type(module) for module in changed]
+    for module, kind in zip(changed, kinds, strict=True):
+        module.reshard()
+        module.__class__ = kind.__mro__[2]  # after FSDP's own two
+    try:
+        yield
+    finally:
+        for module, kind in zip(changed, kinds, strict=True):
+            module.__class__ = kind
 
 
 def shards(tensors: Mapping[str, Tensor], most: int, name: str) -> dict[str, dict[str, Tensor]]:

@@ -146,6 +146,8 @@ class RunConfig(Section):
     """CPU threads of torch; unset: torch decides."""
     device: str = "auto"
     """auto: the first GPU, else the CPU. Or cpu, cuda, cuda:1, mps."""
+    sharded: bool = False
+    """Each of several processes holds a part of weights, gradients and optimizer state while a phase trains them."""
     offload: str | None = None
     """A folder, or disk for the system's own for temporary files: what conversion and calibration make lies in files
     there, for models that memory does not hold. On the CPU alone."""

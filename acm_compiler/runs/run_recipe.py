@@ -67,7 +67,7 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
     """
     recipe = expand_paths(recipe)
     check_phase(options.until, recipe.schedule)
-    machine = open_machine(recipe.run.precision, recipe.run.device)
+    machine = open_machine(recipe.run.precision, recipe.run.device, sharded=recipe.run.sharded)
     with one_run(options.directory, machine, say):
         return _run_alone(recipe, options, machine, say)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,23 @@ def gathered(value: Any) -> list[Any]:
     every: list[Any] = [None] * world()
     dist.all_gather_object(every, value)
     return every
+
+
+@contextmanager
+def by_first(*, in_parts: bool) -> Iterator[bool]:
+    """Work that one process does for all: True in the first, and in all where nothing is `in_parts`.
+
+    The others wait for it; where it fails, it fails in all.
+    """
+    problem: Exception | None = None
+    try:
+        yield not in_parts or rank() == 0
+    except Exception as error:
+        if not in_parts:
+            raise
+        problem = error
+    if in_parts and (problem := gathered(problem)[0]) is not None:
+        raise problem
 
 
 def from_first(modules: Iterable[nn.Module]) -> None:

@@ -18,9 +18,10 @@ from acm_compiler.passes.rewrite.build_acm import build_acm
 from acm_compiler.passes.rewrite.conversion import plain_facts, restore_facts, rewritten
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.plan import Plan
+from acm_compiler.training.sharding import names_of_parts, read_parts
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer outside the dense regions, once, by its first name."""
     dense = tuple(f"{name}.dense." for name, module in model.named_modules() if isinstance(module, ACM))
     seen: set[int] = set()
@@ -35,7 +36,7 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors by name, on the CPU, none sharing memory with another."""
     taken: set[int] = set()
     tensors = {}
-    for name, tensor in _named(model):
+    for name, tensor in named_tensors(model):
         value = tensor.detach().cpu().contiguous()
         place = value.untyped_storage().data_ptr()
         tensors[name] = value.clone() if place in taken else value
@@ -46,11 +47,18 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def restore_tensors(model: nn.Module, path: Path) -> None:
     """Write the tensors of `path` into the model. ValueError when they are not this model's."""
-    targets = dict(_named(model))
+    targets = dict(named_tensors(model))
     with safe_open(path, framework="pt") as file:
         _match("tensors", set(file.keys()), set(targets))
         for name, target in targets.items():
             target.copy_(file.get_tensor(name))
+
+
+def restore_parts(model: nn.Module, directory: Path) -> None:
+    """Write the tensors that all processes of a sharded run kept their parts of into the model. ValueError as above."""
+    targets = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(model)}
+    _match("tensors", {name for name in names_of_parts(directory) if name.startswith("model/")}, set(targets))
+    read_parts(targets, directory)
 
 
 def _match(what: str, saved: set[str], here: set[str]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from acm_compiler.training.job import Job, Journal
 from acm_compiler.training.live_state import restore_generators, seed_generators
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Figures, Group, Phase, only_training, parameters_of
+from acm_compiler.training.sharding import read_optimizer, whole
 from acm_compiler.training.state import Position, Snapshot, StateStore
 from acm_compiler.training.watch import Interrupts, Watch
 
@@ -184,7 +186,7 @@ class Optimization:
         """Bring the gradients back to their true scale, clip them, and return their norm before that."""
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
-        return float(nn.utils.clip_grad_norm_(parameters_of(self.groups), limit))
+        return float(whole(nn.utils.clip_grad_norm_(parameters_of(self.groups), limit)))
 
     def step(self, step: int) -> float:
         """Apply the gradients and forget them; the first group's learning rate. fp16 leaves out overflowed steps."""
@@ -205,8 +207,12 @@ class Optimization:
         """Tensors and plain numbers that continue this optimization exactly."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue what `state_dict` saved."""
+    def load_state_dict(self, state: dict[str, Any] | Path) -> None:
+        """Continue what `state_dict` saved, or what is in the folder of all processes' parts."""
+        if isinstance(state, Path):
+            found = read_optimizer(state, parameters_of(self.groups))
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": found})
+            return
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
@@ -229,6 +235,6 @@ def _first(model: nn.Module, *, gradients: bool) -> str | None:
     owner = {id(p): f"site {name}" for name, acm in sites(model).items() for p in acm.parameters()}
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if gradients else parameter.detach()
-        if tensor is not None and not torch.isfinite(tensor).all():
+        if tensor is not None and not torch.isfinite(whole(tensor)).all():
             return owner.get(id(parameter), f"parameter {name}")
     return None

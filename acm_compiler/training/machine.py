@@ -20,20 +20,24 @@ log = logging.getLogger(__name__)
 Precision = Literal["fp32", "bf16", "fp16"]
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _YES = ("1", "true")  # as accelerate writes its switches
-_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+_OTHER_WAYS = ("DEEPSPEED", "MEGATRON_LM")
+# what accelerate's configuration may ask of FSDP beside sharding, and the value that asks for nothing
+_FSDP_OPTIONS = {"FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false", "FSDP_VERSION": "2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """One process of a run, number `rank` of `world`.
 
-    `dtype` is what autocast computes in, None for fp32; weights stay as they are.
+    `dtype` is what autocast computes in, None for fp32; weights stay as they are. `sharded`: each process holds a part
+    of the model while a phase trains it.
     """
 
     rank: int
     world: int
     device: torch.device
     dtype: torch.dtype | None
+    sharded: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -62,22 +66,24 @@ class Machine:
         return ranks.gathered(value)
 
     def parallel(self, module: nn.Module) -> nn.Module:
-        """`module` so that its gradients are averaged over processes; itself when alone."""
-        if self.world == 1:
+        """`module` so that its gradients are averaged over processes; itself when alone, or sharded."""
+        if self.world == 1 or self.sharded:
             return module
         # layers may be left out of a step (LayerDrop, unused heads), and the set may change
         own = None if self.device.type == "cpu" else [self.device]
         return nn.parallel.DistributedDataParallel(module, device_ids=own, find_unused_parameters=True)
 
 
-def open_machine(precision: Precision = "fp32", device: str = "auto") -> Machine:
+def open_machine(precision: Precision = "fp32", device: str = "auto", *, sharded: bool | None = None) -> Machine:
     """This process's part of the run, as torchrun, `accelerate launch` or a plain start made it.
 
     `device` "auto" is the first GPU or the CPU; of several processes each takes the GPU of its local rank.
+    `sharded`, or accelerate's FSDP: several processes hold a part of the model each while it is trained; None where
+    that is not possible.
     UsageError where this process cannot train so.
     """
-    _refuse_sharded()
-    on_cpu = device == "auto" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES
+    sharded = _accelerate_shards(possible=sharded is not None) or bool(sharded)
+    on_cpu = device == "auto" and _is_on("ACCELERATE_USE_CPU")
     named = find_device("cpu" if on_cpu else device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if named.type != "cpu":
@@ -90,7 +96,14 @@ def open_machine(precision: Precision = "fp32", device: str = "auto") -> Machine
             "accelerate was asked for several processes and started one; "
             "on CPUs it needs --multi_gpu as well: accelerate launch --multi_gpu --num_processes N …"
         )
-    return Machine(rank=ranks.rank(), world=ranks.world(), device=named, dtype=_AUTOCAST[precision])
+    sharded = sharded and ranks.world() > 1
+    if sharded and precision == "fp16":
+        raise UsageError(
+            "sharded training takes no fp16, whose scaled gradients overflow on some processes only",
+            where="run.precision",
+            expected="bf16 | fp32",
+        )
+    return Machine(rank=ranks.rank(), world=ranks.world(), device=named, dtype=_AUTOCAST[precision], sharded=sharded)
 
 
 def find_device(name: str, *, where: str = "run.device") -> torch.device:
@@ -105,12 +118,35 @@ def find_device(name: str, *, where: str = "run.device") -> torch.device:
     return torch.device(name)
 
 
-def _refuse_sharded() -> None:
-    """UsageError where `accelerate launch` was told to spread the model itself over the processes."""
-    for kind in _SHARDED:
-        if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in _YES:
+def _accelerate_shards(*, possible: bool) -> bool:
+    """True where `accelerate launch` was told to shard the model. UsageError for what cannot be sharded so."""
+    for kind in _OTHER_WAYS:
+        if _is_on(f"ACCELERATE_USE_{kind}"):
             raise UsageError(
-                f"training under accelerate's {kind} is not supported yet",
-                expected="one process, or data parallel processes",
-                fix="accelerate launch --multi_gpu --num_processes N …",
+                f"training under accelerate's {kind} is not supported",
+                expected="one process, data parallel processes, or FSDP",
+                fix="accelerate launch --multi_gpu --num_processes N …, with run.sharded=true for what one device "
+                "does not hold",
             )
+    if not _is_on("ACCELERATE_USE_FSDP"):
+        return False
+    if not possible:
+        raise UsageError(
+            "only the phases of a recipe are trained under FSDP",
+            expected="one process, or data parallel processes",
+            fix="accelerate launch --multi_gpu --num_processes N …",
+        )
+    for option, plain in _FSDP_OPTIONS.items():
+        found = os.environ.get(option, plain).lower()
+        if found != plain:
+            raise UsageError(
+                f"accelerate's configuration asks for {option.lower()}, which this training does not do",
+                found=found,
+                expected=plain,
+                fix=f"write {option.lower()}: {plain}, or leave FSDP out there and give --set run.sharded=true",
+            )
+    return True
+
+
+def _is_on(switch: str) -> bool:
+    return os.environ.get(switch, "").lower() in _YES

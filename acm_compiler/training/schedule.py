@@ -25,6 +25,7 @@ from acm_compiler.training.live_state import seed_generators
 from acm_compiler.training.loop import PhaseLoop, Run
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Phase
+from acm_compiler.training.sharding import sharded
 from acm_compiler.training.site_phases import distill_phase, gate_phase
 from acm_compiler.training.state import Position, Snapshot, StateStore
 from acm_compiler.training.watch import Interrupts, warn_of_collapse, warn_of_missed_budget
@@ -44,7 +45,7 @@ def run_schedule(
     Raises RunInterrupted after SIGINT or SIGTERM with the state saved, TrainingFailed, StorageError, UsageError.
     """
     _check(model, schedule, job, until)
-    machine = open_machine(job.run.precision, job.run.device)
+    machine = open_machine(job.run.precision, job.run.device, sharded=job.run.sharded)
     model.to(machine.device)
     store = StateStore(job.directory, machine, decisions=job.decisions)
     snapshot = None
@@ -96,12 +97,14 @@ def _train(
 ) -> None:
     """One phase with everything that belongs to its end; `follows` is the next one of this run."""
     job, machine = run.job, run.machine
-    phase = make_phase(run.model, config, job, machine)
-    parts = _open_data(run, config.loaded_batch, index)
-    loop = PhaseLoop(run, phase, config, batches=parts, index=index)
-    with _ended_at_once(run, f"stopped before the first step of phase {phase.name}; what was computed for it is kept"):
-        phase.prepare(parts, loop.steps)
-    loop.train(snapshot)
+    with sharded(run.model, machine):
+        phase = make_phase(run.model, config, job, machine)
+        parts = _open_data(run, config.loaded_batch, index)
+        loop = PhaseLoop(run, phase, config, batches=parts, index=index)
+        stopped = f"stopped before the first step of phase {phase.name}; what was computed for it is kept"
+        with _ended_at_once(run, stopped):
+            phase.prepare(parts, loop.steps)
+        loop.train(snapshot)
     phase.complete()
     if machine.is_main:
         k_min = {name: acm.k_min for name, acm in sites(run.model).items()}

@@ -2,6 +2,7 @@
 
     state/<phase>-<step>/model.safetensors   every live parameter and buffer
                          optimization.pt     optimizer and loss scaling: tensors and plain values only
+                         parts/              of a sharded phase, in place of these two: every process's part of both
                          generators.pt       every process's random generators
                          state.json          position, budgets, what the run belongs to
     state/answers/       what the original model answered; see `answers`
@@ -16,7 +17,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 
 from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.files import parse_json, remedy, whole_file
@@ -34,18 +37,21 @@ from acm_compiler.training.live_state import (
     generator_states,
     live_facts,
     live_tensors,
+    named_tensors,
     restore_live_facts,
+    restore_parts,
     restore_structure,
     restore_tensors,
 )
 from acm_compiler.training.machine import Machine
+from acm_compiler.training.sharding import optimizer_parts, write_parts
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 2
 _NAME = re.compile(r"(\d+)-(\d+)")
 _UNFINISHED = ".unfinished"
-_FACTS = "state.json"
+_FACTS, _PARTS = "state.json", "parts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +66,13 @@ class Position:
 class Snapshot:
     """Facts that `StateStore.load` found, apart from what it wrote into the model.
 
-    `optimization` and `generators` are None between phases.
+    `optimization` and `generators` are None between phases. `optimization` is the folder of all parts where the phase
+    was sharded.
     """
 
     position: Position
     metrics_bytes: int
-    optimization: dict[str, Any] | None
+    optimization: dict[str, Any] | Path | None
     generators: dict[str, Any] | None
 
 
@@ -83,16 +90,46 @@ class StateStore:
         The run itself goes on as if nothing had been saved.
         """
         generators = self.machine.gather(generator_states(self.machine.device))
+        facts = self._facts(model, position, metrics_bytes=metrics_bytes)
+        final, new = self.directory / f"{position.phase}-{position.step}", self.directory / _UNFINISHED
+        in_parts = self.machine.sharded and optimization is not None
+        (there,) = self.machine.gather((final / _FACTS).is_file())[:1]
+        if there:
+            return
+        with self._saving():
+            if self.machine.is_main:
+                shutil.rmtree(new, ignore_errors=True)
+                new.mkdir(parents=True)
+        if in_parts:
+            assert optimization is not None
+            with self._saving():
+                held = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(model)}
+                write_parts(held | optimizer_parts(optimization["optimizer"]["state"]), new / _PARTS)
+        with self._saving():
+            if self.machine.is_main:
+                _write(
+                    new,
+                    {} if in_parts else live_tensors(model),
+                    facts,
+                    {
+                        "generators.pt": {"generators": generators},
+                        **({} if in_parts or optimization is None else {"optimization.pt": optimization}),
+                    },
+                )
+                _replace(final, new)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Work of some processes; StorageError in all of them where it fails in any."""
         problem: tuple[str, str] | None = None
-        if self.machine.is_main:
-            facts = self._facts(model, position, metrics_bytes=metrics_bytes)
-            try:
-                self._write(model, facts, optimization, {"generators": generators})
-            except (OSError, RuntimeError, SafetensorError) as error:
-                problem = f"{getattr(error, 'strerror', None) or error}", remedy(error)
-                shutil.rmtree(self.directory / _UNFINISHED, ignore_errors=True)
-        problem = self.machine.gather(problem)[0]
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            problem = f"{getattr(error, 'strerror', None) or error}", remedy(error)
+        problem = next((found for found in self.machine.gather(problem) if found is not None), None)
         if problem is not None:
+            if self.machine.is_main:
+                shutil.rmtree(self.directory / _UNFINISHED, ignore_errors=True)
             raise StorageError(
                 "the run's state cannot be saved",
                 where=str(self.directory),
@@ -108,35 +145,11 @@ class StateStore:
             "recipe": self.decisions,
             "teacher": conversion(model).teacher,
             "processes": self.machine.world,
+            "sharded": self.machine.sharded,
             "torch": torch.__version__,
             "metrics_bytes": metrics_bytes,
             "model": live_facts(model),
         }
-
-    def _write(
-        self, model: nn.Module, facts: dict[str, Any], optimization: dict[str, Any] | None, generators: dict[str, Any]
-    ) -> None:
-        final = self.directory / f"{facts['phase']}-{facts['step']}"
-        if (final / _FACTS).is_file():
-            return
-        shutil.rmtree(final, ignore_errors=True)
-        new = self.directory / _UNFINISHED
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        with whole_file(new / "model.safetensors") as path:
-            save_file(live_tensors(model), path)
-        parts = {"generators.pt": generators} | ({} if optimization is None else {"optimization.pt": optimization})
-        for name, part in parts.items():
-            with whole_file(new / name) as path:
-                torch.save(part, path)
-        with whole_file(new / _FACTS) as path:
-            path.write_text(json.dumps(facts, indent=1))
-        _flush(new)
-        new.rename(final)
-        _flush(self.directory)
-        for older in self.directory.iterdir():
-            if older != final and _NAME.fullmatch(older.name):
-                shutil.rmtree(older, ignore_errors=True)
 
     def load(self, model: nn.Module) -> Snapshot | None:
         """The latest complete state, written into `model`; None where there is none.
@@ -150,15 +163,17 @@ class StateStore:
             facts = parse_json((found / _FACTS).read_text())
             self._check(facts, model)
             restore_structure(model, facts["model"])
-            restore_tensors(model, found / "model.safetensors")
+            parts, running = found / _PARTS, facts["step"] > 0
+            if parts.is_dir():
+                restore_parts(model, parts)
+            else:
+                restore_tensors(model, found / "model.safetensors")
             restore_live_facts(model, facts["model"])
-            optimization = found / "optimization.pt"
-            running = optimization.exists()
             generators = torch.load(found / "generators.pt", weights_only=True)["generators"]
             return Snapshot(
                 position=Position(phase=facts["phase"], step=facts["step"]),
                 metrics_bytes=facts["metrics_bytes"],
-                optimization=torch.load(optimization, weights_only=True, map_location="cpu") if running else None,
+                optimization=_optimization(found) if running else None,
                 generators=generators[self.machine.rank] if running else None,
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -175,9 +190,11 @@ class StateStore:
             "teacher": ("belongs to a model with other dense weights", conversion(model).teacher),
             "processes": ("belongs to another number of processes", self.machine.world),
         }
+        if facts["step"]:
+            expected["sharded"] = ("is of a phase that was sharded, or is to be", self.machine.sharded)
         for name, (what, value) in expected.items():
-            if facts[name] != value:
-                raise self._foreign(what, found=facts[name], expected=value)
+            if facts.get(name, False) != value:
+                raise self._foreign(what, found=facts.get(name, False), expected=value)
         if changed := first_differences(facts["recipe"], self.decisions):
             raise self._foreign(f"belongs to another recipe (saved -> now):\n  {changed}")
         if facts["torch"] != torch.__version__:
@@ -231,6 +248,37 @@ def _latest(directory: Path) -> Path | None:
         return None
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / _FACTS).is_file()]
     return max(found, key=lambda path: tuple(map(int, path.name.split("-"))), default=None)
+
+
+def _write(new: Path, tensors: dict[str, Tensor], facts: dict[str, Any], parts: dict[str, Any]) -> None:
+    """Fill the folder of a state: tensors of the model, if they are not there in parts, other tensors, and facts."""
+    if tensors:
+        with whole_file(new / "model.safetensors") as path:
+            save_file(tensors, path)
+    for name, part in parts.items():
+        with whole_file(new / name) as path:
+            torch.save(part, path)
+    with whole_file(new / _FACTS) as path:
+        path.write_text(json.dumps(facts, indent=1))
+
+
+def _replace(final: Path, new: Path) -> None:
+    """Give a complete state its name, and remove those before it."""
+    shutil.rmtree(final, ignore_errors=True)
+    _flush(new)
+    new.rename(final)
+    _flush(final.parent)
+    for older in final.parent.iterdir():
+        if older != final and _NAME.fullmatch(older.name):
+            shutil.rmtree(older, ignore_errors=True)
+
+
+def _optimization(found: Path) -> dict[str, Any] | Path:
+    """Content of the file of a phase's optimizer, or the folder of parts."""
+    if (found / _PARTS).is_dir():
+        return found / _PARTS
+    content: dict[str, Any] = torch.load(found / "optimization.pt", weights_only=True, map_location="cpu")
+    return content
 
 
 def _flush(path: Path) -> None:

@@ -34,6 +34,7 @@ from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Backward, Figures, Group, unique
+from acm_compiler.training.sharding import pass_gradients
 
 _LOG = logging.getLogger(__name__)
 # site -> its figures as `SiteObjective.loss` gives them, summed over a step
@@ -80,7 +81,9 @@ class TappedPhase:
         found = rewritten(model)
         self.every, plan = found.acms, found.plan
         self.acms = _with_targets(self.every, objective)
-        self.groups = [Group(parameters=unique(p for acm in self.acms.values() for p in objective.parameters(acm)))]
+        # of a sharded model these are parts, in whose place the forward of a site finds whole parameters
+        self.parameters = {name: list(objective.parameters(acm)) for name, acm in self.acms.items()}
+        self.groups = [Group(parameters=unique(p for own in self.parameters.values() for p in own))]
         # losses are sums until the step ends; a constant near their number of tokens keeps fp16 gradients in range
         self.units = {name: max(1.0, plan.site(name).tokens / plan.model.batch * batch) for name in self.acms}
         self.sums = self._no_sums()
@@ -116,6 +119,8 @@ class TappedPhase:
                 total, shown = self.objective.loss(acm, x.flatten(0, -2), output.flatten(0, -2), real_T=real_T)
                 with without_autocast(self.machine.device):
                     backward(total / self.units[acm.name])
+            if self.machine.sharded:
+                pass_gradients(self.objective.parameters(acm), self.parameters[acm.name])
             tokens = x.shape[:-1].numel() if real_T is None else real_T.sum()
             head = torch.stack([total.detach(), torch.as_tensor(tokens, device=total.device)])
             self.sums[acm.name] += torch.cat([head.float(), shown.detach().float()])
@@ -130,11 +135,12 @@ class TappedPhase:
             sums[name], flat = flat[: len(own)], flat[len(own) :]
         self.sums = self._no_sums()
         scaled: set[int] = set()
-        for name, acm in self.acms.items():
+        for name, parameters in self.parameters.items():
             factor = self.units[name] / max(1.0, sums[name][1])
             # what sites share, they share for the same tokens: it is scaled once
-            fresh = [p for p in self.objective.parameters(acm) if id(p) not in scaled]
-            _scale_gradients(fresh, factor, world=self.machine.world)
+            fresh = [p for p in parameters if id(p) not in scaled]
+            # sharded gradients were summed as they came
+            _scale_gradients(fresh, factor, world=1 if self.machine.sharded else self.machine.world)
             scaled.update(map(id, fresh))
         called = {name: values for name, values in sums.items() if values[1]}
         losses = {name: values[0] / values[1] for name, values in called.items()}

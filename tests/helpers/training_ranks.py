@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,8 +37,11 @@ def noiseless(u_TC: Tensor, temperature: float) -> Tensor:
     return hard_TC + soft_TC - soft_TC.detach()
 
 
-def train_each(directory: Path, phases: Iterable[str] = CONFIGS) -> dict[str, nn.Module]:
-    """A model trained by each of `phases` alone, without dropout and without the finetune phase's noise."""
+def train_each(directory: Path, phases: Iterable[str] = CONFIGS, **options: Any) -> dict[str, nn.Module]:
+    """A model trained by each of `phases` alone, without dropout and without the finetune phase's noise.
+
+    options: of `job_in`.
+    """
     sample_nu, acm_module.sample_nu = acm_module.sample_nu, noiseless
     models = {}
     try:
@@ -47,7 +51,7 @@ def train_each(directory: Path, phases: Iterable[str] = CONFIGS) -> dict[str, nn
             for block in models[name].blocks:
                 block.dropout.p = 0.0
             padded = config.phase != "gate"
-            run_schedule(models[name], [config], job_in(directory / name, padded=padded))
+            run_schedule(models[name], [config], job_in(directory / name, padded=padded, **options))
     finally:
         acm_module.sample_nu = sample_nu
     return models
@@ -70,7 +74,7 @@ def own_part(machine: Machine) -> Tensor:
 def main() -> None:
     """Train, and keep what every process ended with."""
     torch.set_num_threads(1)
-    directory, machine = Path(sys.argv[1]), open_machine()
+    directory, machine = Path(sys.argv[1]), open_machine(sharded=False)  # but for accelerate's own configuration
     models = train_each(directory, sys.argv[2:] or CONFIGS)
     found = {f"{phase}/{name}": t for phase, model in models.items() for name, t in weights(model).items()}
     found["gradient"] = share_gradient(own_part(machine))

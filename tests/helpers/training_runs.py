@@ -35,9 +35,18 @@ def finetune(**changes) -> FinetunePhase:
     return FinetunePhase(**{"phase": "finetune", "steps": 6, "batch": 8, "lr": 1e-2} | changes)
 
 
-def job_in(directory: Path, *, padded: bool = False, precision: str = "fp32", save_every: str = "1h", **changes) -> Job:
+def job_in(
+    directory: Path,
+    *,
+    padded: bool = False,
+    precision: str = "fp32",
+    save_every: str = "1h",
+    sharded: bool = False,
+    **changes,
+) -> Job:
     """A job on `Points`."""
-    run = RunConfig(seed=3, precision=precision, save_every=parse_every(save_every), eval_every=parse_every("2steps"))
+    every = {"save_every": parse_every(save_every), "eval_every": parse_every("2steps")}
+    run = RunConfig(seed=3, precision=precision, sharded=sharded, **every)
     data = functools.partial(BatchStream, dataset=Points(padded=padded), shuffle=True, drop_last=True)
     return Job(**{"task": Task(), "data": data, "run": run, "directory": directory, "budget": 0.6} | changes)
 

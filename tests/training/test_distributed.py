@@ -1,44 +1,26 @@
 """Two processes under torchrun or `accelerate launch` end where one process with the same batches ends."""
 
 import logging
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from acm_compiler.errors import UsageError
 from acm_compiler.training.machine import open_machine
-from tests.helpers import ROOT
+from tests.helpers.launch import launch
 from tests.helpers.training_process import weights
 from tests.helpers.training_ranks import CONFIGS, SHARES, SPLIT, share_gradient, train_each
 from tests.helpers.training_runs import metrics
 
-TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+RANKS = "tests.helpers.training_ranks"
 ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
 ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port")
-
-
-def launch(launcher, directory, *phases):
-    """Both processes' tensors at the end of `tests.helpers.training_ranks`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", *launcher, str(port), "-m", "tests.helpers.training_ranks", str(directory)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *phases], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return [load_file(directory / f"rank{rank}.safetensors") for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Results of two processes and of one, and where they wrote their metrics."""
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    ranks = launch(TORCHRUN, two)
+    ranks = launch(RANKS, two)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     alone = {name: weights(model) for name, model in train_each(one).items()}
@@ -72,17 +54,9 @@ def test_shares_are_gathered_with_their_gradients(runs):
 
 def test_accelerate_launches_the_same_run(runs, tmp_path):
     pytest.importorskip("accelerate")
-    for found, expected in zip(launch(ACCELERATE, tmp_path, "finetune"), runs["ranks"], strict=True):
+    for found, expected in zip(launch(RANKS, tmp_path, "finetune", launcher=ACCELERATE), runs["ranks"], strict=True):
         for name, tensor in found.items():
             assert tensor.equal(expected[name]), name
-
-
-def test_sharded_training_is_refused_with_what_to_do(monkeypatch):
-    # what `accelerate launch --use_fsdp` leaves in the environment
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UsageError, match="FSDP is not supported yet") as caught:
-        open_machine()
-    assert "--multi_gpu" in str(caught.value)
 
 
 def test_several_processes_that_did_not_start_are_noticed(monkeypatch, caplog):

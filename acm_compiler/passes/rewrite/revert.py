@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.intact import refuse_adapted
+from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts
 from acm_compiler.errors import NoDenseRegion, UsageError, a_few_of
 from acm_compiler.passes.capture.normalize import replace_children, restore_fast_path
 from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention
@@ -27,6 +27,7 @@ def revert(model: nn.Module) -> nn.Module:
     load without the base model.
     """
     found = wholly_rewritten(model, "acm.revert")
+    refuse_in_parts(model, "acm.revert")
     undo, gone = found.owner.undo, [name for name, acm in found.acms.items() if acm.dense is None]
     if gone:
         raise NoDenseRegion(

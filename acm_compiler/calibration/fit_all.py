@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -165,14 +166,16 @@ def _fit_group(
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
     elsewhere = mean_trace(records.values())
     inputs = _inputs(records)
-    judged = {name: Judged.of(record, inputs[name], elsewhere=elsewhere) for name, record in records.items()}
     groups = list(units([record.site for record in records.values()]))
     pairs = [[records[site.name] for site in unit] for unit in groups if len(unit) == 2]
+    judge = partial(_judge, inputs=inputs, elsewhere=elsewhere)
+    judged = judge([record for pair in pairs for record in pair])
     slices = fit_pairs(found, pairs, judged, examples.fitted, options)
     pairs.clear()
     candidates, like = [], {name: acm.learners.w_in for name, acm in found.acms.items()}
     for neighbours in sharing(groups, inputs):
         parts = [[records.pop(site.name) for site in unit] for unit in neighbours]
+        judged |= judge([record for unit in parts for record in unit if record.site.name not in judged])
         learners = [learn(unit, judged, slices, options) for unit in parts]
         for site in [site for unit in neighbours for site in unit]:
             judged.pop(site.name), slices.pop(site.name, None)
@@ -183,6 +186,11 @@ def _fit_group(
     candidates.clear()
     for learned in [part for unit in chosen for part in unit]:
         yield _fitted(learned, seen, like=like[learned.site.name])
+
+
+def _judge(records: Sequence[SiteRecord], *, inputs: Mapping[str, Tensor], elsewhere: float) -> dict[str, Judged]:
+    """The facts against which learners of these sites are judged, by site; they take as much room as the records."""
+    return {record.site.name: Judged.of(record, inputs[record.site.name], elsewhere=elsewhere) for record in records}
 
 
 def _inputs(records: Records) -> dict[str, Tensor]:

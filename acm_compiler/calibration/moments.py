@@ -122,7 +122,7 @@ class Reservoir:
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seen = size, 0
         self._generator = torch.Generator().manual_seed(seed)
-        self._vectors = self._weights = torch.zeros(())
+        self._vectors, self._weights = torch.zeros(0, 0), torch.zeros(0)
         self._pending: list[_Call] = []
 
     def offer(self, v_TF: Tensor) -> _Call:
@@ -145,16 +145,21 @@ class Reservoir:
     def settle(self) -> None:
         """Move what was drawn since the last call into the sample; tokens without a weight weigh nothing."""
         for call in self._pending:
-            if self._vectors.dim() == 0:
-                self._vectors = call.vectors.new_zeros(0, call.vectors.shape[1])
-                self._weights = call.vectors.new_zeros(0, dtype=torch.float32)
-            if (missing := min(self.seen, self.size) - len(self._vectors)) > 0:
-                self._vectors = kept(F.pad(self._vectors, (0, 0, 0, missing)))
-                self._weights = F.pad(self._weights, (0, missing))
+            self._make_room(call.vectors)
             slots = call.slots.to(call.vectors.device)
             self._vectors[slots] = call.vectors
             self._weights[slots] = 0.0 if call.weights is None else call.weights
         self._pending.clear()
+
+    def _make_room(self, like: Tensor) -> None:
+        """Hold as many as were seen, at least twice as many as before."""
+        if not len(self._weights):
+            self._vectors, self._weights = like.new_zeros(0, like.shape[1]), like.new_zeros(0, dtype=torch.float32)
+        held = len(self._weights)
+        if (wanted := min(self.seen, self.size)) > held:
+            more = min(self.size, max(wanted, 2 * held)) - held
+            self._vectors = kept(F.pad(self._vectors, (0, 0, 0, more)))
+            self._weights = F.pad(self._weights, (0, more))
 
     def join(self, home: torch.device) -> None:
         """Become a sample of what all processes saw: of each process's tokens as many."""
@@ -174,12 +179,12 @@ class Reservoir:
     @property
     def vectors(self) -> Tensor:
         """The sample, [R, F]."""
-        return self._vectors
+        return self._vectors[: self.seen]
 
     @property
     def weights(self) -> Tensor:
         """The weight of each token of the sample, fp32 [R]."""
-        return self._weights
+        return self._weights[: self.seen]
 
 
 class _Call:
@@ -203,46 +208,51 @@ _ROWS = 256
 class SymmetricSum:
     """A running sum [F, F] in float64 of products a^T b that are symmetric.
 
-    Only what is on or above the diagonal is computed and added up, in rows of blocks: little more than half the work.
+    Only what is on or above the diagonal is computed and kept, in blocks of rows: little more than half of it.
     """
 
     def __init__(self) -> None:
-        self._upper_FF: Tensor | None = None
+        self._blocks: list[Tensor] = []  # rows [R, F - first] of `first`, from the diagonal on
+
+    @staticmethod
+    def size_bytes(features: int) -> int:
+        """Memory that the sum of so many features takes."""
+        return 4 * features * (features + min(features, _ROWS))
 
     def add(self, a_TF: Tensor, b_TF: Tensor) -> None:
         """Add a^T b, taken in the type of `a` and `b`."""
-        if self._upper_FF is None:
-            features, home = a_TF.shape[1], float64_device(a_TF.device)
-            self._upper_FF = kept(torch.zeros(features, features, dtype=torch.float64, device=home))
-        for first in range(0, len(self._upper_FF), _ROWS):
-            rows_RF = a_TF[:, first : first + _ROWS].T @ b_TF[:, first:]
-            self._upper_FF[first : first + _ROWS, first:] += rows_RF.to(self._upper_FF.device)
+        features, home = a_TF.shape[1], float64_device(a_TF.device)
+        if not self._blocks:
+            self.replace(torch.zeros(features, features, dtype=torch.float64, device=home))
+        for first, block in zip(range(0, features, _ROWS), self._blocks, strict=True):
+            block += (a_TF[:, first : first + _ROWS].T @ b_TF[:, first:]).to(home)
 
     def value(self, features: int, home: torch.device) -> Tensor:
         """The sum; zeros, on `home`, where nothing was added."""
-        if self._upper_FF is None:
-            return torch.zeros(features, features, dtype=torch.float64, device=home)
-        value_FF = self._upper_FF.clone()
-        for first in range(0, len(value_FF), _ROWS):
-            end = first + _ROWS
-            value_FF[end:, first:end] = value_FF[first:end, end:].T
-            block = value_FF[first:end, first:end]
-            block.copy_(block.triu() + block.triu(1).T)
+        value_FF = torch.zeros(features, features, dtype=torch.float64, device=home)
+        first = 0
+        for block in self._blocks:
+            end = first + len(block)
+            value_FF[first:end, first:] = block
+            value_FF[end:, first:end] = block[:, len(block) :].T
+            corner = value_FF[first:end, first:end]
+            corner.copy_(corner.triu() + corner.triu(1).T)
+            first = end
         return value_FF
 
     @property
     def trace(self) -> float:
         """The sum of the diagonal; 0 where nothing was added."""
-        return 0.0 if self._upper_FF is None else float(self._upper_FF.trace())
+        return sum(float(block.trace()) for block in self._blocks)
 
     @property
     def is_finite(self) -> bool:
         """True if everything on the diagonal is finite."""
-        return self._upper_FF is None or bool(self._upper_FF.diagonal().isfinite().all())
+        return all(bool(block.diagonal().isfinite().all()) for block in self._blocks)
 
     def replace(self, value_FF: Tensor) -> None:
         """Become this symmetric matrix."""
-        self._upper_FF = kept(value_FF)
+        self._blocks = [kept(value_FF[at : at + _ROWS, at:].clone()) for at in range(0, len(value_FF), _ROWS)]
 
 
 _ROUNDING = 1e-7

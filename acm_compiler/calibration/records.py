@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm.precision import float64_device
-from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
+from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment, SymmetricSum
 from acm_compiler.errors import DataError, TrainingFailed
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.passes.rewrite.offload import kept
@@ -141,12 +141,12 @@ class SiteRecord:
 
     @staticmethod
     def size_bytes(site: PlannedSite, tokens: int, sample: int, projections: int, *, shown: int = 0) -> int:
-        """Memory that a record of `site` takes once it has seen so many tokens, and what fitting it adds."""
-        features = site.dense_width or site.d_in
-        heard = site.d_in**2 if site.last is None else 0
+        """Memory that a record of `site` takes once it has seen so many tokens."""
+        widths = [site.dense_width or site.d_in, site.d_out, *([site.d_in] if site.last is None else [])]
+        moments = sum(map(SymmetricSum.size_bytes, widths))
         whole = min(tokens, int(_WHOLE * sample)) * (site.d_in + projections * site.d_out)
         inputs = 0 if site.last is None else 2 * min(tokens, shown) * site.d_in
-        return 8 * (features**2 + site.d_out**2 + heard) + 4 * (min(tokens, sample) * (site.d_in + 1) + whole) + inputs
+        return moments + 4 * (min(tokens, sample) * (site.d_in + 1) + whole) + inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ def mlp(d_in: int = 768, *, learners: int = 4, gate: int = 64, width: int = 768)
         dropout=0.0,
     )
     made.gate.rule = "damage"
+    made.set_choices(knob=0.0, k_lo=0, k_hi=learners)  # the gate's choice among all
     return made.eval()
 
 

@@ -80,6 +80,27 @@ def test_a_whole_acm_takes_the_usual_way_where_anything_has_a_say(small):
     assert sites.run_site(small, x) is None  # another gate than before
 
 
+def test_another_kind_of_acm_takes_the_usual_way(small):
+    class Other(type(small)):
+        def choose(self, x_TD, shape, said=None):
+            return torch.ones(len(x_TD), dtype=torch.int32)
+
+    x = rows(7)
+    for _ in range(3):
+        small(x)
+    small.__class__ = Other
+    assert sites.run_site(small, x) is None
+    small.set_choices(knob=0.0, k_lo=1, k_hi=1)
+    assert sites.run_site(small, x) is None
+
+
+def test_one_k_for_all_starts_no_kernel_of_ours(stub, small):
+    small.set_choices(knob=0.0, k_lo=2, k_hi=2)
+    assert launches(stub, lambda: small(rows(7))) == 0
+    small.set_choices(knob=0.0, k_lo=1, k_hi=2)
+    assert launches(stub, lambda: small(rows(7))) == 3
+
+
 def test_weights_written_in_place_keep_their_plan_and_others_get_one(small):
     x = rows(7)
     for _ in range(3):

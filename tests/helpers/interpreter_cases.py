@@ -330,6 +330,7 @@ def test_a_whole_acm_by_its_kept_plans_follows_weights_and_k(tokens, monkeypatch
         for parameter in acm.parameters():
             parameter.normal_(std=0.1)
         for turn, k in enumerate((3, 3, 3, 1, 0, 2)):
+            acm.written |= {"k_lo": 0, "k_hi": 3}  # as if the gate chose among all
             acm.k_lo.fill_(k)
             acm.k_hi.fill_(k)
             learners.w_in.mul_(1.1)
@@ -344,6 +345,42 @@ def test_a_whole_acm_by_its_kept_plans_follows_weights_and_k(tokens, monkeypatch
             expected = run_learners(flat.double(), torch.full((tokens,), k), to(w, torch.float64))
             for found in (y, *(() if whole is None else (whole.reshape(-1, 80),))):
                 assert relative_error(found, expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("case", [*FORMS, Case(act="mul(x, sigmoid(x))")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_one_k_for_all_tokens_is_dense_products(case, dtype, monkeypatch):
+    weights, made = to(inputs_of(dataclasses.replace(case, dtype=dtype)).weights, dtype), []
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda *_: made.append(1))
+    learners = Learners(
+        case.d_in,
+        case.d_out,
+        case.learners,
+        case.width,
+        form=case.form,
+        act=case.act,
+        bias_in=weights.b_in is not None,
+        per_k=case.second == "per_k",
+        top=case.second == "top" and case.form not in ("rows", "cols"),
+        heads=case.heads,
+        dtype=dtype,
+    )
+    for name, tensor in weights.tensors._asdict().items():
+        if tensor is not None:
+            getattr(learners, name).data.copy_(tensor)
+    acm = ACM(
+        Gate(case.d_in, 8, case.learners, dtype=dtype), learners, name="a", k_min=1, layout=None, cost=1, dropout=0
+    )
+    x = torch.randn(5, 3, case.d_in).to(dtype)
+    x[2, 1] = torch.nan
+    with torch.no_grad():
+        for k_lo, k_hi, k in ((0, 0, 1), (2, 2, 2), (3, 9, 3), (3, 3, 3)):
+            acm.eval().set_choices(knob=0.0, k_lo=k_lo, k_hi=k_hi)
+            y = sites.run_site(acm, x)
+            expected = run_learners(x.reshape(-1, case.d_in).double(), torch.full((15,), k), to(weights, torch.float64))
+            assert y.shape == (5, 3, case.d_out) and relative_error(y.reshape(15, -1), expected) <= TOLERANCE[dtype]
+        assert sites.run_site(acm, x[:0]) is None
+    assert not made
 
 
 @pytest.mark.parametrize("tokens", [20, 130])

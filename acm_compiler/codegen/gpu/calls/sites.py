@@ -1,7 +1,8 @@
 """A whole ACM by the plans of its gate and of its learners, past all that looks for them again.
 
 For eager calls that nothing observes and through which nothing is differentiated. The first call of a kind takes the
-usual way, through the operators, which keep their plans; the second puts them together.
+usual way, through the operators, which keep their plans; the second puts them together. Where all tokens run one k,
+there is nothing to choose or to sort: dense products of the first learners do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import is_nothing_open, is_plain_call
+from acm_compiler.acm.intact import refuse_changed
+from acm_compiler.acm.reference import prefix_output
 from acm_compiler.acm.tokens import is_one_each
 from acm_compiler.codegen.gpu.calls.kept import ALIGNED, find_plan, rounding
 from acm_compiler.codegen.gpu.calls.operators import gate_kind, learners_kind, on_device_of
@@ -57,6 +60,9 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
         return None
     shape, is_decode = x.shape, is_one_each(x.shape[:-1], acm.layout)
     tokens = x.numel() // shape[-1]
+    k = _one_k(acm, is_decode)
+    if k is not None:
+        return _prefix(acm, x.view(tokens, shape[-1]), k, shape)
     kind = bucket_of(tokens), shape[-1], x.dtype, x.get_device(), x.data_ptr() & ALIGNED, rounding(x.dtype), is_decode
     site = _SITES.get(id(acm))
     if site is None or not site.holds(acm):
@@ -73,8 +79,29 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
     return y_TO if len(shape) == 2 else y_TO.view(*shape[:-1], -1)
 
 
+def _one_k(acm: ACM, is_decode: bool) -> int | None:
+    """The k of every token where the bounds leave no other, as after `set_k`; None where the gate chooses."""
+    written, phase = acm.written, "decode_" if is_decode else ""
+    most = min(max(written[f"{phase}k_hi"], acm.k_min), acm.count)
+    return most if min(max(written[f"{phase}k_lo"], acm.k_min), most) == most else None
+
+
+def _prefix(acm: ACM, x_TD: Tensor, k: int, shape: torch.Size) -> Tensor | None:
+    """The first k learners of every token: dense products on views of the weights; no gate, and nothing is sorted."""
+    gate, learners = acm.gate, acm.learners
+    refuse_changed(acm.name, (gate.inner, gate.outer), learners)
+    weights = learners.weights()
+    if weights.is_int8 or x_TD.dtype != weights.b_out.dtype or x_TD.shape[1] != acm.d_in:
+        return None
+    y_TO = prefix_output(x_TD, weights, k)
+    # of k = 0 it is one row for all tokens, which others may write to
+    return (y_TO if k else y_TO.contiguous()).view(*shape[:-1], -1)
+
+
 def _is_plain(acm: ACM, x: Tensor) -> bool:
     """True if nothing but gate and learners has a say in this call."""
+    if type(acm) is not ACM:  # another kind may choose by other rules
+        return False
     plain = not acm.training and acm.tap is None and acm.adapter is None and acm.state == "learners"
     if not plain or acm.__dict__["_buffers"]["counts"] is not None or not is_nothing_open():
         return False

@@ -113,7 +113,7 @@ def test_a_call_packs_each_column_once_whatever_its_chunks_and_threads(dtype, th
 
 
 def test_gelu_of_every_bfloat16_is_right_to_its_rounding(tiles):
-    """In float64; where GELU is near zero, beyond -3, to 2e-6."""
+    """Compared with float64; where GELU is near zero, to 2e-6."""
     v = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(HALF)
     v = v[v.abs() <= 1000]
     case = Case(form="mlp", learners=1, width=2, d_in=2, d_out=1, residual=False, dtype=HALF)

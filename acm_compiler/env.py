@@ -12,6 +12,8 @@ KERNEL = "ACM_KERNEL"
 """Implementation of ACMs: reference, cpu or triton; unset: the best one. Tells a graph's faults from a kernel's."""
 CHECK = "ACM_CHECK"
 """1: every kernel call is compared with the reference, and the first site that differs is named."""
+KEEP = "ACM_KEEP_PANELS"
+"""0: the CPU kernel packs weights at every call and keeps nothing, for less memory and more time."""
 KERNELS = ("reference", "cpu", "triton")
 
 
@@ -39,3 +41,8 @@ def kernel() -> str | None:
 def check() -> bool:
     """True if kernels are to be compared with the reference."""
     return os.environ.get(CHECK, "") not in ("", "0")
+
+
+def keeps_panels() -> bool:
+    """True unless the CPU kernel is to keep no packed weights from call to call."""
+    return os.environ.get(KEEP, "1") != "0"

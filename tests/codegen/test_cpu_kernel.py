@@ -256,6 +256,7 @@ def test_a_quarter_of_the_dense_hidden_activation_is_memory_enough():
 SMALL = """
 import ctypes, sys, torch
 from acm_compiler.acm import Learners, ops
+from acm_compiler.codegen.cpu import build
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
@@ -271,6 +272,7 @@ with torch.no_grad():
     )
     x, k = torch.randn(tokens, d, dtype=dtype), torch.full((tokens,), 4, dtype=torch.int32)
     ops.learners(x[:1, :8], k[:1], first.weights())
+    ctypes.CDLL(str(build.library_file())).acm_keep_panels(False)
     before = library.mallinfo2()
     y = ops.learners(x, k, learners.weights())
     after = library.mallinfo2()

@@ -178,6 +178,7 @@ small, site = (Site(dtype=dtype, sizes=(d, d, 4, width)) for d, width in ((8, 8)
 x = torch.randn(tokens, d, dtype=dtype)
 with torch.no_grad():
     small.run(x[:1, :8], low=4)
+    ctypes.CDLL(str(build.library_file())).acm_keep_panels(False)
     before = library.mallinfo2()
     y = site.run(x, low=4)
     after = library.mallinfo2()

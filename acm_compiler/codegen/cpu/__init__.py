@@ -43,7 +43,9 @@ def take_over() -> bool:
         return False
     torch.ops.load_library(str(file))
     library = ctypes.CDLL(str(file))
+    library.acm_keep_panels(ctypes.c_bool(False))  # of the sample
     verify_tiles(library)
+    library.acm_keep_panels(ctypes.c_bool(env.keeps_panels()))
     if env.check():
         torch.library.impl("acm::learners", "CPU", _checked, lib=LIBRARY)
     else:

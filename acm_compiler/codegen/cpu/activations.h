@@ -11,7 +11,7 @@
 namespace {
 
 // (1 + erf(v / sqrt(2))) / 2, to 2e-7: 1/2 + v p(v^2), p least in its largest error up to |v| = 5.6, where floats end
-inline Vec normal_cdf(const Vec& v) {
+ACM_INLINE Vec normal_cdf(const Vec& v) {
   constexpr float kEnd = 5.6f * 5.6f;
   constexpr float kPowers[] = {
       0.126259595f,     -0.0630512908f,   0.0469810404f,    -0.0383454897f,  0.0319670886f,  -0.0263119098f,

@@ -16,6 +16,7 @@ namespace {
 template <typename T, bool kPairs>
 struct Call : Operation<T> {
   using Weights = Matrix<T, kPairs>;
+  using One = Part<Weights, T>;
   static constexpr int64_t kPerWord = Weights::kPerWord;
   static constexpr int64_t kPerVector = kLanes * sizeof(float) / sizeof(T);
 
@@ -23,8 +24,10 @@ struct Call : Operation<T> {
   using Op::tokens, Op::learners, Op::order, Op::at_least, Op::k_at, Op::d_in, Op::d_out, Op::width, Op::heads, Op::x;
   using Op::x_stride, Op::b_in, Op::b_up, Op::b_out, Op::per_k, Op::form, Op::act, Op::norm;
   using Op::put, Op::put_idle, Op::put_slices, Op::start_rest, Op::take_slices;
-  const T *w_in, *w_up, *w_out, *w_top;
+  Weight<T> w_in, w_up, w_out, w_top;
   bool tiles = kPairs && has_tiles();
+  std::vector<One> first, up;  // what reads tokens: for each group of learners that share a product
+  std::vector<One> second;     // what reads hidden values or slices: of tokens that run k learners second[layer(k)]
 
   // ---- one chunk: sorted places [first, stop), rows 0 ... stop - first
 
@@ -52,21 +55,63 @@ struct Call : Operation<T> {
     return found;
   }
 
+  // ---- matrices
+
+  bool dense_top() const { return form == Form::linear && w_top; }  // in the place of N learners
+  // the second layer of tokens that run k learners
+  int64_t layer(int64_t k) const { return k == learners && w_top ? learners : per_k ? k - 1 : 0; }
+
+  static One part(const Weight<T>& weight, int64_t start, int64_t cols, int64_t depth) {
+    return {{weight.data + start, cols, depth / kPerWord, depth / kPerWord}, weight, nullptr};
+  }
+
+  // the matrices of all that some token may run
+  void gather_parts() {
+    const int64_t all = form == Form::cols ? 0 : learners, step = company();
+    for (int64_t n = 0; n < all; n += step)
+      for (auto [of, to] : {std::pair(&w_in, &first), std::pair(&w_up, &up)})
+        if (*of) to->push_back(part(*of, n * width * d_in, std::min(step, learners - n) * width, d_in));
+    second.resize(form == Form::rows ? 0 : learners + 1);
+    const int64_t deep = learners * width;
+    if (form == Form::cols) {
+      second[0] = part(w_in, 0, d_out, deep);
+      second[0].stride = width / kPerWord, second[0].pieces = learners, second[0].piece_offset = d_out * width / kPerWord;
+      return;
+    }
+    for (int64_t k = 1; k < static_cast<int64_t>(second.size()); k++) {
+      const bool top = k == learners && w_top;
+      const int64_t start = per_k && !top ? (k - 1) * d_out * deep : 0;
+      second[layer(k)] = part(top ? w_top : w_out, start, d_out, top && dense_top() ? d_in : deep);
+    }
+  }
+
+  // Finds the panels of matrices that some token runs, and makes those that are missing: to be kept, or, if it is worth
+  // it, for this call.
+  void pack_panels(Memory& memory, bool shared) {
+    std::vector<One*> needed;
+    const auto need = [&](One& one) {
+      if (!OneProduct::is_few(tokens, one)) needed.push_back(&one);
+    };
+    const int64_t whole = dense_top() ? at_least[learners] : 0, most = whole < at_least[1] ? k_at(whole) : 0;
+    for (std::vector<One>* some : {&first, &up})
+      for (size_t i = 0; i < some->size() && static_cast<int64_t>(i) * company() < most; i++) need((*some)[i]);
+    std::vector<bool> taken(learners + 1, second.empty());
+    for (int64_t k = learners; k >= 1; k--)
+      if (at_least[k] > at_least[k + 1] && !taken[layer(k)]) taken[layer(k)] = true, need(second[layer(k)]);
+    if (!needed.empty()) pack_parts(std::move(needed), true, shared, memory);
+  }
+
   using OneProduct = Product<T, kPairs>;
 
-  // adds the product of these rows with columns [first_col, first_col + cols), unless there are no rows
-  void add(std::vector<OneProduct>& to, const std::vector<const T*>& rows, std::vector<Span> spans, const Weights& w,
+  // adds the product of these rows with the columns of `one`, unless there are no rows
+  void add(std::vector<OneProduct>& to, const std::vector<const T*>& rows, std::vector<Span> spans, const One& one,
            int64_t first_col, int64_t cols) const {
     const int64_t words = dense_values() * sizeof(T) / sizeof(float);
-    if (!spans.empty()) to.push_back({rows.data(), std::move(spans), w, first_col, cols, tokens, words, tiles});
+    if (!spans.empty()) to.push_back({rows.data(), std::move(spans), one, first_col, cols, tokens, words, tiles});
   }
 
-  static Weights plain(const T* data, int64_t cols, int64_t depth) {
-    return {data, cols, depth / kPerWord, depth / kPerWord};
-  }
-
-  // memory of the calling thread: hidden values of a chunk or slices of its rows, normalised rows
-  enum Use { kHidden, kNormal, kUses };
+  // memory of the calling thread: hidden values of a chunk or slices of its rows, normalised rows, panels of the call
+  enum Use { kHidden, kNormal, kPacked, kUses };
   static Memory& memory_of(Use use) {
     static thread_local Memory kept[kUses];
     return kept[use];
@@ -125,54 +170,43 @@ struct Call : Operation<T> {
 
   void run_layers(const Chunk& c) const {
     int64_t most = learners;
-    if (form == Form::linear && w_top) {  // the dense weight itself runs in the place of N learners
+    if (dense_top()) {
       const int64_t rows = clip(c, at_least[most--]);
       std::vector<OneProduct> top;
-      if (rows) add(top, c.x, {{0, rows, d_in / kPerWord}}, plain(w_top, d_out, d_in), 0, d_out);
-      multiply<T, kPairs>(top, nullptr, output_of(c));
+      if (rows) add(top, c.x, {{0, rows, d_in / kPerWord}}, second[learners], 0, d_out);
+      multiply<T, kPairs>(top, output_of(c));
     }
     const int64_t skip = clip(c, at_least[most + 1]);
-    std::vector<OneProduct> first, second;
+    std::vector<OneProduct> in, out;
     for (int64_t n = 0; n < most; n += company()) {
       const int64_t rows = clip(c, at_least[n + 1]), cols = std::min(company(), most - n) * width;
       if (rows <= skip) break;
-      add(first, c.x, {{skip, rows, d_in / kPerWord}}, plain(w_in, learners * width, d_in), n * width, cols);
+      add(in, c.x, {{skip, rows, d_in / kPerWord}}, first[n / company()], n * width, cols);
     }
-    multiply<T, kPairs>(first, w_up, [&](const OneProduct& in, const Piece& piece, const float* panel) {
-      in.run(piece, panel, finish_hidden(c, in.first_col, b_in, false));
+    multiply<T, kPairs>(in, [&](const OneProduct& of_in, const Piece& piece) {
+      of_in.run(piece, finish_hidden(c, of_in.first_col, b_in, false));
       if (!w_up) return;
-      OneProduct up = in;
-      up.matrix.data = w_up;
-      up.run(piece, panel ? panel + up.panel_words(piece.count) : nullptr, finish_hidden(c, in.first_col, b_up, true));
+      OneProduct of_up = of_in;
+      of_up.matrix = up[of_in.first_col / width / company()];
+      of_up.run(piece, finish_hidden(c, of_in.first_col, b_up, true));
     });
     for (int64_t high = most; high >= 1;) {  // tokens whose k share a second layer go together
       int64_t low = high;
-      while (low > 1 && second_layer(low - 1) == second_layer(high)) low--;
-      const Weights w = plain(second_layer(high), d_out, learners * width);
-      add(second, c.h, spans(c, low, high, width), w, 0, d_out);
+      while (low > 1 && layer(low - 1) == layer(high)) low--;
+      add(out, c.h, spans(c, low, high, width), second[layer(high)], 0, d_out);
       high = low - 1;
     }
-    multiply<T, kPairs>(second, nullptr, output_of(c));
+    multiply<T, kPairs>(out, output_of(c));
   }
 
   auto output_of(const Chunk& c) const {
-    return [this, &c](const OneProduct& product, const Piece& piece, const float* panel) {
-      product.run(piece, panel, finish_output(c));
-    };
-  }
-
-  // the second layer [O, N H] of tokens that run k learners
-  const T* second_layer(int64_t k) const {
-    if (k == learners && w_top) return w_top;
-    return per_k ? w_out + (k - 1) * d_out * learners * width : w_out;
+    return [this, &c](const OneProduct& product, const Piece& piece) { product.run(piece, finish_output(c)); };
   }
 
   void run_columns(const Chunk& c) const {
-    const int64_t deep = width / kPerWord;
-    const Weights w{w_in, d_out, learners * deep, deep, learners, d_out * deep};
     std::vector<OneProduct> all;
-    add(all, c.x, spans(c, 1, learners, width), w, 0, d_out);
-    multiply<T, kPairs>(all, nullptr, output_of(c));
+    add(all, c.x, spans(c, 1, learners, width), second[0], 0, d_out);
+    multiply<T, kPairs>(all, output_of(c));
   }
 
   void run_rows(const Chunk& c) const {
@@ -181,10 +215,10 @@ struct Call : Operation<T> {
     for (int64_t n = 0; n < learners; n += company()) {
       const int64_t rows = clip(c, at_least[n + 1]), cols = std::min(company(), learners - n) * width;
       if (rows == 0) break;
-      add(all, c.x, {{0, rows, d_in / kPerWord}}, plain(w_in, learners * width, d_in), n * width, cols);
+      add(all, c.x, {{0, rows, d_in / kPerWord}}, first[n / company()], n * width, cols);
     }
-    multiply<T, kPairs>(all, nullptr, [&](const OneProduct& product, const Piece& piece, const float* panel) {
-      product.run(piece, panel, finish_slices(c, product.first_col));
+    multiply<T, kPairs>(all, [&](const OneProduct& product, const Piece& piece) {
+      product.run(piece, finish_slices(c, product.first_col));
     });
   }
 
@@ -193,20 +227,20 @@ struct Call : Operation<T> {
   // columns of `n * H + col`: h = act(tile + b), or with `up` h *= tile + b
   auto finish_hidden(const Chunk& c, int64_t first_col, const T* b, bool up) const {
     return [=, this, &c](int64_t row, int64_t rows, int64_t col, int64_t cols, float* tile, int64_t tile_width) {
-      for (int64_t i = 0; i < rows; i++) {
-        T* h = c.hidden + (row + i) * c.hidden_stride + first_col + col;
-        float* from = tile + i * tile_width;
-        const auto each = [&](const auto& value) {
-          for (int64_t j = 0; j < cols; j += kLanes) {
-            const int64_t count = std::min(kLanes, cols - j);
+      const T* bias = b ? b + first_col + col : nullptr;
+      const auto each = [&](const auto& value) {
+        for (int64_t i = 0; i < rows; i++) {
+          T* h = c.hidden + (row + i) * c.hidden_stride + first_col + col;
+          const float* from = tile + i * tile_width;
+          each_vector(cols, [&](int64_t j, auto count) ACM_INLINED {
             Vec v = Vec::loadu(from + j);
-            if (b) v = v + load(b + first_col + col + j, count);
+            if (bias) v = v + load(bias + j, count);
             store(value(v, h + j, count), h + j, count);  // rounded as the dense layers do
-          }
-        };
-        if (up) each([](const Vec& v, const T* old, int64_t count) { return v * load(old, count); });
-        else with_act(act, [&](const auto& f) { each([&](const Vec& v, const T*, int64_t) { return f(v); }); });
-      }
+          });
+        }
+      };
+      if (up) each([](const Vec& v, const T* old, auto count) ACM_INLINED { return v * load(old, count); });
+      else with_act(act, [&](const auto& f) { each([&](const Vec& v, const T*, auto) ACM_INLINED { return f(v); }); });
     };
   }
 
@@ -224,9 +258,12 @@ struct Call : Operation<T> {
     };
   }
 
-  void run() const {
+  void run() {
     put_idle();
+    if (!at_least[1]) return;
     const auto borders = cut_chunks(at_least[1], at::get_num_threads());
+    gather_parts();
+    if (!watched) pack_panels(memory_of(kPacked), borders.size() > 2 || at::get_num_threads() > 1);
     for (size_t c = 1; c < borders.size(); c++) run_chunk(borders[c - 1], borders[c]);
     for (int use = 0; use < kUses; use++) memory_of(static_cast<Use>(use)).end_call();
   }

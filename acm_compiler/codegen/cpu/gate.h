@@ -96,8 +96,7 @@ struct Network {
         deep(tiles ? round_up(words, kTileSide) : words), panels(few ? 0 : deep * padded),
         b_inner(transposed(b_in, padded)), w_outer(transposed(w_out, padded_choices)),
         b_outer(transposed(b_out, padded_choices)) {
-    for (int64_t g = 0; g < width && !few; g += kPanelCols)
-      matrix().pack(g, std::min(kPanelCols, width - g), panel_cols(g), 0, words, panels.data() + g * deep);
+    if (!few) matrix().pack(0, width, 0, words, panels.data(), deep);
   }
 
   int64_t group() const { return tiles ? kTileGroup : kTileRows; }
@@ -110,9 +109,9 @@ struct Network {
     float tile[kTileGroup * kPanelCols];
     for (int64_t g = 0; g < padded; g += kPanelCols) {
       const int64_t cols = panel_cols(g);
-      const float* panel = panels.data() + g * deep;
+      const Panel panel = Panel{panels.data(), deep}.from(g, 0);
       if (few) multiply_rows(x, rows, g, cols, tile);
-      else if (tiles) multiply_by_tiles({x[0], deep}, rows, {panel, cols}, cols, deep, false, tile, cols);
+      else if (tiles) multiply_by_tiles({x[0], deep}, rows, panel, cols, deep, false, tile, cols);
       else Inner<kPairs>::tile(rows, cols / kLanes)(x, panel, words, false, tile);
       with_act(Act::gelu, [&](const auto& f) {
         for (int64_t r = 0; r < rows; r++)

@@ -1,10 +1,10 @@
 // One call of acm::learners with int8 weights: y_k(x) + residual of every token (docs/semantics.md, Int8 learners).
 //
-// Weights are packed at the first call that needs them (int8_kept.h). Sorted tokens are cut into blocks, whose rows of bytes and hidden values stay in the
-// second cache; threads take blocks, or, where there are fewer blocks than threads, share the columns of each.
+// Weights are packed at the first call that needs them (kept.h). Sorted tokens are cut into blocks, whose rows of bytes
+// and hidden values stay in the second cache; threads take blocks, or, where there are fewer blocks than threads, share
+// the columns of each.
 #pragma once
 
-#include "int8_kept.h"
 #include "int8_matrix.h"
 #include "int8_rows.h"
 #include "operation.h"
@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int64_t kByteBlock = 256;      // tokens of a block at most,
-constexpr int64_t kKeptPanels = 1 << 20;  // bytes of panels that stay in the second cache
+constexpr int64_t kNearPanels = 1 << 20;  // bytes of panels that stay in the second cache
 constexpr int64_t kLeastByteBlock = 32;  // and at least, where each thread has its own
 
 // T: of tokens, biases and output
@@ -23,11 +23,8 @@ struct ByteCall : Operation<T> {
   using Op::b_in, Op::b_up, Op::b_out, Op::per_k, Op::form, Op::act, Op::norm;
   using Op::put, Op::put_idle, Op::put_slices, Op::start_rest, Op::take_slices;
 
-  // what is multiplied, the weight that it is part of, and its panels, whoever else lets go of them
-  struct Matrix : ByteMatrix {
-    ByteWeight weight;
-    Panels held;
-  };
+  using ByteWeight = Weight<int8_t>;
+  using Matrix = Part<ByteMatrix, int8_t>;
   using Matrices = std::vector<Matrix>;
 
   ByteWeight w_in, w_up, w_out, w_top;
@@ -100,32 +97,12 @@ struct ByteCall : Operation<T> {
     return {{weight.data + start, cols, depth, stride}, weight, nullptr};
   }
 
-  // finds the panels of all, and makes those that are missing if that is wanted: to be kept, or else in `memory`
+  // finds the panels of all, and makes those that are missing if that is wanted
   void pack(Memory& memory, bool missing) {
     std::vector<Matrix*> all;
     for (Matrices* some : {&first, &up}) for (Matrix& m : *some) all.push_back(&m);
     for (Matrices& some : second) for (Matrix& m : some) all.push_back(&m);
-    KeptPanels& kept = KeptPanels::all();
-    std::erase_if(all, [&](Matrix* m) {
-      m->held = kept.find(*m, m->weight);
-      if (m->held) m->lay(m->held.get());
-      return !missing || m->held;
-    });
-    if (all.empty()) return;
-    struct Strip { const ByteMatrix* matrix; int64_t number; };
-    std::vector<Strip> strips;
-    int64_t words = 0;
-    for (const Matrix* m : all) words += m->weight.is_counted() ? 0 : m->packed_words();
-    int32_t* to = memory.grown<int32_t>(words);
-    for (Matrix* m : all) {
-      if (m->weight.is_counted()) m->lay((m->held = new_panels(m->packed_words())).get());
-      else m->lay(to), to += m->packed_words();
-      for (int64_t s = 0; s < m->strips(); s++) strips.push_back({m, s});
-    }
-    share_out(strips.size(), [&](int64_t i) { strips[i].matrix->pack(strips[i].number); });
-    kept.sweep();
-    for (const Matrix* m : all)
-      if (m->held) kept.keep(*m, m->weight, m->held);
+    pack_parts(std::move(all), missing, missing, memory);
   }
 
   void run_block(int64_t from, int64_t stop) const {
@@ -182,7 +159,7 @@ struct ByteCall : Operation<T> {
   template <typename F>
   void each_tile(const ByteMatrix& like, int64_t count, int64_t from, int64_t to, const F& f) const {
     const int64_t strips = like.strips(), tiles_of_rows = divide_up(to - from, kByteRows);
-    const bool by_row = count * like.packed_words() * 4 <= kKeptPanels && tiles_of_rows >= at::get_num_threads();
+    const bool by_row = count * like.packed_words() * 4 <= kNearPanels && tiles_of_rows >= at::get_num_threads();
     share_out(by_row ? tiles_of_rows : strips, [&](int64_t item) {
       const Tiles held(tiles);
       for (int64_t other = 0; other < (by_row ? strips : tiles_of_rows); other++) {

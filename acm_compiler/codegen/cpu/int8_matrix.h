@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "int8_tile.h"
+#include "kept.h"
 
 namespace {
 
@@ -28,11 +29,13 @@ struct ByteMatrix {
   int64_t strips() const { return divide_up(cols, kPanelCols); }
   int64_t packed_words() const { return padded() * (words() + 1); }
 
+  PanelKey key() const { return {data, cols, depth, stride, 1, Layout::bytes}; }
   // lays panels and sums there
-  void lay(int32_t* to) { panels = to, sums = to + padded() * words(); }
+  void lay(void* to) { panels = static_cast<int32_t*>(to), sums = panels + padded() * words(); }
 
   void pack(int64_t strip) const {
     const int64_t first = strip * kPanelCols, width = std::min(kPanelCols, padded() - first);
+    columns_packed.fetch_add(std::min(width, cols - first), std::memory_order_relaxed);
     for (int64_t col = first; col < first + width; col += kLanes) {
       Ints sum(0);
       for (int64_t d = 0; d < words(); d += kDeep / 4) sum = sum + pack_block(col, d, width, first);

@@ -58,11 +58,16 @@ bool prepare(Operation<T>& call, const Operands& t, Tensor& y) {
                                        : call.sort(t.k.const_data_ptr<int64_t>());
 }
 
+template <typename W, typename C>
+void take_weights(C& call, const Operands& t) {
+  call.w_in = Weight<W>(t.w_in), call.w_up = Weight<W>(t.w_up);
+  call.w_out = Weight<W>(t.w_out), call.w_top = Weight<W>(t.w_top);
+}
+
 template <typename T, bool kPairs>
 bool run(const Operands& t, Tensor& y) {
   Call<T, kPairs> call;
-  call.w_in = t.w_in.const_data_ptr<T>(), call.w_up = data_of<T>(t.w_up);
-  call.w_out = data_of<T>(t.w_out), call.w_top = data_of<T>(t.w_top);
+  take_weights<T>(call, t);
   if (!prepare<T>(call, t, y)) return false;
   call.run();
   return true;
@@ -71,8 +76,7 @@ bool run(const Operands& t, Tensor& y) {
 template <typename T>
 bool run_bytes(const Operands& t, Tensor& y) {
   ByteCall<T> call;
-  call.w_in = ByteWeight(t.w_in), call.w_up = ByteWeight(t.w_up);
-  call.w_out = ByteWeight(t.w_out), call.w_top = ByteWeight(t.w_top);
+  take_weights<int8_t>(call, t);
   call.s_in = data_of<float>(t.s_in), call.s_up = data_of<float>(t.s_up);
   call.s_out = data_of<float>(t.s_out), call.s_top = data_of<float>(t.s_top);
   if (!prepare<T>(call, t, y)) return false;
@@ -255,8 +259,17 @@ extern "C" __attribute__((visibility("default"))) bool acm_want_tiles(bool wante
   return any;
 }
 
+// whether calls keep panels of weights; those that are kept are let go of where they do not
+extern "C" __attribute__((visibility("default"))) void acm_keep_panels(bool wanted) {
+  panels_kept = wanted;
+  if (!wanted) KeptPanels::all().clear();
+}
+
 // for tests: of how many matrices panels are kept
 extern "C" __attribute__((visibility("default"))) int64_t acm_kept_panels() { return KeptPanels::all().count(); }
+
+// for tests: how many columns were packed since it was asked last, in parts where a panel does not take all of one
+extern "C" __attribute__((visibility("default"))) int64_t acm_columns_packed() { return columns_packed.exchange(0); }
 
 // for tests: calls of this thread plan and do not compute, until their items' sizes are asked for: in multiply-adds, a 0
 // after those of each plan; `to` has room for so many, and is given how many there are

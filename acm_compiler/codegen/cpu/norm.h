@@ -73,15 +73,12 @@ Moments moments_of(const T* row, int64_t features, float eps) {
 template <typename T>
 void normalise(const T* row, const Moments& m, int64_t features, const T* weight, const T* bias, T* to) {
   const Vec mean(m.mean), scale(m.scale), rest(m.rest);
-  const auto part = [&](int64_t j, auto count) {
+  each_vector(features, [&](int64_t j, auto count) ACM_INLINED {
     Vec v = at::vec::fmsub(load(row + j, count) - mean, scale, rest);
     if (weight) v = v * load(weight + j, count);
     if (bias) v = v + load(bias + j, count);
     store(v, to + j, count);
-  };
-  int64_t j = 0;
-  for (; j + kLanes <= features; j += kLanes) part(j, std::integral_constant<int64_t, kLanes>());
-  if (j < features) part(j, features - j);
+  });
 }
 
 }  // namespace

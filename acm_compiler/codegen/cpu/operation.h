@@ -41,14 +41,14 @@ struct Operation : Sorted {
 
   // y[token, col ...] = sums + b (+ residual)
   void put(int64_t token, const T* b, int64_t col, int64_t cols, const float* sums) const {
-    const int64_t start = token * d_out + col;
-    for (int64_t j = 0; j < cols; j += kLanes) {
-      const int64_t count = std::min(kLanes, cols - j);
+    T* to = out + token * d_out + col;
+    const T* rest = residual ? residual + token * d_out + col : nullptr;
+    each_vector(cols, [&](int64_t j, auto count) ACM_INLINED {
       Vec v = load(b + j, count);
       if (sums) v = v + load(sums + j, count);
-      if (residual) v = v + load(residual + start + j, count);
-      store(v, out + start + j, count);
-    }
+      if (rest) v = v + load(rest + j, count);
+      store(v, to + j, count);
+    });
   }
 
   // what no learner of a token adds to, form "rows"

@@ -50,7 +50,6 @@ struct Job {
 struct Piece {
   int64_t job, col, count;  // columns [col, col + count) of the product
   std::vector<Span> spans;
-  bool shares;  // other pieces read the same columns
 };
 
 struct Plan {
@@ -129,7 +128,7 @@ inline Plan plan(const std::vector<Job>& jobs, int64_t threads) {
     for (int64_t col = 0; col < jobs[j].cols; col += cuts[j].width)
       for (const auto& spans : parts) {
         const int64_t count = std::min(cuts[j].width, jobs[j].cols - col);
-        made.pieces.push_back({static_cast<int64_t>(j), col, count, spans, parts.size() > 1});
+        made.pieces.push_back({static_cast<int64_t>(j), col, count, spans});
         work.push_back(count * words_of(spans) * jobs[j].per_word);
       }
   }

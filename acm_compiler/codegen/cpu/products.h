@@ -2,8 +2,9 @@
 //
 // Everything here is 32-bit words: a float, or a pair of bfloat16 where the processor multiplies those (else bfloat16
 // becomes floats as it is read). Rows of `a` are read where they are, so that sorting tokens costs nothing; a panel of
-// the weights (as many columns as fill a few vectors) is transposed once and used for all rows, or, where memory for one
-// is not granted, piece by piece for each tile. A row's sums are made in one order, whatever its neighbours are.
+// the weights is there (kept.h), or of as many columns as a piece has it is made once and used for all rows, or, where
+// memory for one is not granted, piece by piece for each tile. A row's sums are made in one order, whatever its
+// neighbours are.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +27,9 @@ constexpr int64_t kTileVecs = 2;
 constexpr int64_t kTileVecs = 4;
 #endif
 constexpr int64_t kPanelCols = kTileVecs * kLanes;
-constexpr int64_t kWidePanelCols = 256;  // where AMX multiplies: rows are then read less often
-constexpr int64_t kNearWords = 256;      // of rows that stay in the first cache while AMX multiplies them
-constexpr int64_t kPanelDepth = 1024;  // words: a panel stays in the second cache
+constexpr int64_t kWidePanelCols = 128;  // where AMX multiplies: rows are then read less often
+constexpr int64_t kNearWords = 128;      // of rows that stay in the first cache while AMX multiplies them
+constexpr int64_t kPanelDepth = 1024;    // words: a panel stays in the second cache
 constexpr int64_t kStretch = 384;      // words summed before they are added to what there is: short sums round less
 constexpr int64_t kDotCols = 4;
 // up to so many rows, and one for so many words of depth, a product without panels is the cheaper one
@@ -52,9 +53,9 @@ inline Vec multiply_add(const Vec& a, const Vec& b, const Vec& sum) {
 
 // ---- the inner loops --------------------------------------------------------------------------------------------
 
-// out[kRows, kVecs * lanes] (+)= rows times a panel [depth, kVecs * lanes]
+// out[kRows, kVecs * lanes] (+)= rows times so many strips of a panel, `depth` words of each
 template <bool kPairs, int kRows, int kVecs>
-void multiply_tile(const float* const* rows, const float* panel, int64_t depth, bool resume, float* out) {
+void multiply_tile(const float* const* rows, Panel panel, int64_t depth, bool resume, float* out) {
   constexpr int64_t kWidth = kVecs * kLanes;
   Vec sums[kRows][kVecs];
   const float* row[kRows];
@@ -75,7 +76,7 @@ void multiply_tile(const float* const* rows, const float* panel, int64_t depth, 
     const int64_t to = std::min(depth, from + kStretch);
     for (int64_t d = from; d < to; d++) {
       Vec w[kVecs];
-      for (int j = 0; j < kVecs; j++) w[j] = Vec::loadu(panel + d * kWidth + j * kLanes);
+      for (int j = 0; j < kVecs; j++) w[j] = Vec::loadu(panel.data + (j * panel.deep + d) * kLanes);
       for (int i = 0; i < kRows; i++) {
         const Vec a(row[i][d]);
         for (int j = 0; j < kVecs; j++) sums[i][j] = multiply_add<kPairs>(a, w[j], sums[i][j]);
@@ -108,7 +109,7 @@ void multiply_dots(const float* const* rows, const float* const* columns, int64_
 
 template <bool kPairs>
 struct Inner {
-  using Tile = void (*)(const float* const*, const float*, int64_t, bool, float*);
+  using Tile = void (*)(const float* const*, Panel, int64_t, bool, float*);
   using Dots = void (*)(const float* const*, const float* const*, int64_t, int64_t, float*);
 
   template <std::size_t... kIndex>
@@ -138,11 +139,10 @@ inline float* panel_memory(int64_t words) {
   return memory.grown<float>(words);
 }
 
-// One product of rows with columns [first_col, first_col + cols) of a matrix, piece by piece. `finish(row, rows, col,
-// cols, tile, width)` gets every tile of sums, [rows, width], once. `most`: of all rows of the call, these among them; it
-// decides how they are summed. `memory`: so many words a panel of one piece may have. `tiles`: whether AMX multiplies.
-//
-// A panel lies in strips of kPanelCols columns, each [words of a block, columns].
+// One product of rows with all columns of a matrix, piece by piece. `finish(row, rows, col, cols, tile, width)` gets
+// every tile of sums, [rows, width], once. `first_col`: of the layer that the matrix is part of. `most`: of all rows of
+// the call, these among them; it decides how they are summed. `memory`: so many words a panel of one piece may have.
+// `tiles`: whether AMX multiplies.
 template <typename T, bool kPairs>
 struct Product {
   static constexpr bool kAsIs = kPairs || std::is_same_v<T, float>;  // rows are words as they are
@@ -157,28 +157,19 @@ struct Product {
     return {spans, cols, widest(), unit, Matrix<T, kPairs>::kPerWord, tiles ? kTileGroup : kTileRows};
   }
 
-  // A panel of the whole depth of these columns, for pieces that share it: its words, whether there is one, and how
-  // block number `b` of it is made.
-  bool can_share_panels() const { return !dots() && has_panel(); }
-  int64_t panel_words(int64_t count) const { return round_up(count, kLanes) * spans.front().depth; }
-  int64_t panel_blocks() const { return divide_up(spans.front().depth, block()); }
-  void pack_block(int64_t col, int64_t count, int64_t b, float* panel) const {
-    const int64_t width = round_up(count, kLanes), from = b * block();
-    pack_strips(col, count, from, std::min(from + block(), spans.front().depth), panel + from * width);
+  // whether so few rows of the call are multiplied by such a matrix without panels
+  static bool is_few(int64_t most, const Matrix<T, kPairs>& matrix) {
+    return most <= kDotRows && most * kDotDepth <= matrix.depth && matrix.pieces == 1 && kAsIs;
   }
 
-  // `panel`: of the whole depth, or null
   template <typename Finish>
-  void run(const Piece& piece, const float* panel, const Finish& finish) const {
+  void run(const Piece& piece, const Finish& finish) const {
     const Tiles held(tiles && !dots());
-    dots() ? run_dots(piece, finish) : has_panel() ? run_panel(piece, panel, finish) : run_pieces(piece, finish);
+    dots() ? run_dots(piece, finish) : has_panel() ? run_panel(piece, finish) : run_pieces(piece, finish);
   }
 
  private:
-  bool dots() const {
-    const bool few = most <= kDotRows && most * kDotDepth <= matrix.depth;
-    return few && matrix.pieces == 1 && kAsIs;
-  }
+  bool dots() const { return is_few(most, matrix); }
   bool has_panel() const { return memory >= column_words() * kLanes; }
   int64_t widest() const {
     if (dots()) return kPanelCols;
@@ -186,29 +177,21 @@ struct Product {
     return has_panel() ? std::min(memory / column_words() / kLanes * kLanes, most) : kLanes;
   }
 
-  // depth is cut into equal blocks; where they begin must not depend on other rows' depth: it decides in what order a
-  // row is summed
-  int64_t blocks() const { return divide_up(matrix.depth, kPanelDepth); }
+  // Depth is cut into equal blocks; where they begin must not depend on other rows' depth: it decides in what order
+  // vectors sum a row. Tiles do so word by word, however they are cut.
+  int64_t blocks() const { return tiles ? 1 : divide_up(matrix.depth, kPanelDepth); }
   int64_t block() const { return divide_up(matrix.depth, blocks()); }
-  // words of memory for one column: of the panel, and of sums, of a tile or of all rows if they wait for more depth
-  int64_t column_words() const { return block() + std::max(waiting(spans), tile_rows()); }
+  // words of memory for one column: of a panel that is made for a piece, and of sums, of a tile or of all rows if they
+  // wait for more depth
+  int64_t column_words() const { return (matrix.panel ? 0 : block()) + std::max(waiting(spans), tile_rows()); }
   int64_t waiting(const std::vector<Span>& some) const { return blocks() > 1 ? height_of(some) : 0; }
 
   int64_t tile_rows() const { return tiles ? kTileGroup : kTileRows; }
 
-  void pack_strips(int64_t col, int64_t count, int64_t from, int64_t to, float* panel) const {
-    for (int64_t strip = 0; strip < count; strip += kPanelCols) {
-      const int64_t cols = std::min(kPanelCols, count - strip);
-      matrix.pack(first_col + col + strip, cols, round_up(cols, kLanes), from, to, panel + strip * (to - from));
-    }
-  }
-
-  // out[height, width] (+)= words [from, to) of a tile's rows times a panel of so many columns, `deep` words of it, that
-  // begins there
-  void multiply(int64_t row, int64_t height, int64_t from, int64_t to, const float* panel, int64_t deep, int64_t width,
-                float* out) const {
+  // out[height, width] (+)= words [from, to) of a tile's rows times a panel of so many columns that begins there
+  void multiply(int64_t row, int64_t height, int64_t from, int64_t to, Panel panel, int64_t width, float* out) const {
     if constexpr (kPairs)
-      if (tiles) return multiply_in_tiles(row, height, from, to, panel, deep, width, out);
+      if (tiles) return multiply_in_tiles(row, height, from, to, panel, width, out);
     const int64_t vecs = width / kLanes;
     const auto tile = Inner<kPairs>::tile(height, vecs);
     const float* starts[kTileRows];
@@ -221,17 +204,17 @@ struct Product {
       for (int64_t d = from; d < to; d += kStretch) {
         const int64_t count = std::min(kStretch, to - d);
         for (int64_t i = 0; i < height; i++) at::vec::convert(rows[row + i] + d, copies + i * kStretch, count);
-        tile(starts, panel + (d - from) * vecs * kLanes, count, d > 0, out);
+        tile(starts, panel.from(0, d - from), count, d > 0, out);
       }
     }
   }
 
   // The same by AMX, which takes whole tiles: rows that do not fill them, or lie scattered, are copied, and what the last
   // words lack is zeros.
-  void multiply_in_tiles(int64_t row, int64_t height, int64_t from, int64_t to, const float* panel, int64_t deep,
-                         int64_t width, float* out) const {
+  void multiply_in_tiles(int64_t row, int64_t height, int64_t from, int64_t to, Panel panel, int64_t width,
+                         float* out) const {
     const int64_t words = to - from, padded = round_up(words, kTileSide), whole = words / kTileSide * kTileSide;
-    const int64_t tall = round_up(height, kTileSide);
+    const int64_t tall = round_up(height, kTileSide), near = round_up(divide_up(words, divide_up(words, kNearWords)), kTileSide);
     Lines lines = lines_of(row, height, from);
     if (!lines.data || padded > words) {
       static thread_local Memory memory;
@@ -242,23 +225,20 @@ struct Product {
       }
       lines = {copies, padded};
     }
-    float edge[kTileGroup * kWidePanelCols], last[kTileSide * kPanelCols];
+    float edge[kTileGroup * kWidePanelCols];
     float* sums = tall > height ? edge : out;  // the rows behind belong to other tiles
     if (sums == edge && from > 0) std::copy_n(out, height * width, edge);
-    for (int64_t near = 0; near < padded; near += kNearWords) {
-      const int64_t stop = std::min(padded, near + kNearWords), full = std::min(stop, whole);
-      for (int64_t strip = 0; strip < width; strip += kPanelCols) {
-        const int64_t cols = std::min(kPanelCols, width - strip);
-        const float* w = panel + strip * deep;
-        if (near < full)
-          multiply_by_tiles({lines.data + near, lines.stride}, tall, {w + near * cols, cols}, cols, full - near,
-                            from + near > 0, sums + strip, width);
-        if (full == stop) continue;
-        std::copy_n(w + whole * cols, (words - whole) * cols, last);
-        std::fill(last + (words - whole) * cols, last + kTileSide * cols, 0.f);
-        multiply_by_tiles({lines.data + whole, lines.stride}, tall, {last, cols}, cols, kTileSide, from + whole > 0,
-                          sums + strip, width);
+    for (int64_t at = 0; at < whole; at += near)
+      multiply_by_tiles({lines.data + at, lines.stride}, tall, panel.from(0, at), width, std::min(near, whole - at),
+                        from + at > 0, sums, width);
+    if (whole < words) {
+      float last[kTileSide * kWidePanelCols];
+      for (int64_t col = 0; col < width; col += kLanes) {
+        float* end = std::copy_n(panel.from(col, whole).data, (words - whole) * kLanes, last + col * kTileSide);
+        std::fill(end, last + (col + kLanes) * kTileSide, 0.f);
       }
+      multiply_by_tiles({lines.data + whole, lines.stride}, tall, {last, kTileSide}, width, kTileSide,
+                        from + whole > 0, sums, width);
     }
     if (sums == edge) std::copy_n(edge, height * width, out);
   }
@@ -278,7 +258,7 @@ struct Product {
     const int64_t col = piece.col, count = piece.count;
     float tile[kTileRows * kPanelCols];
     const float* columns[kPanelCols];
-    for (int64_t j = 0; j < kPanelCols; j++) columns[j] = matrix.words(first_col + col + std::min(j, count - 1));
+    for (int64_t j = 0; j < kPanelCols; j++) columns[j] = matrix.words(col + std::min(j, count - 1));
     for (const Span& span : piece.spans)
       for (int64_t row = span.from; row < span.to; row += kTileRows) {
         const int64_t height = std::min(kTileRows, span.to - row);
@@ -302,8 +282,8 @@ struct Product {
           const int64_t stop = std::min(from + block(), span.depth);
           for (int64_t d = from; d < stop; d += kStretch) {
             const int64_t to = std::min(d + kStretch, stop);
-            matrix.pack(first_col + col, count, kLanes, d, to, words);
-            multiply(row, height, d, to, words, to - d, kLanes, tile);
+            matrix.pack(col, count, d, to, words, to - d);
+            multiply(row, height, d, to, {words, to - d}, kLanes, tile);
           }
         }
         finish(row, height, col, count, tile, kLanes);
@@ -311,22 +291,21 @@ struct Product {
   }
 
   template <typename Finish>
-  void run_panel(const Piece& piece, const float* whole, const Finish& finish) const {
+  void run_panel(const Piece& piece, const Finish& finish) const {
     const int64_t col = piece.col, count = piece.count, width = round_up(count, kLanes);
     const int64_t block = this->block(), first = piece.spans.front().from, deepest = piece.spans.front().depth;
-    const int64_t own = whole ? 0 : block * width, waiting = this->waiting(piece.spans);
+    const int64_t own = matrix.panel ? 0 : block * width, waiting = this->waiting(piece.spans);
     float* kept = panel_memory(own + std::max(waiting, tile_rows()) * width);
     for (int64_t from = 0; from < deepest; from += block) {
       const int64_t to = std::min(deepest, from + block);
-      if (!whole) pack_strips(col, count, from, to, kept);
-      const float* panel = whole ? whole + from * width : kept;
-      const int64_t last = whole ? std::min(spans.front().depth, from + block) : to;  // other pieces may be deeper
+      if (!matrix.panel) matrix.pack(col, count, from, to, kept, block);
+      const Panel panel = matrix.panel ? Panel{matrix.panel, matrix.depth}.from(col, from) : Panel{kept, block};
       for (const Span& span : piece.spans) {
         if (span.depth <= from) break;
         for (int64_t row = span.from; row < span.to; row += tile_rows()) {
           const int64_t height = std::min(tile_rows(), span.to - row);
           float* out = kept + own + (waiting ? row - first : 0) * width;
-          multiply(row, height, from, std::min(to, span.depth), panel, last - from, width, out);
+          multiply(row, height, from, std::min(to, span.depth), panel, width, out);
           if (span.depth <= to) finish(row, height, col, count, out, width);
         }
       }

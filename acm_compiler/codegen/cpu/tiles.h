@@ -59,13 +59,13 @@ struct Lines {
 };
 
 #if defined(__AMX_BF16__)
-// out (+)= 16 or 32 rows times 16 or 32 columns of a panel; `words`: of each, a multiple of 16
+// out (+)= 16 or 32 rows times one or two strips of a panel, each `deep` words; `words`: of each, a multiple of 16
 template <bool kTwoRows, bool kTwoCols>
-__attribute__((noinline)) void multiply_pairs(Lines rows, Lines panel, int64_t words, bool resume, float* out,
-                                              int64_t out_stride) {
+__attribute__((noinline)) void multiply_pairs(Lines rows, const float* panel, int64_t deep, int64_t words, bool resume,
+                                              float* out, int64_t out_stride) {
   asm volatile("" ::: "memory");  // what was written before is in memory: the intrinsics do not say that they read it
   constexpr int64_t kWord = sizeof(float);
-  const int64_t down = rows.stride * kWord, across = panel.stride * kWord, apart = out_stride * kWord;
+  const int64_t down = rows.stride * kWord, across = kTileSide * kWord, apart = out_stride * kWord;
   float* below = out + kTileSide * out_stride;
   if (resume) {
     _tile_loadd(0, out, apart);
@@ -79,14 +79,14 @@ __attribute__((noinline)) void multiply_pairs(Lines rows, Lines panel, int64_t w
     _tile_zero(3);
   }
   for (int64_t d = 0; d < words; d += kTileSide) {
-    const float *a = rows.data + d, *w = panel.data + d * panel.stride;
+    const float *a = rows.data + d, *w = panel + d * kTileSide;
     _tile_loadd(4, a, down);
     if (kTwoRows) _tile_loadd(5, a + kTileSide * rows.stride, down);
     _tile_loadd(6, w, across);
     _tile_dpbf16ps(0, 4, 6);
     if (kTwoRows) _tile_dpbf16ps(2, 5, 6);
     if (!kTwoCols) continue;
-    _tile_loadd(7, w + kTileSide, across);
+    _tile_loadd(7, w + deep * kTileSide, across);
     _tile_dpbf16ps(1, 4, 7);
     if (kTwoRows) _tile_dpbf16ps(3, 5, 7);
   }
@@ -98,17 +98,17 @@ __attribute__((noinline)) void multiply_pairs(Lines rows, Lines panel, int64_t w
 }
 
 // the same for any number of columns that is a multiple of 16, and 16 or 32 rows
-inline void multiply_by_tiles(Lines rows, int64_t height, Lines panel, int64_t cols, int64_t words, bool resume,
+inline void multiply_by_tiles(Lines rows, int64_t height, Panel panel, int64_t cols, int64_t words, bool resume,
                               float* out, int64_t out_stride) {
   for (int64_t col = 0; col < cols; col += kTileGroup) {
     const bool two = cols - col > kTileSide;
     const auto run = height > kTileSide ? (two ? multiply_pairs<true, true> : multiply_pairs<true, false>)
                                         : (two ? multiply_pairs<false, true> : multiply_pairs<false, false>);
-    run(rows, {panel.data + col, panel.stride}, words, resume, out + col, out_stride);
+    run(rows, panel.from(col, 0).data, panel.deep, words, resume, out + col, out_stride);
   }
 }
 #else
-inline void multiply_by_tiles(Lines, int64_t, Lines, int64_t, int64_t, bool, float*, int64_t) {}
+inline void multiply_by_tiles(Lines, int64_t, Panel, int64_t, int64_t, bool, float*, int64_t) {}
 #endif
 
 }  // namespace

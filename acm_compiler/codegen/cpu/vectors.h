@@ -14,9 +14,31 @@ namespace {
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
+// Columns of a matrix as the inner loops read them: strips of as many as a vector has lanes, each [deep, lanes] words,
+// one after the other.
+struct Panel {
+  const float* data;
+  int64_t deep;
+
+  // from that column, a multiple of the lanes, and that word on
+  Panel from(int64_t col, int64_t word) const { return {data + col * deep + word * kLanes, deep}; }
+};
+
+// in the loop that calls it, whatever the compiler thinks that costs
+#define ACM_INLINED __attribute__((always_inline))
+#define ACM_INLINE ACM_INLINED inline
+
+// calls f(j, lanes) for each whole vector of so many values, then f(j, count) for what is left
+template <typename F>
+ACM_INLINE void each_vector(int64_t count, const F& f) {
+  int64_t j = 0;
+  for (; j + kLanes <= count; j += kLanes) f(j, std::integral_constant<int64_t, kLanes>());
+  if (j < count) f(j, count - j);
+}
+
 // `count` values as floats, zeros beyond them
 template <typename T>
-inline Vec load(const T* from, int64_t count) {
+ACM_INLINE Vec load(const T* from, int64_t count) {
   if constexpr (std::is_same_v<T, float>) {
     return Vec::loadu(from, count);
   } else {
@@ -29,7 +51,7 @@ inline Vec load(const T* from, int64_t count) {
 
 // the first `count` values, bfloat16 rounded to nearest
 template <typename T>
-inline void store(const Vec& value, T* to, int64_t count) {
+ACM_INLINE void store(const Vec& value, T* to, int64_t count) {
   if constexpr (std::is_same_v<T, float>) {
     value.store(to, count);
   } else {

@@ -1,0 +1,137 @@
+// Panels of weights: made once for a call, or kept from call to call for as long as a weight's memory lives and nothing
+// writes to it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "share.h"
+
+namespace {
+
+using Panels = std::shared_ptr<void>;
+
+inline std::atomic<bool> panels_kept{true};    // whether calls keep what they pack
+inline std::atomic<int64_t> columns_packed{0};  // so many parts of columns, since they were asked for; for tests
+
+inline Panels new_panels(int64_t words) {
+  constexpr std::align_val_t kLine{64};
+  return {::operator new(words * sizeof(float), kLine), [](void* p) { ::operator delete(p, kLine); }};
+}
+
+// A weight of a call. What is not counted when it is written (torch's inference tensors) can have no panels kept.
+template <typename T>
+struct Weight {
+  const at::Tensor* tensor = nullptr;
+  const T* data = nullptr;
+
+  Weight() = default;
+  explicit Weight(const at::Tensor& weight) : tensor(&weight), data(weight.const_data_ptr<T>()) {}
+  explicit Weight(const std::optional<at::Tensor>& weight) {
+    if (weight) *this = Weight(*weight);
+  }
+  explicit operator bool() const { return data; }
+  bool is_counted() const { return !tensor->is_inference(); }
+  bool may_be_kept() const { return is_counted() && panels_kept.load(std::memory_order_relaxed); }
+};
+
+// where a matrix is, its columns, depth, stride and pieces, and what its panels are of: `halves`: floats made of bfloat16
+enum class Layout { bytes, floats, pairs, halves };
+using PanelKey = std::tuple<const void*, int64_t, int64_t, int64_t, int64_t, Layout>;
+
+class KeptPanels {
+ public:
+  static KeptPanels& all() {
+    static KeptPanels* kept = new KeptPanels;  // never destroyed: threads may outlive static objects
+    return *kept;
+  }
+
+  // the panels of a matrix that is part of that weight; null where there are none, or the weight was written since
+  Panels find(const PanelKey& key, const at::Tensor& weight) {
+    const std::lock_guard lock(mutex_);
+    const auto found = entries_.find(key);
+    const bool same = found != entries_.end() && found->second.storage._unsafe_get_target() == storage(weight) &&
+                      !found->second.storage.expired() && found->second.version == weight._version();
+    return same ? found->second.panels : nullptr;
+  }
+
+  void keep(const PanelKey& key, const at::Tensor& weight, Panels panels) {
+    const std::lock_guard lock(mutex_);
+    entries_.insert_or_assign(key, Entry{weight.storage().getWeakStorageImpl(), weight._version(), std::move(panels)});
+  }
+
+  // lets go of what belongs to memory that is there no more
+  void sweep() {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(entries_, [](const auto& entry) { return entry.second.storage.expired(); });
+  }
+
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    entries_.clear();
+  }
+
+  // how many there are of memory that is still there, for tests
+  int64_t count() {
+    sweep();
+    const std::lock_guard lock(mutex_);
+    return entries_.size();
+  }
+
+ private:
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    int64_t version;
+    Panels panels;
+  };
+
+  static const c10::StorageImpl* storage(const at::Tensor& weight) { return weight.storage().unsafeGetStorageImpl(); }
+
+  std::mutex mutex_;
+  std::map<PanelKey, Entry> entries_;
+};
+
+// A matrix of a call, the weight that it is part of, and its panels, whoever else lets go of them. M says how they are
+// packed: key(), packed_words(), strips(), pack(strip) after lay(where).
+template <typename M, typename T>
+struct Part : M {
+  Weight<T> weight;
+  Panels held;
+};
+
+// Finds kept panels, and makes those that are missing: to be kept, or else, if `whole`, in `memory` for this call.
+template <typename M, typename T>
+void pack_parts(std::vector<Part<M, T>*> parts, bool make_kept, bool whole, Memory& memory) {
+  KeptPanels& kept = KeptPanels::all();
+  const auto keeps = [&](const Part<M, T>& p) { return make_kept && p.weight.may_be_kept(); };
+  std::erase_if(parts, [&](Part<M, T>* p) {
+    if (p->weight.may_be_kept()) p->held = kept.find(p->key(), *p->weight.tensor);
+    if (p->held) p->lay(p->held.get());
+    return p->held || !(keeps(*p) || whole);
+  });
+  if (parts.empty()) return;
+  struct Strip { const M* matrix; int64_t number; };
+  std::vector<Strip> strips;
+  int64_t words = 0;
+  for (const auto* p : parts) words += keeps(*p) ? 0 : p->packed_words();
+  float* to = memory.grown<float>(words);
+  for (auto* p : parts) {
+    if (keeps(*p)) p->lay((p->held = new_panels(p->packed_words())).get());
+    else p->lay(to), to += p->packed_words();
+    for (int64_t s = 0; s < p->strips(); s++) strips.push_back({p, s});
+  }
+  share_out(strips.size(), [&](int64_t i) { strips[i].matrix->pack(strips[i].number); });
+  kept.sweep();
+  for (const auto* p : parts)
+    if (p->held) kept.keep(p->key(), *p->weight.tensor, p->held);
+}
+
+}  // namespace

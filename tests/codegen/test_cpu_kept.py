@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from acm_compiler.acm import int8
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from tests.helpers.kernel_cases import FORMS, Case, inputs_of, to, weights_of
@@ -69,6 +70,21 @@ def test_a_written_weight_is_packed_anew_and_a_dead_one_let_go(dtype, tiles, kep
         assert kept.acm_kept_panels() == made
     del one, weight
     assert kept.acm_kept_panels() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.int8], ids=str)
+def test_weights_written_past_torch_s_count_are_packed_anew(dtype, tiles, kept):
+    """As an average of weights is put in their place: `parameter.data.copy_(average)`."""
+    one = drawn(Case(tokens=90, d_in=130, d_out=70, width=34), torch.float32 if dtype == torch.int8 else dtype)
+    weights = int8.quantized(one.weights) if dtype == torch.int8 else one.weights
+    before = native(one, weights)
+    counted = weights.w_in._version
+    weights.w_in.data.copy_(weights.w_in.flip(0))
+    assert weights.w_in._version == counted
+    after = native(one, weights)
+    assert not torch.equal(after, before)
+    kept.acm_keep_panels(ctypes.c_bool(False))
+    assert torch.equal(native(one, weights), after)
 
 
 def test_of_weights_whose_writes_torch_does_not_count_nothing_is_kept(tiles, kept):

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <cstdint>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,9 +41,24 @@ struct Weight {
     if (weight) *this = Weight(*weight);
   }
   explicit operator bool() const { return data; }
-  bool is_counted() const { return !tensor->is_inference(); }
+  bool is_counted() const { return !tensor->is_inference() && tensor->is_contiguous(); }
   bool may_be_kept() const { return is_counted() && panels_kept.load(std::memory_order_relaxed); }
 };
+
+// Some words of a weight, spread over all of it. Torch does not count what is written through `.data`, which is seldom
+// so little that none of these changes.
+inline uint64_t some_words(const at::Tensor& weight) {
+  constexpr int64_t kWords = 64, kBytes = sizeof(uint32_t);
+  const auto* bytes = static_cast<const char*>(weight.const_data_ptr());
+  const int64_t last = static_cast<int64_t>(weight.nbytes()) / kBytes - 1;
+  uint64_t mixed = 0;
+  for (int64_t i = 0; i < kWords && last >= 0; i++) {
+    uint32_t word;
+    std::memcpy(&word, bytes + i * last / (kWords - 1) * kBytes, kBytes);
+    mixed = (mixed ^ word) * 0x9e3779b97f4a7c15u + i;
+  }
+  return mixed;
+}
 
 // where a matrix is, its columns, depth, stride and pieces, and what its panels are of: `halves`: floats made of bfloat16
 enum class Layout { bytes, floats, pairs, halves };
@@ -59,13 +76,15 @@ class KeptPanels {
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(key);
     const bool same = found != entries_.end() && found->second.storage._unsafe_get_target() == storage(weight) &&
-                      !found->second.storage.expired() && found->second.version == weight._version();
+                      !found->second.storage.expired() && found->second.version == weight._version() &&
+                      found->second.some == some_words(weight);
     return same ? found->second.panels : nullptr;
   }
 
   void keep(const PanelKey& key, const at::Tensor& weight, Panels panels) {
     const std::lock_guard lock(mutex_);
-    entries_.insert_or_assign(key, Entry{weight.storage().getWeakStorageImpl(), weight._version(), std::move(panels)});
+    Entry entry{weight.storage().getWeakStorageImpl(), weight._version(), some_words(weight), std::move(panels)};
+    entries_.insert_or_assign(key, std::move(entry));
   }
 
   // lets go of what belongs to memory that is there no more
@@ -90,6 +109,7 @@ class KeptPanels {
   struct Entry {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     int64_t version;
+    uint64_t some;
     Panels panels;
   };
 

@@ -74,7 +74,7 @@ def test_a_written_weight_is_packed_anew_and_a_dead_one_let_go(dtype, tiles, kep
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.int8], ids=str)
 def test_weights_written_past_torch_s_count_are_packed_anew(dtype, tiles, kept):
-    """As an average of weights is put in their place: `parameter.data.copy_(average)`."""
+    """Put an average of weights in their place: `parameter.data.copy_(average)`."""
     one = drawn(Case(tokens=90, d_in=130, d_out=70, width=34), torch.float32 if dtype == torch.int8 else dtype)
     weights = int8.quantized(one.weights) if dtype == torch.int8 else one.weights
     before = native(one, weights)

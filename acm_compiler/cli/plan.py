@@ -48,6 +48,9 @@ def plan(
     auto_class: AutoClassOption = None,
     trust_remote_code: TrustOption = False,
     per_site: Annotated[bool, typer.Option("--per-site", help="Add a row for every site.")] = False,
+    device: Annotated[
+        str | None, typer.Option(metavar="GPU", help="Add times expected on it, not measured: a100, h100, h200.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
     overrides: SetOption = None,
     json: JsonOption = False,
@@ -56,11 +59,14 @@ def plan(
     from acm_compiler.files import write_file
     from acm_compiler.passes.survey import torch_macs
     from acm_compiler.planning.cost_table import BUDGETS, cost_table
+    from acm_compiler.planning.expected_time import device_of, expected_times, time_table
+    from acm_compiler.planning.measured_time import MEASURED, read_measured
     from acm_compiler.runs.given import parse_budgets
     from acm_compiler.runs.pipeline import example_of
     from acm_compiler.runtime.budgets import parse_budget
 
     output = Output(json=json)
+    target = None if device is None else device_of(device)
     named = parse_budgets(",".join(budget)) if budget else []
     settings = {"auto_class": auto_class} if auto_class else {}
     source = read_what(what, overrides or [], **settings, **({"trust_remote_code": True} if trust_remote_code else {}))
@@ -68,13 +74,19 @@ def plan(
     built, made, advice, asked = _make(source, what, example, {k: v for k, v in chosen.items() if v is not None})
     if out is not None:
         write_file(out, made.to_json() + "\n")
+    measured = {} if target is None else read_measured(MEASURED, target.name)
+    times = [] if target is None else expected_times(made.sites, target, BUDGETS, measured)
     if not json:
         shown = [parse_budget(value, made) for value in named] if made.sites else []
         counted = torch_macs(built.model, example_of(built))
         output.say(cost_table(made.cost, budgets=shown or BUDGETS, per_site=per_site, torch_macs=counted))
+        if target is not None:
+            output.say(time_table(times, target, BUDGETS))
         for entry in advice:
             output.say(f"advice: {entry}")
     facts = made.as_json() | {"advice": [entry.as_json() for entry in advice]}
+    if target is not None:
+        facts["times"] = {"device": target.name, "shares": list(BUDGETS), "sites": [time.as_json() for time in times]}
     _conclude(made, [*asked, *((None, value) for value in named)], facts, output)
 
 

@@ -64,7 +64,7 @@ class ExpectedTime:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Of the dense time."""
+        """Shares of the dense time."""
         return tuple(spent / self.dense_s for spent in self.acm_s)
 
 

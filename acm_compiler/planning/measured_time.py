@@ -39,7 +39,7 @@ class MeasuredTime:
 
 
 def read_measured(path: Path, card: str) -> dict[Key, MeasuredTime]:
-    """What was measured on a device whose name holds `card`; nothing where there is no such file, or another device."""
+    """Measurements on a device whose name holds `card`; none where there is no such file, or another device."""
     rows = list(_rows(path))
     cards = {row["card"] for row in rows if "card" in row}
     if not cards or not all(card in str(found) for found in cards):

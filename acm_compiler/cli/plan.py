@@ -17,6 +17,7 @@ from acm_compiler.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.advice import Advice
+    from acm_compiler.planning.expected_time import Device
     from acm_compiler.planning.plan import Plan
     from acm_compiler.recipe import ModelConfig, Recipe
     from acm_compiler.sources.build import BuiltModel
@@ -48,19 +49,20 @@ def plan(
     auto_class: AutoClassOption = None,
     trust_remote_code: TrustOption = False,
     per_site: Annotated[bool, typer.Option("--per-site", help="Add a row for every site.")] = False,
+    device: Annotated[
+        str | None, typer.Option(metavar="GPU", help="Add times expected on it, not measured: a100, h100, h200.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
     overrides: SetOption = None,
     json: JsonOption = False,
 ) -> None:
     """Print the cost report of a recipe or a model."""
     from acm_compiler.files import write_file
-    from acm_compiler.passes.survey import torch_macs
-    from acm_compiler.planning.cost_table import BUDGETS, cost_table
+    from acm_compiler.planning.expected_time import device_of
     from acm_compiler.runs.given import parse_budgets
-    from acm_compiler.runs.pipeline import example_of
-    from acm_compiler.runtime.budgets import parse_budget
 
     output = Output(json=json)
+    target = None if device is None else device_of(device)
     named = parse_budgets(",".join(budget)) if budget else []
     settings = {"auto_class": auto_class} if auto_class else {}
     source = read_what(what, overrides or [], **settings, **({"trust_remote_code": True} if trust_remote_code else {}))
@@ -68,14 +70,36 @@ def plan(
     built, made, advice, asked = _make(source, what, example, {k: v for k, v in chosen.items() if v is not None})
     if out is not None:
         write_file(out, made.to_json() + "\n")
+    table, times = ("", {}) if target is None else _times(made, target)
+    facts = made.as_json() | {"advice": [entry.as_json() for entry in advice]} | times
     if not json:
-        shown = [parse_budget(value, made) for value in named] if made.sites else []
-        counted = torch_macs(built.model, example_of(built))
-        output.say(cost_table(made.cost, budgets=shown or BUDGETS, per_site=per_site, torch_macs=counted))
+        output.say(_cost_table(built, made, named, per_site=per_site) + table)
         for entry in advice:
             output.say(f"advice: {entry}")
-    facts = made.as_json() | {"advice": [entry.as_json() for entry in advice]}
     _conclude(made, [*asked, *((None, value) for value in named)], facts, output)
+
+
+def _cost_table(built: BuiltModel, made: Plan, named: Sequence[float | str], *, per_site: bool) -> str:
+    """The cost report at these budgets, or at the usual ones."""
+    from acm_compiler.passes.survey import torch_macs
+    from acm_compiler.planning.cost_table import BUDGETS, cost_table
+    from acm_compiler.runs.pipeline import example_of
+    from acm_compiler.runtime.budgets import parse_budget
+
+    shown = [parse_budget(value, made) for value in named] if made.sites else []
+    counted = torch_macs(built.model, example_of(built))
+    return cost_table(made.cost, budgets=shown or BUDGETS, per_site=per_site, torch_macs=counted)
+
+
+def _times(made: Plan, device: Device) -> tuple[str, dict[str, Any]]:
+    """Times of the sites on a device, measured or else expected: as text below the costs, and for the document."""
+    from acm_compiler.planning.cost_table import BUDGETS
+    from acm_compiler.planning.expected_time import expected_times, time_table
+    from acm_compiler.planning.measured_time import MEASURED, read_measured
+
+    times = expected_times(made.sites, device, BUDGETS, read_measured(MEASURED, device.name))
+    facts = {"device": device.name, "shares": list(BUDGETS), "sites": [time.as_json() for time in times]}
+    return "\n" + time_table(times, device, BUDGETS), {"times": facts}
 
 
 def _conclude(made: Plan, budgets: list[tuple[str | None, float | str]], facts: dict[str, Any], output: Output) -> None:

@@ -37,6 +37,11 @@ class Shape:
     d_out: int
     learners: int = 4
 
+    @property
+    def sizes(self) -> list[str | int]:
+        """Form, D, H, O, N: with the number of tokens, all that a plan looks for."""
+        return [self.form, self.d_in, self.width, self.d_out, self.learners]
+
 
 MLPS = {
     "ViT-B": Shape(name="ViT-B MLP", form="mlp", tokens=128 * 197, d_in=768, width=768, d_out=768),

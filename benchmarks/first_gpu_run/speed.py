@@ -105,7 +105,7 @@ def _ratios(device: Device, shape: Shape, *, tuned: bool) -> Iterator[Row]:
     extra: Calls = {"dense, Inductor max-autotune": compiled_dense(site)} if tuned else {}
     for fraction in device.some(FRACTIONS):
         calls = contenders(site, fraction, draw_k(site, fraction)) | extra
-        facts = {"site": shape.name, "tokens": site.shape.tokens, "k/N": fraction}
+        facts = {"site": shape.name, "shape": site.shape.sizes, "tokens": site.shape.tokens, "k/N": fraction}
         yield from [{**facts, **row} for row in race(calls, device.rounds, device)]
 
 

@@ -117,6 +117,17 @@ def test_a_plan_that_is_refused_is_one_json_document_with_the_reason():
     assert document["sites"] == [] and document["skipped"] and document["error"]["kind"] == "NothingToConvert"
 
 
+def test_a_plan_shows_times_that_a_gpu_is_expected_to_take():
+    result = run("plan", "shipped:digits_vit", "--device", "h200")
+    assert result.exit_code == 0, result.stderr
+    assert "on H200, bfloat16; expected: by roofline, not measured" in result.stdout
+    document = json.loads(run("plan", "shipped:digits_vit", "--device", "h200", "--json").stdout)
+    assert len(document["times"]["sites"]) == len(document["sites"])
+    assert not any(site["measured"] for site in document["times"]["sites"])
+    refused = run("plan", "shipped:digits_vit", "--device", "h300")
+    assert refused.exit_code == 2 and "a100 | h100 | h200" in refused.stderr
+
+
 def test_a_plan_shows_the_budgets_asked_for_in_any_unit():
     result = run("plan", "shipped:digits_vit", "--budget", "50%", "--budget", "0.9,5 MMACs")
     assert result.exit_code == 0, result.stderr

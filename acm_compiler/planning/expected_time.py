@@ -1,0 +1,173 @@
+"""Expected times of sites on a GPU, dense and as ACMs: a roofline, nothing measured (docs/gpu.md has the formula).
+
+A launch takes `LAUNCH_S` and the longer of two times: of its products at the device's rate, in whole waves of tiles,
+and of its operands through memory. Products are bfloat16; launches follow each other as in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import ceil
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.planning.measured_time import Key, MeasuredTime, measured_times
+
+if TYPE_CHECKING:
+    from acm_compiler.planning.decisions import PlannedSite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU by its data sheet: bfloat16 FLOPs and bytes of memory per second, multiprocessors."""
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    processors: int
+
+
+DEVICES = {
+    "a100": Device(name="A100", flops_per_s=312e12, bytes_per_s=2.04e12, processors=108),
+    "h100": Device(name="H100", flops_per_s=989e12, bytes_per_s=3.35e12, processors=132),
+    "h200": Device(name="H200", flops_per_s=989e12, bytes_per_s=4.8e12, processors=132),
+}
+LAUNCH_S = 2e-6
+"""Expected time of a launch by itself."""
+DENSE_RATE, OUR_RATE = 0.8, 0.72
+"""Shares of the data sheet's rate that the best dense products, and these kernels, are expected to reach."""
+_BYTES = 2  # of a bfloat16
+_TILES, _FEWEST = (128, 64), 16  # sides of tiles; rows of the narrowest
+_SORTED, _SORTED_TWICE = 64, 1024  # tokens from which on one launch sorts them, or two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedTime:
+    """One site's seconds per forward of the example inputs: dense, and as an ACM at each share of its learners.
+
+    is_measured: they were measured, on that device and for that shape.
+    """
+
+    site: PlannedSite
+    dense_s: float
+    acm_s: tuple[float, ...]
+    is_measured: bool = False
+
+    def as_json(self) -> dict[str, object]:
+        """The site's name and its times."""
+        spent = {"dense_s": self.dense_s, "acm_s": list(self.acm_s), "measured": self.is_measured}
+        return {"name": self.site.name} | spent
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Shares of the dense time."""
+        return tuple(spent / self.dense_s for spent in self.acm_s)
+
+
+def device_of(name: str) -> Device:
+    """The device with that name; UsageError for an unknown one."""
+    if name.lower() not in DEVICES:
+        expected = " | ".join(DEVICES)
+        raise UsageError(f"unknown device{did_you_mean(name, list(DEVICES))}", found=repr(name), expected=expected)
+    return DEVICES[name.lower()]
+
+
+def expected_times(
+    sites: Sequence[PlannedSite],
+    device: Device,
+    shares: Sequence[float],
+    measured: dict[Key, MeasuredTime] | None = None,
+) -> list[ExpectedTime]:
+    """Expected times of all sites that run in the example inputs; shares: of the learners that tokens run.
+
+    measured: times that take their place.
+    """
+    return [_expected(site, device, shares, measured or {}) for site in sites if site.tokens]
+
+
+def _expected(
+    site: PlannedSite, device: Device, shares: Sequence[float], measured: dict[Key, MeasuredTime]
+) -> ExpectedTime:
+    found = measured_times(site, measured, shares)
+    dense_s, spent = found or (_dense_s(site, device), tuple(acm_s(site, device, share) for share in shares))
+    each = tuple(site.calls * one for one in spent)
+    return ExpectedTime(site=site, dense_s=site.calls * dense_s, acm_s=each, is_measured=found is not None)
+
+
+def _dense_s(site: PlannedSite, device: Device) -> float:
+    if site.dense_width is None:
+        return _launch_s(device, DENSE_RATE, site.tokens, site.d_out, site.d_in)
+    first = site.dense_width * (2 if site.kind == "gated_mlp" else 1)
+    wide = _launch_s(device, DENSE_RATE, site.tokens, first, site.d_in)
+    return wide + _launch_s(device, DENSE_RATE, site.tokens, site.d_out, site.dense_width)
+
+
+def acm_s(site: PlannedSite, device: Device, share: float) -> float:
+    """Expected seconds of one call as an ACM whose tokens run that share of the learners in the mean, at least k_min.
+
+    Of few tokens each is taken to choose by itself: a learner's weights are read unless no token runs it.
+    """
+    share = max(share, site.k_min / site.learners)
+    tokens, hidden = site.tokens, site.learners * site.width
+    touched = 1 - (1 - share) ** tokens
+    rest = {"share": share, "touched": touched}
+    sorting = (tokens > _SORTED) + (tokens > _SORTED_TWICE)
+    spent = _launch_s(device, OUR_RATE, tokens, site.gate_width, site.d_in) + sorting * LAUNCH_S
+    if site.is_sliced:
+        return spent + _launch_s(device, OUR_RATE, tokens, site.d_out, site.d_in, **rest)
+    first = hidden * (2 if site.kind == "gated_mlp" else 1)
+    spent += _launch_s(device, OUR_RATE, tokens, first, site.d_in, **rest)
+    return spent + _launch_s(device, OUR_RATE, tokens, site.d_out, hidden, **rest)
+
+
+def _launch_s(
+    device: Device, rate: float, rows: int, columns: int, depth: int, *, share: float = 1.0, touched: float = 1.0
+) -> float:
+    """One product [rows, depth] x [depth, columns]; share of its FLOPs that are done, share of its weights read."""
+    if rows <= _SORTED:  # the processors share the depth
+        done: float = ceil(rows / _FEWEST) * _FEWEST * columns
+    else:
+        done = rows * share * columns * min(_waves(rows * share, columns, tile, device) for tile in _TILES)
+    computed = 2 * done * depth / (rate * device.flops_per_s)
+    moved = _BYTES * (rows * depth + columns * depth * touched + rows * columns) / device.bytes_per_s
+    return LAUNCH_S + max(computed, moved)
+
+
+def _waves(rows: float, columns: int, tile: int, device: Device) -> float:
+    """Time of whole waves of tiles over that of the product alone."""
+    tiles = ceil(rows / tile) * ceil(columns / tile)
+    if not tiles:
+        return 1.0
+    return ceil(tiles / device.processors) * device.processors * tile * tile / (rows * columns)
+
+
+def time_table(times: Sequence[ExpectedTime], device: Device, shares: Sequence[float]) -> str:
+    """Times by kind and shape, each marked as expected or measured, and the sites that are slower than dense."""
+    found, rows = sorted(times, key=_shape), []
+    for shape, group in groupby(found, key=_shape):
+        same = list(group)
+        kind, d_in, d_out, tokens, known = shape
+        facts = [kind, len(same), f"{d_in} -> {d_out}", tokens, "measured" if known else "expected"]
+        rows.append([*facts, f"{1e6 * same[0].dense_s:.1f}", *(f"{ratio:.2f}" for ratio in same[0].ratios)])
+    headers = ["kind", "sites", "shape", "tokens", "times are", "dense us", *(f"at {share:.2f}" for share in shares)]
+    title = f"time of each site's ACM over dense on {device.name}, bfloat16; expected: by roofline, not measured"
+    return "\n".join([title, tabulate(rows, headers=headers, disable_numparse=True), *_slower(found, shares)])
+
+
+def _slower(found: Sequence[ExpectedTime], shares: Sequence[float]) -> list[str]:
+    lines = []
+    for place, share in enumerate(shares):
+        slower = [entry.site.kind for entry in found if entry.ratios[place] >= 1]
+        if slower:
+            counts = ", ".join(f"{slower.count(kind)} {kind}" for kind in dict.fromkeys(slower))
+            lines.append(f"slower than dense at {share:.2f} of the learners: {counts}")
+    return lines
+
+
+def _shape(entry: ExpectedTime) -> tuple[str, int, int, int, bool]:
+    site = entry.site
+    return site.kind, site.d_in, site.d_out, site.tokens, entry.is_measured

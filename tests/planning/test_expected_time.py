@@ -1,0 +1,72 @@
+"""Expected times: arithmetic of the roofline, and what its table says."""
+
+import pytest
+
+from acm_compiler.errors import UsageError
+from acm_compiler.planning.expected_time import (
+    DENSE_RATE,
+    DEVICES,
+    LAUNCH_S,
+    OUR_RATE,
+    acm_s,
+    device_of,
+    expected_times,
+    time_table,
+)
+from tests.helpers.build import planned_site, sliced_site
+
+H200 = DEVICES["h200"]
+VIT = {"d_in": 768, "d_out": 768, "dense_width": 3072, "width": 768, "gate_width": 64}
+SHARES = (0.0, 0.25, 0.5, 1.0)
+
+
+def test_large_dense_products_take_their_flops_and_small_ones_their_weights():
+    large = planned_site(**VIT, tokens=132 * 128 * 8)
+    (found,) = expected_times([large], H200, SHARES)
+    flops = 2 * 2 * large.tokens * 768 * 3072
+    assert found.dense_s == pytest.approx(2 * LAUNCH_S + flops / (DENSE_RATE * 989e12), rel=1e-6)  # whole waves
+    one = planned_site(**VIT, tokens=1)
+    (found,) = expected_times([one], H200, SHARES)
+    moved = 2 * (2 * 768 * 3072 + 2 * (768 + 3072)) / 4.8e12
+    assert found.dense_s == pytest.approx(2 * LAUNCH_S + moved, rel=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 197, 25216])
+@pytest.mark.parametrize("kind", ["mlp", "gated_mlp", "linear"])
+def test_time_rises_with_the_share_and_calls_add_up(kind, tokens):
+    shape = VIT if kind != "linear" else VIT | {"dense_width": None, "last": None, "width": 96}
+    sites = [planned_site(kind=kind, tokens=tokens, calls=calls, **shape) for calls in (1, 3)]
+    once, thrice = expected_times(sites, H200, SHARES)
+    assert list(once.acm_s) == sorted(once.acm_s) and once.acm_s[0] < once.acm_s[-1]
+    assert thrice.acm_s == pytest.approx([3 * spent for spent in once.acm_s])
+    assert thrice.dense_s == pytest.approx(3 * once.dense_s) and once.ratios[-1] > DENSE_RATE / OUR_RATE * 0.9
+
+
+def test_k_min_bounds_the_share_and_sites_that_do_not_run_are_left_out():
+    free, bound = planned_site(**VIT, tokens=4096), planned_site(**VIT, tokens=4096, k_min=2)
+    assert acm_s(bound, H200, 0.0) == acm_s(bound, H200, 0.5) > acm_s(free, H200, 0.25)
+    assert expected_times([planned_site(tokens=0)], H200, SHARES) == []
+
+
+def test_slices_have_one_product_and_no_hidden_layer():
+    sliced = sliced_site(d_in=768, d_out=768, width=192, tokens=25216)
+    narrow = planned_site(kind="linear", d_in=768, d_out=768, dense_width=None, last=None, width=192, tokens=25216)
+    assert acm_s(sliced, H200, 1.0) < acm_s(narrow, H200, 1.0)
+
+
+def test_the_table_says_that_nothing_is_measured_and_what_is_slower():
+    few = planned_site("few", **VIT, tokens=197)
+    sites = [planned_site(**VIT, tokens=25216), few, few]
+    text = time_table(expected_times(sites, H200, (0.25, 1.0)), H200, (0.25, 1.0))
+    assert "not measured" in text and "H200" in text
+    assert "at 1.00 of the learners: 3 mlp" in text and "at 0.25" in text.splitlines()[1]
+    rows = [line.split() for line in text.splitlines() if line.startswith("mlp")]
+    assert [row[1] for row in rows] == ["2", "1"]
+    ratio = expected_times([planned_site(**VIT, tokens=25216)], H200, (0.25,))[0].ratios[0]
+    assert rows[1][-2] == f"{ratio:.2f}" and {row[6] for row in rows} == {"expected"} and 0.25 < ratio < 0.6
+
+
+def test_an_unknown_device_is_refused_with_those_that_are_known():
+    assert device_of("H200") is H200
+    with pytest.raises(UsageError, match="h200"):
+        device_of("h300")

@@ -21,7 +21,8 @@ from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.errors import UsageError
 
 _OUTSIDE = (
-    "apply such a tool to the layers outside of ACMs only (acm.sites(model) names the ACMs); LoRA can name the ACMs "
+    "acm.quantize(model) makes learners int8, with rest=True the linears around them, too; let other tools have the "
+    "layers outside of ACMs only (acm.sites(model) names the ACMs); LoRA can name the ACMs "
     "themselves: import acm_compiler.hf, then LoraConfig(target_modules=list(acm.sites(model)))"
 )
 _KIND, _DTYPE = frozenset((nn.Parameter,)), attrgetter("dtype")
@@ -61,7 +62,7 @@ def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.
                     fix="fully_shard(acm), or a module around it: its gate and learners are gathered with it; for "
                     "tensor parallelism parallelize_module(model, mesh, {name: acm_compiler.SplitLearners()})",
                 )
-            found = type(parameter).__name__ if _is_wrapped(parameter) else f"a weight of {parameter.dtype}"
+            found = type(parameter).__name__ if is_wrapped(parameter) else f"a weight of {parameter.dtype}"
             raise _changed(name, found, "floating-point weights of torch's own kind")
 
 
@@ -138,10 +139,10 @@ def refuse_idle(name: str, parameters: Iterable[nn.Parameter], *, what: str, fix
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and (type(tensor) is nn.Parameter or not _is_wrapped(tensor))
+    return tensor.is_floating_point() and (type(tensor) is nn.Parameter or not is_wrapped(tensor))
 
 
-def _is_wrapped(tensor: Tensor) -> bool:
+def is_wrapped(tensor: Tensor) -> bool:
     """True for a tensor of another library that holds others, such as quantised values and their scales."""
     return is_traceable_wrapper_subclass(tensor)
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.intact import is_fully_sharded, is_in_parts
+from acm_compiler.acm.intact import is_fully_sharded, is_in_parts, is_wrapped
 from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.errors import StorageError, a_few_of
 from acm_compiler.files import parse_json, whole_file
@@ -68,6 +68,15 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             if id(slot.tensor) not in wholes:
                 wholes[id(slot.tensor)] = tensor.full_tensor().cpu()  # type: ignore[attr-defined]
             tensor = wholes[id(slot.tensor)]
+        packed = isinstance(slot.tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex())
+        if packed or is_wrapped(tensor):
+            raise StorageError(
+                "another library has quantised this weight, which a saved model has no form for",
+                where=name,
+                found=f"{type(slot.tensor).__name__} of {tensor.dtype}",
+                fix="acm.save before that library quantises, and quantise again after acm.load; or acm.quantize(model, "
+                "rest=True), whose weights are saved",
+            )
         if tensor.is_meta:
             raise StorageError("the model has no values to save", where=name, found="a tensor on the meta device")
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name

@@ -119,6 +119,7 @@ def test_an_acm_that_a_tool_changed_is_refused_with_what_to_do(rewritten, tool):
         with pytest.raises(UsageError, match=found) as caught:
             part(torch.randn(2, 5, part.learners.w_in.shape[-1]))
         assert caught.value.where == part.name and "outside of ACMs" in caught.value.fix
+        assert caught.value.fix.startswith("acm.quantize(model)")
 
 
 def test_parametrized_gates_still_run(rewritten):

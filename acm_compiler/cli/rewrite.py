@@ -79,7 +79,7 @@ def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
     from acm_compiler.training.machine import open_machine
 
     check_phase(options.until, recipe.schedule)
-    machine = open_machine(recipe.run.precision, recipe.run.device)
+    machine = open_machine(recipe.run.precision, recipe.run.device, sharded=recipe.run.sharded)
     if unset := unset_variables(recipe):
         built, made, _ = plan_recipe(recipe)
         output.say(str(made))

@@ -224,7 +224,7 @@ def test_few_tokens_get_small_tiles_and_are_not_sorted():
 
 
 def test_tiles_are_small_where_large_ones_would_not_fill_the_device():
-    """What counts are tiles, so wide sites have large ones sooner, and a part of a device later than all of it."""
+    """Tiles are counted, so wide sites have large ones sooner, and so do smaller devices."""
     wide = replace(VIT, d_in=4096, width=3584, d_out=4096)
     assert choose_tiles(wide, 90, 512).layer1.m == 64 < choose_tiles(wide, 90, 1024).layer1.m
     assert choose_tiles(VIT, 90, 2048, processors=66) == choose_tiles(VIT, 90, 4096) != choose_tiles(VIT, 90, 2048)

@@ -12,6 +12,7 @@ from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.cpu import build as build_cpu
 from acm_compiler.codegen.cpu.levels import levels_here
+from acm_compiler.codegen.gpu.calls import operators
 from acm_compiler.errors import UsageError
 from tests.acm.test_reference import OUT, D
 from tests.helpers.asan_cases import T, gate_call, gated_call, learners_call
@@ -40,14 +41,14 @@ IMPLEMENTATIONS = {
         "native": ops.LEARNERS,
         "reference": ops.REFERENCE,
         "traced": traced(ops.LEARNERS),
-        "cuda": cuda.learners,  # looks at no device before it has looked at the operands
+        "cuda": operators.learners,  # looks at no device before it has looked at the operands
         "backward": lambda *args, **kwargs: ops.LEARNERS_BACKWARD(torch.randn(T, OUT), *args, **kwargs),
     },
     "gate": {
         "native": ops.GATE,
         "reference": ops.GATE_REFERENCE,
         "traced": traced(ops.GATE),
-        "cuda": cuda.gate,
+        "cuda": operators.gate,
     },
 }
 
@@ -93,7 +94,7 @@ def test_an_operand_of_the_gate_that_does_not_fit_is_refused(implementation):
             call(*args, **kwargs | wrong)
 
 
-@pytest.mark.parametrize("op", [GATED, traced(GATED), cuda.gated_learners], ids=["native", "traced", "cuda"])
+@pytest.mark.parametrize("op", [GATED, traced(GATED), operators.gated_learners], ids=["native", "traced", "cuda"])
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
 def test_an_operand_of_gate_and_learners_in_one_that_does_not_fit_is_refused(op, norm, monkeypatch):
     monkeypatch.setattr(cuda, "machine_of", lambda device: cuda.Machine(arch=90, processors=3))

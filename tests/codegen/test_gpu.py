@@ -99,6 +99,22 @@ def test_a_captured_graph_follows_k():
         assert torch.equal(y, learners(inputs))
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("tokens", [20, 3000])
+def test_inductor_starts_the_kernels_itself_and_follows_k(tokens, mode):
+    inputs = inputs_of(replace(VIT, tokens=tokens), "cuda")
+    w = inputs.weights
+
+    def call(x, k, *tensors):
+        return ops.LEARNERS(x, k, *tensors, form=w.form, act=w.act) * 1
+
+    compiled = torch.compile(call, mode=mode)
+    with torch.no_grad():
+        for k in (torch.randint_like(inputs.k, 5), torch.zeros_like(inputs.k), torch.full_like(inputs.k, 4)):
+            y = compiled(inputs.x, k, *w.tensors, inputs.residual).clone()
+            torch.testing.assert_close(y, call(inputs.x, k, *w.tensors, inputs.residual))
+
+
 def test_offsets_beyond_two_to_the_31_are_reached():
     tokens = (1 << 31) // 1024 + 5000
     if torch.cuda.mem_get_info()[0] < 24 << 30:

@@ -29,7 +29,7 @@ from acm_compiler.codegen.gpu.gate_kernel import WIDEST, GateSpec
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.gpu.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
 from acm_compiler.codegen.gpu.start import Launcher
-from acm_compiler.codegen.gpu.tiles import SOME_TOKENS, TABLE, choose_tiles
+from acm_compiler.codegen.gpu.tiles import TABLE, choose_tiles
 from acm_compiler.passes.lower.verify import Call, GateCall
 from tests.helpers import ROOT, ttir
 from tests.helpers.asan_cases import gate_call, gated_call, learners_call
@@ -195,7 +195,7 @@ def test_every_row_of_the_table_holds_what_it_says(row):
         "few": (VIT, PROJECTION, SWIGLU),
     }
     for spec in (replace(spec, dtype=dtype, tf32=tf32) for spec in kinds[row.kind]):
-        tokens = row.tokens or TOKENS
+        tokens = row.tokens or (512 if row.is_small else TOKENS)
         assert choose_tiles(spec, row.arch, tokens) == row.tiles
         require_good(spec, row.arch, tokens)
         if row.dtype == "16":
@@ -217,10 +217,22 @@ def test_old_triton_never_feeds_wgmma_from_gathered_rows():
 
 
 def test_few_tokens_get_small_tiles_and_are_not_sorted():
-    few, some, many = (choose_tiles(VIT, 90, tokens) for tokens in (20, SOME_TOKENS, SOME_TOKENS + 1))
+    few, some, many = (choose_tiles(VIT, 90, tokens) for tokens in (20, 2048, 4096))
     assert (few.sorts, some.sorts) == (False, True)
     assert few.layer1.m == 32 < some.layer1.m < many.layer1.m
     assert choose_tiles(replace(VIT, second="per_k"), 90, 20).sorts
+
+
+def test_tiles_are_small_where_large_ones_would_not_fill_the_device():
+    """Tiles are counted, so wide sites have large ones sooner, and so do smaller devices."""
+    wide = replace(VIT, d_in=4096, width=3584, d_out=4096)
+    assert choose_tiles(wide, 90, 512).layer1.m == 64 < choose_tiles(wide, 90, 1024).layer1.m
+    assert choose_tiles(VIT, 90, 2048, processors=66) == choose_tiles(VIT, 90, 4096) != choose_tiles(VIT, 90, 2048)
+    assert (
+        choose_tiles(replace(COLS, d_out=4096), 90, 1024)
+        == choose_tiles(COLS, 90, 8192)
+        != choose_tiles(COLS, 90, 1024)
+    )
 
 
 @pytest.mark.parametrize(

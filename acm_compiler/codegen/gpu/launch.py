@@ -71,7 +71,7 @@ def by_rows(matrix: Tensor) -> Tensor:
 def plan_of(spec: KernelSpec, weights: Weights, norm: Norm | None, machine: Machine, tokens: Any) -> Plan:
     """The plan for calls of about so many tokens."""
     bucket = bucket_of(tokens)
-    tiles = choose_tiles(spec, machine.arch, 1 << bucket)
+    tiles = choose_tiles(spec, machine.arch, 1 << bucket, machine.processors)
     if tiles.sorts:
         return SortedPlan(spec, weights, norm, machine=machine, tiles=tiles, bucket=bucket)
     return FewPlan(spec, weights, norm, machine=machine, tiles=tiles)

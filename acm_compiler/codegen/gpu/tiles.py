@@ -11,9 +11,8 @@ from typing import Any
 
 from acm_compiler.codegen.gpu.spec import KernelSpec
 
-SOME_TOKENS = 2048
-"""Up to this many tokens tiles are small, so that more of them exist than the device has processors."""
-
+PROCESSORS = {80: 108, 90: 132, 100: 148}
+"""Multiprocessors of the largest GPU of an architecture, where the GPU is not known."""
 _LEAST_BUCKET, _MOST_BUCKET = 4, 20
 _UNKNOWN_BUCKET = 11  # of as many tokens as a compiler traces as free: from here on kernels take any number of them
 
@@ -62,6 +61,8 @@ class Tiles:
 class Row:
     """Conditions of a row of the table: the oldest architecture, kind of dtype, kind of learners, most tokens.
 
+    is_small: for calls to which the row without gives fewer tiles, in one of the layers, than there are processors.
+
     kind: plain, gated, sliced, narrow (plain, of a width that wide tiles would round up), or few (one block of tokens
     that need no sorting; its rows are as many as there are tokens).
     """
@@ -71,10 +72,11 @@ class Row:
     kind: str
     tokens: int | None
     tiles: Tiles
+    is_small: bool = False
 
     def __str__(self) -> str:
         """The kind of call, as the table writes it."""
-        most = "" if self.tokens is None else f" <= {self.tokens}"
+        most = (" small" if self.is_small else "") if self.tokens is None else f" <= {self.tokens}"
         return f"sm_{self.arch} {self.dtype} {self.kind}{most}"
 
 
@@ -86,7 +88,7 @@ def tile_of(text: str) -> Tile:
 
 
 def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Row:
-    """A row for what is written as "sm_90 16 gated <= 2048"."""
+    """A row for what is written as "sm_90 16 gated small", or with " <= 64"."""
     words = what.split()
     arch = int(words[0].removeprefix("sm_"))
     return Row(
@@ -94,6 +96,7 @@ def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Ro
         dtype=words[1],
         kind=words[2],
         tokens=int(words[-1]) if "<=" in words else None,
+        is_small="small" in words,
         tiles=Tiles(
             layer1=tile_of(layer1), layer2=tile_of(layer2), provenance=provenance.format(arch), sorts=words[2] != "few"
         ),
@@ -105,27 +108,27 @@ TABLE = (
     _row("sm_80 16 few <= 64", "64x32x128 w4 s3 r1", "64x16x128 w4 s4 r1"),
     _row("sm_80 tf32 few <= 64", "64x32x64 w4 s3 r1", "64x16x64 w4 s4 r1"),
     _row("sm_80 fp32 few <= 64", "64x32x32 w4 s3 r1", "64x16x32 w4 s4 r1"),
-    _row("sm_90 16 plain <= 2048", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
-    _row("sm_90 16 gated <= 2048", "64x64x64 w4 s3 r3", "64x64x64 w4 s3 r4"),
+    _row("sm_90 16 plain small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
+    _row("sm_90 16 gated small", "64x64x64 w4 s3 r3", "64x64x64 w4 s3 r4"),
     _row("sm_100 16 narrow", "128x64x64 w4 s3 r1", "128x128x64 w8 s3 r1"),
     _row("sm_100 16 plain", "128x128x64 w8 s3 r1", "128x128x64 w8 s3 r1"),
     _row("sm_100 16 gated", "128x128x64 w8 s3 r1", "128x128x64 w8 s3 r1"),
     _row("sm_90 16 narrow", "128x64x64 w4 s3 r3", "128x128x64 w4 s3 r2"),
     _row("sm_90 16 plain", "128x128x64 w4 s3 r2", "128x128x64 w4 s3 r2"),
     _row("sm_90 16 gated", "128x128x64 w8 s3 r1", "128x128x64 w4 s3 r2"),
-    _row("sm_90 16 sliced <= 2048", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
+    _row("sm_90 16 sliced small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
     _row("sm_90 16 sliced", "128x64x64 w4 s3 r3", "128x64x64 w4 s3 r3"),
-    _row("sm_90 tf32 plain <= 2048", "64x64x32 w4 s3 r4", "64x64x32 w4 s3 r4"),
-    _row("sm_90 tf32 gated <= 2048", "64x64x32 w4 s3 r3", "64x64x32 w4 s3 r4"),
+    _row("sm_90 tf32 plain small", "64x64x32 w4 s3 r4", "64x64x32 w4 s3 r4"),
+    _row("sm_90 tf32 gated small", "64x64x32 w4 s3 r3", "64x64x32 w4 s3 r4"),
     _row("sm_90 tf32 plain", "128x128x32 w4 s3 r2", "128x128x32 w8 s3 r1"),
     _row("sm_90 tf32 gated", "128x128x32 w8 s3 r1", "128x128x32 w8 s3 r1"),
     _row("sm_90 tf32 sliced", "64x64x32 w4 s3 r3", "64x64x32 w4 s3 r3"),
-    _row("sm_80 16 plain <= 2048", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
-    _row("sm_80 16 gated <= 2048", "64x64x32 w4 s3 r2", "64x64x32 w4 s4 r2"),
+    _row("sm_80 16 plain small", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
+    _row("sm_80 16 gated small", "64x64x32 w4 s3 r2", "64x64x32 w4 s4 r2"),
     _row("sm_80 16 narrow", "128x64x32 w4 s4 r2", "128x128x32 w8 s4 r1"),
     _row("sm_80 16 plain", "128x128x32 w4 s4 r2", "128x128x32 w8 s4 r1"),
     _row("sm_80 16 gated", "128x64x32 w4 s3 r2", "128x128x32 w8 s4 r1"),
-    _row("sm_80 16 sliced <= 2048", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
+    _row("sm_80 16 sliced small", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
     _row("sm_80 16 sliced", "128x64x32 w4 s4 r2", "128x64x32 w4 s4 r2"),
     _row("sm_80 tf32 plain", "64x64x32 w4 s3 r2", "64x64x32 w4 s3 r2"),
     _row("sm_80 tf32 gated", "64x64x32 w4 s3 r2", "64x64x32 w4 s3 r2"),
@@ -154,8 +157,13 @@ def buckets() -> range:
 
 
 @lru_cache(maxsize=4096)
-def choose_tiles(spec: KernelSpec, arch: int, tokens: int) -> Tiles:
-    """The table's tiles for a call of that many tokens on compute capability arch (80, 90, ...)."""
+def choose_tiles(spec: KernelSpec, arch: int, tokens: int, processors: int | None = None) -> Tiles:
+    """The table's tiles for a call of that many tokens on compute capability arch (80, 90, ...).
+
+    processors: how many the device has, if it is known.
+    """
+    if processors is None:
+        processors = PROCESSORS[max(known for known in PROCESSORS if known <= arch)]
     dtype = ("tf32" if spec.tf32 else "fp32") if spec.dtype == "fp32" else "16"
     kind = {"gated": "gated", "rows": "sliced", "cols": "sliced"}.get(spec.form, "plain")
     kinds = {kind}
@@ -163,11 +171,21 @@ def choose_tiles(spec: KernelSpec, arch: int, tokens: int) -> Tiles:
         kinds.add("narrow")
     if spec.second == "shared":
         kinds.add("few")
-    for row in TABLE:
-        fits = row.arch <= arch and row.dtype == dtype and (row.tokens is None or tokens <= row.tokens)
-        if fits and row.kind in kinds:
-            return row.tiles if row.tiles.sorts else _cut(row.tiles, tokens)
-    raise AssertionError(f"no tiles for {spec} on sm_{arch}")
+    rows = [row for row in TABLE if row.arch <= arch and row.dtype == dtype and row.kind in kinds]
+    rows = [row for row in rows if row.tokens is None or tokens <= row.tokens]
+    if not rows[0].tiles.sorts:
+        return _cut(rows[0].tiles, tokens)
+    large = next(row for row in rows if not row.is_small)
+    fills = _fewest(spec, large.tiles, tokens) >= processors
+    return next(row.tiles for row in rows if not (row.is_small and fills))
+
+
+def _fewest(spec: KernelSpec, tiles: Tiles, tokens: int) -> int:
+    """Number of tiles in the layer that has fewer."""
+    columns = [(tiles.layer2, spec.d_out)]
+    if spec.second != "none":
+        columns.append((tiles.layer1, spec.learners * spec.width))
+    return min(-(-tokens // tile.m) * -(-width // tile.n) for tile, width in columns)
 
 
 def _cut(tiles: Tiles, tokens: int) -> Tiles:

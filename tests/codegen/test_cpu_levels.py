@@ -121,3 +121,20 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     file, native = done.stdout.split()
     assert file.startswith(str(tmp_path / "site")) and native == "True"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["aarch64-linux-gnu.2.28"])
+def test_the_kernel_compiles_for_arm(target, tmp_path, monkeypatch):
+    """The cross compiler of the package ziglang takes it; nothing runs."""
+    pytest.importorskip("ziglang")
+    monkeypatch.setattr(build, "find_compiler", lambda: "c++")
+    options = [o for o in build.command_for(levels.PLAIN)[1:] if not o.startswith(("-L", "-l", "-fopenmp", "-shared"))]
+    made = tmp_path / "learners.o"
+    folders = {f"ZIG_{kind}_CACHE_DIR": str(tmp_path / "zig") for kind in ("GLOBAL", "LOCAL")}
+    command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *options, "-c", str(build.SOURCE)]
+    done = subprocess.run(
+        [*command, "-o", str(made)], env=os.environ | folders, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert made.read_bytes()[18:20] == b"\xb7\x00"  # the ELF machine AArch64

@@ -19,8 +19,8 @@ from acm_compiler.recipe.document import ABSENT, differing, show_path
 from acm_compiler.recipe.fields import Every
 from acm_compiler.recipe.schema import Recipe, Resolved
 
-# what may change between an interrupted run and its continuation
-_HOW = {"workers", "save_every", "eval_every", "eval_batch"}
+# what may change between an interrupted run and its continuation, as far as its state does not say otherwise
+_HOW = {"workers", "save_every", "eval_every", "eval_batch", "sharded"}
 _ACCEPTED = {"max_broken": True}  # of data: raised, it must not cost a night's training its continuation
 _NO_DECISION: dict[str, Any] = {
     "resolved": True,

@@ -73,6 +73,9 @@ def test_a_whole_acm_takes_the_usual_way_where_anything_has_a_say(small):
         assert sites.run_site(small, x) is None
     with torch.autocast("cpu"):
         assert sites.run_site(small, x) is None
+    small.split = lambda operator: operator  # as processes have that hold a part of the learners each
+    assert sites.run_site(small, x) is None
+    small.split = None
     small.tap = lambda *_: None
     assert sites.run_site(small, x) is None
     small.tap = None

@@ -102,8 +102,8 @@ def _is_plain(acm: ACM, x: Tensor) -> bool:
     """True if nothing but gate and learners has a say in this call."""
     if type(acm) is not ACM:  # another kind may choose by other rules
         return False
-    plain = not acm.training and acm.tap is None and acm.adapter is None and acm.state == "learners"
-    if not plain or acm.__dict__["_buffers"]["counts"] is not None or not is_nothing_open():
+    own = acm.tap is None and acm.adapter is None and acm.split is None and acm.state == "learners"
+    if acm.training or not own or acm.__dict__["_buffers"]["counts"] is not None or not is_nothing_open():
         return False
     return type(x) is Tensor and x.ndim > 1 and x.numel() > 0 and x.is_contiguous() and is_plain_call(x)
 

@@ -48,10 +48,15 @@ def global_state() -> dict[str, object]:
 def left_behind(before: dict[str, object], after: dict[str, object]) -> list[str]:
     """Differences as lines; configs and variables of libraries that were first loaded in between do not count."""
     return [
-        f"{name}: {before.get(name)!r}, then {after.get(name)!r}"
+        f"{name}: {before.get(name)!r}, then {after.get(name)!r}{_settings(name)}"
         for name in sorted(before | after)
         if before.get(name) != after.get(name) and (name in before or not _of_library(name))
     ]
+
+
+def _settings(name: str) -> str:
+    """The settings of a config that are not its defaults, which its hash does not tell."""
+    return f", and now\n{sys.modules[name].codegen_config()}" if name in _CONFIGS else ""
 
 
 def _of_library(name: str) -> bool:

@@ -183,7 +183,7 @@ def _reference(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
 
 
 def load_for_graph(x: Tensor) -> None:
-    """Load the kernels that a graph of such tensors holds once it is taken apart."""
+    """Load the kernels that a graph of such tensors holds once operators are decomposed."""
     if x.device.type == "cuda" and torch.cuda.is_available():
         load_kernels(x.device.type)
 

@@ -1,1 +1,1 @@
-"""Calls of the operators on CUDA devices: first calls and kept plans, graphs that are taken apart, warm-up."""
+"""Calls of the operators on CUDA devices: first calls and kept plans, graphs in which they are decomposed, warm-up."""

@@ -1,4 +1,4 @@
-"""A whole ACM by the plans of its gate and of its learners, past all that looks for them again.
+"""A whole ACM run from the kept plans of its gate and its learners, without the operators' dispatch and lookups.
 
 For eager calls that nothing observes and through which nothing is differentiated. The first call of a kind takes the
 usual way, through the operators, which keep their plans; the second puts them together. Where all tokens run one k,
@@ -99,7 +99,7 @@ def _prefix(acm: ACM, x_TD: Tensor, k: int, shape: torch.Size) -> Tensor | None:
 
 
 def _is_plain(acm: ACM, x: Tensor) -> bool:
-    """True if nothing but gate and learners has a say in this call."""
+    """True if the call is gate and learners alone: no tap, adapter, observer, gradient or transform."""
     if type(acm) is not ACM:  # another kind may choose by other rules
         return False
     own = acm.tap is None and acm.adapter is None and acm.split is None and acm.state == "learners"

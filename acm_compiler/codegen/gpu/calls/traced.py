@@ -1,7 +1,7 @@
 """The operators in graphs that Inductor compiles: launches of kernels, which it starts itself, without Python's help.
 
 The mechanism is that of `torch.library.triton_op`: where a graph is made functional, an operator becomes what it does.
-torch.export keeps operators whole; its programs are taken apart when Inductor compiles them. What the kernels do not
+torch.export keeps operators whole; its programs are decomposed when Inductor compiles them. What the kernels do not
 cover, or Triton cannot build, stays an operator, which Inductor calls.
 """
 
@@ -31,13 +31,13 @@ _BUILT: set[Any] = set()  # kinds of calls whose kernels were built
 
 
 def register() -> None:
-    """Take the operators apart in graphs of CUDA tensors from now on."""
+    """Decompose the operators in graphs of CUDA tensors from now on."""
     for op, launches in ((LEARNERS, _learners), (GATE, _gate), (GATED, _gated)):
-        rule = partial(_take_apart, launches)
+        rule = partial(_decompose, launches)
         torch.library.register_torch_dispatch(op._qualified_op_name, FunctionalTensorMode, rule, lib=LIBRARY)
 
 
-def _take_apart(launches: Callable[..., Tensor | None], mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _decompose(launches: Callable[..., Tensor | None], mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The rule of an operator: its launches, or the operator itself."""
     kwargs = kwargs or {}
     if args[0].device.type == "cuda" and not _exports() and gpu.is_here():

@@ -19,7 +19,7 @@ from acm_compiler.calibration.examples import Examples, Options, masked
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord, WholeExamples
-from acm_compiler.errors import DataError, LayoutUnknown, UsageError
+from acm_compiler.errors import BudgetUnreachable, DataError, LayoutUnknown, UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten, sites
 from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.passes.rewrite.rewrite import rewrite
@@ -534,6 +534,8 @@ def test_options_without_meaning_are_refused():
     with pytest.raises(UsageError, match=r"found 1\.5, expected a whole number, at least 1"):
         Options(gradient_tokens=1.5)
     assert Options(tokens=2e4).tokens == 20_000
+    with pytest.raises(BudgetUnreachable, match=r"found 0\.01, expected 0\.\d+ to 1"):
+        calibrate_on(make_tiny(), masked(texts(1)), options=Options(budgets=(0.5, 0.01)))
     with pytest.raises(UsageError, match=r"found 'int8', expected fp32 or bf16"):
         Options(precision="int8")
     with pytest.raises(UsageError, match=r"found 3\.0, expected a share of learner MACs"):

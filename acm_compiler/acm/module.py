@@ -26,6 +26,7 @@ from acm_compiler.site import Layout
 _MANY = 256  # far more than anyone accumulates before a step
 
 RUN_TIME = ("knob", "k_lo", "k_hi", "decode_knob", "decode_k_lo", "decode_k_hi")
+COUNTS = "counts"
 
 State = Literal["dense", "learners"]
 Phase = Literal["prefill", "decode"]
@@ -94,7 +95,7 @@ class ACM(nn.Module):
         self.written = {name: 0 if name.endswith("knob") else self.count for name in RUN_TIME}
         for name, start in self.written.items():
             self.register_buffer(name, _scalar(start, learners.w_in.device), persistent=False)
-        self.register_buffer("counts", None, persistent=False)
+        self.register_buffer(COUNTS, None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and (run := ops.SITES.get(x.device.type)) is not None:

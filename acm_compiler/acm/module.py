@@ -24,7 +24,6 @@ from acm_compiler.errors import NoDenseRegion
 from acm_compiler.site import Layout
 
 _MANY = 256  # far more than anyone accumulates before a step
-
 RUN_TIME = ("knob", "k_lo", "k_hi", "decode_knob", "decode_k_lo", "decode_k_hi")
 COUNTS = "counts"
 

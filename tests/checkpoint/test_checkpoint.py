@@ -333,9 +333,7 @@ def test_a_path_that_is_no_folder_is_named(tmp_path):
     with pytest.raises(StorageError, match=r"no saved model here .*\n  name a folder that acm.save"):
         acm.load(tmp_path / "nowhere")
     (tmp_path / "run" / "state").mkdir(parents=True)
-    with pytest.raises(
-        StorageError, match=r"found the state of an unfinished run.*\n  continue it: acmc"
-    ):
+    with pytest.raises(StorageError, match=r"found the state of an unfinished run.*\n  continue it: acmc"):
         acm.load(tmp_path / "run")
 
 

@@ -6,11 +6,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from acm_compiler.calibration.examples import held_out_every
 from acm_compiler.data import BatchStream
 from acm_compiler.data.draws import derive
 from acm_compiler.errors import RunInterrupted, UsageError
@@ -141,7 +143,8 @@ def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
     seed_generators(job.run.seed, index)
 
     def examples() -> Iterator[Example]:
-        for cpu_batch in _open_data(run, config.loaded_batch, index).epoch():
+        stream = replace(_open_data(run, config.loaded_batch, index), apart=held_out_every(config.tokens))
+        for cpu_batch in stream.epoch():
             batch = {name: value.to(device) for name, value in cpu_batch.items()}
             yield job.task.inputs(batch), job.task.mask(batch)
 

@@ -28,7 +28,7 @@ from acm_compiler.training.loop import PhaseLoop, Run
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Phase
 from acm_compiler.training.sharding import sharded
-from acm_compiler.training.site_phases import distill_phase, gate_phase
+from acm_compiler.training.site_phases import distill_phase, gate_phase, start_projections
 from acm_compiler.training.state import Position, Snapshot, StateStore
 from acm_compiler.training.watch import Interrupts, warn_of_collapse, warn_of_missed_budget
 
@@ -99,6 +99,8 @@ def _train(
 ) -> None:
     """One phase with everything that belongs to its end; `follows` is the next one of this run."""
     job, machine = run.job, run.machine
+    if config.imitates and (snapshot is None or snapshot.optimization is None):
+        start_projections(run.model)
     with sharded(run.model, machine):
         phase = make_phase(run.model, config, job, machine)
         parts = _open_data(run, config.loaded_batch, index)

@@ -34,6 +34,7 @@ def serve(
         int | None, typer.Option(min=2, metavar="N", help="Tokens of a text; unset: the model's, 512 at most.")
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model first, by backend acm.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="Give learners int8 weights first (acm.quantize).")] = False,
     device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")] = None,
     task: TaskOption = None,
     data: DataOption = None,
@@ -54,7 +55,7 @@ def serve(
     server = ServerOptions(max_body=bytes_of(max_body, "--max-body"), max_inputs=max_inputs, limits=limits)
     slo_s = None if slo is None else seconds_of(slo, "--slo")
     bounds = Bounds(slo_s=slo_s, budgets=budgets, max_loss=max_loss)
-    options = ServeOptions(device=device, compiled=compiled, longest=max_length, allow_code=allow_code)
+    options = ServeOptions(device=device, compiled=compiled, int8=int8, longest=max_length, allow_code=allow_code)
     with bind(host, port) as at:
         open_and_serve(directory, given, options, bounds, server, at, Output().progress)
 

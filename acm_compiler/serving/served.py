@@ -42,6 +42,7 @@ class Served:
     found: Rewritten | None
     classes: Mapping[int, str]
     use: RecentUsage | None = None
+    _promised: float | None = None
 
     def run(self, examples: Sequence[Example], own: Sequence[float | None], budget: float) -> list[Tensor]:
         """The task's part of the output for each example, at its own budget or at `budget`; fp32 on the CPU."""
@@ -52,6 +53,14 @@ class Served:
             if answers is None:
                 answers = self.task.answer(output, self.task.mask(given))
         return list(answers.float().cpu())
+
+    def _spend(self, found: Rewritten, budget: float) -> float:
+        """Set a budget, or the table's lowest above it, where it is not set yet; gives the share expected."""
+        owner = found.owner
+        wanted = max(budget, owner.table_min)
+        if self._promised is None or owner.budget != wanted:
+            self._promised = spend(found, wanted)
+        return self._promised
 
     def share(self, budget: float | str) -> float:
         """The budget as a share of learner MACs. UsageError and BudgetUnreachable for what it cannot be."""
@@ -69,7 +78,7 @@ class Served:
             mask = None  # which costs a little at every site
         if self.found is None:
             return call_model(self.call, inputs)
-        promised: float | None = spend(self.found, budget)
+        promised: float | None = self._spend(self.found, budget)
         each = None
         if any(share is not None for share in own):
             each, promised = [budget if share is None else share for share in own], None

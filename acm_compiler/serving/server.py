@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,12 @@ from acm_compiler.serving.batcher import Batcher, Limits
 from acm_compiler.serving.controller import Controller
 from acm_compiler.serving.metrics import Metrics
 from acm_compiler.serving.open_served import ServeOptions, budget_range, open_served
+from acm_compiler.serving.pace import Pace, measure_pace
 from acm_compiler.serving.served import Served
 
 _BACKLOG = 2048
+# batches by which the pace is measured: tokens of a text, examples, repetitions
+_TEXT, _MANY, _TIMES = 32, 8, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +82,8 @@ def open_and_serve(
     """Open a folder, run the model once, serve it."""
     served = open_served(directory, given, options)
     found = budget_range(served, directory, bounds.budgets, bounds.max_loss, slo=bounds.slo_s is not None)
-    controller = Controller(low=found.low, high=found.high, slo_s=bounds.slo_s)
-    warm_up(served, controller, say)
+    pace = warm_up(served, found.low, found.high, server.limits.batch, say)
+    controller = Controller(pace, low=found.low, high=found.high, slo_s=bounds.slo_s)
     say(f"budget {found.high:.3g}" + (f" to {found.low:.3g}, {found.why}" if bounds.slo_s else ""))
     serve(served, controller, server, at, say)
 
@@ -87,7 +91,7 @@ def open_and_serve(
 def serve(served: Served, controller: Controller, options: ServerOptions, at: socket.socket, say: Say) -> None:
     """Serve until a signal comes, then finish what was taken."""
     metrics = Metrics()
-    batcher = Batcher(served.run, controller, options.limits, metrics)
+    batcher = Batcher(served.run, controller, options.limits, metrics, cells=served.reader.cells)
     app = create_app(served, batcher, metrics, max_body=options.max_body, max_inputs=options.max_inputs)
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
     host, port = at.getsockname()[:2]
@@ -97,12 +101,36 @@ def serve(served: Served, controller: Controller, options: ServerOptions, at: so
     say("stopped: all that was taken is answered")
 
 
-def warm_up(served: Served, controller: Controller, say: Say) -> None:
-    """Run batches of one and of several examples, at the server's budgets and at their own, so that all is compiled."""
-    say("running the model once" if served.call is served.model else "compiling the model")
-    for count in (1, 3):
-        examples = [served.reader.sample() for _ in range(count)]
-        for budget in dict.fromkeys((controller.levels[-1], controller.levels[0])):
-            served.run(examples, [None] * count, budget)
-        if served.found is not None:
-            served.run(examples, [controller.budget] * count, controller.budget)
+def warm_up(served: Served, low: float, high: float, most: int, say: Say) -> Pace:
+    """The pace of a server of such budgets and batches; what is compiled on first use is, afterwards.
+
+    Batches run of one example and of several, at the server's budgets and at their own.
+    """
+    if served.found is not None and next(iter(served.found.acms.values())).k_lo.is_cuda:
+        from acm_compiler.codegen.gpu.calls import warm
+
+        say(f"{warm.warm_up(served.found.acms.values())} kernels for a GPU are ready")
+    say("running the model" if served.call is served.model else "compiling the model")
+    if served.found is not None:
+        for count in (1, 3):
+            served.run([served.reader.sample() for _ in range(count)], [high] * count, high)
+    sample = served.reader.sample(_TEXT)
+    size, many = served.reader.cells(sample), min(_MANY, most)
+
+    def seconds_of(budget: float, cells: int) -> float:
+        """The least of several times, once it has run."""
+        examples = [served.reader.sample(_TEXT) for _ in range(cells // size)]
+        times = [_seconds(lambda: served.run(examples, [None] * len(examples), budget)) for _ in range(1 + _TIMES)]
+        return min(times[1:])
+
+    budgets = list(dict.fromkeys((low, (low + high) / 2, high)))
+    pace = measure_pace(seconds_of, budgets, few=size, many=many * size)
+    times = (f"{pace.seconds(budget, many * size) * 1e3:.3g} ms at budget {budget:.3g}" for budget in budgets)
+    say(f"a batch of {many} takes {', '.join(times)}")
+    return pace
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began

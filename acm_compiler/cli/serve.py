@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -35,6 +35,12 @@ def serve(
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model first, by backend acm.")] = False,
     int8: Annotated[bool, typer.Option("--int8", help="Give learners int8 weights first (acm.quantize).")] = False,
+    recalibrate: Annotated[
+        Literal["asked", "drift"] | None,
+        typer.Option(
+            help="Measure the budget table anew on recent inputs: on POST /recalibrate; drift: by itself, too."
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")] = None,
     task: TaskOption = None,
     data: DataOption = None,
@@ -52,7 +58,9 @@ def serve(
 
     given = Given.read(task, data, base_model)
     limits = Limits(batch=max_batch, wait_s=seconds_of(max_wait, "--max-wait"), waiting=max_waiting)
-    server = ServerOptions(max_body=bytes_of(max_body, "--max-body"), max_inputs=max_inputs, limits=limits)
+    server = ServerOptions(
+        max_body=bytes_of(max_body, "--max-body"), max_inputs=max_inputs, limits=limits, recalibrate=recalibrate
+    )
     slo_s = None if slo is None else seconds_of(slo, "--slo")
     bounds = Bounds(slo_s=slo_s, budgets=budgets, max_loss=max_loss)
     options = ServeOptions(device=device, compiled=compiled, int8=int8, longest=max_length, allow_code=allow_code)

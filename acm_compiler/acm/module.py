@@ -125,8 +125,7 @@ class ACM(nn.Module):
                 refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
             k_T = self.choose(x_TD, x.shape[:-1], said)
-            if said is not None and said.skip_padding and (mask_T := self.mask_of(x.shape[:-1])) is not None:
-                k_T = torch.where(mask_T, k_T, 0)
+            k_T = tokens.skip(k_T, self.mask_of(x.shape[:-1])) if said is not None and said.skip_padding else k_T
             self._report(k_T, x)
             y_TO = (ops.learners if self.split is None else self.split(ops.learners))(x_TD, k_T, weights)
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])

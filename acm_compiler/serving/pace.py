@@ -88,7 +88,7 @@ def like_oldest(sizes: Sequence[int], line: Line, *, most_cells: float) -> list[
 
 
 def _cheapest_cuts(rising: Sequence[int], line: Line) -> list[int]:
-    """Where to cut sizes in rising order, ends included, so that the batches together take least."""
+    """Cuts of sizes in rising order, ends included, so that the batches together take least."""
     least, before = [0.0], [0]
     for end in range(1, len(rising) + 1):
         costs = [least[start] + line.call_s + line.cell_s * (end - start) * rising[end - 1] for start in range(end)]

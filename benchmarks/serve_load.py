@@ -96,7 +96,7 @@ class Truth:
 def open_contender(directory: Path, contender: str, *, compiled: bool = False) -> Served:
     """`dense`, one budget such as `.4`, or a controller's range such as `.4:1`; compiled by Inductor or backend acm."""
     name, _, form = contender.partition("/")
-    options = ServeOptions(device="cpu", compiled=compiled, int8=bool(form) and name != "dense")
+    options = ServeOptions(device="cpu", compiled=compiled, quantized="int8" if form and name != "dense" else None)
     served = open_served(directory, Given(), options)
     if name == "dense":
         dense = open_saved_run(directory).dense

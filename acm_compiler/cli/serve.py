@@ -23,6 +23,9 @@ LossOption = Annotated[
 LengthOption = Annotated[
     int | None, typer.Option(min=2, metavar="N", help="Tokens of a text; unset: the model's, 512 at most.")
 ]
+QuantizeOption = Annotated[
+    Literal["int8"] | None, typer.Option(help="Give learners weights of this type first, as acm.quantize does.")
+]
 RecalibrateOption = Annotated[
     Literal["asked", "drift"] | None,
     typer.Option(help="Measure budgets anew on recent inputs: on POST /recalibrate; drift: by itself, too."),
@@ -43,7 +46,7 @@ def serve(
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Bytes in a request.")] = "16MB",
     max_length: LengthOption = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model first, by backend acm.")] = False,
-    int8: Annotated[bool, typer.Option("--int8", help="Give learners int8 weights first (acm.quantize).")] = False,
+    quantize: QuantizeOption = None,
     recalibrate: RecalibrateOption = None,
     device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")] = None,
     task: TaskOption = None,
@@ -67,7 +70,9 @@ def serve(
     )
     slo_s = None if slo is None else seconds_of(slo, "--slo")
     bounds = Bounds(slo_s=slo_s, budgets=budgets, max_loss=max_loss)
-    options = ServeOptions(device=device, compiled=compiled, int8=int8, longest=max_length, allow_code=allow_code)
+    options = ServeOptions(
+        device=device, compiled=compiled, quantized=quantize, longest=max_length, allow_code=allow_code
+    )
     with bind(host, port) as at:
         open_and_serve(directory, given, options, bounds, server, at, Output().progress)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class ServeOptions:
 
     device: str | None = None
     compiled: bool = False
-    int8: bool = False
+    quantized: Literal["int8"] | None = None
     longest: int | None = None
     allow_code: bool = False
 
@@ -55,8 +55,8 @@ def open_served(directory: Path, given: Given, options: ServeOptions) -> Served:
     model = finalize(load(directory, base_model=base, allow_code=options.allow_code))
     model = model.to(find_device(options.device or (recipe.run.device if recipe else "auto"), where="--device"))
     found = rewritten(model)
-    if options.int8 and found.owner.quantized is None:
-        quantize(model)
+    if options.quantized is not None and found.owner.quantized is None:
+        quantize(model, options.quantized)
     use = RecentUsage(meter(model))
     data = given.data or (recipe.data.eval if recipe and recipe.data else None)
     assert task is not None

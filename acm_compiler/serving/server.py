@@ -28,7 +28,7 @@ from acm_compiler.serving.served import Served
 
 _BACKLOG = 2048
 # batches by which the pace is measured: tokens of a text, examples, repetitions
-_TEXT, _MANY, _TIMES = 32, 8, 3
+_TEXT, _MANY, _TIMES = 32, 8, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,9 @@ from acm_compiler.sources.user_code import Attempt
 
 FILE = "model.safetensors"
 # parts of the names by which configurations of transformers call the width inside an MLP
-_WIDTHS = ("intermediate", "inner", "ffn", "mlp")
+_WIDTHS = ("intermediate", "inner", "ffn", "mlp", "hidden_dim", "d_ff", "feedforward", "feed_forward")
+# keys of transformers' configurations that give biases to linears of MLPs and of attention
+_BIASES = {"mlp_bias": False, "attention_bias": True}
 _INSTEAD = "formats pt2 and aoti take every budget as an input, and k by controls=('k_lo', 'k_hi')"
 _UNSAID = "the class cannot say how thin its layers are"
 _BY_LAYER = "per_layer_config"
@@ -93,7 +95,13 @@ def _one_k(found: Rewritten, ks: Mapping[str, int]) -> str:
     share, most = learner_share(found, ks), max(acm.count for acm in found.acms.values())
     same = {k: fixed_ks(found, k) for k in range(1, most + 1)}
     within = [k for k, each in same.items() if set(each.values()) == {k} and learner_share(found, each) <= share]
-    return f"fixed_k={within[-1]} (--fixed-k {within[-1]}) costs no more; " if within else ""
+    if not within:
+        return ""
+    try:
+        _configured(found, same[within[-1]])
+    except UsageError:
+        return ""
+    return f"fixed_k={within[-1]} (--fixed-k {within[-1]}) costs no more; "
 
 
 def _layers(acm: ACM, site: PlannedSite, k: int) -> list[tuple[LinearRef, Tensor, Tensor | None]]:
@@ -115,25 +123,30 @@ def _layers(acm: ACM, site: PlannedSite, k: int) -> list[tuple[LinearRef, Tensor
 
 
 def _configured(found: Rewritten, ks: Mapping[str, int]) -> Any:
-    """The model's configuration with the width of its layers, and biases of MLPs where it has that key."""
+    """The model's configuration with the width of its layers, and biases where it has a key for them."""
     config: Any = copy.deepcopy(found.model.config)
     mlps = [site for site in found.plan.sites if site.kind != "linear"]
+    for key, linear in _BIASES.items():
+        names = [site.name for site in found.plan.sites if (site.kind == "linear") == linear]
+        biased = any(bool(found.acms[name].learners.b_out[ks[name]].any()) for name in names)
+        if biased and getattr(config, key, None) is False:
+            setattr(config, key, True)
     if not mlps:
         return config
     values, before = config.to_dict(), {site.dense_width for site in mlps}
     keys = [key for key, value in values.items() if any(part in key for part in _WIDTHS) and before & _numbers(value)]
     keys = keys or [key for key in ("n_inner",) if key in values]
     widths = {site.name: ks[site.name] * site.width for site in mlps}
-    if len(keys) != 1:
-        raise _no_widths(widths, f"widths configured by {', '.join(keys) or 'nothing'}")
+    one_width = len(set(widths.values())) == 1
+    if not keys or (len(keys) > 1 and not (one_width and all(isinstance(values[key], int) for key in keys))):
+        raise _no_widths(widths, f"{'keys' if keys else 'no key'} for it: {', '.join(keys)}".removesuffix(": "))
     if isinstance(values[keys[0]], list):
         setattr(config, keys[0], [*_of_layers(widths, dict(enumerate(values[keys[0]]))).values()])
-    elif len(set(widths.values())) == 1:
-        setattr(config, keys[0], next(iter(widths.values())))
+    elif one_width:
+        for key in keys:
+            setattr(config, key, next(iter(widths.values())))
     else:
         _set_layers(config, keys[0], widths)
-    if values.get("mlp_bias") is False and any(bool(found.acms[s.name].learners.b_out[ks[s.name]].any()) for s in mlps):
-        config.mlp_bias = True
     return config
 
 
@@ -165,7 +178,8 @@ def _set_layers(config: Any, key: str, widths: Mapping[str, int]) -> None:
 
 
 def _no_widths(widths: Mapping[str, int], found: str) -> UsageError:
-    wanted = f"{len(set(widths.values()))} widths, from {min(widths.values())} to {max(widths.values())}"
+    least, most = min(widths.values()), max(widths.values())
+    wanted = f"{len(set(widths.values()))} widths, from {least} to {most}" if least < most else f"the width {least}"
     return UsageError(_UNSAID, found=found, expected=wanted, fix=_INSTEAD)
 
 
@@ -185,11 +199,11 @@ def _filled(model: Any, config: Any, given: dict[str, Tensor]) -> nn.Module:
             size = list(given[name].shape) if name in given else "nothing"
             raise _refused(name, f"{size} for a parameter of {list(tensor.shape)}")
     if lost := [name for name in given if name.endswith(".bias") and name not in expected]:
-        raise _refused(lost[0], "a bias, which the class has not")
+        raise _refused(lost[0], "a bias, which the class has not", fix=f"plan sites='mlp' alone; {_INSTEAD}")
     built.load_state_dict({name: given[name] for name in expected})
     built.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     return built.eval()
 
 
-def _refused(where: str, found: str) -> UsageError:
-    return UsageError("the model's class cannot hold this k", where=where, found=found, fix=_INSTEAD)
+def _refused(where: str, found: str, *, fix: str = _INSTEAD) -> UsageError:
+    return UsageError("the model's class cannot hold this k", where=where, found=found, fix=fix)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.errors import BudgetUnreachable, UsageError
+from acm_compiler.passes.rewrite.conversion import conversion
 from tests.helpers.rewrite_cases import ALL, PUBLISHED, answer, assert_close, give_budgets, rewritten
 
 ONNX = all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
@@ -59,6 +60,48 @@ def test_every_k_of_other_classes(case, tmp_path):
     for k in (1, 2, 3, 4):  # the export compares what it wrote with the live model
         acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=k)
         assert json.loads((tmp_path / "out/export.json").read_text())["relative_error"] < 1e-5
+
+
+def other_class(name):
+    """A converted MLP model of a class with a key of its own for the width, or with two."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 40, "max_position_embeddings": 16, "pad_token_id": 0}
+    if name == "distilbert":
+        config = hf.DistilBertConfig(dim=24, n_heads=2, n_layers=2, hidden_dim=48, **small)
+        model, x = hf.DistilBertForSequenceClassification(config), {"input_ids": torch.randint(1, 40, (2, 7))}
+    else:
+        layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 24}
+        ids = torch.randint(1, 40, (2, 7))
+        model = hf.BartForConditionalGeneration(hf.BartConfig(**layers, **heads, **small, use_cache=False))
+        x = {"input_ids": ids, "decoder_input_ids": ids}
+    converted = acm.rewrite(model.eval(), acm.plan(model, x, sites="mlp"))
+    give_budgets(converted)
+    return converted, x
+
+
+@pytest.mark.parametrize("name", ["distilbert", "bart"])
+def test_classes_that_call_the_width_otherwise_or_twice(name, tmp_path):
+    model, x = other_class(name)
+    acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=2)
+    assert json.loads((tmp_path / "out/export.json").read_text())["relative_error"] < 1e-5
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert 48 not in [value for key, value in config.items() if "dim" in key]
+
+
+def test_a_class_gets_the_biases_of_projections_where_it_has_a_key_for_them(tmp_path):
+    _, x, model = rewritten(PUBLISHED["hf_llama"])
+    give_budgets(model)
+    assert any(site.kind == "linear" for site in conversion(model).plan.sites)
+    with torch.no_grad():
+        for module in acm.sites(model).values():
+            for parameter in module.learners.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=2)
+    assert json.loads((tmp_path / "out/export.json").read_text())["relative_error"] < 1e-4
+    assert json.loads((tmp_path / "out/config.json").read_text())["attention_bias"] is True
 
 
 def own_widths():

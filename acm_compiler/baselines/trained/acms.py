@@ -92,7 +92,7 @@ class Paper(_Scheduled):
     variant: ClassVar[Variant] = Variant()
 
     def convert(self, budgets: Sequence[float], say: Say) -> None:
-        """Rewrite the dense model and train it: a third of the steps distill, a sixth gates, the rest all of it."""
+        """Rewrite the dense model and train it: a sixth of the steps distill, a sixth gates, the rest all of it."""
         plan = self._plan()
         low = plan.cost.budget_min
         if self.variant.budgets == "each":
@@ -151,9 +151,9 @@ class Paper(_Scheduled):
         if self.variant.without in _TERMS:
             finetune = finetune.model_copy(update={self.variant.without: 0.0})
         phases: tuple[tuple[Phase, int], ...] = (
-            (DistillPhase(phase="distill", steps=1, batch=BATCH, lr=3e-3), 2),
+            (DistillPhase(phase="distill", steps=1, batch=BATCH, lr=1e-3), 1),
             (GatePhase(phase="gate", steps=1, batch=BATCH, lr=1e-2), 1),
-            (finetune, 3),
+            (finetune, 4),
         )
         kept = [(phase, part) for phase, part in phases if phase.phase != self.variant.without]
         steps, whole = self.subject.steps, sum(part for _, part in kept)

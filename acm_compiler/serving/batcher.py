@@ -200,8 +200,9 @@ class Batcher:
             return
         ended = self._clock()
         latencies = [ended - job.arrived for job in jobs]
-        cells = len(jobs) * max(job.cells for job in jobs)
-        self._controller.served(latencies, batch_s=ended - began, cells=cells)
+        sizes = [job.cells for job in jobs]
+        size = {"cells": len(jobs) * max(sizes), "filled": sum(sizes)}
+        self._controller.served(latencies, batch_s=ended - began, **size)
         self._watcher.batch(latencies, budget=budget)  # first: who has an answer may ask for the metrics
         for job, answer in zip(jobs, answers, strict=True):
             job.answer.set_result(answer)

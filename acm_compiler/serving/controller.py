@@ -26,6 +26,7 @@ _BATCH = 0.4  # of one batch: who comes as one begins waits for it, and for the 
 _SEEN, _ENOUGH = 256, 16  # latencies that are kept, and how many make a percentile
 _WHILE, _LONGEST = 10.0, 32.0  # the time before a step up, in objectives; how many times longer it may become
 _ARRIVALS = 20.0  # the time over which arrivals are averaged, in objectives
+_MEMORY = 0.9  # weight of the padding of all batches before, at each one
 
 
 class Controller:
@@ -46,6 +47,7 @@ class Controller:
         self.pace = pace
         self._latencies: deque[float] = deque(maxlen=_SEEN)
         self._rate = _Rate(_ARRIVALS * (slo_s or 0.0))
+        self._padded = 1.0  # cells of batches for each that is no padding
         self._calm_since: float | None = None
         self._patience, self._raised = 1.0, float("-inf")
 
@@ -59,17 +61,22 @@ class Controller:
         """The cells of the largest batch at that budget: a share of the objective; any without one."""
         return math.inf if self.slo_s is None else self.pace.cells_within(self.budget, _BATCH * self.slo_s)
 
-    def served(self, latencies_s: Sequence[float], *, batch_s: float, cells: int) -> None:
-        """Add a batch that is done: the latency of each of its requests, how long it ran, and its size."""
+    def served(self, latencies_s: Sequence[float], *, batch_s: float, cells: int, filled: int) -> None:
+        """Add a batch that is done: the latency of each of its requests, how long it ran, and its size.
+
+        filled: the cells that are no padding.
+        """
         if self.slo_s is None or not latencies_s:
             return
         self.pace.add(self.budget, cells, batch_s)
+        self._padded = _MEMORY * self._padded + (1 - _MEMORY) * cells / filled
         self._latencies.extend(latencies_s)
 
     def choose(self, now: float, *, waiting: int, oldest_s: float, arrived: int) -> float:
         """The budget of a batch that begins now.
 
-        waiting: the cells that wait, the oldest for so long; arrived: all that ever came, these included.
+        waiting: the cells that wait, the oldest for so long; arrived: all that ever came, these included; padding is
+        not among them.
         """
         if self.slo_s is None:
             return self.budget
@@ -103,11 +110,15 @@ class Controller:
         """True if a level answers those who wait in that share of the objective, and what arrives in that of time."""
         assert self.slo_s is not None
         line = self.pace.line(self.levels[at])
-        most = max(1.0, self.pace.cells_within(self.levels[at], _BATCH * self.slo_s))
+        most, waiting_cells = (
+            max(1.0, self.pace.cells_within(self.levels[at], _BATCH * self.slo_s)),
+            waiting * self._padded,
+        )
         each_s = line.cell_s + line.call_s / most
-        first_s = oldest_s + line.call_s + line.cell_s * min(waiting, most)
-        last_s = line.call_s + each_s * waiting
-        return max(first_s, last_s) <= most_wait * self.slo_s and self._rate.cells_s * each_s <= most_load
+        first_s = oldest_s + line.call_s + line.cell_s * min(waiting_cells, most)
+        last_s = line.call_s + each_s * waiting_cells
+        load = self._rate.cells_s * self._padded * each_s
+        return max(first_s, last_s) <= most_wait * self.slo_s and load <= most_load
 
     def _lower(self, now: float, to: int) -> None:
         wait = self._patience * _WHILE * (self.slo_s or 0.0)

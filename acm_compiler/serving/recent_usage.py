@@ -20,8 +20,13 @@ class RecentUsage:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._seen = meter.macs
         self.on_drift: Callable[[], None] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on: what ran before was no request."""
+        self._meter.reset()
+        self._seen = self._meter.macs
         self.share: float | None = None
         self.restart()
 

@@ -142,6 +142,8 @@ def warm_up(served: Served, low: float, high: float, most: int, say: Say) -> Pac
     pace = measure_pace(seconds_of, budgets, few=size, many=many * size)
     times = (f"{pace.seconds(budget, many * size) * 1e3:.3g} ms at budget {budget:.3g}" for budget in budgets)
     say(f"a batch of {many} takes {', '.join(times)}")
+    if served.use is not None:
+        served.use.begin()
     return pace
 
 

@@ -27,8 +27,10 @@ def control(**options):
     return Controller(options.pop("pace", None) or known(), **({"low": 0.25, "high": 1.0, "slo_s": SLO} | options))
 
 
-def simulate(controller, rates, *, seed=0):
+def simulate(controller, rates, *, seed=0, padded=1.0):
     """Serve Poisson arrivals at each of `rates`, (requests a second, seconds) one after the other.
+
+    padded: how many cells a batch has for each that is no padding.
 
     Gives a row (arrival, latency, budget) for every request.
     """
@@ -44,9 +46,10 @@ def simulate(controller, rates, *, seed=0):
         came = bisect(arrivals, now)
         budget = controller.choose(now, waiting=came - done, oldest_s=now - arrivals[done], arrived=came)
         taken = arrivals[done : done + max(1, int(min(came - done, MOST, controller.most_cells)))]
-        took = CALL + len(taken) * (FIXED + LEARNERS * budget)
+        cells = padded * len(taken)
+        took = CALL + cells * (FIXED + LEARNERS * budget)
         now, done = now + took, done + len(taken)
-        controller.served([now - arrival for arrival in taken], batch_s=took, cells=len(taken))
+        controller.served([now - arrival for arrival in taken], batch_s=took, cells=cells, filled=len(taken))
         rows += [(arrival, now - arrival, budget) for arrival in taken]
     return rows
 
@@ -95,6 +98,13 @@ def test_a_pace_that_was_measured_wrong_is_corrected(longer):
     assert p95(rows) <= SLO
     rows = simulate(control(pace=known(longer)), [(0.3 * DENSE_RATE, 60)])
     assert rows[-1][2] == 1.0
+
+
+def test_padding_is_a_part_of_the_load():
+    rows = simulate(control(), [(1.7 / 1.5 * DENSE_RATE, 30)], padded=1.5)
+    assert p95(rows) <= SLO
+    light = simulate(control(), [(0.4 * DENSE_RATE, 30)], padded=1.5)
+    assert sum(budget for _, _, budget in light) / len(light) > 0.9
 
 
 def test_batches_are_as_large_as_the_budget_leaves_time_for():

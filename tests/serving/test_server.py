@@ -39,7 +39,9 @@ def test_a_start_measures_the_pace_and_says_it(texts):
     pace = warm_up(served, 0.2, 1.0, 8, said.append)
     assert all(pace.seconds(budget, cells) > 0 for budget in (0.2, 0.5, 1.0) for cells in (1, 100))
     assert served.skips_padding and "at budget 0.6" in said[-1]
-    assert served.model is served.call and conversion(served.model).budget in (0.2, 0.6, 1.0)
+    assert served.use.share is served.use.drift is None  # no request has run
+    assert not any(sum(tokens) for tokens in served.use.tokens_by_k.values())
+    assert conversion(served.model).budget in (0.2, 0.6, 1.0)
 
 
 def test_a_dense_model_can_be_measured_too(texts):

@@ -136,6 +136,16 @@ def test_strided_tokens_and_no_tokens():
         assert torch.equal(native, plain)
 
 
+@pytest.mark.parametrize("d_in", [64, 66])
+@pytest.mark.parametrize("stride", [80, 81])
+def test_tokens_that_tiles_read_where_they_lie_choose_as_packed_ones(d_in, stride, tiles):
+    """70 tokens are two groups that fill tiles and one that does not; an odd stride puts pairs between words."""
+    gate = drawn(d_in, 20, 0).bfloat16()
+    x = torch.randn(70, stride).bfloat16()[:, :d_in]
+    native, packed = both(gate, x)[0], both(gate, x.contiguous())[0]
+    assert torch.equal(native, packed) and len(native.unique()) > 1
+
+
 def test_an_acm_in_eager_uses_the_operator_and_an_observed_one_does_not():
     acm, x = acm_for(planned_site()), torch.randn(9, 8)
     acm.set_choices(knob=0.2, k_lo=0, k_hi=4)

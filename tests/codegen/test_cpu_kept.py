@@ -107,6 +107,62 @@ def test_few_tokens_read_weights_where_they_lie(kept):
     assert native(many, few.weights).shape == (200, 80) and kept.acm_kept_panels() > 0
 
 
+def choices(x, weights):
+    bound = torch.tensor(0, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
+    return torch.ops.acm.gate_cpu(x, *weights, torch.tensor(0.3), *bound, cost=0.7, k_min=0, rule="logits")
+
+
+def drawn_gate(dtype, width=13):
+    torch.manual_seed(0)
+    return [torch.randn(*shape).to(dtype) for shape in ((width, 66), (width,), (5, width), (5,))]
+
+
+@pytest.mark.parametrize("tokens", [2, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("written", range(4))
+def test_a_gate_is_packed_once_and_anew_when_a_weight_is_written(written, tokens, dtype, tiles, kept):
+    weights, x = drawn_gate(dtype), torch.randn(tokens, 66).to(dtype)
+    before = choices(x, weights)
+    assert kept.acm_kept_panels() == 1
+    kept.acm_columns_packed()
+    assert torch.equal(choices(x, weights), before) and kept.acm_columns_packed() == 0
+    for write in (weights[written].neg_, lambda: weights[written].data.copy_(weights[written].flip(0) * 3)):
+        write()
+        after = choices(x, weights)
+        assert torch.equal(after, choices(x, [weight.clone() for weight in weights]))
+    assert not torch.equal(after, before) or tokens == 2
+    kept.acm_keep_panels(ctypes.c_bool(False))
+    assert torch.equal(choices(x, weights), after) and kept.acm_kept_panels() == 0
+    kept.acm_keep_panels(ctypes.c_bool(True))
+    choices(x, weights)
+    del weights[written]
+    assert kept.acm_kept_panels() == 0
+
+
+def test_gates_that_share_their_first_layer_choose_by_their_own_second(kept):
+    weights, x = drawn_gate(torch.float32), torch.randn(90, 66)
+    for outer in (weights[2], weights[2][:3], weights[2].flip(0)):
+        own = [*weights[:2], outer, weights[3][: len(outer)]]
+        kept.acm_keep_panels(ctypes.c_bool(False))
+        expected = choices(x, own)
+        kept.acm_keep_panels(ctypes.c_bool(True))
+        choices(x, weights)
+        assert torch.equal(choices(x, own), expected) and torch.equal(choices(x, own), expected)
+
+
+def test_of_a_gate_that_lies_strided_or_was_inferred_nothing_is_kept(kept):
+    weights, x = drawn_gate(torch.float32), torch.randn(90, 66)
+    expected = choices(x, weights)
+    strided = [weights[0].t().contiguous().t(), *weights[1:]]
+    kept.acm_keep_panels(ctypes.c_bool(False))
+    kept.acm_keep_panels(ctypes.c_bool(True))
+    assert torch.equal(choices(x, strided), expected)
+    with torch.inference_mode():
+        inferred = [weight.clone() for weight in weights]
+        assert torch.equal(choices(x, inferred), expected)
+    assert kept.acm_kept_panels() == 0
+
+
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_a_call_packs_each_column_once_whatever_its_chunks_and_threads(dtype, threads, kept):

@@ -253,8 +253,7 @@ struct Call : Operation<T> {
 
   auto finish_slices(const Chunk& c, int64_t first_col) const {
     return [=, this, &c](int64_t row, int64_t rows, int64_t col, int64_t cols, float* tile, int64_t tile_width) {
-      for (int64_t i = 0; i < rows; i++)  // a tile may hold learners that a token with a lower k does not run
-        put_slices(order[c.first + row + i], k_at(c.first + row + i), first_col + col, cols, tile + i * tile_width);
+      put_slices(c.first + row, rows, first_col + col, cols, tile, tile_width);
     };
   }
 

@@ -8,10 +8,9 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <bit>
-#include <cmath>
+#include <array>
 #include <cstdint>
-#include <limits>
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -19,6 +18,7 @@
 #include "norm.h"
 #include "package.h"
 #include "products.h"
+#include "rule.h"
 
 #define ACM_GATE_TENSORS                                                                                  \
   "Tensor x, Tensor w_inner, Tensor b_inner, Tensor w_outer, Tensor b_outer, Tensor knob, Tensor k_lo, "  \
@@ -38,80 +38,63 @@ inline std::vector<float> transposed(const at::Tensor& tensor, int64_t rows_to) 
   return out;
 }
 
-// From scores to k: argmax of the utilities over the allowed choices.
-struct Rule {
-  int64_t k_min, first, stop;  // choices [first, stop) are allowed
-  bool damage;
-  std::vector<float> cost;  // c_k of the choices times the knob; for damages knob + log c_k; padded to whole vectors
+constexpr int64_t kOuterRows = 4;
 
-  // ties go to the smaller k; with a NaN among the utilities all allowed learners run. Overwrites the scores
-  int32_t choose(float* scores) const {
-    bool lost = false;
-    for (int64_t c = first; c < stop; c++) {
-      if (!damage) scores[c] -= cost[c];
-      lost |= std::isnan(scores[c]) || std::isnan(cost[c]);
-    }
-    if (lost) return k_min + stop - 1;
-    if (damage) weigh_damages(scores);
-    int64_t best = first;
-    float most = -std::numeric_limits<float>::infinity();
-    for (int64_t c = first; c < stop; c++)
-      if (scores[c] > most) most = scores[c], best = c;
-    return k_min + best;
-  }
+// A gate's weights, for so many tokens.
+struct GateWeights {
+  const at::Tensor &w_inner, &b_inner, &w_outer, &b_outer;
+  int64_t tokens;
 
-  // scores o -> something of the order of -logaddexp(o, t), t = knob + log c_k: -(exp(o - m) + exp(t - m)), m the least
-  // of max(o, t). What wins is at most log 2 above m, so nothing that matters leaves the range of exp.
-  void weigh_damages(float* scores) const {
-    float m = std::numeric_limits<float>::infinity();
-    for (int64_t c = first; c < stop; c++) m = std::min(m, std::max(scores[c], cost[c]));
-    if (std::isinf(m)) {  // a damage of nothing, or nothing but infinite damages
-      for (int64_t c = first; c < stop; c++) scores[c] = -std::max(scores[c], cost[c]);
-      return;
-    }
-    const auto above = [=](const Vec& v) { return at::vec::clamp(v - Vec(m), Vec(-80.f), Vec(2.f)).exp_u20(); };
-    for (size_t c = 0; c < cost.size(); c += kLanes)
-      (above(Vec::loadu(scores + c)) + above(Vec::loadu(cost.data() + c))).neg().store(scores + c);
-  }
+  std::array<const at::Tensor*, 4> all() const { return {&w_inner, &b_inner, &w_outer, &b_outer}; }
 };
 
 // The gate's two layers. kPairs: whether products of the first are of pairs of bfloat16, else of floats.
 template <bool kPairs>
 struct Network {
   using Word = std::conditional_t<kPairs, c10::BFloat16, float>;
-  at::Tensor kept;
-  int64_t d_in, words, width, padded, padded_choices;
+  int64_t d_in, words, width, choices, padded, padded_choices;
   bool few;                                      // so few tokens that rows of w_inner are read where they are
   bool tiles;                                    // whether AMX multiplies
   int64_t deep;                                  // words of a panel: tiles take a multiple of 16
+  at::Tensor copy;                               // w_inner, if it was not of Word or its rows were not packed
+  const Word* inner_rows = nullptr;              // w_inner; only to be read where it is known to be there still
   std::vector<float> panels;                     // w_inner as the inner loop reads it, one after the other
   std::vector<float> b_inner, w_outer, b_outer;  // [G], [G, C], [C], padded with zeros to whole vectors
 
-  // for so many tokens; w_inner of Word, its rows packed
-  Network(int64_t tokens, const at::Tensor& w_in, const at::Tensor& b_in, const at::Tensor& w_out,
-          const at::Tensor& b_out)
-      : kept(w_in), d_in(w_in.size(1)), words(d_in / Matrix<Word, kPairs>::kPerWord), width(w_in.size(0)),
-        padded(round_up(width, kLanes)), padded_choices(round_up(w_out.size(0), kLanes)),
-        few(tokens <= kDotRows && tokens * kDotDepth <= words), tiles(kPairs && !few && has_tiles()),
-        deep(tiles ? round_up(words, kTileSide) : words), panels(few ? 0 : deep * padded),
-        b_inner(transposed(b_in, padded)), w_outer(transposed(w_out, padded_choices)),
-        b_outer(transposed(b_out, padded_choices)) {
-    if (!few) matrix().pack(0, width, 0, words, panels.data(), deep);
+  explicit Network(const GateWeights& of)
+      : d_in(of.w_inner.size(1)), words(d_in / Matrix<Word, kPairs>::kPerWord), width(of.w_inner.size(0)),
+        choices(of.w_outer.size(0)), padded(round_up(width, kLanes)), padded_choices(round_up(choices, kLanes)),
+        few(of.tokens <= kDotRows && of.tokens * kDotDepth <= words), tiles(kPairs && !few && has_tiles()),
+        deep(tiles ? round_up(words, kTileSide) : words) {}
+
+  // with all that is made of its weights, kept from call to call where that may be
+  static std::shared_ptr<const Network> of(const GateWeights& weights) {
+    const auto all = weights.all();
+    const bool keeps = std::ranges::all_of(all, [](const at::Tensor* t) { return may_be_kept(*t); });
+    Network empty(weights);
+    const PanelKey key = empty.key(weights.w_inner);
+    if (keeps)
+      if (const Panels kept = KeptPanels::all().find(key, all)) return std::static_pointer_cast<const Network>(kept);
+    const auto made = std::make_shared<Network>(std::move(empty));
+    made->fill(weights);
+    KeptPanels::all().sweep();
+    if (keeps) KeptPanels::all().keep(key, all, made);
+    return made;
   }
 
   int64_t group() const { return tiles ? kTileGroup : kTileRows; }
 
-  Matrix<Word, kPairs> matrix() const { return {kept.const_data_ptr<Word>(), width, words, words}; }
+  Matrix<Word, kPairs> matrix() const { return {inner_rows, width, words, words}; }
   int64_t panel_cols(int64_t g) const { return std::min(kPanelCols, padded - g); }
 
-  // h[rows, G] = gelu(w_inner x + b_inner) for up to group() tokens; for tiles they lie `deep` words apart, zeros between
+  // h[rows, G] = gelu(w_inner x + b_inner) for up to group() tokens; for tiles they lie evenly, and none ends in a tile
   void inner(const float* const* x, int64_t rows, float* h) const {
     float tile[kTileGroup * kPanelCols];
     for (int64_t g = 0; g < padded; g += kPanelCols) {
       const int64_t cols = panel_cols(g);
       const Panel panel = Panel{panels.data(), deep}.from(g, 0);
       if (few) multiply_rows(x, rows, g, cols, tile);
-      else if (tiles) multiply_by_tiles({x[0], deep}, rows, panel, cols, deep, false, tile, cols);
+      else if (tiles) multiply_by_tiles({x[0], rows > 1 ? x[1] - x[0] : deep}, rows, panel, cols, deep, false, tile, cols);
       else Inner<kPairs>::tile(rows, cols / kLanes)(x, panel, words, false, tile);
       with_act(Act::gelu, [&](const auto& f) {
         for (int64_t r = 0; r < rows; r++)
@@ -142,13 +125,16 @@ struct Network {
     }
   }
 
-  // scores[C] = w_outer h + b_outer
+  // scores[kOuterRows, C] = w_outer h + b_outer, of so many rows side by side: their sums do not wait for each other
   void outer(const float* h, float* scores) const {
     for (int64_t c = 0; c < padded_choices; c += kLanes) {
-      Vec sum = Vec::loadu(b_outer.data() + c);
-      for (int64_t g = 0; g < width; g++)
-        sum = at::vec::fmadd(Vec(h[g]), Vec::loadu(w_outer.data() + g * padded_choices + c), sum);
-      sum.store(scores + c);
+      Vec sums[kOuterRows];
+      for (Vec& sum : sums) sum = Vec::loadu(b_outer.data() + c);
+      for (int64_t g = 0; g < width; g++) {
+        const Vec w = Vec::loadu(w_outer.data() + g * padded_choices + c);
+        for (int64_t r = 0; r < kOuterRows; r++) sums[r] = at::vec::fmadd(Vec(h[r * padded + g]), w, sums[r]);
+      }
+      for (int64_t r = 0; r < kOuterRows; r++) sums[r].store(scores + r * padded_choices + c);
     }
   }
 
@@ -159,53 +145,44 @@ struct Network {
     const int64_t group = this->group(), least = std::max(group, kLeastWork / (d_in * padded));
     at::parallel_for(0, tokens, least, [&](int64_t from, int64_t to) {
       const Tiles held(tiles);
-      std::vector<float> copies(tiles ? group * deep : kAsIs ? 0 : group * d_in), h(group * padded);
-      std::vector<float> scores(padded_choices);
+      std::vector<float> copies(tiles ? group * deep : kAsIs ? 0 : group * d_in);
+      std::vector<float> h(round_up(group, kOuterRows) * padded), scores(kOuterRows * padded_choices);
       std::vector<T> normal(norm ? group * d_in : 0);
       for (int64_t t = from; t < to; t += group) {
         const int64_t rows = std::min(group, to - t);
         if (norm) normalise_rows(x + t * stride, stride, rows, *norm, norm->moments.data() + t, normal.data());
         const float* starts[kTileGroup];
+        const bool even = norm || stride % Matrix<Word, kPairs>::kPerWord == 0;
+        const bool in_place = kAsIs && (!tiles || (rows == group && deep == words && even));
         for (int64_t r = 0; r < rows; r++) {
           const T* row = norm ? normal.data() + r * d_in : x + (t + r) * stride;
-          starts[r] = kAsIs && !tiles ? reinterpret_cast<const float*>(row) : copies.data() + r * (tiles ? deep : d_in);
+          starts[r] = in_place ? reinterpret_cast<const float*>(row) : copies.data() + r * (tiles ? deep : d_in);
           if constexpr (!kAsIs) at::vec::convert(row, copies.data() + r * d_in, d_in);
-          else if (tiles) std::copy_n(reinterpret_cast<const float*>(row), words, copies.data() + r * deep);
+          else if (!in_place) std::copy_n(reinterpret_cast<const float*>(row), words, copies.data() + r * deep);
         }
         inner(starts, rows, h.data());
         for (int64_t r = 0; r < rows; r++) {
-          outer(h.data() + r * padded, scores.data());
-          k[t + r] = rule.choose(scores.data());
+          if (r % kOuterRows == 0) outer(h.data() + r * padded, scores.data());
+          k[t + r] = rule.choose(scores.data() + r % kOuterRows * padded_choices);
         }
       }
     });
   }
-};
 
-// the number that a tensor of T holds
-template <typename T>
-T number(const at::Tensor& t) {
-  return t.scalar_type() == c10::CppTypeToScalarType<T>::value ? *t.const_data_ptr<T>() : t.item<T>();
-}
-
-// the knob may be the bits of its float, as int32
-inline float knob_of(const at::Tensor& knob) {
-  return knob.scalar_type() == at::kInt ? std::bit_cast<float>(number<int32_t>(knob)) : number<float>(knob);
-}
-
-Rule make_rule(int64_t choices, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi, double cost,
-               int64_t k_min, bool damage) {
-  const int64_t most = std::clamp<int64_t>(number<int32_t>(k_hi) - k_min, 0, choices - 1);
-  const int64_t least = std::clamp<int64_t>(number<int32_t>(k_lo) - k_min, 0, most);
-  const float strength = knob_of(knob);
-  Rule rule{k_min, least, most + 1, damage, {}};
-  for (int64_t c = 0; c < choices; c++) {
-    const float cost_c = static_cast<float>(static_cast<double>(k_min + c) * cost);
-    rule.cost.push_back(damage ? strength + std::log(cost_c) : strength * cost_c);
+ private:
+  PanelKey key(const at::Tensor& w_inner) const {
+    return {w_inner.const_data_ptr(), width, words, choices, 4 * kPairs + 2 * tiles + few, Layout::gate};
   }
-  rule.cost.resize(round_up(choices, kLanes), 0.f);
-  return rule;
-}
+
+  void fill(const GateWeights& of) {
+    copy = of.w_inner.to(c10::CppTypeToScalarType<Word>::value).contiguous();
+    inner_rows = copy.template const_data_ptr<Word>();
+    if (!few) panels.resize(deep * padded), matrix().pack(0, width, 0, words, panels.data(), deep);
+    if (!few || copy.is_alias_of(of.w_inner)) copy.reset();  // what is kept must not hold what it was made of
+    b_inner = transposed(of.b_inner, padded), w_outer = transposed(of.w_outer, padded_choices);
+    b_outer = transposed(of.b_outer, padded_choices);
+  }
+};
 
 inline bool is_native(const at::Tensor& t) { return t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16; }
 
@@ -242,16 +219,17 @@ at::Tensor choose(const at::Tensor& x, const at::Tensor& w_inner, const at::Tens
   const at::Tensor rows = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
   at::Tensor k = at::empty({x.size(0)}, x.options().dtype(at::kInt));
   if (x.size(0) == 0) return k;
-  const auto run = [&]<typename T, bool kPairs>(const Network<kPairs>& network, const T* from) {
-    network.run(from, rows.stride(0), rows.size(0), rule, norm, k.mutable_data_ptr<int32_t>());
+  const GateWeights weights{w_inner, b_inner, w_outer, b_outer, x.size(0)};
+  const auto run = [&]<typename T, bool kPairs>(const std::shared_ptr<const Network<kPairs>>& network, const T* from) {
+    network->run(from, rows.stride(0), rows.size(0), rule, norm, k.mutable_data_ptr<int32_t>());
   };
   const bool halves = x.scalar_type() == at::kBFloat16;
   if constexpr (kHasPairs)
     if (halves && w_inner.scalar_type() == at::kBFloat16 && x.size(1) % 2 == 0) {
-      run(Network<true>(x.size(0), w_inner.contiguous(), b_inner, w_outer, b_outer), rows.const_data_ptr<c10::BFloat16>());
+      run(Network<true>::of(weights), rows.const_data_ptr<c10::BFloat16>());
       return k;
     }
-  const Network<false> network(x.size(0), w_inner.to(at::kFloat).contiguous(), b_inner, w_outer, b_outer);
+  const auto network = Network<false>::of(weights);
   if (halves) run(network, rows.const_data_ptr<c10::BFloat16>());
   else run(network, rows.const_data_ptr<float>());
   return k;

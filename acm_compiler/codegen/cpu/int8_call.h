@@ -252,7 +252,7 @@ struct ByteCall : Operation<T> {
             const Vec scale = load(s_in + n * width + col + j, std::min(kLanes, cols - j));
             (value(sums, i, j, b.x.scaled(row + i, 0)) * scale).store(values + j);
           }
-          put_slices(order[b.first + row + i], k_at(b.first + row + i), n * width + col, cols, values);
+          put_slices(b.first + row + i, 1, n * width + col, cols, values, 0);
         }
       });
   }

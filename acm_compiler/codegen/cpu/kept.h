@@ -3,7 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -29,7 +31,12 @@ inline Panels new_panels(int64_t words) {
   return {::operator new(words * sizeof(float), kLine), [](void* p) { ::operator delete(p, kLine); }};
 }
 
-// A weight of a call. What is not counted when it is written (torch's inference tensors) can have no panels kept.
+// What is not counted when it is written (torch's inference tensors) can have no panels kept.
+inline bool may_be_kept(const at::Tensor& weight) {
+  return panels_kept.load(std::memory_order_relaxed) && !weight.is_inference() && weight.is_contiguous();
+}
+
+// A weight of a call.
 template <typename T>
 struct Weight {
   const at::Tensor* tensor = nullptr;
@@ -41,8 +48,6 @@ struct Weight {
     if (weight) *this = Weight(*weight);
   }
   explicit operator bool() const { return data; }
-  bool is_counted() const { return !tensor->is_inference() && tensor->is_contiguous(); }
-  bool may_be_kept() const { return is_counted() && panels_kept.load(std::memory_order_relaxed); }
 };
 
 // Some words of a weight, spread over all of it. Torch does not count what is written through `.data`, which is seldom
@@ -60,37 +65,62 @@ inline uint64_t some_words(const at::Tensor& weight) {
   return mixed;
 }
 
-// where a matrix is, its columns, depth, stride and pieces, and what its panels are of: `halves`: floats made of bfloat16
-enum class Layout { bytes, floats, pairs, halves };
+// where a matrix is, its columns, depth, stride and pieces, and what its panels are of: `halves`: floats made of bfloat16;
+// `gate`: a gate's two layers (gate.h), with its choices and a number of its kind for stride and pieces
+enum class Layout { bytes, floats, pairs, halves, gate };
 using PanelKey = std::tuple<const void*, int64_t, int64_t, int64_t, int64_t, Layout>;
+
+// a weight as it was when panels were made of it
+class Stamp {
+ public:
+  explicit Stamp(const at::Tensor& weight)
+      : storage_(weight.storage().getWeakStorageImpl()), data_(weight.const_data_ptr()), version_(weight._version()),
+        some_(some_words(weight)) {}
+
+  bool is_gone() const { return storage_.expired(); }
+  bool is_of(const at::Tensor& weight) const {
+    return storage_._unsafe_get_target() == weight.storage().unsafeGetStorageImpl() && !is_gone() &&
+           data_ == weight.const_data_ptr() && version_ == weight._version() && some_ == some_words(weight);
+  }
+
+ private:
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  const void* data_;
+  int64_t version_;
+  uint64_t some_;
+};
 
 class KeptPanels {
  public:
+  using Weights = c10::ArrayRef<const at::Tensor*>;
+
   static KeptPanels& all() {
     static KeptPanels* kept = new KeptPanels;  // never destroyed: threads may outlive static objects
     return *kept;
   }
 
-  // the panels of a matrix that is part of that weight; null where there are none, or the weight was written since
-  Panels find(const PanelKey& key, const at::Tensor& weight) {
+  // the panels of a matrix that is part of those weights; null where there are none, or a weight was written since
+  Panels find(const PanelKey& key, const Weights& weights) {
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(key);
-    const bool same = found != entries_.end() && found->second.storage._unsafe_get_target() == storage(weight) &&
-                      !found->second.storage.expired() && found->second.version == weight._version() &&
-                      found->second.some == some_words(weight);
+    const auto is_of = [](const Stamp& stamp, const at::Tensor* weight) { return stamp.is_of(*weight); };
+    const bool same = found != entries_.end() && std::equal(found->second.made_of.begin(), found->second.made_of.end(),
+                                                            weights.begin(), weights.end(), is_of);
     return same ? found->second.panels : nullptr;
   }
 
-  void keep(const PanelKey& key, const at::Tensor& weight, Panels panels) {
+  void keep(const PanelKey& key, const Weights& weights, Panels panels) {
+    Entry entry{{}, std::move(panels)};
+    for (const at::Tensor* weight : weights) entry.made_of.emplace_back(*weight);
     const std::lock_guard lock(mutex_);
-    Entry entry{weight.storage().getWeakStorageImpl(), weight._version(), some_words(weight), std::move(panels)};
     entries_.insert_or_assign(key, std::move(entry));
   }
 
   // lets go of what belongs to memory that is there no more
   void sweep() {
     const std::lock_guard lock(mutex_);
-    std::erase_if(entries_, [](const auto& entry) { return entry.second.storage.expired(); });
+    const auto is_gone = [](const Stamp& stamp) { return stamp.is_gone(); };
+    std::erase_if(entries_, [&](const auto& entry) { return std::ranges::any_of(entry.second.made_of, is_gone); });
   }
 
   void clear() {
@@ -107,13 +137,9 @@ class KeptPanels {
 
  private:
   struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    int64_t version;
-    uint64_t some;
+    std::vector<Stamp> made_of;
     Panels panels;
   };
-
-  static const c10::StorageImpl* storage(const at::Tensor& weight) { return weight.storage().unsafeGetStorageImpl(); }
 
   std::mutex mutex_;
   std::map<PanelKey, Entry> entries_;
@@ -131,9 +157,9 @@ struct Part : M {
 template <typename M, typename T>
 void pack_parts(std::vector<Part<M, T>*> parts, bool make_kept, bool whole, Memory& memory) {
   KeptPanels& kept = KeptPanels::all();
-  const auto keeps = [&](const Part<M, T>& p) { return make_kept && p.weight.may_be_kept(); };
+  const auto keeps = [&](const Part<M, T>& p) { return make_kept && may_be_kept(*p.weight.tensor); };
   std::erase_if(parts, [&](Part<M, T>* p) {
-    if (p->weight.may_be_kept()) p->held = kept.find(p->key(), *p->weight.tensor);
+    if (may_be_kept(*p->weight.tensor)) p->held = kept.find(p->key(), {p->weight.tensor});
     if (p->held) p->lay(p->held.get());
     return p->held || !(keeps(*p) || whole);
   });
@@ -151,7 +177,7 @@ void pack_parts(std::vector<Part<M, T>*> parts, bool make_kept, bool whole, Memo
   share_out(strips.size(), [&](int64_t i) { strips[i].matrix->pack(strips[i].number); });
   kept.sweep();
   for (const auto* p : parts)
-    if (p->held) kept.keep(p->key(), *p->weight.tensor, p->held);
+    if (p->held) kept.keep(p->key(), {p->weight.tensor}, p->held);
 }
 
 }  // namespace

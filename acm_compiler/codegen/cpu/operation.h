@@ -60,14 +60,19 @@ struct Operation : Sorted {
     }
   }
 
-  // columns [first, first + cols) of the first layer of form "rows": column n * H + g * part + p is column
-  // (g * N + n) * part + p of the output. There may be sums of learners that the token, which runs k, does not run.
-  void put_slices(int64_t token, int64_t k, int64_t first, int64_t cols, const float* sums) const {
+  // sums[rows, stride] of so many tokens from a sorted place on, columns [first, first + cols) of the first layer of form
+  // "rows": column n * H + g * part + p is column (g * N + n) * part + p of the output. There may be sums of learners that
+  // a token does not run.
+  void put_slices(int64_t place, int64_t rows, int64_t first, int64_t cols, const float* sums, int64_t stride) const {
     const int64_t part = width / heads;
     for (int64_t j = 0; j < cols;) {
       const int64_t from = first + j, n = from / width, g = from % width / part, p = from % part;
       const int64_t count = std::min(part - p, cols - j), to = (g * learners + n) * part + p;
-      if (n < k) put(token, b_out + k * d_out + to, to, count, sums + j);
+      int64_t k = k_at(place);
+      for (int64_t i = 0; i < rows && place + i < at_least[n + 1]; i++) {
+        while (place + i >= at_least[k]) k--;
+        put(order[place + i], b_out + k * d_out + to, to, count, sums + i * stride + j);
+      }
       j += count;
     }
   }

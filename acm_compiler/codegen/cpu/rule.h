@@ -1,0 +1,80 @@
+// How scores of a gate become a choice of k.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "plan.h"
+#include "vectors.h"
+
+namespace {
+
+// From scores to k: argmax of the utilities over the allowed choices.
+struct Rule {
+  int64_t k_min, first, stop;  // choices [first, stop) are allowed
+  bool damage;
+  std::vector<float> cost;  // c_k of the choices times the knob; for damages knob + log c_k; padded to whole vectors
+
+  // ties go to the smaller k; with a NaN among the utilities all allowed learners run. Overwrites the scores
+  int32_t choose(float* scores) const {
+    bool lost = false;
+    for (int64_t c = first; c < stop; c++) {
+      if (!damage) scores[c] -= cost[c];
+      lost |= std::isnan(scores[c]) || std::isnan(cost[c]);
+    }
+    if (lost) return k_min + stop - 1;
+    if (damage) weigh_damages(scores);
+    int64_t best = first;
+    float most = -std::numeric_limits<float>::infinity();
+    for (int64_t c = first; c < stop; c++)
+      if (scores[c] > most) most = scores[c], best = c;
+    return k_min + best;
+  }
+
+  // scores o -> something of the order of -logaddexp(o, t), t = knob + log c_k: -(exp(o - m) + exp(t - m)), m the least
+  // of max(o, t). What wins is at most log 2 above m, so nothing that matters leaves the range of exp.
+  void weigh_damages(float* scores) const {
+    float m = std::numeric_limits<float>::infinity();
+    for (int64_t c = first; c < stop; c++) m = std::min(m, std::max(scores[c], cost[c]));
+    if (std::isinf(m)) {  // a damage of nothing, or nothing but infinite damages
+      for (int64_t c = first; c < stop; c++) scores[c] = -std::max(scores[c], cost[c]);
+      return;
+    }
+    const auto above = [=](const Vec& v) { return at::vec::clamp(v - Vec(m), Vec(-80.f), Vec(2.f)).exp_u20(); };
+    for (size_t c = 0; c < cost.size(); c += kLanes)
+      (above(Vec::loadu(scores + c)) + above(Vec::loadu(cost.data() + c))).neg().store(scores + c);
+  }
+};
+
+// the number that a tensor of T holds
+template <typename T>
+T number(const at::Tensor& t) {
+  return t.scalar_type() == c10::CppTypeToScalarType<T>::value ? *t.const_data_ptr<T>() : t.item<T>();
+}
+
+// the knob may be the bits of its float, as int32
+inline float knob_of(const at::Tensor& knob) {
+  return knob.scalar_type() == at::kInt ? std::bit_cast<float>(number<int32_t>(knob)) : number<float>(knob);
+}
+
+Rule make_rule(int64_t choices, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi, double cost,
+               int64_t k_min, bool damage) {
+  const int64_t most = std::clamp<int64_t>(number<int32_t>(k_hi) - k_min, 0, choices - 1);
+  const int64_t least = std::clamp<int64_t>(number<int32_t>(k_lo) - k_min, 0, most);
+  const float strength = knob_of(knob);
+  Rule rule{k_min, least, most + 1, damage, {}};
+  for (int64_t c = 0; c < choices; c++) {
+    const float cost_c = static_cast<float>(static_cast<double>(k_min + c) * cost);
+    rule.cost.push_back(damage ? strength + std::log(cost_c) : strength * cost_c);
+  }
+  rule.cost.resize(round_up(choices, kLanes), 0.f);
+  return rule;
+}
+
+}  // namespace

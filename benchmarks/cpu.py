@@ -1,7 +1,7 @@
 """Times on a CPU, as ratios to what Inductor makes of the dense model, interleaved in one run.
 
     python benchmarks/cpu.py sites [--tokens 1576] [--rounds 11]     one MLP and one projection of ViT-B, gate included
-    python benchmarks/cpu.py training [--tokens 1576] [--rounds 7]   forward and backward of that MLP, eager and compiled
+    python benchmarks/cpu.py training [--tokens 1576] [--rounds 7]   a step of that MLP, eager and compiled
     python benchmarks/cpu.py vit [--batch 8] [--rounds 5]            all of ViT-B, MLPs and q, k, v, o converted
 
 --dtype bfloat16 measures weights and inputs of that type; OMP_NUM_THREADS says how many threads run. In float32, "vit"

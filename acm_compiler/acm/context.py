@@ -164,6 +164,15 @@ def is_freezing() -> bool:
     return torch.compiler.is_compiling() and not torch.is_grad_enabled() and _inductor_freezes()
 
 
+DENSE_PREFIXES = {"cuda"}
+"""Types of device on which graphs run dense products of the first learners where bounds leave one k to all tokens."""
+
+
+def runs_prefixes(device: torch.device) -> bool:
+    """True if the graph being made is such a one: not to be exported, to follow any bounds, nor under autocast."""
+    return device.type in DENSE_PREFIXES and autocast_type(device) is None and not torch.compiler.is_exporting()
+
+
 def _inductor_freezes() -> bool:
     from torch._inductor import config  # there already when this is traced
 

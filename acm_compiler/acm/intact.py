@@ -120,7 +120,20 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
-def refuse_idle(name: str, parameters: Iterable[nn.Parameter], *, what: str, fix: str) -> None:
+def refuse_idle(acm: Any) -> None:
+    """UsageError where a step under DistributedDataParallel would leave out parts of a training ACM."""
+    if acm.state == "dense":
+        fix = "fit them first: acm.calibrate(model, batches), or a recipe's distill phase"
+        _refuse_idle(acm.name, acm.parameters(), what="learners that were never fitted", fix=fix)
+    elif acm.temperature is None:
+        fix = (
+            "acm.relax(model, 0.8) lets training sample the gates; to train all else, before DDP wraps the model: "
+            "for site in acm.sites(model).values(): site.gate.requires_grad_(False)"
+        )
+        _refuse_idle(acm.name, acm.gate.parameters(), what="gates that are not relaxed", fix=fix)
+
+
+def _refuse_idle(name: str, parameters: Iterable[nn.Parameter], *, what: str, fix: str) -> None:
     """Raise UsageError where the wrapper whose forward runs waits for gradients of `parameters`, which get none.
 
     name: of the ACM; `what` takes no part, and `fix` is what to do about it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -146,3 +147,28 @@ class Learners(nn.Module):
             self.b_out.copy_(b_O)
         if self.w_top is not None:
             self.w_top.zero_()[:, : w_OH.shape[1]].copy_(w_OH)
+
+
+class OnlyK:
+    """The k that the bounds of an ACM leave to every token where they leave but one, by phase: a number of the host.
+
+    It is kept as a size of a tensor without elements: of a module's numbers a graph makes constants, of sizes it does
+    not, and one graph serves all k.
+    """
+
+    def __init__(self, written: dict[str, int], within: Callable[[int, int], tuple[int, int]]) -> None:
+        """Keep it, of the bounds that were written, as far as a site keeps them."""
+        self._prefill = _only(*within(written["k_lo"], written["k_hi"]))
+        self._decode = _only(*within(written["decode_k_lo"], written["decode_k_hi"]))
+
+    def of(self, *, is_decode: bool) -> int | None:
+        """The only k of that phase, None where gates have a choice."""
+        size = self._decode if is_decode else self._prefill
+        return None if size is None else size.shape[0] - _PAST_SPECIAL
+
+
+_PAST_SPECIAL = 2  # sizes 0 and 1, of which torch makes graphs of their own
+
+
+def _only(low: int, high: int) -> Tensor | None:
+    return torch.empty(low + _PAST_SPECIAL, 0, device="cpu") if low == high else None

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
 from acm_compiler.acm.arguments import held
-from acm_compiler.acm.context import Said, batch_of, is_freezing, observers_of, recomputing, transforms
+from acm_compiler.acm.context import Said, batch_of, is_freezing, observers_of, recomputing, runs_prefixes, transforms
 from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript
-from acm_compiler.acm.learners import Gate, Learners
+from acm_compiler.acm.learners import Gate, Learners, OnlyK
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
-from acm_compiler.acm.reference import Weights, choice_costs, choose_k, sample_nu, utilities
+from acm_compiler.acm.reference import Weights, choice_costs, choose_k, prefix_output, sample_nu, utilities
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.site import Layout
 
 _MANY = 256  # far more than anyone accumulates before a step
-
 RUN_TIME = ("knob", "k_lo", "k_hi", "decode_knob", "decode_k_lo", "decode_k_hi")
+COUNTS = "counts"
 
 State = Literal["dense", "learners"]
 Phase = Literal["prefill", "decode"]
@@ -53,7 +53,8 @@ class ACM(nn.Module):
     Run-time choices are the buffers `knob` (the bits of a float32), `k_lo` and `k_hi`: written in place, never
     rebound, so that a compiled model follows them without recompiling. Inputs of one token per example
     follow `decode_knob`, `decode_k_lo` and `decode_k_hi`, which say the same unless budgets were set per phase.
-    `written` holds the same numbers for graphs that Inductor freezes: they keep them, and are guarded by them.
+    `written` holds the same numbers for graphs that Inductor freezes: they keep them, and are guarded by them. `only_k`
+    says by phase which k the bounds leave to every token, if but one.
     `cost` is what one learner of this site costs in units of the model's mean site. `counts`, where a meter has put it,
     is how many tokens ran k = 0, 1, ..., N: int64 [N + 1], added to in place, in graphs too. `adapter` gives the
     weights that run, from the learners' own. `split` makes operators run on this process's part of the learners.
@@ -92,12 +93,14 @@ class ACM(nn.Module):
         self.conversion: Any = None
         self.replaced: Any = None  # what the graft took out, for `revert`
         self.written = {name: 0 if name.endswith("knob") else self.count for name in RUN_TIME}
+        self.only_k = OnlyK(self.written, self.within)
         for name, start in self.written.items():
             self.register_buffer(name, _scalar(start, learners.w_in.device), persistent=False)
-        self.register_buffer("counts", None, persistent=False)
+        self.register_buffer(COUNTS, None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and (run := ops.SITES.get(x.device.type)) is not None:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (run := ops.SITES.get(x.device.type)) is not None:
             whole = run(self, x)
             if whole is not None:
                 return whole
@@ -111,7 +114,7 @@ class ACM(nn.Module):
         if not x.dim() or x.shape[-1] != self.d_in:
             refuse_width(x, self.d_in, site=self.name)
         if self.training:
-            self._refuse_idle()
+            refuse_idle(self)
         if self.state == "dense":
             y = self._dense_region()(x)
             self._report(x.new_full(x.shape[:-1], self.count, dtype=torch.int32).flatten(), x)
@@ -124,25 +127,16 @@ class ACM(nn.Module):
             if x.dtype != weights.b_out.dtype:
                 refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
-            k_T = self.choose(x_TD, x.shape[:-1], said)
+            k = self._dense_k(x) if compiling and said is None and not weights.is_int8 else None
+            k_T = self.choose(x_TD, x.shape[:-1], said) if k is None else x_TD.new_full(x_TD.shape[:1], k).int()
             self._report(k_T, x)
-            y_TO = (ops.learners if self.split is None else self.split(ops.learners))(x_TD, k_T, weights)
+            learn = ops.learners if self.split is None else self.split(ops.learners)
+            y_TO = learn(x_TD, k_T, weights) if k is None else prefix_output(x_TD, weights, k)
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_torchscript(self.name)
-
-    def _refuse_idle(self) -> None:
-        if self.state == "dense":
-            fix = "fit them first: acm.calibrate(model, batches), or a recipe's distill phase"
-            refuse_idle(self.name, self.parameters(), what="learners that were never fitted", fix=fix)
-        elif self.temperature is None:
-            fix = (
-                "acm.relax(model, 0.8) lets training sample the gates; to train all else, before DDP wraps the model: "
-                "for site in acm.sites(model).values(): site.gate.requires_grad_(False)"
-            )
-            refuse_idle(self.name, self.gate.parameters(), what="gates that are not relaxed", fix=fix)
 
     def train(self, mode: bool = True) -> ACM:
         super().train(mode)
@@ -176,6 +170,12 @@ class ACM(nn.Module):
         else:
             knob, k_lo, k_hi = held(names, self, kind="_buffers")
         return knob.view(torch.float32), k_lo, k_hi
+
+    def _dense_k(self, x: Tensor) -> int | None:
+        """The one k of a graph that runs dense products of so many learners; None where it follows gate and bounds."""
+        if self.split is not None or not runs_prefixes(x.device):
+            return None
+        return self.only_k.of(is_decode=tokens.is_one_each(x.shape[:-1], self.layout))
 
     def utilities(self, x_TD: Tensor, knob: Tensor) -> Tensor:
         """Utilities [T, C] of the allowed k; fp32 or float64."""
@@ -279,6 +279,7 @@ class ACM(nn.Module):
             with torch.inference_mode(choice.is_inference() or torch.is_inference_mode_enabled()):
                 choice.fill_(value)
         self.written = self.written | values
+        self.only_k = OnlyK(self.written, self.within)
 
     def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
         result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)

@@ -1,15 +1,22 @@
-"""Number types of closed forms: float64 where a device has it, and no autocast around them.
+"""Number types: float64 for closed forms where a device has it, no autocast around them; bfloat16 to read a model fast.
 
 Apple's mps and some XPUs have no float64; there the CPU holds what needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Precision = Literal["fp32", "bf16", "fp16"]
+# calls with fewer rows gain nothing from bfloat16
+_ROWS = 16
 
 
 def float64_device(device: torch.device) -> torch.device:
@@ -29,6 +36,12 @@ def autocast_type(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
+def is_fast_in_bfloat16(device: torch.device) -> bool:
+    """True where products of bfloat16 have instructions of their own: GPUs, and CPUs with AMX or AVX-512 for it."""
+    known = torch.cpu.get_capabilities() if device.type == "cpu" else {"avx512_bf16": device.type == "cuda"}
+    return bool(known.get("amx_bf16") or known.get("avx512_bf16"))
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast is off inside for tensors on `device`."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
@@ -42,3 +55,63 @@ def own_types() -> Iterator[None]:
         for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
             off.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+class FastLinears(TorchFunctionMode):
+    """Inside, `F.linear` on float32 of the CPU rounds what it multiplies to bfloat16, forward and backward.
+
+    Numbers in memory and sums stay float32. Only for weights that were not computed on the way: those have gradients of
+    their own. Does nothing on processors without instructions for bfloat16. `exactly` suspends it.
+    """
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        _types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function is F.linear and not kwargs and _gains(*args):
+            return _Linear.apply(*args) if torch.is_grad_enabled() else _rounded(F.linear, *args)
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Products inside are those of their own types again."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+def _gains(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    given = [weight] if bias is None else [weight, bias]
+    return (
+        all(t.device.type == "cpu" and t.dtype is torch.float32 for t in (x, *given))
+        and all(t.is_leaf for t in given)
+        and x.numel() >= _ROWS * x.shape[-1]
+        and is_fast_in_bfloat16(x.device)
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., D] W [O, D] + b [O]; has no gradient but that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.weight = weight
+        return _rounded(F.linear, x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _rounded(torch.matmul, grads[0], ctx.weight), None, None
+
+
+def _rounded(product: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
+    """The product of float32 operands rounded to bfloat16; torch's own setting holds again afterwards."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        return product(*operands)
+    finally:
+        matmul.fp32_precision = before

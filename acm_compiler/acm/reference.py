@@ -97,8 +97,8 @@ def hidden(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
 
 
 def _in_layer(x_TD: Tensor, w_NHD: Tensor, s_NH: Tensor | None, b_NH: Tensor | None, k: int) -> Tensor:
-    s_H, b_H = (None if tensor is None else tensor[:k].flatten() for tensor in (s_NH, b_NH))
-    return _linear(x_TD, w_NHD[:k].flatten(0, 1), s_H, b_H)
+    s_H, b_H = (None if tensor is None else tensor.flatten()[: k * tensor.shape[1]] for tensor in (s_NH, b_NH))
+    return _linear(x_TD, w_NHD.flatten(0, 1)[: k * w_NHD.shape[1]], s_H, b_H)
 
 
 def _linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor | None, b_O: Tensor | None, parts: int = 1) -> Tensor:
@@ -125,7 +125,8 @@ def _prefix_sums(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     w, b_O = weights, weights.b_out[k]
     if w.form == "rows":
         s_R = None if w.s_in is None else w.s_in[:k].flatten()
-        return _slices_of_output(_linear(x_TD, w.w_in[:k].flatten(0, 2), s_R, None), w) + b_O
+        rows_RD = w.w_in.flatten(0, 2)[: k * w.w_in[0, ..., 0].numel()]
+        return _slices_of_output(_linear(x_TD, rows_RD, s_R, None), w) + b_O
     if w.form == "cols":
         x_TNGh = _slices_of_input(x_TD, w)[:, :k]
         return _linear(x_TNGh.flatten(1), w.w_in[:k].movedim(0, 1).flatten(1), w.s_in, b_O, parts=k)
@@ -141,14 +142,14 @@ def out_layer(weights: Weights, k: int) -> Tensor:
     """The second layer [O, k * H] of the prefix k; a view."""
     assert weights.w_out is not None
     w_ONH = weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out
-    return w_ONH[:, :k].flatten(1)
+    return w_ONH.flatten(1)[:, : k * w_ONH.shape[2]]
 
 
 def _slices_of_output(y_TR: Tensor, weights: Weights) -> Tensor:
     """Rows of the first k learners, learner by learner, put into their places of an output [T, O]; zeros elsewhere."""
-    y_TkGh = y_TR.unflatten(1, (-1, *weights.w_in.shape[1:3]))
-    missing = weights.learners - y_TkGh.shape[1]
-    return F.pad(y_TkGh.movedim(1, 2), (0, 0, 0, missing)).flatten(1)
+    parts = weights.w_in.shape[:3]
+    y_TNGh = F.pad(y_TR, (0, parts.numel() - y_TR.shape[1])).unflatten(1, parts)
+    return y_TNGh.movedim(1, 2).flatten(1)
 
 
 def _slices_of_input(x_TD: Tensor, weights: Weights) -> Tensor:

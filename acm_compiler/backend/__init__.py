@@ -209,7 +209,8 @@ def _announce_freezing(frozen: bool) -> None:
 
 def _announce(lowered: tuple[Lowered, ...], fallback: str) -> None:
     if not lowered:
-        _LOG.info("graph without ACMs compiled by Inductor as it is; acm.rewrite(model, acm.plan(model, x)) makes some")
+        what = "graph without ACMs, or on a GPU with one k for all tokens, compiled by Inductor as it is"
+        _LOG.info("%s; acm.rewrite(model, acm.plan(model, x)) makes ACMs", what)
         return
     behind = [acm for acm in lowered if acm.reason is not None]
     kernels = len(lowered) - len(behind)

@@ -21,6 +21,8 @@ from torch._guards import TracingContext
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._traceback import shorten_filename
 
+from acm_compiler.acm import ACM
+from acm_compiler.acm.context import DENSE_PREFIXES
 from acm_compiler.backend import OPTIONS, lower
 from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.passes.lower.verify import Lowered
@@ -154,7 +156,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         raise attempt.error
     named = [_named(site, [*acms, *rest]) for site in found]
     seen = {site.site for site in named}
-    missing = [_not_seen(name, acm.state) for name, acm in acms.items() if name not in seen]
+    missing = [_not_seen(name, acm) for name, acm in acms.items() if name not in seen]
     return Explanation(
         sites=(*named, *missing),
         graphs=graphs,
@@ -192,9 +194,12 @@ def _named(site: Lowered, names: list[str]) -> Lowered:
     return replace(site, site=fitting[0]) if len(fitting) == 1 else site
 
 
-def _not_seen(name: str, state: str) -> Lowered:
-    reason = "it runs its dense region until learners are fitted" if state == "dense" else "another graph or no call"
-    runs_on = "dense" if state == "dense" else "-"
+def _not_seen(name: str, acm: ACM) -> Lowered:
+    runs_on, reason = "-", "another graph or no call"
+    if acm.state == "dense":
+        runs_on, reason = "dense", "it runs its dense region until learners are fitted"
+    elif acm.knob.device.type in DENSE_PREFIXES and (k := acm.only_k.of(is_decode=False)) is not None:
+        runs_on, reason = "dense products", f"its bounds leave k = {k} to every token"
     return Lowered(site=name, implementation=runs_on, reason=_NOT_SEEN + reason, fused=(), line=None)
 
 

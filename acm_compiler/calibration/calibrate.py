@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Literal
 
 import torch
 from torch import nn
@@ -49,6 +50,7 @@ def calibrate(
     mask: MaskOf | None = None,
     answer: Answer | None = None,
     offload: str | os.PathLike[str] | None = None,
+    precision: Literal["fp32", "bf16"] = "fp32",
     progress: Say | None = None,
 ) -> Plan:
     """Give a rewritten model fitted learners, gates and a budget table, in place; returns its resolved plan.
@@ -70,6 +72,8 @@ def calibrate(
     offload: a folder, or "disk" for the system's own for temporary files, for models that memory does not hold:
     statistics and learners lie in files there, without names, whose pages come and go. The result is the same. Give
     `rewrite` the same; models read from safetensors lie in their files already.
+    precision: bf16 multiplies the linear layers of a float32 model in bfloat16 while it is read, on CPUs with
+    instructions for that; statistics, closed forms and the budget table keep their own types.
     progress: called with a line of text after each step, such as "calibrate: site 7 of 60, 2 min left"; when unset, a
     terminal shows a bar, else the log, or stderr where that does not listen at INFO, has a line every ten seconds.
 
@@ -87,6 +91,7 @@ def calibrate(
         budgets=budgets,
         answer=default_answer if answer is None else answer,
         offload=offload,
+        precision=precision,
     )
     return calibrate_on(model, masked(batches, mask), options=options, progress=progress)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.precision import Precision
 from acm_compiler.calibration.answer import Answer, default_answer, shapes_of
 from acm_compiler.data import refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
@@ -113,7 +114,8 @@ class Options:
     for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what the
     statistics of all sites may take at once; beyond it the data is passed over more than once. local_steps: of training
     for the learners of each MLP whose k share one second layer, on inputs of its own; local_tokens: how many of these.
-    offload: where statistics and learners lie in files, as of `offloading`; None: in memory.
+    offload: where statistics and learners lie in files, as of `offloading`; None: in memory. precision: of the products
+    of linear layers while the model is read: bf16 on CPUs with instructions for it, else their own type.
     """
 
     tokens: int = 20_000
@@ -127,6 +129,7 @@ class Options:
     local_steps: int = 0
     local_tokens: int = 65_536
     offload: str | os.PathLike[str] | None = None
+    precision: Precision = "fp32"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -136,6 +139,8 @@ class Options:
         if isinstance(self.local_steps, bool) or not isinstance(self.local_steps, int) or self.local_steps < 0:
             expected = "a whole number, 0 for none"
             raise UsageError("local_steps is a number of steps", found=repr(self.local_steps), expected=expected)
+        if self.precision not in get_args(Precision):
+            raise UsageError("precision is a type of products", found=repr(self.precision), expected="fp32 or bf16")
         if not callable(self.answer):
             expected = "a function answer(output, mask) of what the model gives for a batch"
             raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)

@@ -143,6 +143,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         seed=options.seed + ranks.rank(),
         projections=options.projections,
         enough=lambda: with_gradients is not None and seen_all(with_gradients),
+        fast=options.precision == "bf16",
     )
     for record in records.values():
         record.join()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acm_compiler.acm.precision import to_float64
+from acm_compiler.acm.precision import is_fast_in_bfloat16, to_float64
 from acm_compiler.acm.reference import Weights, hidden
 from acm_compiler.calibration.damage import Judged, errors_of_k
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
@@ -98,16 +98,11 @@ def _through(dense: DenseWeights, x_TD: Tensor, root_RO: Tensor) -> Tensor:
     return F.linear(F.linear(dense.hidden(x_TD), *dense.last), root_RO)
 
 
-def _is_fast_in_bfloat16(device: torch.device) -> bool:
-    known = torch.cpu.get_capabilities() if device.type == "cpu" else {"avx512_bf16": device.type == "cuda"}
-    return bool(known.get("amx_bf16") or known.get("avx512_bf16"))
-
-
 def _prefixes(weights: Weights, x_TD: Tensor, k_T: Tensor, root_RO: Tensor) -> Tensor:
     """R^T y_k for tokens that each run a k of their own, in bfloat16 where that is faster: [T, R]."""
     assert weights.w_out is not None
     width = weights.w_in.shape[1]
-    with torch.autocast(x_TD.device.type, torch.bfloat16, enabled=_is_fast_in_bfloat16(x_TD.device)):
+    with torch.autocast(x_TD.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(x_TD.device)):
         h_TR = hidden(x_TD, weights, weights.learners)
         runs_TR = torch.arange(h_TR.shape[1], device=h_TR.device) < width * k_T[:, None]
         y_TO = F.linear(h_TR * runs_TR, weights.w_out.flatten(1)) + weights.b_out[k_T]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from acm_compiler.acm import ACM, tokens
-from acm_compiler.acm.precision import own_types
+from acm_compiler.acm.precision import FastLinears, exactly, own_types
 from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, random_directions, run
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
@@ -53,13 +53,14 @@ def observe(
     seed: int,
     projections: int = 1,
     enough: Callable[[], bool] = lambda: False,
+    fast: bool = False,
 ) -> Seen:
     """Run the unmodified model on every example and let `records` (by site name) see their sites.
 
     Gradients are those of so many random `projections` of the output, one after the other, each over the root of their
     number: squares of gradients, summed up, expect what those of one would, with less noise. Once `enough()` is true
     before a batch, it and the rest are run forward alone, for the moments, and no further than to the last site if
-    every batch before called the sites as often as the plan says.
+    every batch before called the sites as often as the plan says. `fast` multiplies linear layers in bfloat16.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.
     """
@@ -69,7 +70,8 @@ def observe(
             taps.begin(mask_in(found.model, example), first=seen.examples, forward_alone=taps.forward_alone or enough())
             grads = torch.set_grad_enabled(not taps.forward_alone)
             with batch_context(found.model, mask=example[1]), grads, suppress(ForwardEnded):
-                output = run(found, example[0])
+                with FastLinears() if fast else nullcontext():
+                    output = run(found, example[0])
                 if not taps.forward_alone:
                     taps.as_planned &= taps.calls == taps.planned
                     outputs = answers(output, answer, taps.mask_BS)
@@ -156,7 +158,7 @@ class _Taps:
             self.examples = max(self.examples, int(example_T[-1:].sum()) + 1)
             self.calls += 1
             h_TF = self.hidden.pop(acm.name, None)
-            with own_types():  # the model may autocast by itself
+            with own_types(), exactly():  # the model may autocast by itself
                 if self.forward_alone:
                     record.add_moments(x_TD, real_T, h_TF)
                 else:

@@ -38,6 +38,7 @@ from acm_compiler.runtime.int8_linear import replace_linears
 from acm_compiler.sources.build import build_from_record
 
 _LOG = logging.getLogger(__name__)
+_STATE = "state"
 _OUR_FOLDER = "a folder that acm.save or acmc rewrite wrote"
 
 
@@ -107,8 +108,11 @@ def _text(folder: Path, name: str) -> str:
     try:
         return (folder / name).read_text(encoding="utf-8")
     except FileNotFoundError:
+        unfinished = (folder / _STATE).is_dir()
+        fix = "continue it: acmc rewrite, with its own options and --resume" if unfinished else f"name {_OUR_FOLDER}"
+        found = f"the {_STATE} of an unfinished run" if unfinished else None
         raise StorageError(
-            "no saved model here", where=str(folder), expected=f"{name} in it", fix=f"name {_OUR_FOLDER}"
+            "no saved model here", where=str(folder), found=found, expected=f"{name} in it", fix=fix
         ) from None
     except NotADirectoryError:
         raise StorageError("this is a file, not a folder", where=str(folder), fix=f"name {_OUR_FOLDER}") from None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.intact import is_fully_sharded, is_in_parts, is_wrapped
-from acm_compiler.acm.module import RUN_TIME
+from acm_compiler.acm.module import COUNTS, RUN_TIME
 from acm_compiler.errors import StorageError, a_few_of
 from acm_compiler.files import parse_json, whole_file
 
@@ -31,8 +31,9 @@ class Slot(NamedTuple):
 def slots(model: nn.Module) -> dict[str, Slot]:
     """Every tensor that a saved model carries, under each of its names.
 
-    All parameters and buffers, but for the run-time choices of ACMs and for dense regions that no forward runs. What
-    `state_dict` leaves out (rotary tables and the like) is among them: it cannot be rebuilt without the class.
+    All parameters and buffers, but for run-time choices and counters of ACMs, and for dense regions that no forward
+    runs. What `state_dict` leaves out (rotary tables and the like) is among them: it cannot be rebuilt without the
+    class.
     """
     acms = [module for module in model.modules() if isinstance(module, ACM)]
     left_out = {id(acm.dense) for acm in acms if acm.state != "dense" and acm.dense is not None}
@@ -40,7 +41,7 @@ def slots(model: nn.Module) -> dict[str, Slot]:
 
 
 def _walk(module: nn.Module, prefix: str, left_out: set[int]) -> Iterator[tuple[str, Slot]]:
-    run_time = RUN_TIME if isinstance(module, ACM) else ()
+    run_time = (*RUN_TIME, COUNTS) if isinstance(module, ACM) else ()
     for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and leaf not in run_time:
             yield f"{prefix}{leaf}", Slot(module, leaf, tensor)

@@ -74,7 +74,7 @@ def _loads(run: SavedRun, found: Evaluation) -> Loads:
     from acm_compiler.evaluation.loads import Loads, find_loads
 
     try:
-        stream = BatchStream(dataset=run.data, batch=_LOOKED_AT, shuffle=True)
+        stream = BatchStream(dataset=run.data, batch=_LOOKED_AT, shuffle=True, count=_LOOKED_AT)
         return find_loads(run.model, found, lambda: next(stream.epoch()), run.task, dataset=run.data)
     except AcmError as error:  # the numbers are there already: a page without load maps is better than none
         return Loads(missing=error.what)

@@ -31,8 +31,9 @@ class BatchStream:
 
     With `drop_last` (for training) every batch is full, and `batch` must be a multiple of `world`. Without it the
     last batch may be smaller, and a rank that has no share of it does not get it. An unusable example,
-    which is None, is excluded; where batches must be full, the next usable one takes its place. `workers` processes
-    load data ahead; 0 loads in this one. The global random generators are the same after a batch as before.
+    which is None, is excluded; where batches must be full, the next usable one takes its place. `count`: an epoch is so
+    many examples of the order alone, drawn before those of like length are brought together. `workers` processes load
+    data ahead; 0 loads in this one. The global random generators are the same after a batch as before.
     """
 
     dataset: Dataset[Any]
@@ -40,6 +41,7 @@ class BatchStream:
     seed: int = 0
     shuffle: bool = False
     drop_last: bool = False
+    count: int | None = None
     workers: int = 0
     rank: int = 0
     world: int = 1
@@ -65,8 +67,9 @@ class BatchStream:
 
     @property
     def examples(self) -> int:
-        """The number of examples in the data set."""
-        return count_examples(self.dataset)
+        """The number of examples in an epoch."""
+        have = count_examples(self.dataset)
+        return have if self.count is None else min(self.count, have)
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -104,10 +107,11 @@ class BatchStream:
             raise _none_usable(self.dataset)
 
     def _shares(self, epoch: int) -> list[_Share]:
-        order = list(range(self.examples))
+        order = list(range(have := count_examples(self.dataset)))
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive(self.seed, epoch, _ORDER))
-            order = torch.randperm(self.examples, generator=generator).tolist()
+            order = torch.randperm(have, generator=generator).tolist()
+        order = order[: self.examples]
         if hasattr(self.dataset, "group"):
             with users_data(self.dataset):
                 order = self.dataset.group(order, self.batch)

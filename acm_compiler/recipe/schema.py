@@ -139,7 +139,8 @@ class RunConfig(Section):
     seed: Whole = 0
     """Seed for everything that is drawn: order of examples, augmentation, noise of gates, random starts."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of products while training; parameters stay fp32."""
+    """Type of products while training; parameters stay fp32. While calibrating, bf16 is that of linear layers, on CPUs
+    with instructions for it."""
     quantize: Literal["int8"] | QuantizeConfig | None = None
     """int8: once the schedule is done, learners get int8 weights, and budgets are measured on these. `{rest: true}`:
     linears outside of ACMs get them, too."""

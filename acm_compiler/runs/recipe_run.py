@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from acm_compiler.checkpoint import load
 from acm_compiler.data import Batch, BatchStream, count_examples, left_out, open_dataset
-from acm_compiler.data.batch import first_examples, size_of
+from acm_compiler.data.batch import size_of
 from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, reachable
 from acm_compiler.evaluation.results import Evaluation
@@ -105,17 +105,16 @@ class OpenedRecipe:
         data = self.dataset(self.held_out)
         if budgets is None:
             budgets = reachable(model, (self.recipe.budgets if self.recipe else BudgetsConfig()).report, say=note)
-        have, size = count_examples(data), batch or self.run.eval_batch
-        count = have if examples is None else min(examples, have)
-        stream = BatchStream(dataset=data, batch=size, shuffle=examples is not None, workers=workers)
-        batches = with_progress(first_examples(stream.epoch(), count), "evaluate", total=-(-count // size), say=say)
+        size, drawn = batch or self.run.eval_batch, examples is not None
+        stream = BatchStream(dataset=data, batch=size, shuffle=drawn, count=examples, workers=workers)
+        batches = with_progress(stream.epoch(), "evaluate", total=len(stream), say=say)
         found = evaluate(model, batches, task, budgets=[*budgets, *every_k(model)], dense=dense)
         return replace(found, left_out=left_out(data))
 
     def first(self, config: DataConfig, count: int, device: torch.device) -> Iterator[Batch]:
-        """The first examples of a section, in an order drawn at random, on a device."""
-        stream = BatchStream(dataset=self.dataset(config), batch=self.run.eval_batch, seed=self.run.seed, shuffle=True)
-        for batch in first_examples(stream.epoch(), count):
+        """So many examples of a section, drawn at random, on a device."""
+        data, size, seed = self.dataset(config), self.run.eval_batch, self.run.seed
+        for batch in BatchStream(dataset=data, batch=size, seed=seed, shuffle=True, count=count).epoch():
             yield {name: value.to(device) for name, value in batch.items()}
 
     def _misses(self, section: str) -> UsageError:

@@ -223,6 +223,7 @@ class RecipeRun(OpenedRecipe):
             budgets=self.recipe.budgets.report,
             answer=self.task.judged_by,
             offload=self.run.offload,
+            precision=self.run.precision,
         )
         with Progress("calibrate", say=self.say, shown=self.machine.is_main) as work:
             calibrate_on(model, examples, options=options, progress=work)

@@ -79,7 +79,7 @@ def list_of_budgets(given: Iterable[Any]) -> list[Any]:
 def shares_of(owner: Conversion, budgets: Sequence[float | str]) -> tuple[float, ...]:
     """The `budgets` that a user will ask for, as shares of learner MACs, and the model's own default, if it has one.
 
-    UsageError; BudgetUnreachable for one in "%" or MACs that no setting reaches.
+    UsageError; BudgetUnreachable for one that no setting reaches.
     """
     if isinstance(budgets, str) or not isinstance(budgets, Sequence):
         raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
@@ -94,6 +94,7 @@ def shares_of(owner: Conversion, budgets: Sequence[float | str]) -> tuple[float,
             expected = "a share of learner MACs in (0, 1]"
             raise UsageError("a budget outside its range", found=share, expected=expected, fix=fix)
         shares.append(share)
+    refuse_unreachable(plan, ((None, budget) for budget in budgets))
     return tuple(shares) if owner.default_budget is None else (*shares, owner.default_budget)
 
 
@@ -206,7 +207,7 @@ def unreachable(
 
     raised: calibration has raised the lowest k.
     """
-    least_share = f"{_inward(low, 3, up=True):.3f}"
+    least_share = f"{low:.3f}"
     expected = f"{least_share} to 1 (share of learner MACs)"
     unit = _WITH_UNIT.fullmatch(asked) if isinstance(asked, str) else None
     if unit:
@@ -262,7 +263,7 @@ def _below(asked: float | str, plan: Plan, *, low: float, raised: bool) -> str:
             f"calibrate raised the lowest k; acm.calibrate(model, batches, budgets=[{asked!r}]) keeps it within reach"
         )
     if is_number(asked) and float(asked) < 0:
-        return f"{low:.3g} is the least: every token at the lowest k of its sites"
+        return f"{low:.3f} is the least: every token at the lowest k of its sites"
     if all(site.k_min == 0 for site in plan.sites):
         return "every token may run no learner already: only converting more sites lowers what the model costs"
     return "ask for a budget in that range; convert more sites, or allow k = 0 where a residual bypasses, to lower it"

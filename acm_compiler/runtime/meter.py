@@ -10,6 +10,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from acm_compiler.acm.module import COUNTS
 from acm_compiler.errors import NothingRecorded, NotRewritten, UsageError
 from acm_compiler.passes.rewrite.conversion import Conversion, refuse_no_module, rewritten
 from acm_compiler.planning.cost import macs_per_learner
@@ -17,7 +18,6 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import is_held
 
-_COUNTS = "counts"
 TOLERANCE = 0.05
 
 
@@ -153,7 +153,7 @@ def _counters_in(module: nn.Module, plan: Plan) -> dict[str, Tensor]:
     buffers = dict(module.named_buffers())
     found = {}
     for site in plan.sites:
-        path = f"{site.name}.{_COUNTS}"
+        path = f"{site.name}.{COUNTS}"
         name = next((name for name in buffers if name == path or name.endswith(f".{path}")), None)
         if name is not None:
             found[site.name] = buffers[name]

@@ -6,18 +6,18 @@ import logging
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from acm_compiler.acm.precision import Precision
 from acm_compiler.errors import UsageError
 from acm_compiler.runtime import ranks
 
 log = logging.getLogger(__name__)
 
-Precision = Literal["fp32", "bf16", "fp16"]
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _YES = ("1", "true")  # as accelerate writes its switches
 _OTHER_WAYS = ("DEEPSPEED", "MEGATRON_LM")

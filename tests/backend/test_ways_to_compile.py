@@ -12,13 +12,15 @@ from torch._inductor import config as inductor
 from torch.nn.parallel import DistributedDataParallel
 
 import acm_compiler as acm
+from acm_compiler.acm import context
 from acm_compiler.acm.context import Said, batch_held
+from acm_compiler.backend import explanation
 from acm_compiler.errors import FixedBudget, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.runtime import control
 from tests.helpers import ROOT
 from tests.helpers.backend_ranks import RANKS, examples, gradients, make_model
-from tests.helpers.build import planned_site, stack_of
+from tests.helpers.build import planned_site, sliced_site, stack_of
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -230,3 +232,93 @@ def test_two_ranks_train_compiled_with_the_gradients_of_one_eager_process(tmp_pa
         assert found.keys() == expected.keys()
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def dense(monkeypatch):
+    """Graphs of CPU tensors take the way of those of a GPU where all tokens run one k."""
+    monkeypatch.setattr(context, "DENSE_PREFIXES", {"cpu"})
+
+
+def operators_of(model, *inputs) -> list[str]:
+    """The ACM operators of each graph that Dynamo makes of the model."""
+    found = []
+
+    def look(graph_module, _):
+        names = [str(node.target) for node in graph_module.graph.nodes if "acm." in str(node.target)]
+        found.append(" ".join(names))
+        return graph_module.forward
+
+    torch.compile(model, backend=look, fullgraph=True)(*inputs)
+    return found
+
+
+@pytest.mark.usefixtures("dense")
+@pytest.mark.parametrize(
+    "site",
+    [
+        planned_site(),
+        planned_site(kind="gated_mlp"),
+        planned_site(second_layer="per_k"),
+        planned_site(second_layer="shared_top"),
+        sliced_site(role="q"),
+        sliced_site(role="o"),
+    ],
+    ids=("mlp", "gated", "per_k", "shared_top", "rows", "cols"),
+)
+def test_one_k_for_all_tokens_has_dense_products_and_no_graph_of_its_own(site):
+    model, x = stack_of(site), torch.randn(3, 5, 8)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for k in (None, 4, 3, 1, 2, 0, None, 4, 2, 3, 1):
+            for acms in (model.acms, eager.acms):
+                acms[0].set_choices(knob=0.0, k_lo=k or 0, k_hi=4 if k is None else k)
+            torch.testing.assert_close(compiled(x), eager(x))
+        # gates, none, some, all; of slices by columns one learner, whose reshapes are others
+        assert counters["stats"]["unique_graphs"] <= 4 + (site.role == "o")
+        assert operators_of(model, x) == [""]
+        set_k(model, 2, phase="decode")
+        model.acms[0].set_choices(knob=0.0, k_lo=0, k_hi=4, phase="prefill")
+        assert operators_of(model, torch.randn(3, 1, 8)) == [""]
+        assert operators_of(model, x) == ["acm.gate acm.learners"]
+
+
+@pytest.mark.usefixtures("dense")
+def test_inductor_follows_one_k_for_all_tokens_and_a_meter_counts_it():
+    model, x = stack_of(planned_site("a"), planned_site("b", k_min=1)), torch.randn(3, 5, 8)
+    eager, compiled = copy.deepcopy(model), torch.compile(model, backend="acm", fullgraph=True)
+    for site in model.acms:
+        site.counts = torch.zeros(5, dtype=torch.int64)
+    with torch.no_grad():
+        for k in (4, 2, 0):
+            set_k(model, k)
+            set_k(eager, k)
+            torch.testing.assert_close(compiled(x), eager(x))
+    assert model.acms[0].counts.tolist() == [15, 0, 15, 0, 15]
+    assert model.acms[1].counts.tolist() == [0, 15, 15, 0, 15]  # its k_min is 1
+
+
+@pytest.mark.usefixtures("dense")
+def test_budgets_of_examples_autocast_and_exports_keep_the_operators():
+    model, x = stack_of(planned_site("a")), torch.randn(3, 5, 8)
+    set_k(model, 2)
+    with torch.no_grad():
+        with torch.autocast("cpu"):
+            assert "acm.learners" in operators_of(model, x)[0]
+        exported = torch.export.export(model, (x,))
+        assert "acm.learners" in str(exported.graph)
+        said = Said(knob=torch.zeros(3), k_lo=torch.tensor([0, 2, 4], dtype=torch.int32), most=torch.arange(5))
+        with batch_held(conversion(model), said):
+            assert "acm.learners" in operators_of(model, x)[0]
+
+
+@pytest.mark.usefixtures("dense")
+def test_explain_says_where_one_k_is_dense_products(monkeypatch):
+    model, x = stack_of(planned_site("a")), torch.randn(3, 5, 8)
+    monkeypatch.setattr(explanation, "DENSE_PREFIXES", {"cpu"})
+    set_k(model, 2)
+    site = acm.explain(model, x).sites[0]
+    assert site.implementation == "dense products" and "k = 2" in site.reason
+    model.acms[0].set_choices(knob=0.0, k_lo=0, k_hi=4)
+    assert acm.explain(model, x).sites[0].implementation == "cpu"

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from acm_compiler.acm import precision
 from acm_compiler.calibration.answer import (
     answers,
     default_answer,
@@ -18,11 +19,12 @@ from acm_compiler.calibration.examples import Examples, Options, masked
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord, WholeExamples
-from acm_compiler.errors import DataError, LayoutUnknown, UsageError
+from acm_compiler.errors import BudgetUnreachable, DataError, LayoutUnknown, UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten, sites
 from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.runs.pipeline import plan
+from acm_compiler.runtime.control import set_k
 from acm_compiler.site import Layout
 from tests.helpers.calibration_tiny import make_tiny, observed, texts
 from tests.helpers.models import WIDTH, Mlp, Residual, Stack, example
@@ -323,6 +325,25 @@ def test_gradients_stop_at_the_tokens_asked_for():
         calibrate(rewrite(model, plan(model, data[0])), data, gradient_tokens=0)
 
 
+def test_a_model_read_in_bfloat16_has_nearly_the_same_statistics(monkeypatch):
+    monkeypatch.setattr(precision, "is_fast_in_bfloat16", lambda device: True)  # slow is as good here
+    model, data = make_tiny(), texts(24)
+    records = {fast: observed(model, data, fast=fast)[0] for fast in (False, True)}
+    for name, exact in records[False].items():
+        rounded = records[True][name]
+        metrics = [record.metric.value(12, torch.device("cpu")) for record in (rounded, exact)]
+        for found, expected in [(rounded.moments.covariance, exact.moments.covariance), metrics]:
+            assert found.dtype == torch.float64 and (found - expected).norm() / expected.norm() < 0.02
+        assert rounded.tokens == exact.tokens
+    answers = {}
+    for kind in ("fp32", "bf16"):
+        calibrate(fresh := make_tiny(), data, tokens=400, precision=kind)
+        set_k(fresh, 2)
+        with torch.no_grad():
+            answers[kind] = fresh(**data[0])
+    assert (answers["bf16"] - answers["fp32"]).norm() / answers["fp32"].norm() < 0.05
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_roots_of_probabilities_have_their_gradient_and_none_at_padding(masked):
     logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
@@ -513,6 +534,10 @@ def test_options_without_meaning_are_refused():
     with pytest.raises(UsageError, match=r"found 1\.5, expected a whole number, at least 1"):
         Options(gradient_tokens=1.5)
     assert Options(tokens=2e4).tokens == 20_000
+    with pytest.raises(BudgetUnreachable, match=r"found 0\.01, expected 0\.\d+ to 1"):
+        calibrate_on(make_tiny(), masked(texts(1)), options=Options(budgets=(0.5, 0.01)))
+    with pytest.raises(UsageError, match=r"found 'int8', expected fp32 or bf16"):
+        Options(precision="int8")
     with pytest.raises(UsageError, match=r"found 3\.0, expected a share of learner MACs"):
         calibrate_on(make_tiny(), masked(texts(1)), options=Options(budgets=(3.0,)))
 

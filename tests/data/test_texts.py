@@ -99,6 +99,18 @@ def test_a_batch_of_an_epoch_holds_texts_of_like_length(folder):
     assert [batch[0] for batch in batches] != sorted((batch[0] for batch in batches), reverse=True)
 
 
+def test_a_few_examples_are_drawn_before_like_lengths_are_brought_together(folder):
+    read = texts(folder)
+    few = BatchStream(dataset=read, batch=4, seed=3, shuffle=True, count=10)
+    drawn = [batch["index"] for batch in few.epoch()]
+    alike = list(range(len(read)))  # without `group`
+    order = BatchStream(dataset=alike, batch=len(read), seed=3, shuffle=True)._shares(0)[0].indices
+    assert len(few) == 3 and few.examples == 10 and [len(part) for part in drawn] == [4, 4, 2]
+    assert sorted(torch.cat(drawn).tolist()) == sorted(order[:10])
+    everything = BatchStream(dataset=read, batch=4, shuffle=True, count=10_000)
+    assert everything.examples == len(read) and len(list(everything.epoch())) == len(everything)
+
+
 def test_the_first_batches_are_as_long_as_all(folder):
     read = texts(folder)
     generator, first = torch.Generator().manual_seed(0), []

@@ -330,7 +330,7 @@ def test_a_whole_acm_by_its_kept_plans_follows_weights_and_k(tokens, monkeypatch
         for parameter in acm.parameters():
             parameter.normal_(std=0.1)
         for turn, k in enumerate((3, 3, 3, 1, 0, 2)):
-            acm.written |= {"k_lo": 0, "k_hi": 3}  # as if the gate chose among all
+            acm.set_choices(knob=0.0, k_lo=0, k_hi=3)  # as if the gate chose among all
             acm.k_lo.fill_(k)
             acm.k_hi.fill_(k)
             learners.w_in.mul_(1.1)

@@ -187,7 +187,7 @@ def test_unreachable_budgets_name_the_range(model, budget):
         (float("inf"), "a budget is a finite number"),
         (float("nan"), "a budget is a finite number"),
         ("900%", "1 runs every learner"),
-        (-1, "0.1 is the least"),
+        (-1, "0.100 is the least"),
         (0.0, "allow k = 0 where a residual bypasses"),
     ],
 )

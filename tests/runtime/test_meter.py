@@ -1,5 +1,6 @@
 """Counters in eager, compiled and exported models."""
 
+import copy
 import warnings
 
 import pytest
@@ -154,10 +155,19 @@ def test_nothing_is_promised_where_k_is_fixed_or_no_budget_set(model):
     assert meter.promised is None
 
 
-def test_counters_are_not_saved_nor_in_the_state(model):
+@pytest.mark.parametrize("copied", [False, True])
+def test_counters_are_not_saved_nor_in_the_state(copied, tmp_path):
+    original, x, model = rewritten(ALL["post_norm"], init="random")
+    give_budgets(model)
+    acm.set_budget(model, None)
     before = list(model.state_dict())
     acm.meter(model)
     assert list(model.state_dict()) == before
+    acm.save(copy.deepcopy(model) if copied else model, tmp_path / "metered")
+    loaded = acm.load(tmp_path / "metered", base_model=original)
+    assert all(site.counts is None for site in acm.sites(loaded).values())
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
 
 
 def test_a_recomputed_forward_counts_once(model):

@@ -53,8 +53,8 @@ def graft_modules(model: nn.Module, site: Site, acm: ACM, tensors: Mapping[str, 
             move_hooks(modules[0], acm)
     else:
         acm.dense = DenseRegion(site, tensors)
-    for module, stand_in in zip(modules, stand_ins_of(site, acm), strict=True):
-        warn_of_hooks(module, site.name)
+    for name, module, stand_in in zip(site.graft.modules, modules, stand_ins_of(site, acm), strict=True):
+        warn_of_hooks(module, name)
         stand_in.train(module.training)
         _show_weights(module, stand_in, site, acm, tensors=tensors)
         for path in paths[module]:

@@ -60,7 +60,7 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
         return None
     shape, is_decode = x.shape, is_one_each(x.shape[:-1], acm.layout)
     tokens = x.numel() // shape[-1]
-    k = _one_k(acm, is_decode)
+    k = acm.only_k.of(is_decode=is_decode)
     if k is not None:
         return _prefix(acm, x.view(tokens, shape[-1]), k, shape)
     kind = bucket_of(tokens), shape[-1], x.dtype, x.get_device(), x.data_ptr() & ALIGNED, rounding(x.dtype), is_decode
@@ -77,13 +77,6 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
     with on_device_of(x):
         y_TO = plans[1](x_TD, plans[0](x_TD, *scalars), None)
     return y_TO if len(shape) == 2 else y_TO.view(*shape[:-1], -1)
-
-
-def _one_k(acm: ACM, is_decode: bool) -> int | None:
-    """The k of every token where the bounds leave no other, as after `set_k`; None where the gate chooses."""
-    written, phase = acm.written, "decode_" if is_decode else ""
-    most = min(max(written[f"{phase}k_hi"], acm.k_min), acm.count)
-    return most if min(max(written[f"{phase}k_lo"], acm.k_min), most) == most else None
 
 
 def _prefix(acm: ACM, x_TD: Tensor, k: int, shape: torch.Size) -> Tensor | None:

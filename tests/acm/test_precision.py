@@ -1,0 +1,60 @@
+"""Linear layers in bfloat16 while a model is read: close, faster where there are instructions for it, and no more."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from acm_compiler.acm import precision
+from acm_compiler.acm.precision import FastLinears, exactly, is_fast_in_bfloat16
+
+FAST = is_fast_in_bfloat16(torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch):
+    monkeypatch.setattr(precision, "is_fast_in_bfloat16", lambda device: True)
+
+
+def distance(found, expected):
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(40, 33), (2, 16, 33)])
+def test_answers_and_gradients_are_those_of_rounded_operands(shape, bias):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(33, 17, bias=bias), torch.randn(shape, requires_grad=True)
+    along = torch.randn(*shape[:-1], 17)
+    with FastLinears():
+        y = layer(x)
+    (grad,) = torch.autograd.grad(y, x, along)
+    exact = layer(x)
+    (exact_grad,) = torch.autograd.grad(exact, x, along)
+    assert y.dtype == torch.float32
+    assert distance(y, exact) < 2**-7 and distance(grad, exact_grad) < 2**-7
+    if FAST:
+        assert distance(y, exact) > 1e-5 and distance(grad, exact_grad) > 1e-5
+
+
+def test_what_it_does_not_gain_from_is_left_alone():
+    torch.manual_seed(0)
+    layer, computed = nn.Linear(33, 17), torch.randn(17, 33, requires_grad=True)
+    few, many = torch.randn(3, 33), torch.randn(64, 33)
+    with FastLinears():
+        assert torch.equal(layer(few), F.linear(few, layer.weight, layer.bias))
+        assert torch.equal(layer.double()(many.double()), layer(many.double()))
+        # a weight that was computed on the way has a gradient of its own
+        (grad,) = torch.autograd.grad(F.linear(many, computed * 2).sum(), computed)
+        with exactly():
+            product = F.linear(many, computed)
+    assert torch.equal(product, F.linear(many, computed))
+    torch.testing.assert_close(grad, 2 * many.sum(0).expand(17, 33))
+
+
+def test_torchs_own_setting_holds_again_even_after_an_error():
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    with FastLinears(), pytest.raises(RuntimeError):
+        nn.Linear(33, 17)(torch.randn(64, 32))
+    assert torch.backends.mkldnn.matmul.fp32_precision == before

@@ -58,10 +58,11 @@ def learners_backward_flops(dy, x, k, *tensors, form, act, out_val=None) -> int:
 
 @register_flop_formula(RELAXED, get_raw=True)
 def relaxed_flops(x, nu, *tensors, k_min, form, act, out_val=None) -> int:
-    """FLOPs of a relaxed choice: the first layer of all learners, the second of those that run."""
+    """FLOPs of a relaxed choice: the first layer of all learners (on CUDA devices of those that run), the second."""
     weights = Weights(*tensors, act=act, form=form)
     first, second = _layer_macs(weights)
-    return 2 * (x.shape[0] * weights.learners * first + _learners_run(chosen(nu, k_min), weights.learners) * second)
+    run = _learners_run(chosen(nu, k_min), weights.learners)
+    return 2 * ((run if x.device.type == "cuda" else x.shape[0] * weights.learners) * first + run * second)
 
 
 @register_flop_formula(RELAXED_BACKWARD, get_raw=True)
@@ -72,7 +73,8 @@ def relaxed_backward_flops(dy, a, up, x, nu, *tensors, k_min, form, act, wanted,
     of_branch = first // (1 if weights.w_up is None else 2)
     each = {"x": first, "w_in": of_branch, "w_up": of_branch, "w_out": second}
     run, tokens = _learners_run(chosen(nu, k_min), weights.learners), x.shape[0]
-    whole = tokens * weights.learners * second + tokens * weights.b_out.numel()
+    again = first if x.device.type == "cuda" else 0
+    whole = tokens * weights.learners * (second + again) + tokens * weights.b_out.numel()
     return 2 * (whole + run * sum(each.get(name, 0) for name in wanted))
 
 

@@ -75,6 +75,8 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
     if differentiated and not (transformed or pushed_forward) and sorted_tokens.pays(x_TD, weights):
         require_learners(LearnersArguments(x_TD, k_T, *tensors), form=form)
+        if _kernels_differentiate(x_TD):
+            return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
         return sorted_tokens.sorted_output(x_TD, k_T, weights)
     if differentiated and weights.is_int8:  # its rule knows what gradients of rounded values are
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
@@ -98,10 +100,19 @@ def relaxed(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor
     if dtype is not None:
         with without_autocast(x_TD.device):
             return relaxed(x_TD.to(dtype), nu_TC, cast_weights(weights, dtype), k_min)
-    if compiling:
+    if compiling or _kernels_differentiate(x_TD):
         options = {"k_min": k_min, "form": weights.form, "act": weights.act}
         return torch.ops.acm.relaxed(x_TD, nu_TC, *weights.tensors, **options)[0]
     return sorted_tokens.sorted_relaxed(x_TD, nu_TC, weights, k_min)
+
+
+def _kernels_differentiate(x_TD: Tensor) -> bool:
+    """True if kernels on that device know gradients: then operators run them, and the host reads no k."""
+    device = x_TD.device.type
+    if device == "cpu" or device not in _KERNELS:
+        return False
+    load_kernels(device)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners_backward", device.upper())
 
 
 def gate_is_operator(x_TD: Tensor) -> bool:

@@ -13,7 +13,7 @@ from acm_compiler.acm.gradients import operators, sorted_tokens
 from acm_compiler.acm.gradients.operators import RELAXED
 from acm_compiler.acm.ops import cast_weights
 from acm_compiler.acm.reference import relaxed_output, run_learners
-from tests.acm.test_reference import OUT, D, weights_of
+from tests.acm.test_reference import FORMS, OUT, D, weights_of
 from tests.acm.test_sorted_tokens import KINDS, always, choices, ks, leaves_of  # noqa: F401  (a fixture)
 from tests.helpers.build import planned_site, stack_of
 
@@ -84,7 +84,7 @@ def test_what_is_not_wanted_is_not_computed():
     flops = []
     for wanted in (["nu"], ["x", "nu", "w_in", "w_out"]):
         with FlopCounterMode(display=False) as counter:
-            found = operators._relaxed_backward(x.new_ones(11, OUT), a, up, x, nu, *weights, **options, wanted=wanted)
+            found = operators.relaxed_backward(x.new_ones(11, OUT), a, up, x, nu, *weights, **options, wanted=wanted)
         assert len(found) == len(wanted)
         flops.append(counter.get_total_flops())
     assert flops[0] < 0.7 * flops[1]
@@ -100,8 +100,8 @@ def test_formulas_count_what_the_operators_do(kind):
     wanted = {"wanted": ["x", "nu", "w_in", "w_out"] + ["w_up"] * (kind == "gated")}
     pairs = [
         (flops.relaxed_flops, operators._relaxed, (x, nu, *weights), options),
-        (flops.relaxed_backward_flops, operators._relaxed_backward, (dy, a, up, x, nu, *weights), options | wanted),
-        (flops.learners_backward_flops, operators._backward, (dy, x, k, *weights), form),
+        (flops.relaxed_backward_flops, operators.relaxed_backward, (dy, a, up, x, nu, *weights), options | wanted),
+        (flops.learners_backward_flops, operators.backward, (dy, x, k, *weights), form),
     ]
     for formula, function, given, named in pairs:
         with FlopCounterMode(display=False) as counter:
@@ -115,8 +115,17 @@ def test_the_backward_of_frozen_choices_computes_the_first_layer_alone_again():
     x, form = torch.randn(40, D, dtype=torch.float64), {"form": weights.form, "act": weights.act}
     w = weights.w_in.shape[1]
     with FlopCounterMode(display=False) as counter:
-        operators._backward(torch.ones(40, OUT, dtype=torch.float64), x, k, *weights.tensors, **form)
+        operators.backward(torch.ones(40, OUT, dtype=torch.float64), x, k, *weights.tensors, **form)
     assert counter.get_total_flops() == 2 * int(k.sum()) * w * (3 * D + 2 * OUT)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_no_tokens_have_gradients_of_zero(kind):
+    weights = weights_of(kind)
+    x, k, dy = torch.zeros(0, D, dtype=torch.float64), torch.zeros(0, dtype=torch.int32), torch.zeros(0, OUT).double()
+    found = operators.backward(dy, x, k, *weights.tensors, form=weights.form, act=weights.act)
+    given = [tensor for tensor in weights.tensors if tensor is not None]
+    assert [grad.shape for grad in found] == [t.shape for t in (x, *given)] and not any(grad.any() for grad in found)
 
 
 def relaxed_model(dtype=torch.float32):

@@ -1,7 +1,8 @@
 """`acm::relaxed`, the output of a relaxed choice in compiled graphs, and the backward of both operators of learners.
 
 `acm::learners` keeps its inputs alone, and its backward computes the hidden layer again. `acm::relaxed` also gives the
-products of the first layer, of all learners and in sorted order, for its backward.
+products of the first layer, of all learners and in sorted order, for its backward; on a CUDA device it keeps nothing,
+as the kernels there compute them where they need them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from acm_compiler.acm.gradients.sorted_tokens import (
     second_layer,
 )
 from acm_compiler.acm.operands import may_equal, require_learners
-from acm_compiler.acm.ops import FORM, LIBRARY, run_call
+from acm_compiler.acm.ops import FORM, LEARNERS, LIBRARY, run_call
 from acm_compiler.acm.reference import Weights
 
 _CHOICE = f"Tensor x, Tensor nu, {schema(LearnerWeights)}, *, int k_min, {FORM}"
@@ -37,13 +38,16 @@ RELAXED_BACKWARD = torch.ops.acm.relaxed_backward
 _INPUTS = ("x", "nu", *LearnerWeights._fields)
 
 
-def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
+def backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
+    """Gradients of x and of the weights that are there and no integers, in their order; in plain torch."""
     call = LearnersArguments(x, k, *tensors)
-    names = ["x", *_learned(call)]
+    names = ["x", *learned(call)]
     if call.s_in is not None:  # gradients pass the rounding of weights and of activations as if there were none
         floats = int8.dequantized(Weights(*part(LearnerWeights, call), act=act, form=form))
         call = call._replace(**floats.tensors._asdict())
     require_learners(call, form=form)
+    if not x.shape[0]:
+        return [torch.zeros_like(getattr(call, name)) for name in names]
     weights = Weights(*part(LearnerWeights, call), act=act, form=form)
     if not pays(x, weights):
         return _by_reference(dy, call, names, form=form, act=act)
@@ -51,7 +55,7 @@ def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: s
     xs = order.sort(x)
     hidden = [activated(first_layer(xs, band, weights), weights) for band in order.bands]
     found = gradients(dy, xs, hidden, weights, order, set(names)) | {"residual": dy}
-    return [_own(found[name], dy) for name in names]
+    return [own(found[name], dy) for name in names]
 
 
 def _by_reference(dy: Tensor, call: LearnersArguments, names: list[str], *, form: str, act: str) -> list[Tensor]:
@@ -60,16 +64,16 @@ def _by_reference(dy: Tensor, call: LearnersArguments, names: list[str], *, form
         y = run_call(call._replace(**leaves), form=form, act=act)
         grads = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
     found = zip(leaves.values(), grads, strict=True)
-    return [torch.zeros_like(leaf) if grad is None else _own(grad, dy) for leaf, grad in found]
+    return [torch.zeros_like(leaf) if grad is None else own(grad, dy) for leaf, grad in found]
 
 
-def _learned(call: LearnersArguments) -> list[str]:
+def learned(call: LearnersArguments) -> list[str]:
     """Names of the weights that are there and have gradients: int8 ones have none, nor have their scales."""
     fixed = ("x", "k") if call.s_in is None else ("x", "k", *int8.INTEGERS, *int8.SCALES)
     return [name for name, tensor in call._asdict().items() if tensor is not None and name not in fixed]
 
 
-def _own(grad: Tensor, dy: Tensor) -> Tensor:
+def own(grad: Tensor, dy: Tensor) -> Tensor:
     """A contiguous `grad` that is no alias of `dy`: a compiler may go on writing there."""
     return grad.clone() if grad.data_ptr() == dy.data_ptr() else grad.contiguous()
 
@@ -77,7 +81,7 @@ def _own(grad: Tensor, dy: Tensor) -> Tensor:
 def _backward_fake(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
     call = LearnersArguments(x, k, *tensors)
     require_learners(call, form=form, same=may_equal)
-    return [t.new_empty(t.shape) for t in (x, *(getattr(call, name) for name in _learned(call)))]
+    return [t.new_empty(t.shape) for t in (x, *(getattr(call, name) for name in learned(call)))]
 
 
 def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
@@ -89,12 +93,14 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
 def _run_backward(ctx, dy: Tensor):
     x, k, *weights = ctx.saved_tensors
     dx, *others = LEARNERS_BACKWARD(dy, x, k, *weights, **ctx.options)
-    grads = dict(zip(_learned(LearnersArguments(x, k, *weights)), others, strict=True))
+    grads = dict(zip(learned(LearnersArguments(x, k, *weights)), others, strict=True))
     return (dx, None, *(grads.get(name) for name in LearnerWeights._fields), dy if ctx.has_residual else None)
 
 
 def _relaxed(x: Tensor, nu: Tensor, *tensors: Any, k_min: int, form: str, act: str) -> tuple[Tensor, Tensor, Tensor]:
     """y [T, O] and the products of the first layer, [T, N * H] each; the last is empty where learners are not gated."""
+    if x.device.type == "cuda":
+        return LEARNERS(x, chosen(nu, k_min), *tensors, form=form, act=act), x.new_empty(0), x.new_empty(0)
     weights = Weights(*tensors, act=act, form=form)
     order = order_of(chosen(nu, k_min), weights.learners)
     (every,) = bands_of_hidden(order, weights, every=True)
@@ -108,12 +114,15 @@ def _relaxed_fake(
     x: Tensor, nu: Tensor, *tensors: Any, k_min: int, form: str, act: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     w, tokens = LearnerWeights(*tensors), x.shape[0]
+    y = x.new_empty(tokens, w.b_out.shape[1])
+    if x.device.type == "cuda":
+        return y, x.new_empty(0), x.new_empty(0)
     values = w.w_in.shape[0] * w.w_in.shape[1]
     up = x.new_empty(0) if w.w_up is None else x.new_empty(tokens, values)
-    return x.new_empty(tokens, w.b_out.shape[1]), x.new_empty(tokens, values), up
+    return y, x.new_empty(tokens, values), up
 
 
-def _relaxed_backward(
+def relaxed_backward(
     dy: Tensor,
     a: Tensor,
     up: Tensor,
@@ -125,11 +134,13 @@ def _relaxed_backward(
     act: str,
     wanted: list[str],
 ) -> list[Tensor]:
+    """The wanted gradients, in their order; in plain torch."""
     weights = Weights(*tensors, act=act, form=form)
     order = order_of(chosen(nu, k_min), weights.learners)
-    hidden = [activated([a] if weights.w_up is None else [a, up], weights)]
-    found = gradients(dy, order.sort(x), hidden, weights, order, set(wanted), choice=(nu.dtype, k_min))
-    return [_own(found[name], dy) for name in wanted]
+    xs, (every,) = order.sort(x), bands_of_hidden(order, weights, every=True)
+    made = first_layer(xs, every, weights) if x.device.type == "cuda" else [a] if weights.w_up is None else [a, up]
+    found = gradients(dy, xs, [activated(made, weights)], weights, order, set(wanted), choice=(nu.dtype, k_min))
+    return [own(found[name], dy) for name in wanted]
 
 
 def _relaxed_backward_fake(
@@ -162,8 +173,8 @@ def _register(name: str, function: Any, fake: Any) -> None:
     torch.library.register_fake(name, fake, lib=LIBRARY)
 
 
-_register("acm::learners_backward", _backward, _backward_fake)
+_register("acm::learners_backward", backward, _backward_fake)
 _register("acm::relaxed", _relaxed, _relaxed_fake)
-_register("acm::relaxed_backward", _relaxed_backward, _relaxed_backward_fake)
+_register("acm::relaxed_backward", relaxed_backward, _relaxed_backward_fake)
 torch.library.register_autograd("acm::learners", _run_backward, setup_context=_save_for_backward, lib=LIBRARY)
 torch.library.register_autograd("acm::relaxed", _run_choice_backward, setup_context=_save_for_choice, lib=LIBRARY)

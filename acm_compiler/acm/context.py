@@ -28,11 +28,13 @@ _THREADS = "acm_compiler.open"
 class Said:
     """Settings of one batch for the ACMs of a model.
 
-    mask [batch, tokens], True at real tokens; knob and k_lo [batch], one budget per example, and with them `most`: for
-    every number of learners, from 0, the highest k of a site that has so many.
+    mask [batch, tokens], True at real tokens; skip_padding: the others run no learner; knob and k_lo [batch], one
+    budget per example, and with them `most`: for every number of learners, from 0, the highest k of a site that has so
+    many.
     """
 
     mask: Tensor | None = None
+    skip_padding: bool = False
     knob: Tensor | None = None
     k_lo: Tensor | None = None
     most: Tensor | None = None

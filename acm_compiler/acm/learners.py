@@ -148,6 +148,19 @@ class Learners(nn.Module):
         if self.w_top is not None:
             self.w_top.zero_()[:, : w_OH.shape[1]].copy_(w_OH)
 
+    @torch.no_grad()
+    def start_factors(self, w_OD: Tensor, b_O: Tensor | None) -> None:
+        """A dense projection's weight by its singular directions, the strongest in the first learner.
+
+        Only of learners without an activation that have a second layer. k = N is the best factorisation of that rank.
+        """
+        u_OR, s_R, v_RD = torch.linalg.svd(w_OD.float(), full_matrices=False)
+        rank = min(self.w_in.shape[0] * self.w_in.shape[1], s_R.shape[0])
+        root_R = s_R[:rank].sqrt()
+        top, self.w_top = self.w_top, None  # of a projection it is the whole weight, not one of factors
+        self.start_split([(root_R[:, None] * v_RD[:rank], None)], (u_OR[:, :rank] * root_R, b_O))
+        self.w_top = top
+
 
 class OnlyK:
     """The k that the bounds of an ACM leave to every token where they leave but one, by phase: a number of the host.

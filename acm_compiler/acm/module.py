@@ -100,10 +100,8 @@ class ACM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
-        if not compiling and (run := ops.SITES.get(x.device.type)) is not None:
-            whole = run(self, x)
-            if whole is not None:
-                return whole
+        if not compiling and (run := ops.SITES.get(x.device.type)) is not None and (whole := run(self, x)) is not None:
+            return whole
         gate, learners = self.gate, self.learners
         refuse_changed(self.name, (gate.inner, gate.outer), learners, split=self.split is not None)
         said = batch_of(self.conversion)
@@ -129,6 +127,7 @@ class ACM(nn.Module):
             x_TD = x.reshape(-1, x.shape[-1])
             k = self._dense_k(x) if compiling and said is None and not weights.is_int8 else None
             k_T = self.choose(x_TD, x.shape[:-1], said) if k is None else x_TD.new_full(x_TD.shape[:1], k).int()
+            k_T = tokens.skip(k_T, self.mask_of(x.shape[:-1])) if said is not None and said.skip_padding else k_T
             self._report(k_T, x)
             learn = ops.learners if self.split is None else self.split(ops.learners)
             y_TO = learn(x_TD, k_T, weights) if k is None else prefix_output(x_TD, weights, k)

@@ -38,6 +38,11 @@ def count_k(k_T: Tensor, mask_T: Tensor | None, most: int) -> Tensor:
     return (torch.arange(most + 1, device=k_T.device)[:, None] == k_1T).sum(1)
 
 
+def skip(k_T: Tensor, mask_T: Tensor | None) -> Tensor:
+    """k of every token, 0 where the mask is False."""
+    return k_T if mask_T is None else torch.where(mask_T, k_T, 0)
+
+
 def is_one_each(shape: torch.Size, layout: Layout | None) -> bool:
     """True if an input [*shape, D] holds one token of every example, as when a decoder goes on from its cache."""
     if layout is None or layout.folds != 1:

@@ -33,7 +33,7 @@ class Examples:
     """
 
     def __init__(self, batches: Iterable[Example], *, tokens: int = 0) -> None:
-        self._batches, self._every = batches, max(_HELD_OUT, tokens // _MEASURED) if tokens else 0
+        self._batches, self._every = batches, held_out_every(tokens) if tokens else 0
         self.fitted: list[Example] = []
         self._held_out: list[Example] = []
 
@@ -55,6 +55,11 @@ class Examples:
     def held_out(self) -> list[Example]:
         """Batches for measuring; the first ones of the fit where there are too few to hold any out."""
         return self._held_out or self.fitted[:_SHARED]
+
+
+def held_out_every(tokens: int) -> int:
+    """The n of which every n-th batch is held out where so many tokens are read."""
+    return max(_HELD_OUT, tokens // _MEASURED)
 
 
 def masked(batches: Iterable[Inputs], mask: MaskOf | None = None) -> Iterator[Example]:

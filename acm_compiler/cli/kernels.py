@@ -14,7 +14,7 @@ from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
     from acm_compiler.codegen.gpu.ahead import Kernel
-    from acm_compiler.codegen.gpu.gate_kernel import GateSpec
+    from acm_compiler.codegen.gpu.gate_plan import GateSpec
     from acm_compiler.codegen.gpu.spec import KernelSpec
     from acm_compiler.planning.plan import Plan
 
@@ -79,7 +79,7 @@ def _show_table(out: Output, build: bool) -> None:
 
 def _specs(what: Path, dtype: str, *, norm: bool) -> Counter[tuple[KernelSpec, GateSpec]]:
     """The specs of a model's sites and their gates, and how many sites have each."""
-    from acm_compiler.codegen.gpu.gate_kernel import gate_spec_of_site
+    from acm_compiler.codegen.gpu.gate_plan import gate_spec_of_site
     from acm_compiler.codegen.gpu.spec import spec_of_site
 
     sites = _plan(what).sites
@@ -106,11 +106,9 @@ def _plan(what: Path) -> Plan:
 
 def _kernels(spec: KernelSpec, gate: GateSpec, arch: int, tokens: int) -> list[tuple[Kernel, str]]:
     """The kernels of a site, in order, with the dtype of their operands."""
-    from acm_compiler.codegen.gpu.ahead import gate_kernel_of, kernels_of
-    from acm_compiler.codegen.gpu.gate_kernel import WIDEST
+    from acm_compiler.codegen.gpu.ahead import gate_kernels_of, kernels_of
 
-    gates = [gate_kernel_of(gate, arch, tokens)] if gate.width <= WIDEST else []
-    return [(kernel, spec.dtype) for kernel in (*gates, *kernels_of(spec, arch, tokens))]
+    return [(kernel, spec.dtype) for kernel in (*gate_kernels_of(gate, arch, tokens), *kernels_of(spec, arch, tokens))]
 
 
 def _row(kernel: Kernel, dtype: str, arch: int, *, provenance: str, build: bool) -> dict[str, Any]:

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from acm_compiler.cli.output import Output
 from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
 
+SloOption = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="95 of 100 requests in this time, such as 50ms; unset: one budget."),
+]
+BudgetsOption = Annotated[
+    str | None, typer.Option(metavar="LOW:HIGH", help="Budgets to choose from, such as .25:1; one alone is kept.")
+]
+LossOption = Annotated[
+    float | None, typer.Option(min=0, metavar="L", help="Go no lower than where the metric lost so much.")
+]
+LengthOption = Annotated[
+    int | None, typer.Option(min=2, metavar="N", help="Tokens of a text; unset: the model's, 512 at most.")
+]
+QuantizeOption = Annotated[
+    Literal["int8"] | None, typer.Option(help="Give learners weights of this type first, as acm.quantize does.")
+]
+RecalibrateOption = Annotated[
+    Literal["asked", "drift"] | None,
+    typer.Option(help="Measure budgets anew on recent inputs: on POST /recalibrate; drift: by itself, too."),
+]
+
 
 def serve(
     directory: DirArgument,
-    slo: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="95 of 100 requests in this time, such as 50ms; unset: one budget."),
-    ] = None,
-    budgets: Annotated[
-        str | None, typer.Option(metavar="LOW:HIGH", help="Budgets to choose from, such as .25:1; one alone is kept.")
-    ] = None,
-    max_loss: Annotated[
-        float | None, typer.Option(min=0, metavar="L", help="Go no lower than where the metric lost so much.")
-    ] = None,
+    slo: SloOption = None,
+    budgets: BudgetsOption = None,
+    max_loss: LossOption = None,
     host: Annotated[str, typer.Option(metavar="H", help="Address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="P", help="Port to listen at; 0: any.")] = 8000,
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Inputs in a batch.")] = 32,
@@ -30,10 +44,10 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, metavar="N", help="Inputs that may wait.")] = 4096,
     max_inputs: Annotated[int, typer.Option(min=1, metavar="N", help="Inputs in a request.")] = 256,
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Bytes in a request.")] = "16MB",
-    max_length: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Tokens of a text; unset: the model's, 512 at most.")
-    ] = None,
+    max_length: LengthOption = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model first, by backend acm.")] = False,
+    quantize: QuantizeOption = None,
+    recalibrate: RecalibrateOption = None,
     device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")] = None,
     task: TaskOption = None,
     data: DataOption = None,
@@ -51,10 +65,14 @@ def serve(
 
     given = Given.read(task, data, base_model)
     limits = Limits(batch=max_batch, wait_s=seconds_of(max_wait, "--max-wait"), waiting=max_waiting)
-    server = ServerOptions(max_body=bytes_of(max_body, "--max-body"), max_inputs=max_inputs, limits=limits)
+    server = ServerOptions(
+        max_body=bytes_of(max_body, "--max-body"), max_inputs=max_inputs, limits=limits, recalibrate=recalibrate
+    )
     slo_s = None if slo is None else seconds_of(slo, "--slo")
     bounds = Bounds(slo_s=slo_s, budgets=budgets, max_loss=max_loss)
-    options = ServeOptions(device=device, compiled=compiled, longest=max_length, allow_code=allow_code)
+    options = ServeOptions(
+        device=device, compiled=compiled, quantized=quantize, longest=max_length, allow_code=allow_code
+    )
     with bind(host, port) as at:
         open_and_serve(directory, given, options, bounds, server, at, Output().progress)
 
@@ -68,5 +86,6 @@ def seconds_of(text: str, option: str) -> float:
 
     found = _TIME.fullmatch(text.strip())
     if found is None:
-        raise UsageError("no time", where=option, found=repr(text), expected="such as 50ms or 1.5s")
+        expected = "a number and its unit, ms or s, such as 50ms or 1.5s"
+        raise UsageError(f"{option} must be a time", found=repr(text), expected=expected)
     return float(found[1]) * (1e-3 if found[2] == "ms" else 1)

@@ -8,9 +8,10 @@ the next one exactly, and several ranks together see the batches that one proces
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,8 +33,10 @@ class BatchStream:
     With `drop_last` (for training) every batch is full, and `batch` must be a multiple of `world`. Without it the
     last batch may be smaller, and a rank that has no share of it does not get it. An unusable example,
     which is None, is excluded; where batches must be full, the next usable one takes its place. `count`: an epoch is so
-    many examples of the order alone, drawn before those of like length are brought together. `workers` processes load
-    data ahead; 0 loads in this one. The global random generators are the same after a batch as before.
+    many examples of the order alone, drawn before those of like length are brought together. `apart`: every so many-th
+    batch is only brought together with the next such one, so that a few of them are as long and as short as all.
+    `workers` processes load data ahead; 0 loads in this one. The global random generators are the same after a batch as
+    before.
     """
 
     dataset: Dataset[Any]
@@ -42,6 +45,7 @@ class BatchStream:
     shuffle: bool = False
     drop_last: bool = False
     count: int | None = None
+    apart: int | None = None
     workers: int = 0
     rank: int = 0
     world: int = 1
@@ -114,7 +118,7 @@ class BatchStream:
         order = order[: self.examples]
         if hasattr(self.dataset, "group"):
             with users_data(self.dataset):
-                order = self.dataset.group(order, self.batch)
+                order = self._grouped(order)
         shares = []
         for number in range(len(self)):
             whole = order[number * self.batch : (number + 1) * self.batch]
@@ -122,6 +126,24 @@ class BatchStream:
             neighbour = whole[low - 1] if self.world > 1 else None
             shares.append(_Share(epoch, number, whole[low:high], neighbour))
         return shares
+
+    def _grouped(self, order: list[int]) -> list[int]:
+        """The order with examples of like length brought together; two at a time of the batches that stay `apart`."""
+        group: Callable[[list[int], int], list[int]] = self.dataset.group  # type: ignore[attr-defined]
+        if self.apart is None:
+            return group(order, self.batch)
+        batches = _parts(order, self.batch)
+        aside = batches[self.apart - 1 :: self.apart]
+        del batches[self.apart - 1 :: self.apart]
+        pairs = [group(list(chain(*pair)), self.batch) for pair in _parts(aside, 2)]
+        rest = iter(_parts(group(list(chain(*batches)), self.batch), self.batch))
+        kept = iter(_parts(list(chain(*pairs)), self.batch))
+        places = range(1, len(batches) + len(aside) + 1)
+        return list(chain(*(next(rest if place % self.apart else kept) for place in places)))
+
+
+def _parts(values: list[Any], size: int) -> list[list[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,19 @@ from acm_compiler.runtime.control import highest_k, refuse_unfitted
 
 @contextmanager
 def batch(
-    model: nn.Module, *, mask: Tensor | None = None, budgets: Tensor | Sequence[float | str] | None = None
+    model: nn.Module,
+    *,
+    mask: Tensor | None = None,
+    skip_padding: bool = False,
+    budgets: Tensor | Sequence[float | str] | None = None,
 ) -> Iterator[None]:
     """While open, `mask` and `budgets` hold for every forward (and backward) of `model` in this thread or task.
 
     Other threads and asyncio tasks do not see them, so that many may serve one model at once; tasks started inside and
     `asyncio.to_thread` do, as with every context variable.
     mask [batch, tokens], True (or non-zero) at real tokens: padding then counts in no loss, budget or record.
+    skip_padding: whether padding runs no learner at all, which saves its time and changes what the sites make of it:
+    for models whose other outputs do not depend on that, such as encoders that are given the mask, too.
     budgets [batch]: one budget per example, in the spellings of `set_budget`, within the model's budget range.
     They overrule a k fixed by `set_k`; a `cap` set by `set_budget` holds for them too.
     Raises UsageError when another `acm.batch` is open here; for budgets also what `set_budget` does, such as
@@ -39,10 +45,13 @@ def batch(
     if mask is not None and mask.is_floating_point() and bool((mask < 0).any()):
         fix = "acm.batch(model, mask=mask == 0): what is added to scores is 0 where a token is real"
         raise UsageError("a padding mask of another kind", found="numbers below 0", expected="0 at padding", fix=fix)
+    if skip_padding and mask is None:
+        raise UsageError("skip_padding needs a mask, which says what padding is", fix="acm.batch(model, mask=mask, …)")
     said = {} if budgets is None else _settings(model, budgets)
     if mask is not None:
         said["mask"] = mask.bool()
-    with batch_held(owner, Said(**{name: tensor.to(device) for name, tensor in said.items()})):
+    tensors = {name: tensor.to(device) for name, tensor in said.items()}
+    with batch_held(owner, Said(**tensors, skip_padding=skip_padding)):
         yield
 
 

@@ -19,6 +19,7 @@ from acm_compiler.errors import AcmError, BudgetUnreachable, DataError, LayoutUn
 from acm_compiler.serving.batcher import Batcher, Example, ModelFailed, Refused, WorkerDied
 from acm_compiler.serving.limits import Limited, error_body
 from acm_compiler.serving.metrics import Metrics
+from acm_compiler.serving.recalibration import Recalibration
 from acm_compiler.serving.served import Served
 
 _TOP = 5
@@ -65,7 +66,15 @@ class Requests:
         return list(found)
 
 
-def create_app(served: Served, batcher: Batcher, metrics: Metrics, *, max_body: int, max_inputs: int) -> Any:
+def create_app(
+    served: Served,
+    batcher: Batcher,
+    metrics: Metrics,
+    *,
+    max_body: int,
+    max_inputs: int,
+    recalibration: Recalibration | None = None,
+) -> Any:
     """The ASGI app. It starts the batcher when it starts, and stops it when it ends."""
 
     @asynccontextmanager
@@ -78,6 +87,9 @@ def create_app(served: Served, batcher: Batcher, metrics: Metrics, *, max_body: 
     requests = Requests(served, batcher, max_inputs)
     (_add_embeddings if served.kind == "embed" else _add_classify)(app, served, requests)
     _add_state(app, served, batcher, metrics)
+    if recalibration is not None:
+        _add_recalibrate(app, recalibration)
+        metrics.follow_recalibration(recalibration)
     _word_errors(app)
     metrics.follow(waiting=lambda: batcher.waiting, budget=lambda: batcher.budget, use=served.use)
     paths = {route.path for route in app.routes if hasattr(route, "path")}
@@ -164,6 +176,13 @@ def _add_state(app: FastAPI, served: Served, batcher: Batcher, metrics: Metrics)
     async def models() -> dict[str, Any]:
         """The one model that is served, in OpenAI's form."""
         return {"object": "list", "data": [{"id": served.name, "object": "model", "owned_by": "acm_compiler"}]}
+
+
+def _add_recalibrate(app: FastAPI, recalibration: Recalibration) -> None:
+    @app.post("/recalibrate", status_code=202)
+    async def recalibrate() -> dict[str, Any]:
+        """Begin to measure the budget table anew, on a sample of recent inputs."""
+        return {"status": "measuring", "inputs": recalibration.start()}
 
 
 def _word_errors(app: FastAPI) -> None:

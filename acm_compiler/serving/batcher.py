@@ -1,8 +1,10 @@
 """Requests put together into batches, which one worker thread runs; it alone touches the model.
 
-A request waits in a queue of bounded length and is a future for those who asked. When a batch fails, its requests are
-run one by one, so that a bad one fails alone; when the worker itself dies, the requests that it had taken fail, and
-another worker takes its place. Nothing that was taken is dropped: stopping finishes it, and takes nothing more.
+A request waits in a queue of bounded length and is a future for those who asked. The next batch is of the request that
+has waited longest and those of like size, as many as the controller's objective leaves time for. When a batch fails,
+its requests are run one by one, so that a bad one fails alone; when the worker itself dies, the requests that it had
+taken fail, and another worker takes its place. Nothing that was taken is dropped: stopping finishes it, and takes
+nothing more.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 from acm_compiler.errors import AcmError
 from acm_compiler.serving.controller import Controller
+from acm_compiler.serving.pace import like_oldest
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,9 +43,10 @@ class ModelFailed(Exception):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One example to run, at its own budget or the controller's, and the future of its answer."""
+    """One example of so many cells to run, at its own budget or the controller's, and the future of its answer."""
 
     example: Example
+    cells: int
     budget: float | None
     arrived: float
     answer: Future[Any] = field(default_factory=Future)
@@ -67,7 +72,10 @@ class Limits:
 
 
 class Batcher:
-    """A queue and its worker. `run(examples, own budgets, budget)` gives the answers in order."""
+    """A queue and its worker. `run(examples, own budgets, budget)` gives the answers in order.
+
+    `cells`: the size of an example, see `pace`.
+    """
 
     def __init__(
         self,
@@ -76,9 +84,11 @@ class Batcher:
         limits: Limits,
         watcher: Watcher,
         *,
+        cells: Callable[[Example], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run, self._controller, self._limits, self._watcher, self._clock = run, controller, limits, watcher, clock
+        self._cells, self._arrived = cells, 0
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._taken: list[Job] = []
@@ -103,13 +113,14 @@ class Batcher:
     def submit(self, examples: Sequence[Example], budget: float | None = None) -> list[Future[Any]]:
         """The futures of the answers, all or none. Refused when stopping, or when too many wait."""
         now = self._clock()
-        jobs = [Job(example, budget, now) for example in examples]
+        jobs = [Job(example, self._cells(example), budget, now) for example in examples]
         with self._changed:
             if self.stopping:
                 raise Refused("the server is stopping and takes no new requests")
             if len(self._queue) + len(jobs) > self._limits.waiting:
                 raise Refused(f"{len(self._queue)} inputs wait already, and at most {self._limits.waiting} may")
             self._queue.extend(jobs)
+            self._arrived += sum(job.cells for job in jobs)
             self._changed.notify_all()
         return [job.answer for job in jobs]
 
@@ -128,13 +139,19 @@ class Batcher:
     def _live(self) -> None:
         """Run batches until stopped. What ends the worker otherwise fails what it had taken and starts another."""
         try:
-            while jobs := self._next():
-                self._taken = jobs
-                self._serve(jobs)
-                self._taken = []
+            while self.run_one():
+                pass
         except BaseException:  # noqa: BLE001  # whatever ends a thread has nobody else who hears of it
             _LOG.exception("a worker died with %d requests; starting another", len(self._taken))
             self._bury()
+
+    def run_one(self) -> bool:
+        """Wait for a batch and run it; False when stopped and nothing is left."""
+        self._taken = self._next()
+        ran = bool(self._taken)
+        self._serve(self._taken)
+        self._taken = []
+        return ran
 
     def _bury(self) -> None:
         lost, self._taken = self._taken, []
@@ -154,10 +171,22 @@ class Batcher:
                 self._changed.wait_for(
                     lambda: self.stopping or len(self._queue) >= self._limits.batch, self._limits.wait_s
                 )
-            now, waiting = self._clock(), len(self._queue)
-            oldest = now - self._queue[0].arrived if self._queue else 0.0
-            self._controller.choose(now, waiting=waiting, oldest_s=oldest)
-            return [self._queue.popleft() for _ in range(min(waiting, self._limits.batch))]
+            return self._take() if self._queue else []
+
+    def _take(self) -> list[Job]:
+        """Take the next batch out of the queue."""
+        now, controller = self._clock(), self._controller
+        waiting, oldest_s = sum(job.cells for job in self._queue), now - self._queue[0].arrived
+        budget = controller.choose(now, waiting=waiting, oldest_s=oldest_s, arrived=self._arrived)
+        first = list(islice(self._queue, self._limits.batch))
+        sizes, line = [job.cells for job in first], controller.pace.line(budget)
+        numbers = like_oldest(sizes, line, most_cells=controller.most_cells)
+        taken = [first[number] for number in numbers]
+        for _ in range(numbers[-1] + 1):
+            self._queue.popleft()
+        left = set(range(numbers[-1])) - set(numbers)
+        self._queue.extendleft(first[number] for number in sorted(left, reverse=True))
+        return taken
 
     def _serve(self, taken: Sequence[Job]) -> None:
         jobs = [job for job in taken if job.answer.set_running_or_notify_cancel()]
@@ -171,7 +200,8 @@ class Batcher:
             return
         ended = self._clock()
         latencies = [ended - job.arrived for job in jobs]
-        self._controller.served(latencies, batch_s=ended - began)
+        cells = len(jobs) * max(job.cells for job in jobs)
+        self._controller.served(latencies, batch_s=ended - began, cells=cells)
         self._watcher.batch(latencies, budget=budget)  # first: who has an answer may ask for the metrics
         for job, answer in zip(jobs, answers, strict=True):
             job.answer.set_result(answer)

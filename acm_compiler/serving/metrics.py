@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from acm_compiler.serving.recalibration import Recalibration
 from acm_compiler.serving.recent_usage import RecentUsage
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
@@ -38,6 +39,14 @@ class Metrics:
         self._waiting.set_function(waiting)
         self._budget.set_function(budget)
         self._use = use
+
+    def follow_recalibration(self, recalibration: Recalibration) -> None:
+        """Read its state when asked."""
+        to: Any = {"registry": self._registry}
+        done = Gauge("acm_recalibrations", "Budget tables measured anew since the start", **to)
+        done.set_function(lambda: recalibration.done)
+        running = Gauge("acm_recalibrating", "1 while a budget table is being measured", **to)
+        running.set_function(lambda: recalibration.is_running)
 
     def batch(self, latencies_s: Sequence[float], *, budget: float) -> None:
         """Count a batch that is done."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from acm_compiler.recipe.datasets import DataConfig, ImageFolderData, TextData, 
 from acm_compiler.recipe.tasks import ClassifyTask, EmbedTask, TaskConfig
 from acm_compiler.runs.given import Given, check_folder, parse_budgets
 from acm_compiler.runtime.meter import meter
+from acm_compiler.runtime.quantize import quantize
 from acm_compiler.serving.readers import Images, Reader, Texts
 from acm_compiler.serving.recent_usage import RecentUsage
 from acm_compiler.serving.served import Kind, Served
@@ -35,10 +36,11 @@ _ENGINES = "language models are served by vLLM and by `transformers serve`: see 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Options of a served model: its device, None for the recipe's; whether it is compiled; the longest text."""
+    """Options of a served model: its device, None for the recipe's; what is done to it; the longest text."""
 
     device: str | None = None
     compiled: bool = False
+    quantized: Literal["int8"] | None = None
     longest: int | None = None
     allow_code: bool = False
 
@@ -53,6 +55,8 @@ def open_served(directory: Path, given: Given, options: ServeOptions) -> Served:
     model = finalize(load(directory, base_model=base, allow_code=options.allow_code))
     model = model.to(find_device(options.device or (recipe.run.device if recipe else "auto"), where="--device"))
     found = rewritten(model)
+    if options.quantized is not None and found.owner.quantized is None:
+        quantize(model, options.quantized)
     use = RecentUsage(meter(model))
     data = given.data or (recipe.data.eval if recipe and recipe.data else None)
     assert task is not None

@@ -31,9 +31,13 @@ class Reader:
         """The examples that a document's values are, one at least."""
         raise NotImplementedError
 
-    def sample(self) -> Example:
-        """Some example, to run the model once."""
+    def sample(self, cells: int = 8) -> Example:
+        """Some example of about so many cells, drawn by chance, to run the model."""
         raise NotImplementedError
+
+    def cells(self, example: Example) -> int:
+        """The size of an example: what a batch's time grows with, as its longest example's."""
+        return 1
 
     def file(self, content: bytes, name: str) -> Example:
         """The example that an uploaded file holds."""
@@ -68,9 +72,13 @@ class Texts(Reader):
             return [self._checked(ids, number) for number, ids in enumerate(self._encoded(many))]
         return [self._checked(self._ids(value, number), number) for number, value in enumerate(many)]
 
-    def sample(self) -> Example:
-        """A text of eight tokens."""
-        return self._checked([0] * min(8, self._longest), 0)
+    def sample(self, cells: int = 8) -> Example:
+        """A text of so many tokens, as far as the model takes them."""
+        return self._checked(torch.randint(self._vocabulary, (min(cells, self._longest),)).tolist(), 0)
+
+    def cells(self, example: Example) -> int:
+        """The number of tokens."""
+        return len(example["input_ids"])
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Texts padded to the longest of them."""
@@ -124,9 +132,9 @@ class Images(Reader):
             raise self.refused("an empty list" if values == [] else type(values).__name__)
         return [{"image": self._image(value, f"{self.name}[{number}]")} for number, value in enumerate(values)]
 
-    def sample(self) -> Example:
-        """A grey image."""
-        return {"image": torch.zeros(self._shape)}
+    def sample(self, cells: int = 1) -> Example:
+        """An image of noise."""
+        return {"image": torch.randn(self._shape)}
 
     def _image(self, value: Any, where: str) -> Tensor:
         found = _numbers(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from acm_compiler.runtime.meter import TOLERANCE, Meter, drift_text
 
@@ -12,14 +13,22 @@ _ENOUGH = 100  # batches, before a drift is worth a warning
 
 
 class RecentUsage:
-    """The last batch's share of learner MACs, and the mean distance of recent shares from those promised."""
+    """The last batch's share of learner MACs, and the mean distance of recent shares from those promised.
+
+    Where that leaves the tolerance, the log says so, and `on_drift` is called: once, until `restart`.
+    """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._seen = meter.macs
+        self.on_drift: Callable[[], None] | None = None
+        self.share: float | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was promised, as where a table takes the place of another."""
         self._run = self._promised = self._full = 0.0
         self._batches, self._warned = 0, False
-        self.share: float | None = None
 
     @property
     def drift(self) -> float | None:
@@ -46,3 +55,5 @@ class RecentUsage:
         if not self._warned and self._batches >= _ENOUGH and abs(self.drift or 0.0) > TOLERANCE:
             self._warned = True
             _LOG.warning(drift_text(self._run / self._full, self._promised / self._full))
+            if self.on_drift is not None:
+                self.on_drift()

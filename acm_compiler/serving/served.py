@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import UsageError
-from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.conversion import BudgetTable, Rewritten
 from acm_compiler.runtime.batch_context import batch
 from acm_compiler.runtime.budgets import setting_of, share_within
 from acm_compiler.runtime.control import spend
@@ -30,7 +30,8 @@ class Served:
     """A model of some `kind`, called as `call`, with its task and what reads requests for it.
 
     One thread at a time may `run` it. `found` and `use`: its ACMs, and what they use; None for a model without any,
-    which has no budgets. `classes`: their names by number.
+    which has no budgets. `classes`: their names by number. `seen` is called with the examples that have run.
+    `skips_padding`: padding runs no learner, see `acm.batch`.
     """
 
     name: str
@@ -42,6 +43,10 @@ class Served:
     found: Rewritten | None
     classes: Mapping[int, str]
     use: RecentUsage | None = None
+    seen: Callable[[Sequence[Example]], None] | None = None
+    skips_padding: bool = False
+    _promised: float | None = None
+    _next_table: BudgetTable | None = None
 
     def run(self, examples: Sequence[Example], own: Sequence[float | None], budget: float) -> list[Tensor]:
         """The task's part of the output for each example, at its own budget or at `budget`; fp32 on the CPU."""
@@ -51,7 +56,25 @@ class Served:
             answers = self.task.logits(output) if self.kind == "classify" else None
             if answers is None:
                 answers = self.task.answer(output, self.task.mask(given))
+        if self.seen is not None:
+            self.seen(examples)
         return list(answers.float().cpu())
+
+    def adopt(self, table: BudgetTable) -> None:
+        """Put another budget table in place before the next batch; from any thread."""
+        self._next_table = table
+
+    def _spend(self, found: Rewritten, budget: float) -> float:
+        """Set a budget, or the table's lowest above it, where it is not set yet; gives the share expected."""
+        owner = found.owner
+        if (table := self._next_table) is not None:
+            owner.table, self._next_table, self._promised = table, None, None
+            if self.use is not None:
+                self.use.restart()
+        wanted = max(budget, owner.table_min)
+        if self._promised is None or owner.budget != wanted:
+            self._promised = spend(found, wanted)
+        return self._promised
 
     def share(self, budget: float | str) -> float:
         """The budget as a share of learner MACs. UsageError and BudgetUnreachable for what it cannot be."""
@@ -69,14 +92,15 @@ class Served:
             mask = None  # which costs a little at every site
         if self.found is None:
             return call_model(self.call, inputs)
-        promised: float | None = spend(self.found, budget)
+        promised: float | None = self._spend(self.found, budget)
         each = None
         if any(share is not None for share in own):
             each, promised = [budget if share is None else share for share in own], None
         if each is None and mask is None:
             output = call_model(self.call, inputs)
         else:
-            with batch(self.model, mask=mask, budgets=each):
+            skip = self.skips_padding and mask is not None
+            with batch(self.model, mask=mask, skip_padding=skip, budgets=each):
                 output = call_model(self.call, inputs)
         if self.use is not None:
             self.use.add(promised)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
+import torch
 import uvicorn
 
 from acm_compiler.errors import UsageError
@@ -19,18 +22,26 @@ from acm_compiler.serving.batcher import Batcher, Limits
 from acm_compiler.serving.controller import Controller
 from acm_compiler.serving.metrics import Metrics
 from acm_compiler.serving.open_served import ServeOptions, budget_range, open_served
+from acm_compiler.serving.pace import Pace, measure_pace
+from acm_compiler.serving.recalibration import Recalibration
 from acm_compiler.serving.served import Served
 
 _BACKLOG = 2048
+# batches by which the pace is measured: tokens of a text, examples, repetitions
+_TEXT, _MANY, _TIMES = 32, 8, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Limits of a server: bytes of a body, inputs of a request, those of batches."""
+    """Limits of a server: bytes of a body, inputs of a request, those of batches.
+
+    recalibrate: whether, and when, the budget table is measured anew; None: never, and no input is kept for it.
+    """
 
     max_body: int
     max_inputs: int
     limits: Limits
+    recalibrate: Literal["asked", "drift"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +89,8 @@ def open_and_serve(
     """Open a folder, run the model once, serve it."""
     served = open_served(directory, given, options)
     found = budget_range(served, directory, bounds.budgets, bounds.max_loss, slo=bounds.slo_s is not None)
-    controller = Controller(low=found.low, high=found.high, slo_s=bounds.slo_s)
-    warm_up(served, controller, say)
+    pace = warm_up(served, found.low, found.high, server.limits.batch, say)
+    controller = Controller(pace, low=found.low, high=found.high, slo_s=bounds.slo_s)
     say(f"budget {found.high:.3g}" + (f" to {found.low:.3g}, {found.why}" if bounds.slo_s else ""))
     serve(served, controller, server, at, say)
 
@@ -87,8 +98,13 @@ def open_and_serve(
 def serve(served: Served, controller: Controller, options: ServerOptions, at: socket.socket, say: Say) -> None:
     """Serve until a signal comes, then finish what was taken."""
     metrics = Metrics()
-    batcher = Batcher(served.run, controller, options.limits, metrics)
-    app = create_app(served, batcher, metrics, max_body=options.max_body, max_inputs=options.max_inputs)
+    batcher = Batcher(served.run, controller, options.limits, metrics, cells=served.reader.cells)
+    recalibration = None
+    if options.recalibrate is not None:
+        by_itself = options.recalibrate == "drift"
+        recalibration = Recalibration(served, is_busy=lambda: batcher.waiting > 0, by_itself=by_itself)
+    bounds: dict[str, int] = {"max_body": options.max_body, "max_inputs": options.max_inputs}
+    app = create_app(served, batcher, metrics, **bounds, recalibration=recalibration)
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
     host, port = at.getsockname()[:2]
     say(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")
@@ -97,12 +113,50 @@ def serve(served: Served, controller: Controller, options: ServerOptions, at: so
     say("stopped: all that was taken is answered")
 
 
-def warm_up(served: Served, controller: Controller, say: Say) -> None:
-    """Run batches of one and of several examples, at the server's budgets and at their own, so that all is compiled."""
-    say("running the model once" if served.call is served.model else "compiling the model")
-    for count in (1, 3):
-        examples = [served.reader.sample() for _ in range(count)]
-        for budget in dict.fromkeys((controller.levels[-1], controller.levels[0])):
-            served.run(examples, [None] * count, budget)
-        if served.found is not None:
-            served.run(examples, [controller.budget] * count, controller.budget)
+def warm_up(served: Served, low: float, high: float, most: int, say: Say) -> Pace:
+    """The pace of a server of such budgets and batches; what is compiled on first use is, afterwards.
+
+    Batches run of one example, of several, and of several that are padded, at the server's budget and at their own.
+    """
+    if served.found is not None and next(iter(served.found.acms.values())).k_lo.is_cuda:
+        from acm_compiler.codegen.gpu.calls import warm
+
+        say(f"{warm.warm_up(served.found.acms.values())} kernels for a GPU are ready")
+    say("running the model" if served.call is served.model else "compiling the model")
+    if served.found is not None:
+        for sizes in ([8], [8] * 3, [8, 5, 3]):
+            examples = [served.reader.sample(size) for size in sizes]
+            served.run(examples, [None] * len(sizes), high)
+            served.run(examples, [high] * len(sizes), high)
+        served.skips_padding = is_padding_idle(served, low)
+    sample = served.reader.sample(_TEXT)
+    size, many = served.reader.cells(sample), min(_MANY, most)
+
+    def seconds_of(budget: float, cells: int) -> float:
+        """The least of several times, once it has run."""
+        examples = [served.reader.sample(_TEXT) for _ in range(cells // size)]
+        times = [_seconds(lambda: served.run(examples, [None] * len(examples), budget)) for _ in range(1 + _TIMES)]
+        return min(times[1:])
+
+    budgets = list(dict.fromkeys((low, (low + high) / 2, high)))
+    pace = measure_pace(seconds_of, budgets, few=size, many=many * size)
+    times = (f"{pace.seconds(budget, many * size) * 1e3:.3g} ms at budget {budget:.3g}" for budget in budgets)
+    say(f"a batch of {many} takes {', '.join(times)}")
+    return pace
+
+
+def is_padding_idle(served: Served, budget: float) -> bool:
+    """True if answers stay the same where padding runs no learner, as they do in encoders that are given the mask.
+
+    Tried on one batch; answers that are not finite show nothing.
+    """
+    examples, found = [served.reader.sample(size) for size in (24, 9, 3)], []
+    for served.skips_padding in (False, True):
+        found += [served.run(examples, [None] * len(examples), budget)]
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began

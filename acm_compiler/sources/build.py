@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import nn
 
 from acm_compiler.errors import ModelSourceError, StorageError, did_you_mean
 from acm_compiler.files import parse_json
+from acm_compiler.recipe.fields import FUNCTION
 from acm_compiler.recipe.gguf import SUFFIX
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
@@ -173,7 +175,9 @@ def parse_reference(text: str, **settings: Any) -> ModelConfig:
     if text and folder.is_dir():
         return _directory(text, folder)
     hint = did_you_mean(source, SOURCES) if colon and source not in SOURCES else ""
-    raise ModelSourceError(f"{text!r} is no model reference and no directory{hint}", expected=FORMS)
+    is_function = not hint and re.fullmatch(FUNCTION, text)
+    fix = f"did you mean python:{text}?" if is_function else None
+    raise ModelSourceError(f"{text!r} is no model reference and no directory{hint}", expected=FORMS, fix=fix)
 
 
 def _directory(text: str, folder: Path) -> ModelConfig:

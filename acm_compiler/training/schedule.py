@@ -6,11 +6,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from acm_compiler.calibration.examples import held_out_every
 from acm_compiler.data import BatchStream
 from acm_compiler.data.draws import derive
 from acm_compiler.errors import RunInterrupted, UsageError
@@ -26,7 +28,7 @@ from acm_compiler.training.loop import PhaseLoop, Run
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Phase
 from acm_compiler.training.sharding import sharded
-from acm_compiler.training.site_phases import distill_phase, gate_phase
+from acm_compiler.training.site_phases import distill_phase, gate_phase, start_projections
 from acm_compiler.training.state import Position, Snapshot, StateStore
 from acm_compiler.training.watch import Interrupts, warn_of_collapse, warn_of_missed_budget
 
@@ -97,6 +99,8 @@ def _train(
 ) -> None:
     """One phase with everything that belongs to its end; `follows` is the next one of this run."""
     job, machine = run.job, run.machine
+    if config.imitates and (snapshot is None or snapshot.optimization is None):
+        start_projections(run.model)
     with sharded(run.model, machine):
         phase = make_phase(run.model, config, job, machine)
         parts = _open_data(run, config.loaded_batch, index)
@@ -141,7 +145,8 @@ def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
     seed_generators(job.run.seed, index)
 
     def examples() -> Iterator[Example]:
-        for cpu_batch in _open_data(run, config.loaded_batch, index).epoch():
+        stream = replace(_open_data(run, config.loaded_batch, index), apart=held_out_every(config.tokens))
+        for cpu_batch in stream.epoch():
             batch = {name: value.to(device) for name, value in cpu_batch.items()}
             yield job.task.inputs(batch), job.task.mask(batch)
 

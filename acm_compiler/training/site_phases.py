@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.passes.rewrite.conversion import rewritten
+from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.phases import DistillPhase, GatePhase, LabelRule, TrainedPhase
 from acm_compiler.runtime.control import refuse_unfitted
+from acm_compiler.runtime.ranks import from_first
 from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Figures, free_gate
@@ -30,6 +32,20 @@ from acm_compiler.training.tapped import Sums, TappedPhase, prefix_errors
 def distill_phase(model: nn.Module, config: DistillPhase, job: Job, machine: Machine) -> TappedPhase:
     """The distill phase of one model."""
     return TappedPhase(model, Distill(detach=config.detach), job.task, machine, batch=config.batch)
+
+
+def start_projections(model: nn.Module) -> None:
+    """Let learners of projections that no phase has fitted begin at the dense weight's singular directions.
+
+    Those that the plan starts at random, as the paper does, stay as they are, and slices.
+    """
+    found = rewritten(model)
+    for site in found.plan.sites:
+        acm = found.acms[site.name]
+        unfitted = site.kind == "linear" and site.init == "auto" and acm.state == "dense"
+        if unfitted and acm.learners.act == "identity" and acm.learners.w_out is not None:
+            acm.learners.start_factors(*read_dense(found, [site.name])[site.name].first[0])
+            from_first([acm.learners])
 
 
 def gate_phase(model: nn.Module, config: GatePhase, job: Job, machine: Machine) -> TappedPhase:

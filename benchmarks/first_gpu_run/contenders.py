@@ -14,20 +14,20 @@ from acm_compiler.acm.arguments import GateArguments, GateWeights
 from acm_compiler.acm.ops import cast_weights
 from acm_compiler.acm.reference import Weights, run_learners
 from acm_compiler.codegen.compare import Errors, relative_errors
-from acm_compiler.codegen.gpu.gate_kernel import GatePlan
+from acm_compiler.codegen.gpu.dispatch import Histogram
+from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
 from acm_compiler.codegen.gpu.launch import Plan, SortedPlan, plan_of
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.codegen.gpu.tiles import Tiles, bucket_of
 from benchmarks.first_gpu_run.device import Calls, Device
 
-GATE_WIDTH = 64
 HEADS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One site: kind of learners, tokens, sizes."""
+    """One site: kind of learners, tokens, sizes; gate: the width of its gate, as a plan chooses it."""
 
     name: str
     form: str
@@ -36,6 +36,7 @@ class Shape:
     width: int
     d_out: int
     learners: int = 4
+    gate: int = 64
 
     @property
     def sizes(self) -> list[str | int]:
@@ -46,7 +47,7 @@ class Shape:
 MLPS = {
     "ViT-B": Shape(name="ViT-B MLP", form="mlp", tokens=128 * 197, d_in=768, width=768, d_out=768),
     "XLS-R": Shape(name="XLS-R MLP", form="mlp", tokens=16 * 499, d_in=1024, width=1024, d_out=1024),
-    "Llama-8B": Shape(name="Llama-8B MLP", form="gated", tokens=8192, d_in=4096, width=3584, d_out=4096),
+    "Llama-8B": Shape(name="Llama-8B MLP", form="gated", tokens=8192, d_in=4096, width=3584, d_out=4096, gate=432),
 }
 VIT = MLPS["ViT-B"]
 PROJECTIONS = (
@@ -93,7 +94,7 @@ def site_of(shape: Shape, device: Device) -> Site:
     act = {"mlp": "gelu", "gated": "silu"}.get(shape.form, "identity")
     x, knob = torch.randn(shape.tokens, d, device=device.kind).bfloat16(), torch.tensor(0.0, device=device.kind)
     bounds = (torch.tensor(k, dtype=torch.int32, device=device.kind) for k in (0, n))
-    gate = GateWeights(draw(GATE_WIDTH, d), draw(GATE_WIDTH), draw(n + 1, GATE_WIDTH), draw(n + 1))
+    gate = GateWeights(draw(shape.gate, d), draw(shape.gate), draw(n + 1, shape.gate), draw(n + 1))
     return Site(
         shape=shape,
         x=x,
@@ -119,28 +120,43 @@ def draw_k(site: Site, fraction: float) -> Tensor:
 
 
 def gated_call(site: Site, k: Tensor) -> Callable[[], Tensor]:
-    """Gate and learners; the gate's choice is replaced by k."""
-    gate, learners = gate_call(site), learners_call(site, k)
+    """Gate and learners; the gate's choice is replaced by k, and its histogram by that of k."""
+    gate, learners = gate_call(site), learners_plan(site)
+    histogram = _histogram_of(k, gate().histogram)
 
     def call() -> Tensor:
         gate()
-        return learners()
+        return learners(site.x, k, None, histogram)
 
     return call
 
 
-def gate_call(site: Site) -> Callable[[], Tensor]:
+def gate_call(site: Site) -> Callable[[], Choice]:
     """The gate alone, by a plan that is kept."""
     plan = GatePlan(site.gate, cost=1.0, k_min=0, rule="logits", machine=site.machine)
     return lambda: plan(site.x, *site.gate[5:])
 
 
+def _histogram_of(k: Tensor, like: Histogram | None) -> Histogram | None:
+    """The histogram of another k in the same blocks, nothing where the gate writes none."""
+    if like is None:
+        return None
+    blocks = -(-len(k) // like.tokens)
+    slots = like.counts.numel() // blocks
+    place = torch.arange(len(k), device=k.device) // like.tokens * slots + k
+    return like._replace(counts=torch.bincount(place, minlength=blocks * slots).to(torch.int32))
+
+
+def learners_plan(site: Site) -> Plan:
+    """The plan of the learners alone."""
+    return plan_of(spec_of(site.x, site.weights, None), site.weights, None, site.machine, len(site.x))
+
+
 def learners_call(site: Site, k: Tensor, tiles: Tiles | None = None) -> Callable[[], Tensor]:
     """The learners alone, by a plan that is kept; with other tiles than the table's, if given, sorted."""
-    spec, bucket = spec_of(site.x, site.weights, None), bucket_of(len(site.x))
-    if tiles is None:
-        plan: Plan = plan_of(spec, site.weights, None, site.machine, len(site.x))
-    else:
+    plan: Plan = learners_plan(site)
+    if tiles is not None:
+        spec, bucket = spec_of(site.x, site.weights, None), bucket_of(len(site.x))
         plan = SortedPlan(spec, site.weights, None, machine=site.machine, tiles=tiles, bucket=bucket)
     return lambda: plan(site.x, k, None)
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 
 from acm_compiler.acm.arguments import GateArguments
 from acm_compiler.acm.ops import cast_weights
-from acm_compiler.acm.reference import run_learners
+from acm_compiler.acm.reference import Norm, layer_norm, run_learners, utilities
 from acm_compiler.codegen.compare import TOLERANCE, relative_errors
-from acm_compiler.codegen.gpu.gate_kernel import run_gate
+from acm_compiler.codegen.gpu.gate_plan import run_gate
 from acm_compiler.codegen.gpu.launch import run
 from benchmarks.first_gpu_run.contenders import (
     MLPS,
@@ -62,6 +63,27 @@ def not_a_number(device: Device) -> Iterator[Row]:
             fine = bool((k[bad] == 4).all()) and torch.equal(k[others], clean[others])
             fine = fine and max(errors) <= TOLERANCE[x.dtype]
             yield {"rule": rule, "tokens": tokens, "k of NaN": k[bad].tolist(), **errors._asdict(), "fine": fine}
+
+
+def gates(device: Device) -> Iterator[Row]:
+    """Gates of every width, of few tokens and of many, bare and behind a norm: what their choices lose in float64."""
+    widths, counts = ((432, 4096), (64, 768), (1000, 2048)), (1, 64, 3000)
+    for (width, d), tokens, normed in device.some(product(widths, counts, (False, True))):
+        d, tokens = (d, tokens) if device.is_cuda else (1030, min(tokens, 70))
+        draw = [torch.randn(size, device=device.kind) for size in ((tokens, d), (width, d), (width,), (5, width), (5,))]
+        x, *weights = ((tensor / tensor.shape[-1] ** 0.5).bfloat16() for tensor in draw)
+        norm = Norm(weight=torch.rand_like(x[0]) + 0.5, bias=torch.randn_like(x[0]), eps=1e-5) if normed else None
+        knob, bounds = (
+            torch.tensor(0.1, device=device.kind),
+            (torch.tensor(k, device=device.kind).int() for k in (0, 4)),
+        )
+        k = run_gate(GateArguments(x, *weights, knob, *bounds), **CHOOSING, machine=device.machine, norm=norm)
+        z = x.double() if norm is None else layer_norm(x, norm).double()
+        w, b, w2, b2 = (tensor.double() for tensor in weights)
+        price = CHOOSING["cost"] * torch.arange(5, device=device.kind)
+        u = utilities(F.linear(F.gelu(F.linear(z, w, b)), w2, b2), knob, price, CHOOSING["rule"])
+        lost = float((u.max(1).values - u.gather(1, k.long()[:, None])[:, 0]).max())
+        yield {"width": width, "tokens": tokens, "norm": normed, "lost": lost, "fine": lost <= 3e-2}
 
 
 def answers(device: Device) -> Iterator[Row]:

@@ -152,7 +152,7 @@ def run(monkeypatch, *arguments):
 
 def test_a_dry_run_of_small_calls_is_correct(tmp_path, monkeypatch, capfd):
     """Its times need a GPU; that everybody computes the same does not."""
-    assert run(monkeypatch, "correctness", "--dry", "--parts", "answers", "--out", tmp_path) == 0
+    assert run(monkeypatch, "correctness", "--dry", "--parts", "gates", "answers", "--out", tmp_path) == 0
     rows = rows_of(tmp_path / "correctness.jsonl")
     assert {row.get("contender") for row in rows} >= {"ours", "ours, no gate", "grouped_mm"}
     assert not faults_of(rows[:-1]) and "nothing wrong" in capfd.readouterr().out

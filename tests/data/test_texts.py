@@ -111,6 +111,25 @@ def test_a_few_examples_are_drawn_before_like_lengths_are_brought_together(folde
     assert everything.examples == len(read) and len(list(everything.epoch())) == len(everything)
 
 
+@pytest.mark.parametrize(("batch", "drop_last"), [(4, True), (4, False), (5, False)])
+def test_two_of_the_batches_that_stay_apart_are_as_long_as_all(folder, batch, drop_last):
+    read = texts(folder)
+    stream = BatchStream(dataset=read, batch=batch, shuffle=True, drop_last=drop_last, apart=3)
+    lengths, seen = [], []
+    for epoch in range(80):
+        parts = [share.indices for share in stream._shares(epoch)]
+        assert [len(part) for part in parts[:-1]] == [batch] * (len(parts) - 1) and len(parts) == len(stream)
+        seen = [index for part in parts for index in part]
+        assert len(seen) == len(set(seen))
+        lengths.append([len(read.tokens[index]) for part in (parts[2], parts[5]) for index in part])
+    assert len(seen) == (len(read) // batch * batch if drop_last else len(read))
+    means = torch.tensor(lengths, dtype=torch.float64).mean(1)
+    every = torch.tensor([len(tokens) for tokens in read.tokens], dtype=torch.float64)
+    # as the means of as many texts drawn at random vary
+    assert abs(float(means.mean() - every.mean())) < 0.05 * float(every.mean())
+    assert float(means.std()) < 1.3 * float(every.std()) / (2 * batch) ** 0.5
+
+
 def test_the_first_batches_are_as_long_as_all(folder):
     read = texts(folder)
     generator, first = torch.Generator().manual_seed(0), []

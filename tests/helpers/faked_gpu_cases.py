@@ -56,10 +56,10 @@ def launches(stub, call) -> int:
     return stub.stub_launches() - before
 
 
-def test_a_kept_plan_starts_what_the_first_call_started(stub, small):
-    for tokens, expected in ((5, 3), (200, 4), (1500, 5)):
+def test_kept_plans_start_what_operators_start_and_sort_by_the_gates_histogram(stub, small):
+    for tokens, apart, together in ((5, 3, 3), (200, 4, 4), (1500, 5, 4)):
         x = rows(tokens)
-        assert [launches(stub, lambda x=x: small(x)) for _ in range(4)] == [expected] * 4
+        assert [launches(stub, lambda x=x: small(x)) for _ in range(4)] == [apart] * 2 + [together] * 2
         assert small(x.view(tokens, 1, D)).shape == (tokens, 1, D)
 
 
@@ -157,8 +157,8 @@ def test_a_graph_holds_launches_which_write_their_results_alone(small, is_free):
     nodes = [node for node in graph.graph.nodes if node.target is triton_kernel_wrapper_functional]
     assert "torch.ops.acm" not in graph.code
     written = [node.kwargs["tensors_to_clone"] for node in nodes]
-    sort = [["histogram"], ["perm", "counts"]] if is_free else [["perm", "counts"]]
-    assert written == [["k_out"], *sort, ["rows_out"], ["h"], ["y"]]
+    gate = ["k_out", "histogram"] if is_free else ["k_out"]  # which the sort then reads
+    assert written == [gate, ["perm", "counts"], ["rows_out"], ["h"], ["y"]]
     assert not environment.guards  # one graph for any number of tokens
     blocks = nodes[-1].kwargs["tma_descriptor_metadata"]
     assert set(blocks) == {"a", "w"} and all(kind == "stable" for kind, _ in blocks.values())
@@ -183,6 +183,14 @@ def test_what_triton_cannot_build_stays_an_operator_in_graphs(small, monkeypatch
     assert any("out of resource" in reason for reason in gpu.UNBUILT.values())
 
 
+def test_a_large_gate_of_few_tokens_is_split(stub):
+    acm = mlp(2048, learners=2, gate=300, width=16)
+    x = torch.randn(5, 2048, dtype=torch.bfloat16)
+    assert [launches(stub, lambda: acm(x)) for _ in range(3)] == [4] * 3
+    x = torch.randn(100, 2048, dtype=torch.bfloat16)
+    assert [launches(stub, lambda: acm(x)) for _ in range(3)] == [4] * 3  # gate, sort, two layers
+
+
 @pytest.mark.slow
 def test_inductor_starts_the_kernels_itself(stub, small):
     call, options = gated_call(small, rows(1500))
@@ -191,7 +199,6 @@ def test_inductor_starts_the_kernels_itself(stub, small):
     started = re.findall(r"(\w+_kernel)_\d+\.run\(", code)
     assert started == [
         "gate_kernel",
-        "count_kernel",
         "place_kernel",
         "permute_kernel",
         "layer1_kernel",
@@ -200,7 +207,7 @@ def test_inductor_starts_the_kernels_itself(stub, small):
     given = [tensor for tensor in call if tensor is not None]
     with loaded(code) as run:
         run(list(given))
-        assert launches(stub, lambda: run(list(given))) == 6
+        assert launches(stub, lambda: run(list(given))) == 5
 
 
 def test_a_profiler_of_triton_hears_of_every_launch(small):

@@ -16,14 +16,14 @@ from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.reference import Norm, choose_k, layer_norm, run_learners, utilities
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from acm_compiler.codegen.gpu import dispatch, launch
+from acm_compiler.codegen.gpu import dispatch, gate_plan, launch
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.calls import operators, sites
-from acm_compiler.codegen.gpu.gate_kernel import run_gate
+from acm_compiler.codegen.gpu.gate_plan import GatePlan, run_gate
 from acm_compiler.codegen.gpu.launch import SortedPlan
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
-from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
 from tests.helpers.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 from tests.helpers.old_triton import mend_loops
 
@@ -87,9 +87,8 @@ def test_large_tiles_that_mix_many_k_equal_the_reference(second):
     spec = spec_of(inputs.x, inputs.weights, inputs.residual)
     tile = Tile(m=128, n=128, k=64, warps=4, stages=3, resident=2)
     tiles = Tiles(layer1=tile, layer2=tile, provenance="")
-    order = dispatch.sort_by_k(inputs.k, spec.learners)
     plan = SortedPlan(spec, inputs.weights, None, machine=HOPPER, tiles=tiles, bucket=9)
-    require_answer(plan(inputs.x, inputs.k, inputs.residual, order), inputs)
+    require_answer(plan(inputs.x, inputs.k, inputs.residual), inputs)
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 1024, 1025, 3000])
@@ -100,6 +99,19 @@ def test_the_order_is_stable_and_descending(tokens, learners, monkeypatch):
     order = dispatch.sort_by_k(k, learners)
     assert torch.equal(order.perm.long(), k.sort(descending=True, stable=True).indices)
     assert order.counts[: learners + 1].tolist() == [int((k >= n).sum()) for n in range(learners + 1)]
+
+
+@pytest.mark.parametrize(("tokens", "learners"), [(1025, 4), (3000, 4), (20, 16), (130, 19)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_gates_histogram_gives_the_order_that_a_count_gives(tokens, learners, dtype):
+    gate = [torch.randn(shape).to(dtype) for shape in ((24, 40), (24,), (learners, 24), (learners,))]
+    bounds = torch.tensor(0.1), torch.tensor(0, dtype=torch.int32), torch.tensor(learners, dtype=torch.int32)
+    call = GateArguments(torch.randn(tokens, 40).to(dtype), *gate, *bounds)
+    choice = GatePlan(call, cost=0.6, k_min=1, rule="logits", machine=HOPPER)(call.x, *bounds)
+    sort = dispatch.Sort(learners, bucket_of(tokens))
+    found, expected = sort(choice.k, choice.histogram), sort(choice.k)
+    assert choice.histogram is not None and len(choice.k.unique()) > 1
+    assert torch.equal(found.perm, expected.perm) and torch.equal(found.counts, expected.counts)
 
 
 @pytest.mark.parametrize("tokens", [40, 2000])
@@ -286,16 +298,35 @@ def test_rows_far_from_zero_keep_their_digits(mean, kind, k, tokens):
     require_normed(Case(tokens=tokens, k=k, d_in=75), AMPERE, mean=mean, kind=kind)
 
 
-def choices_of(x, weights, norm: Norm):
+@pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [None, "affine"], ids=["plain", "norm"])
+@pytest.mark.parametrize(("tokens", "heavy"), [(3, 0), (64, 0), (64, 1 << 30), (70, 0)])
+def test_a_gate_may_be_wide_and_split_over_its_features(tokens, heavy, kind, dtype, lost, monkeypatch):
+    """Columns are taken in blocks; features of few tokens in parts, whose sums have an order."""
+    monkeypatch.setattr(gate_plan, "_HEAVY", heavy)
+    monkeypatch.setattr(gate_plan, "_PARTS", (32, 128))
+    width, d_in = 270, 331
+    weights = [torch.randn(width, d_in) * d_in**-0.5, torch.randn(width), torch.randn(5, width), torch.zeros(5)]
+    weights = [tensor.to(dtype) for tensor in weights]
+    x = torch.randn(tokens, d_in).to(dtype)
+    x[1] = torch.nan
+    norm = None if kind is None else norm_of(d_in, dtype, kind)
+    k, found = choices_of(x, weights, norm)
+    assert found <= lost and len(k.unique()) > 1 and k[1] == 4
+    assert torch.equal(k, choices_of(x, weights, norm)[0])
+
+
+def choices_of(x, weights, norm: Norm | None):
     """k by the kernel, and how much less its choices are worth than the best in float64."""
     knob, k_lo, k_hi = torch.tensor(0.1), torch.tensor(0, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
     k = run_gate(
         GateArguments(x, *weights, knob, k_lo, k_hi), cost=0.6, k_min=0, rule="logits", machine=HOPPER, norm=norm
     )
-    z = layer_norm(x.double(), in_float64(norm)).to(x.dtype).double()
+    z = x.double() if norm is None else layer_norm(x.double(), in_float64(norm)).to(x.dtype).double()
     w, b, w2, b2 = (tensor.double() for tensor in weights)
     u = utilities(F.linear(F.gelu(F.linear(z, w, b)), w2, b2), knob, torch.arange(5).double() * 0.6, "logits")
-    return k, (u.max(1).values - u.gather(1, k.long()[:, None])[:, 0]).max()
+    lost = u.max(1).values - u.gather(1, k.long()[:, None])[:, 0]
+    return k, lost[x.isfinite().all(1)].max()
 
 
 @pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])

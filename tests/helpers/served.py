@@ -13,6 +13,7 @@ from acm_compiler.runs.given import Given
 from acm_compiler.serving.batcher import Batcher, Limits
 from acm_compiler.serving.controller import Controller
 from acm_compiler.serving.open_served import ServeOptions, open_served
+from acm_compiler.serving.pace import Line, Pace
 from acm_compiler.serving.served import Served
 from tests.helpers.rewrite_cases import ALL, give_budgets, rewritten, trained
 
@@ -50,11 +51,23 @@ def opened(folder: Path, task: str, data: str | None = None) -> Served:
     return open_served(folder, Given.read(task, data, None), ServeOptions(device="cpu"))
 
 
-def app_of(served: Served, *, max_body: int = 100_000, max_inputs: int = 8, limits: Limits | None = None):
+def app_of(
+    served: Served,
+    *,
+    max_body: int = 100_000,
+    max_inputs: int = 8,
+    limits: Limits | None = None,
+    recalibrate: bool = False,
+):
     """The app over a served model and its batcher; the model's own state is not shared."""
     from acm_compiler.serving.app import create_app
     from acm_compiler.serving.metrics import Metrics
+    from acm_compiler.serving.recalibration import Recalibration
 
     served, metrics = copy.copy(served), Metrics()
-    batcher = Batcher(served.run, Controller(low=0.2, high=1.0), limits or Limits(batch=4, wait_s=0.0), metrics)
-    return create_app(served, batcher, metrics, max_body=max_body, max_inputs=max_inputs), batcher, served
+    controller = Controller(Pace({1.0: Line(0.01, 0.001)}), low=0.2, high=1.0)
+    limits = limits or Limits(batch=4, wait_s=0.0)
+    batcher = Batcher(served.run, controller, limits, metrics, cells=served.reader.cells)
+    recalibration = Recalibration(served, is_busy=lambda: False, by_itself=False) if recalibrate else None
+    bounds = {"max_body": max_body, "max_inputs": max_inputs}
+    return create_app(served, batcher, metrics, **bounds, recalibration=recalibration), batcher, served

@@ -11,6 +11,7 @@ from acm_compiler import tasks
 from acm_compiler.passes.rewrite.conversion import Conversion
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.site import LinearRef
 from tests.helpers.build import acm_for, plan_of, planned_site
 
 WIDTH, TOKENS, CLASSES, N = 8, 5, 3, 4
@@ -55,6 +56,7 @@ def tiny_site(name: str, kind: str, *, calls: int = 1) -> PlannedSite:
     if kind == "mlp":
         return planned_site(name, dense_width=16, width=4, **common)
     linear = {"kind": "linear", "dense_width": None, "last": None, "act": "identity", "learner_act": "identity"}
+    linear |= {"first": (LinearRef(weight=f"{name}.weight", bias=f"{name}.bias"),)}
     return planned_site(name, **linear, width=2, k_min=1, **common)
 
 

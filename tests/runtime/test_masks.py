@@ -17,6 +17,7 @@ from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.runtime.masks import call_mask
 from acm_compiler.sources.inputs import by_name
 from tests.helpers.calibration_tiny import make_tiny, texts
+from tests.helpers.rewrite_cases import ALL, give_budgets, rewritten
 
 QUICK = Options(tokens=200, gate_steps=2, sample=1000)
 DATA = texts(12, batch=8)
@@ -220,3 +221,36 @@ def test_an_answer_of_another_kind_is_refused_in_words(answer, match):
     with pytest.raises(UsageError) as refusal:
         acm.calibrate(make_tiny(), DATA, answer=answer)
     assert re.search(match, str(refusal.value).replace("\n", " ")), refusal.value
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("int8", [False, True])
+def test_padding_that_is_skipped_runs_no_learner_and_changes_nothing_else(compiled, int8):
+    model, ids = rewritten(ALL["hf_bert"], init="random")[2].eval(), torch.randint(1, 50, (3, 7))
+    give_budgets(model)
+    acm.set_budget(model, 0.6)
+    if int8:
+        acm.quantize(model)
+    mask = torch.ones(3, 7, dtype=torch.bool)
+    mask[1, 4:] = mask[2, 1:] = False
+    run = torch.compile(model, backend="acm") if compiled else model
+    kept = {}
+    for site in acm.sites(model).values():
+        site.register_forward_hook(lambda site, _, y: kept.setdefault(site.name, []).append(y))
+
+    def logits(**options):
+        with torch.no_grad(), acm.batch(model, mask=mask, **options):
+            return run(input_ids=ids, attention_mask=mask.long()).logits
+
+    torch.testing.assert_close(logits(skip_padding=True), logits())
+    if not compiled:
+        for name, (skipped, whole) in kept.items():
+            assert torch.equal(skipped[0], whole[0]), name
+            nothing = acm.sites(model)[name].learners.weights().b_out[0]
+            torch.testing.assert_close(skipped[~mask], nothing.expand_as(skipped[~mask]))
+
+
+def test_skipping_padding_needs_a_mask():
+    model = rewritten(ALL["hf_bert"], init="random")[2]
+    with pytest.raises(UsageError, match="needs a mask"), acm.batch(model, skip_padding=True):
+        pass

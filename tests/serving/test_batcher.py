@@ -8,6 +8,7 @@ import pytest
 from acm_compiler.errors import UsageError
 from acm_compiler.serving.batcher import Batcher, Limits, ModelFailed, Refused, WorkerDied
 from acm_compiler.serving.controller import Controller
+from acm_compiler.serving.pace import Line, Pace
 
 SECONDS = 20  # far more than any test waits
 
@@ -49,7 +50,9 @@ def started():
 
     def make(run=echo, **limits):
         seen = Seen()
-        batcher = Batcher(run, Controller(low=0.5, high=0.5), Limits(**{"batch": 4, "wait_s": 0.0} | limits), seen)
+        limits = Limits(**{"batch": 4, "wait_s": 0.0} | limits)
+        controller = Controller(Pace({0.5: Line(0.01, 0.001)}), low=0.5, high=0.5)
+        batcher = Batcher(run, controller, limits, seen, cells=lambda example: example.get("cells", 1))
         batcher.start()
         made.append(batcher)
         return batcher, seen
@@ -94,6 +97,19 @@ def test_a_batch_waits_to_be_filled(started):
     held.go.set()
     results(futures)
     assert held.sizes == [4]
+
+
+def test_those_of_like_size_run_together_and_none_is_overtaken_for_long(started):
+    held = Held()
+    batcher, _ = started(held, batch=8)
+    first = batcher.submit([{"x": 0}])
+    assert held.began.wait(SECONDS)
+    sizes = [50, 2, 50, 3, 51, 2]
+    rest = [future for x, size in enumerate(sizes) for future in batcher.submit([{"x": x, "cells": size}])]
+    held.go.set()
+    assert [x for x, _ in results([*first, *rest])] == [0, *range(6)]
+    batcher.stop()
+    assert held.sizes == [1, 3, 3]
 
 
 def test_more_than_may_wait_is_refused_whole(started):

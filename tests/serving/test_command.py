@@ -64,8 +64,8 @@ def test_a_port_that_is_taken_is_refused(images):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (("--slo", "fast"), "--slo: no time"),
-        (("--max-wait", "2"), "--max-wait: no time"),
+        (("--slo", "fast"), "--slo must be a time"),
+        (("--max-wait", "2"), "a number and its unit"),
         (("--max-body", "much"), "--max-body must be a size"),
         (("--budgets", "1:.25"), "above the highest"),
         (("--budgets", "a:b"), "cannot be read"),

@@ -21,7 +21,7 @@ COMMANDS = [shlex.split(line)[1:] for line in LINES if line.startswith("acmc ")]
 def client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     small.save_texts(folder)
-    with TestClient(small.app_of(small.opened(folder, "embed"))[0]) as found:
+    with TestClient(small.app_of(small.opened(folder, "embed"), recalibrate=True)[0]) as found:
         yield found
 
 
@@ -42,7 +42,7 @@ def test_a_command_of_the_page_has_options_that_exist(words):
 
 def test_every_endpoint_of_the_page_is_there_and_the_other_way_round(client, tmp_path):
     small.save_images(tmp_path)
-    images = TestClient(small.app_of(small.opened(tmp_path, "classify"))[0])
+    images = TestClient(small.app_of(small.opened(tmp_path, "classify"), recalibrate=True)[0])
     paths = {path for each in (client, images) for path in each.get("/openapi.json").json()["paths"]}
     named = set(re.findall(r"^\| `(?:GET|POST) (/\S*)`", PAGE, re.MULTILINE))
     assert named == paths | {"/docs"}

@@ -71,12 +71,15 @@ def test_a_saved_directory_is_a_reference(tmp_path):
     assert parse_reference(str(tmp_path)) == ModelConfig(source="directory", name=str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["vit_b_16", "torchvision:", "trochvision:vit_b_16", "nowhere/at/all", ""])
+@pytest.mark.parametrize(
+    "text", ["vit_b_16", "torchvision:", "trochvision:vit_b_16", "nowhere/at/all", "", "my.models:mine"]
+)
 def test_what_is_no_reference_is_refused_with_the_forms_there_are(text):
     with pytest.raises(ModelSourceError, match="torchvision:NAME, timm:NAME, hf:PATH_OR_NAME") as caught:
         parse_reference(text)
     assert caught.value.exit_code == 2
     assert ("did you mean 'torchvision'" in str(caught.value)) == text.startswith("trochvision")
+    assert ("did you mean python:my.models:mine?" in str(caught.value)) == text.startswith("my.models")
 
 
 def test_folders_of_others_are_told_apart(tmp_path):

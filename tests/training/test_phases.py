@@ -1,5 +1,6 @@
 """The three phases: what each trains, by which loss, and what it leaves behind."""
 
+import copy
 import itertools
 import logging
 import re
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from acm_compiler import progress
+from acm_compiler.acm.reference import prefix_output
 from acm_compiler.errors import NoBudgetTable, SitesNotFitted, TrainingFailed, UsageError
-from acm_compiler.passes.rewrite.conversion import sites
+from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import relax, set_budget
@@ -20,6 +22,7 @@ from acm_compiler.training.loop import learning_rate
 from acm_compiler.training.loss_terms import losses
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import make_phase, run_schedule
+from acm_compiler.training.site_phases import start_projections
 from tests.helpers.training_runs import (
     changed,
     distill,
@@ -57,6 +60,30 @@ def test_a_phase_lowers_its_loss_and_changes_exactly_its_parameters(config, grou
     first, last = ([line[term] for line in part] for part in (lines[:5], lines[-5:]))
     assert sum(last) < 0.9 * sum(first)
     assert changed(before, model) == group
+
+
+def test_projections_begin_to_distill_as_the_best_factors_of_their_weights():
+    model, x_TD = make_model(), torch.randn(20, 8)
+    found = sites(model)
+    projections = {site.name: site for site in conversion(model).plan.sites if site.kind == "linear"}
+    before = {name: copy.deepcopy(acm.learners) for name, acm in found.items()}
+    start_projections(model)
+    assert projections
+    for name, acm in found.items():
+        unchanged = all(map(torch.equal, acm.learners.parameters(), before[name].parameters()))
+        assert unchanged == (name not in projections)
+    for name in projections:
+        learners, weight = found[name].learners, found[name].dense.weight
+        u, s, v = torch.linalg.svd(weight.double())
+        for k in range(1, learners.w_in.shape[0] + 1):
+            rank = k * learners.w_in.shape[1]
+            expected = x_TD.double() @ ((u[:, :rank] * s[:rank]) @ v[:rank]).T + found[name].dense.bias.double()
+            y = prefix_output(x_TD[:, : weight.shape[1]], learners.weights(), k)
+            torch.testing.assert_close(y, expected.float(), rtol=1e-4, atol=1e-5)
+    found[name].state, before = "learners", learners.w_in.clone()
+    learners.w_in.data.add_(1)
+    start_projections(model)
+    assert torch.equal(learners.w_in, before + 1)
 
 
 @pytest.mark.parametrize("config", [distill(), gate(), finetune()], ids=lambda c: c.phase)
@@ -214,7 +241,7 @@ def test_the_gradient_norm_is_limited(tmp_path):
     run_schedule(limited, [distill(steps=1, clip_norm=1e-9)], job_in(tmp_path / "b"))
     assert metrics(tmp_path / "a")[0]["grad_norm"] == metrics(tmp_path / "b")[0]["grad_norm"] > 1
     # gradients far below Adam's epsilon move nothing much
-    start, a, b = (next(iter(sites(m).values())).learners.w_out for m in (make_model(), free, limited))
+    start, a, b = (sites(m)["blocks.0.mlp"].learners.w_out for m in (make_model(), free, limited))
     assert (a - start).abs().max() > 50 * (b - start).abs().max() > 0
 
 
@@ -264,6 +291,7 @@ def test_a_site_loss_that_is_not_finite_stops_the_run_before_any_damage(tmp_path
     acm = sites(model)["blocks.1.mlp"]
     with torch.no_grad():
         acm.learners.w_in[0, 0, 0] = torch.nan
+    start_projections(model)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     with pytest.raises(TrainingFailed, match=r"distill, step 1: the loss of site blocks\.1\.mlp") as caught:
         run_schedule(model, [distill()], job_in(tmp_path))

@@ -73,10 +73,6 @@ def not_covered(
 
 def gate_not_covered(dtypes: tuple[torch.dtype, ...], *, width: int, arch: int) -> str | None:
     """Reason why such a gate is handed to the reference, None when the kernel runs it."""
-    from acm_compiler.codegen.gpu.gate_kernel import WIDEST  # imports triton
-
-    if width > WIDEST:
-        return f"the Triton kernel holds gates of up to {WIDEST} columns, not {width}"
     lacking = next((reason for dtype in dtypes if (reason := _machine_lacks(dtype, arch))), None)
     return lacking or UNBUILT.get((dtypes, width))
 

@@ -24,7 +24,8 @@ from acm_compiler.codegen.gpu.dispatch import (
     slots_of,
 )
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
-from acm_compiler.codegen.gpu.gate_kernel import GateSpec, gate_constants, gate_kernel, gate_options
+from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
+from acm_compiler.codegen.gpu.gate_plan import GateSpec, gate_constants, gate_options, part_constants, sum_constants
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (
@@ -45,8 +46,8 @@ from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
 from acm_compiler.errors import PackageMissing
 
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")
-_NUMBERS = ("T", "D_IN", "BLOCKS", "stride_x", "stride_a", "stride_w", "stride_r")
-_UNALIGNED = ("T", "BLOCKS", "cost", "eps", "knob", "k_lo", "k_hi")
+_NUMBERS = ("T", "D_IN", "BLOCKS", "PER", "SPANS", "stride_x", "stride_a", "stride_w", "stride_r")
+_UNALIGNED = ("T", "BLOCKS", "PER", "SPANS", "cost", "eps", "knob", "k_lo", "k_hi")
 _SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 _REGISTERS = 65536
 _INSTRUCTIONS = ("UTCHMMA", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
@@ -146,7 +147,7 @@ def _product(
 def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
     slots = slots_of(spec.learners)
     count = {"N": spec.learners, "SLOTS": slots, "BLOCK": 64}
-    place = {"PER": 4, "SLOTS": slots, "BLOCK": 256, "CHUNK": 64}
+    place = {"SLOTS": slots, "BLOCK": 256, "CHUNK": 64}
     return [
         Kernel(name="count", function=count_kernel, constants=count, options=kernel_options(warps=2) | {"debug": True}),
         Kernel(name="place", function=place_kernel, constants=place, options=kernel_options(warps=4)),
@@ -170,17 +171,30 @@ def _machine(arch: int) -> Machine:
     return Machine(arch=arch, processors=1, fenced=puts_fences())
 
 
-def gate_kernel_of(spec: GateSpec, arch: int, tokens: int) -> Kernel:
-    """The kernel that a gate of that many tokens starts on that architecture."""
-    constants = gate_constants(spec, tokens, interpret=False)
-    gate = f"*{spec.gate_dtype}"
+def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
+    """The kernels that a gate of that many tokens starts on that architecture: one, or two where it is split."""
+    machine, name = _machine(arch), "gate norm" if spec.norm else "gate"
+    if not spec.is_split(tokens):
+        return [_gate_kernel(name, gate_kernel, gate_constants(spec, tokens, interpret=False), spec, machine)]
+    parts, sums = (make(spec, tokens, interpret=False) for make in (part_constants, sum_constants))
+    return [
+        _gate_kernel(f"{name} parts", gate_part_kernel, parts, spec, machine),
+        _gate_kernel("gate sum", gate_sum_kernel, sums, spec, machine),
+    ]
+
+
+def _gate_kernel(name: str, function: Any, constants: dict[str, Any], spec: GateSpec, machine: Machine) -> Kernel:
+    """A kernel of a gate; without a norm its weights are constants."""
+    absent = () if spec.norm else ("norm_weight", "norm_bias")
+    types = dict.fromkeys(("w_inner", "b_inner", "w_outer", "b_outer"), f"*{spec.gate_dtype}")
+    types |= dict.fromkeys(("k_lo", "k_hi", "k_out"), "*i32")
+    types |= dict.fromkeys(("parts", "knob"), "*fp32") | dict.fromkeys(("cost", "eps"), "fp32")
     return Kernel(
-        name="gate norm" if spec.norm else "gate",
-        function=gate_kernel,
-        constants=constants if spec.norm else constants | {"norm_weight": None, "norm_bias": None},
-        options=gate_options(_machine(arch), constants),
-        operands={name: gate for name in ("w_inner", "b_inner", "w_outer", "b_outer")}
-        | {"knob": "*fp32", "k_lo": "*i32", "k_hi": "*i32", "k_out": "*i32", "cost": "fp32", "eps": "fp32"},
+        name=name,
+        function=function,
+        constants=constants | {operand: None for operand in function.arg_names if operand in absent},
+        options=gate_options(machine, constants),
+        operands=types,
     )
 
 

@@ -32,6 +32,13 @@ class Order(NamedTuple):
     counts: Tensor
 
 
+class Histogram(NamedTuple):
+    """Tokens with each k in blocks of so many `tokens`: int32 [blocks * slots]; a gate writes it beside k."""
+
+    counts: Tensor
+    tokens: int
+
+
 # debug=True keeps the assertion: a k outside [0, N] stops the kernel instead of reading what is not there
 @triton.jit(debug=True, do_not_specialize=["T"])
 def sort_kernel(perm, counts, k, T, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
@@ -62,9 +69,9 @@ def count_kernel(histogram, k, T, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK: t
     tl.store(histogram + block * SLOTS + slots, tl.sum(is_slot.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["T", "BLOCKS"])
+@triton.jit(do_not_specialize=["T", "BLOCKS", "PER"])
 def place_kernel(
-    perm, counts, k, histogram, T, BLOCKS, PER: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    perm, counts, k, histogram, T, BLOCKS, PER, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Sort BLOCK = PER histogram rows of tokens; every program sums the small histogram anew, which saves a launch."""
@@ -89,12 +96,12 @@ def place_kernel(
 
 
 class Sort:
-    """Launches that sort the tokens of a bucket: one kernel for few, else two."""
+    """Launches that sort the tokens of a bucket: one kernel for few, else two; a gate's histogram saves the first."""
 
     def __init__(self, learners: int, bucket: int) -> None:
         self._slots = slots = slots_of(learners)
         self._one: Launcher | None = None
-        if 1 << bucket <= _ONE_PROGRAM and slots <= 16:
+        if not is_counted(bucket, learners):
             # two kernels serve all buckets up to here
             block = _SMALL if 1 << bucket <= _SMALL else _ONE_PROGRAM
             constants = {"N": learners, "SLOTS": slots, "BLOCK": block}
@@ -103,23 +110,29 @@ class Sort:
         self._placed = _PLACED if 1 << bucket <= _MANY else 4 * _PLACED
         constants = {"N": learners, "SLOTS": slots, "BLOCK": _COUNTED}
         self._count = Launcher(count_kernel, constants, kernel_options(warps=2))
-        constants = {"PER": self._placed // _COUNTED, "SLOTS": slots, "BLOCK": self._placed, "CHUNK": 64}
+        constants = {"SLOTS": slots, "BLOCK": self._placed, "CHUNK": 64}
         self._place = Launcher(place_kernel, constants, kernel_options(warps=4))
 
-    def __call__(self, k_T: Tensor) -> Order:
-        """The order of T >= 1 tokens."""
+    def __call__(self, k_T: Tensor, histogram: Histogram | None = None) -> Order:
+        """The order of T >= 1 tokens; histogram: theirs, where a gate wrote it."""
         tokens, slots = k_T.shape[0], self._slots
         perm = k_T.new_empty(tokens, dtype=torch.int32)
+        counts = k_T.new_empty(slots, dtype=torch.int32)
         if self._one is not None:
-            counts = k_T.new_empty(slots, dtype=torch.int32)
             self._one(1, perm, counts, k_T, tokens)
             return Order(perm=perm, counts=counts)
-        blocks = blocks_in(tokens, _COUNTED)
-        counts = k_T.new_empty(slots, dtype=torch.int32)
-        histogram = k_T.new_empty(blocks * slots, dtype=torch.int32)
-        self._count(blocks, histogram, k_T, tokens)
-        self._place(blocks_in(tokens, self._placed), perm, counts, k_T, histogram, tokens, blocks)
+        if histogram is None:
+            blocks = blocks_in(tokens, _COUNTED)
+            histogram = Histogram(k_T.new_empty(blocks * slots, dtype=torch.int32), _COUNTED)
+            self._count(blocks, histogram.counts, k_T, tokens)
+        blocks, per = blocks_in(tokens, histogram.tokens), self._placed // histogram.tokens
+        self._place(blocks_in(tokens, self._placed), perm, counts, k_T, histogram.counts, tokens, blocks, per)
         return Order(perm=perm, counts=counts)
+
+
+def is_counted(bucket: int, learners: int) -> bool:
+    """True if the tokens of a bucket are sorted by a histogram of their k, not in one program."""
+    return 1 << bucket > _ONE_PROGRAM or slots_of(learners) > 16
 
 
 def sort_by_k(k_T: Tensor, learners: int) -> Order:

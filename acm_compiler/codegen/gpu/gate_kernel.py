@@ -1,45 +1,14 @@
-"""The gate in one kernel: linear, GELU, linear, utilities, choice; k of every token and nothing else is written."""
+"""The gate: linear, GELU, linear, utilities, choice; of T tokens k is written, and how many tokens of a block run each.
+
+One kernel, or for few tokens of a large gate two: products over parts of x, and what follows from their sums.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from acm_compiler.acm.arguments import GateArguments, GateWeights, part
-from acm_compiler.acm.reference import Norm
-from acm_compiler.codegen.gpu.activation import INTERPRETED, gelu
-from acm_compiler.codegen.gpu.blocks import kernel_options
-from acm_compiler.codegen.gpu.spec import DTYPES
-from acm_compiler.codegen.gpu.stages import Machine
-from acm_compiler.codegen.gpu.start import Launcher, blocks_in
-from acm_compiler.codegen.gpu.tiles import bucket_of
-from acm_compiler.planning.decisions import PlannedSite
-
-WIDEST = 256
-"""Columns of the gate's first product that one program holds; wider gates are not for this kernel."""
-_NARROWEST = 16  # of a matrix product
-_LARGE = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateSpec:
-    """One gate as its kernel sees it: dtype of the tokens and of the gate itself, sizes, rule; norm: tokens are
-    normalised first.
-    """
-
-    d_in: int
-    width: int
-    columns: int
-    k_min: int
-    rule: str
-    dtype: str
-    gate_dtype: str
-    norm: bool
+from acm_compiler.codegen.gpu.activation import gelu
 
 
 @triton.jit
@@ -98,150 +67,132 @@ def _best(u, choice, k_lo, k_hi, K_MIN: tl.constexpr, C: tl.constexpr):
     return tl.where(lost, most, tl.minimum(tl.maximum(best, least), most))
 
 
-@triton.jit(do_not_specialize=["T", "cost", "eps"], do_not_specialize_on_alignment=["knob", "k_lo", "k_hi"])
-def gate_kernel(
-    k_out, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, norm_weight, norm_bias, T, D_IN, stride_x, cost,
-    eps, G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr, EVEN: tl.constexpr,
-    NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr,
+@triton.jit
+def _product(
+    x_at, w_at, first, end, steps, shift, mean, scale, norm_weight, norm_bias, D_IN, EVEN: tl.constexpr,
+    NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr, GP: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """k_out [T]; w_inner [G, D_IN], w_outer [C, G]; knob fp32, k_lo and k_hi int32 scalars in memory.
-
-    NORM: x is read twice, the second time from a cache.
-    """
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    inner = tl.arange(0, GP)
-    outer = tl.arange(0, CP)
-    steps = tl.arange(0, BK)
-    x_at = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * stride_x + steps[None, :]
-    w_at = w_inner + tl.minimum(inner, G - 1)[None, :] * D_IN + steps[:, None]
-    if NORM:
-        shift = tl.load(x + tl.minimum(rows, T - 1).to(tl.int64) * stride_x).to(tl.float32)
-        mean, scale = _moments(x_at, shift, steps, D_IN, eps, BK)
+    """Rows of x times columns of the first weight over features [first, end), fp32 [BM, GP]; EVEN: whole steps."""
     acc = tl.zeros((BM, GP), tl.float32)
-    for k in range(0, D_IN, BK):
+    for k in range(first, end, BK):
         if EVEN:
             a = tl.load(x_at + k)
             b = tl.load(w_at + k)
         else:
-            a = tl.load(x_at + k, mask=(k + steps < D_IN)[None, :], other=0.0)
-            b = tl.load(w_at + k, mask=(k + steps < D_IN)[:, None], other=0.0)
+            a = tl.load(x_at + k, mask=(k + steps < end)[None, :], other=0.0)
+            b = tl.load(w_at + k, mask=(k + steps < end)[:, None], other=0.0)
         if NORM:
             a = _normalised(a, shift, mean, scale, norm_weight, norm_bias, k + steps, D_IN)
         if INTERPRET:  # the interpreter's dot takes bf16 for its bit pattern
             acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
         else:
             acc = tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _add_scores(
+    score, acc, b_inner, w_outer, inner, outer, G: tl.constexpr, C: tl.constexpr, INTERPRET: tl.constexpr
+):  # fmt: skip
+    """score + GELU(acc + b_inner) W_outer, of some of the G columns."""
     acc += tl.load(b_inner + inner, mask=inner < G, other=0.0).to(tl.float32)[None, :]
     h = gelu(acc, False, INTERPRET)
     real = (inner < G)[:, None] & (outer < C)[None, :]
     w = tl.load(w_outer + outer[None, :] * G + inner[:, None], mask=real, other=0.0)
-    score = tl.dot(h, w.to(tl.float32), input_precision="ieee")
+    return tl.dot(h, w.to(tl.float32), score, input_precision="ieee")
+
+
+@triton.jit
+def _choose(
+    k_out, histogram, score, b_outer, knob, k_lo, k_hi, rows, outer, T, cost, C: tl.constexpr, K_MIN: tl.constexpr,
+    RULE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Write k of rows from their scores, and, into this program's row of the histogram, how many have each."""
     score += tl.load(b_outer + outer, mask=outer < C, other=0.0).to(tl.float32)[None, :]
     choice = outer + K_MIN
     u = _utility(score, choice[None, :], tl.load(knob), cost, RULE)
-    tl.store(k_out + rows, _best(u, choice, tl.load(k_lo), tl.load(k_hi), K_MIN, C), mask=rows < T)
+    best = _best(u, choice, tl.load(k_lo), tl.load(k_hi), K_MIN, C)
+    if histogram is not None:
+        slots = tl.arange(0, SLOTS)
+        is_slot = (best[:, None] == slots[None, :]) & (rows < T)[:, None]
+        tl.store(histogram + tl.program_id(0) * SLOTS + slots, tl.sum(is_slot.to(tl.int32), 0))
+    tl.store(k_out + rows, best, mask=rows < T)
 
 
-def gate_spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> GateSpec:
-    """The spec of a planned site's gate, in the type of its tokens, by the rule of a calibrated one."""
-    kind = "fp32" if dtype == "tf32" else dtype
-    return GateSpec(
-        d_in=site.d_in,
-        width=site.gate_width,
-        columns=site.columns,
-        k_min=site.k_min,
-        rule="damage",
-        dtype=kind,
-        gate_dtype=kind,
-        norm=norm,
-    )
+@triton.jit(do_not_specialize=["T", "cost", "eps"], do_not_specialize_on_alignment=["knob", "k_lo", "k_hi"])
+def gate_kernel(
+    k_out, histogram, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, norm_weight, norm_bias, T, D_IN,
+    stride_x, cost, eps, G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr,
+    SLOTS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """k_out [T]; w_inner [G, D_IN], w_outer [C, G]; knob fp32, k_lo and k_hi int32 scalars in memory.
 
-
-def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
-    """Constants of `gate_kernel`; fp32 gates multiply in three tf32 parts, which keeps fp32's digits."""
-    width = max(_NARROWEST, triton.next_power_of_2(spec.width))
-    exact = "fp32" in (spec.dtype, spec.gate_dtype)
-    step = 64 // (2 if exact else 1) // (2 if width > _LARGE else 1)
-    # products of three parts and of normalised blocks take 32 rows: they stay off wgmma, whose register operands old
-    # ptxas gets wrong
-    rows = 32 if exact or spec.norm or width > _LARGE // 2 else 64
-    return {
-        "G": spec.width,
-        "C": spec.columns,
-        "K_MIN": spec.k_min,
-        "RULE": spec.rule,
-        "EVEN": spec.d_in % step == 0,
-        "NORM": spec.norm,
-        "PRECISION": "tf32x3",
-        "INTERPRET": interpret,
-        "GP": width,
-        "CP": max(_NARROWEST, triton.next_power_of_2(spec.columns)),
-        "BM": min(rows, max(_NARROWEST, triton.next_power_of_2(tokens))),
-        "BK": step,
-    }
-
-
-def gate_options(machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
-    """Warps and pipeline stages (see Machine for `fenced`)."""
-    unsafe = machine.bulk_copies and not machine.fenced and constants["BM"] >= 64
-    return kernel_options(warps=4, stages=1 if unsafe else 3)
-
-
-def run_gate(
-    call: GateArguments, *, cost: float, k_min: int, rule: str, machine: Machine, norm: Norm | None = None
-) -> Tensor:
-    """k of every token, int32 [T], as `acm::gate` gives it; scores are kept in fp32 throughout.
-
-    Types of tokens and weights are among DTYPES. norm: applied to the tokens first.
+    histogram [programs, SLOTS] or None. Columns of the first product are taken GP at a time; x is read again for each,
+    and once more before for NORM, from a cache.
     """
-    if not call.x.shape[0]:
-        return call.x.new_empty(0, dtype=torch.int32)
-    x_TD = call.x if call.x.stride(-1) == 1 else call.x.contiguous()
-    plan = GatePlan(call._replace(x=x_TD), cost=cost, k_min=k_min, rule=rule, machine=machine, norm=norm)
-    return plan(x_TD, call.knob, call.k_lo, call.k_hi)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    outer = tl.arange(0, CP)
+    steps = tl.arange(0, BK)
+    x_at = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * stride_x + steps[None, :]
+    shift, mean, scale = 0.0, 0.0, 0.0
+    if NORM:
+        shift = tl.load(x + tl.minimum(rows, T - 1).to(tl.int64) * stride_x).to(tl.float32)
+        mean, scale = _moments(x_at, shift, steps, D_IN, eps, BK)
+    score = tl.zeros((BM, CP), tl.float32)
+    for first in range(0, G, GP):
+        inner = first + tl.arange(0, GP)
+        w_at = w_inner + tl.minimum(inner, G - 1)[None, :] * D_IN + steps[:, None]
+        acc = _product(
+            x_at, w_at, 0, D_IN, steps, shift, mean, scale, norm_weight, norm_bias, D_IN, EVEN, NORM, PRECISION,
+            INTERPRET, BM, GP, BK,
+        )  # fmt: skip
+        score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, INTERPRET)
+    _choose(k_out, histogram, score, b_outer, knob, k_lo, k_hi, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)
 
 
-class GatePlan:
-    """The launch of one gate for calls like `call`, with as many tokens as its bucket has."""
+@triton.jit(do_not_specialize=["T", "eps"])
+def gate_part_kernel(
+    parts, x, w_inner, norm_weight, norm_bias, T, D_IN, stride_x, eps, G: tl.constexpr, SPAN: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr,
+    ROW: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """parts [spans, ROWS, ROW] fp32: first products of T <= ROWS rows over SPAN features each."""
+    BLOCKS: tl.constexpr = ROW // GP
+    tile = tl.program_id(0) // BLOCKS
+    rows = tile % (ROWS // BM) * BM + tl.arange(0, BM)
+    steps = tl.arange(0, BK)
+    inner = tl.program_id(0) % BLOCKS * GP + tl.arange(0, GP)
+    span = tile // (ROWS // BM)
+    x_at = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * stride_x + steps[None, :]
+    w_at = w_inner + tl.minimum(inner, G - 1)[None, :] * D_IN + steps[:, None]
+    shift, mean, scale = 0.0, 0.0, 0.0
+    if NORM:
+        shift = tl.load(x + tl.minimum(rows, T - 1).to(tl.int64) * stride_x).to(tl.float32)
+        mean, scale = _moments(x_at, shift, steps, D_IN, eps, BK)
+    acc = _product(
+        x_at, w_at, span * SPAN, tl.minimum((span + 1) * SPAN, D_IN), steps, shift, mean, scale, norm_weight, norm_bias,
+        D_IN, EVEN, NORM, PRECISION, INTERPRET, BM, GP, BK,
+    )  # fmt: skip
+    tl.store(parts + (span * ROWS + rows)[:, None] * ROW + inner[None, :], acc)
 
-    def __init__(
-        self,
-        call: GateArguments,
-        *,
-        cost: float,
-        k_min: int,
-        rule: str,
-        machine: Machine,
-        norm: Norm | None = None,
-        tokens: Any = None,
-    ) -> None:
-        weights = GateWeights(*(tensor.contiguous() for tensor in part(GateWeights, call)))
-        spec = GateSpec(
-            d_in=call.x.shape[1],
-            width=weights.w_inner.shape[0],
-            columns=weights.w_outer.shape[0],
-            k_min=k_min,
-            rule=rule,
-            dtype=DTYPES[call.x.dtype],
-            gate_dtype=DTYPES[weights.w_inner.dtype],
-            norm=norm is not None,
-        )
-        bucket = bucket_of(call.x.shape[0] if tokens is None else tokens)
-        constants = gate_constants(spec, 1 << bucket, interpret=INTERPRETED)
-        affine = (None, None) if norm is None else (norm.weight, norm.bias)
-        self._weights, self._d_in, self._rows = weights, spec.d_in, constants["BM"]
-        self._norm = tuple(None if tensor is None else tensor.contiguous() for tensor in affine)
-        self._numbers = cost, 0.0 if norm is None else norm.eps
-        self._start = Launcher(gate_kernel, constants, gate_options(machine, constants))
 
-    def __call__(self, x_TD: Tensor, knob: Tensor, k_lo: Tensor, k_hi: Tensor) -> Tensor:
-        """k [T] of T >= 1 tokens, whose rows are contiguous."""
-        tokens = x_TD.shape[0]
-        k_T = x_TD.new_empty(tokens, dtype=torch.int32)
-        programs, stride = blocks_in(tokens, self._rows), x_TD.stride(0)
-        bounds = knob, k_lo, k_hi
-        self._start(
-            programs, k_T, x_TD, *self._weights, *bounds, *self._norm, tokens, self._d_in, stride, *self._numbers
-        )
-        return k_T
+@triton.jit(do_not_specialize=["T", "cost"], do_not_specialize_on_alignment=["knob", "k_lo", "k_hi"])
+def gate_sum_kernel(
+    k_out, parts, b_inner, w_outer, b_outer, knob, k_lo, k_hi, T, SPANS, cost, G: tl.constexpr, C: tl.constexpr,
+    K_MIN: tl.constexpr, RULE: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr,
+    GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """k_out [T] from the parts [SPANS, ROWS, ROW] of the first product, which are added in their order."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    outer = tl.arange(0, CP)
+    score = tl.zeros((BM, CP), tl.float32)
+    for first in range(0, G, GP):
+        inner = first + tl.arange(0, GP)
+        here = (rows < T)[:, None] & (inner < G)[None, :]
+        acc = tl.zeros((BM, GP), tl.float32)
+        for span in range(0, SPANS):
+            acc += tl.load(parts + (span * ROWS + rows)[:, None] * ROW + inner[None, :], mask=here, other=0.0)
+        score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, INTERPRET)
+    _choose(k_out, None, score, b_outer, knob, k_lo, k_hi, rows, outer, T, cost, C, K_MIN, RULE, 1)

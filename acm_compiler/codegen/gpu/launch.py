@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
-from acm_compiler.codegen.gpu.dispatch import Order, Rows, Sort
+from acm_compiler.codegen.gpu.dispatch import Histogram, Order, Rows, Sort
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
@@ -38,8 +38,13 @@ from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
 class Plan(Protocol):
     """Launches for calls of one kind, with as many tokens as its bucket has."""
 
-    def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None) -> Tensor:
-        """y_{k(t)}(x_t) + residual_t, [T, O], of T >= 1 tokens; rows of x and of the residual are contiguous."""
+    def __call__(
+        self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, histogram: Histogram | None = None
+    ) -> Tensor:
+        """y_{k(t)}(x_t) + residual_t, [T, O], of T >= 1 tokens; rows of x and of the residual are contiguous.
+
+        histogram: of k, where the gate that chose it wrote one.
+        """
         ...
 
 
@@ -104,7 +109,9 @@ class FewPlan:
             build_options(spec, tiles.layer2, POINTERS, machine),
         )
 
-    def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, histogram: Histogram | None = None
+    ) -> Tensor:
         spec, tokens = self._spec, x_TD.shape[0]
         x_TD = x_TD if self._rows is None else self._rows(x_TD, None)
         h, y_TO = x_TD.new_empty(tokens, spec.hidden_row), x_TD.new_empty(tokens, spec.d_out)
@@ -137,8 +144,10 @@ class SortedPlan:
             for product in products_of(spec)
         ]
 
-    def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, order: Order | None = None) -> Tensor:
-        order = self._sort(k_T) if order is None else order
+    def __call__(
+        self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, histogram: Histogram | None = None
+    ) -> Tensor:
+        order = self._sort(k_T, histogram)
         y_TO = x_TD.new_empty(x_TD.shape[0], self._d_out)
         x_TD = x_TD if self._rows is None else self._rows(x_TD, order)
         h = x_TD if self._layer1 is None else self._layer1(x_TD, order)

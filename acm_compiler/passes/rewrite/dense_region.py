@@ -186,10 +186,11 @@ class DenseWeights:
         return DenseWeights(first=first, last=(self.last[0][:, order_F], self.last[1]), act=self.act)
 
 
-def read_dense(found: Rewritten) -> dict[str, DenseWeights]:
-    """The dense weights of every site; NoDenseRegion, with the site's name, where they are gone."""
-    tensors = named_tensors(found.model) | _replaced(found)
-    return {name: _weights_of(found.plan.site(name), tensors) for name in found.acms}
+def read_dense(found: Rewritten, names: Iterable[str] | None = None) -> dict[str, DenseWeights]:
+    """The dense weights of every site, or of those named; NoDenseRegion, with the site's name, where they are gone."""
+    wanted = {name: found.acms[name] for name in (found.acms if names is None else names)}
+    tensors = named_tensors(found.model) | _replaced(found, wanted)
+    return {name: _weights_of(found.plan.site(name), tensors) for name in wanted}
 
 
 @contextmanager
@@ -217,12 +218,12 @@ def broken_weights_named(found: Rewritten) -> Iterator[None]:
 def _broken_weights(found: Rewritten) -> dict[str, Tensor]:
     of_acms = {id(tensor) for acm in found.acms.values() for tensor in named_tensors(acm).values()}
     kept = {name: tensor for name, tensor in named_tensors(found.model).items() if id(tensor) not in of_acms}
-    return {name: t.detach() for name, t in (kept | _replaced(found)).items() if _is_broken(t)}
+    return {name: t.detach() for name, t in (kept | _replaced(found, found.acms)).items() if _is_broken(t)}
 
 
-def _replaced(found: Rewritten) -> dict[str, Tensor]:
-    """The tensors of all dense regions by their names in the model before the rewrite."""
-    held = (_held_by(acm, found.plan.site(name)) for name, acm in found.acms.items())
+def _replaced(found: Rewritten, acms: Mapping[str, ACM]) -> dict[str, Tensor]:
+    """The tensors of these ACMs' dense regions by their names in the model before the rewrite."""
+    held = (_held_by(acm, found.plan.site(name)) for name, acm in acms.items())
     return {name: tensor for tensors in held for name, tensor in tensors.items()}
 
 

@@ -28,7 +28,7 @@ from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.gpu.calls.kept import find_plan, keep_plan, kind_of_k, kind_of_rows, rounding
-from acm_compiler.codegen.gpu.gate_kernel import GatePlan
+from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
 from acm_compiler.codegen.gpu.launch import Plan, by_rows, plan_of
 from acm_compiler.codegen.gpu.spec import spec_of
 
@@ -119,7 +119,7 @@ def gate(x: Tensor, *tensors: Tensor, cost: float, k_min: int, rule: str) -> Ten
     if plan is None:
         return _gate_first(GateArguments(x, *tensors), kind, cost=cost, k_min=k_min, rule=rule)
     with on_device_of(x):
-        return plan(x, *scalars)
+        return plan(x, *scalars).k
 
 
 def _gate_first(call: GateArguments, kind: Hashable, **choices: Any) -> Tensor:
@@ -129,7 +129,7 @@ def _gate_first(call: GateArguments, kind: Hashable, **choices: Any) -> Tensor:
     reason = gpu.gate_not_covered(dtypes, width=width, arch=machine.arch)
     if reason is None:
         with on_device_of(call.x), gpu.unless_unbuilt((dtypes, width)):
-            return _start_gate_first(call, None, kind=kind, kept_by=call[1:5], machine=machine, **choices)
+            return _start_gate_first(call, None, kind=kind, kept_by=call[1:5], machine=machine, **choices).k
         reason = gpu.UNBUILT[dtypes, width]
     gpu.say_once(reason)
     return GATE_REFERENCE(*call, **choices)
@@ -143,15 +143,15 @@ def _start_gate_first(
     kept_by: tuple[Tensor | None, ...],
     machine: gpu.Machine,
     **choices: Any,
-) -> Tensor:
+) -> Choice:
     if not call.x.shape[0]:
-        return call.x.new_empty(0, dtype=torch.int32)
+        return Choice(call.x.new_empty(0, dtype=torch.int32), None)
     call = call._replace(x=by_rows(call.x))
     plan = GatePlan(aliases_of_gate(call), machine=machine, norm=_aliases_of_norm(norm), **choices)
-    k = plan(call.x, call.knob, call.k_lo, call.k_hi)
+    choice = plan(call.x, call.knob, call.k_lo, call.k_hi)
     if kind is not None:
         keep_plan(kept_by, kind, plan)
-    return k
+    return choice
 
 
 def gate_kind(
@@ -189,7 +189,8 @@ def gated_learners(*tensors: Any, norm_eps: float | None = None, form: str, act:
     plans = (find_plan(gate_weights, of_gate), find_plan(weights, kind))
     if None not in (of_gate, kind, *plans):
         with on_device_of(call.x):
-            return plans[1](call.x, plans[0](call.x, *scalars), call.residual)
+            choice = plans[0](call.x, *scalars)
+            return plans[1](call.x, choice.k, call.residual, choice.histogram)
     require_gated(call, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
     if _normed_is_covered(call, form, act):
         kept = {"machine": gpu.machine_of(call.x.device)}
@@ -197,8 +198,8 @@ def gated_learners(*tensors: Any, norm_eps: float | None = None, form: str, act:
             on_device_of(call.x),
             gpu.unless_unbuilt(normed_kind(call, form, act)),
         ):  # each kernel normalises as it reads x
-            k = _start_gate_first(gate_operands, norm, kind=of_gate, kept_by=gate_weights, **kept, **choices)
-            apart = LearnersArguments(call.x, k, *part(LearnerWeights, call), call.residual)
+            choice = _start_gate_first(gate_operands, norm, kind=of_gate, kept_by=gate_weights, **kept, **choices)
+            apart = LearnersArguments(call.x, choice.k, *part(LearnerWeights, call), call.residual)
             of = Weights(*part(LearnerWeights, call), act=act, form=form)
             return _start_first(apart, of, norm, kind=kind, kept_by=weights, **kept)
     return run_apart(*tensors, norm_eps=norm_eps, form=form, act=act, **choices)

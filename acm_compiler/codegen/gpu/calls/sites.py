@@ -75,7 +75,8 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
             site.plans[kind] = found
         return None
     with on_device_of(x):
-        y_TO = plans[1](x_TD, plans[0](x_TD, *scalars), None)
+        choice = plans[0](x_TD, *scalars)
+        y_TO = plans[1](x_TD, choice.k, None, choice.histogram)
     return y_TO if len(shape) == 2 else y_TO.view(*shape[:-1], -1)
 
 

@@ -22,7 +22,8 @@ from acm_compiler.acm.ops import GATE, LEARNERS, LIBRARY
 from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu.calls.operators import normed_kind
-from acm_compiler.codegen.gpu.gate_kernel import GatePlan
+from acm_compiler.codegen.gpu.dispatch import Histogram
+from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
 from acm_compiler.codegen.gpu.launch import by_rows, plan_of
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.start import building, tracing
@@ -59,11 +60,12 @@ def _learners(*tensors: Any, form: str, act: str) -> Tensor | None:
     call = LearnersArguments(*tensors)
     weights = Weights(*part(LearnerWeights, call), act=act, form=form)
     kind = form, act, call.x.dtype, tuple(call.w_in.shape)
-    return _launched(call, weights, None) if _can_launch(call, weights, None, kind) else None
+    return _launched(call, weights, None, None) if _can_launch(call, weights, None, kind) else None
 
 
 def _gate(*tensors: Any, **choices: Any) -> Tensor | None:
-    return _chosen(GateArguments(*tensors), None, **choices)
+    choice = _chosen(GateArguments(*tensors), None, **choices)
+    return None if choice is None else choice.k
 
 
 def _gated(*tensors: Any, form: str, act: str, norm_eps: float | None = None, **choices: Any) -> Tensor | None:
@@ -74,16 +76,17 @@ def _gated(*tensors: Any, form: str, act: str, norm_eps: float | None = None, **
     kind = (form, act, call.x.dtype, tuple(call.w_in.shape)) if norm is None else normed_kind(call, form, act)
     if not _can_launch(call, weights, norm, kind):
         return None
-    k = _chosen(gate_call(call, call.x), norm, **choices)
-    if k is None:
+    choice = _chosen(gate_call(call, call.x), norm, **choices)
+    if choice is None:
         return None
-    return _launched(LearnersArguments(call.x, k, *part(LearnerWeights, call), call.residual), weights, norm)
+    apart = LearnersArguments(call.x, choice.k, *part(LearnerWeights, call), call.residual)
+    return _launched(apart, weights, norm, choice.histogram)
 
 
-def _launched(call: LearnersArguments, weights: Weights, norm: Norm | None) -> Tensor:
+def _launched(call: LearnersArguments, weights: Weights, norm: Norm | None, histogram: Histogram | None) -> Tensor:
     x, residual = by_rows(call.x), None if call.residual is None else by_rows(call.residual)
     spec, machine = spec_of(x, weights, residual, norm=norm is not None), gpu.machine_of(x.device)
-    return plan_of(spec, weights, norm, machine, x.shape[0])(x, call.k.contiguous(), residual)
+    return plan_of(spec, weights, norm, machine, x.shape[0])(x, call.k.contiguous(), residual, histogram)
 
 
 def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm: Norm | None, kind: Hashable) -> bool:
@@ -110,7 +113,7 @@ def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm
     return _builds(kind, (spec, machine, _size(x)), build)
 
 
-def _chosen(call: GateArguments, norm: Norm | None, **choices: Any) -> Tensor | None:
+def _chosen(call: GateArguments, norm: Norm | None, **choices: Any) -> Choice | None:
     x, w_inner = by_rows(call.x), call.w_inner
     machine = gpu.machine_of(x.device)
     dtypes, width = (x.dtype, w_inner.dtype), w_inner.shape[0]

@@ -12,7 +12,7 @@ from acm_compiler.acm.arguments import GateArguments
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu.calls.kept import find_plan, keep_plan
 from acm_compiler.codegen.gpu.calls.operators import aliases_of, aliases_of_gate, gate_kind, learners_kind, on_device_of
-from acm_compiler.codegen.gpu.gate_kernel import GatePlan
+from acm_compiler.codegen.gpu.gate_plan import GatePlan
 from acm_compiler.codegen.gpu.launch import plan_of
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.start import building

@@ -1,0 +1,56 @@
+"""A server's start: what is measured and tried before the first request."""
+
+import copy
+
+import pytest
+import torch
+
+from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.runs.given import Given
+from acm_compiler.serving.open_served import ServeOptions, open_served
+from acm_compiler.serving.server import is_padding_idle, warm_up
+from acm_compiler.tasks.embed import Embed
+from tests.helpers import served as small
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    small.save_texts(folder)
+    return folder
+
+
+class OfAllTokens(Embed):
+    """Vectors that padding has a part in."""
+
+    def answer(self, output, mask=None):
+        return super().answer(output, None)
+
+
+def test_padding_is_skipped_where_answers_stay_the_same(texts):
+    served = small.opened(texts, "embed")
+    assert is_padding_idle(served, 0.3)
+    served.task = OfAllTokens()
+    assert not is_padding_idle(served, 0.3)
+
+
+def test_a_start_measures_the_pace_and_says_it(texts):
+    served, said = small.opened(texts, "embed"), []
+    pace = warm_up(served, 0.2, 1.0, 8, said.append)
+    assert all(pace.seconds(budget, cells) > 0 for budget in (0.2, 0.5, 1.0) for cells in (1, 100))
+    assert served.skips_padding and "at budget 0.6" in said[-1]
+    assert served.model is served.call and conversion(served.model).budget in (0.2, 0.6, 1.0)
+
+
+def test_a_dense_model_can_be_measured_too(texts):
+    served = copy.copy(small.opened(texts, "embed"))
+    served.found = served.use = None
+    assert warm_up(served, 1.0, 1.0, 4, lambda text: None).seconds(1.0, 8) > 0
+    assert not served.skips_padding
+
+
+def test_learners_are_quantised_where_that_is_asked_for(texts):
+    served = open_served(texts, Given.read("embed", None, None), ServeOptions(device="cpu", quantized="int8"))
+    assert conversion(served.model).quantized == "int8"
+    (vector,) = served.run([served.reader.sample(5)], [None], 0.5)
+    assert torch.isfinite(vector).all()

@@ -128,6 +128,23 @@ def test_no_tokens_have_gradients_of_zero(kind):
     assert [grad.shape for grad in found] == [t.shape for t in (x, *given)] and not any(grad.any() for grad in found)
 
 
+@pytest.mark.parametrize("relaxed", [False, True])
+def test_gradients_of_gradients_are_the_references(relaxed):
+    _, (x, nu, *tensors), options = call_of("mlp", 7)
+    weights = sorted_tokens.Weights(*tensors, act=options["act"], form=options["form"])
+    k, form = sorted_tokens.chosen(nu, 0), {"form": options["form"], "act": options["act"]}
+    found = []
+    for ours in (True, False):
+        if relaxed:
+            y = RELAXED(x, nu, *tensors, **options)[0] if ours else relaxed_output(x, nu, weights, 0)
+        else:
+            y = ops.LEARNERS(x, k, *tensors, **form) if ours else run_learners(x, k, weights)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), [x, tensors[0]], retain_graph=True))
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 def relaxed_model(dtype=torch.float32):
     """A model whose gates are sampled."""
     model = stack_of(planned_site("a", k_min=1), planned_site("b", kind="gated_mlp", learner_act="silu"), dtype=dtype)

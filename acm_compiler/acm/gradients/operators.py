@@ -7,6 +7,7 @@ as the kernels there compute them where they need them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from acm_compiler.acm.gradients.sorted_tokens import (
 )
 from acm_compiler.acm.operands import may_equal, require_learners
 from acm_compiler.acm.ops import FORM, LEARNERS, LIBRARY, run_call
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.reference import Weights, relaxed_output
 
 _CHOICE = f"Tensor x, Tensor nu, {schema(LearnerWeights)}, *, int k_min, {FORM}"
 LIBRARY.define(f"learners_backward(Tensor dy, {schema(LearnersArguments)}, *, {FORM}) -> Tensor[]")
@@ -92,9 +93,24 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
 
 def _run_backward(ctx, dy: Tensor):
     x, k, *weights = ctx.saved_tensors
-    dx, *others = LEARNERS_BACKWARD(dy, x, k, *weights, **ctx.options)
-    grads = dict(zip(learned(LearnersArguments(x, k, *weights)), others, strict=True))
-    return (dx, None, *(grads.get(name) for name in LearnerWeights._fields), dy if ctx.has_residual else None)
+    call = LearnersArguments(x, k, *weights)
+    if torch.is_grad_enabled() and call.s_in is None and x.shape[0]:
+        grads = _differentiable(run_call(call, **ctx.options), call._asdict(), ctx.needs_input_grad, dy)
+    else:
+        found = LEARNERS_BACKWARD(dy, x, k, *weights, **ctx.options)
+        grads = dict(zip(("x", *learned(call)), found, strict=True))
+    grads["residual"] = dy if ctx.has_residual else None
+    return tuple(grads.get(name) for name in LearnersArguments._fields)
+
+
+def _differentiable(
+    y: Tensor, inputs: dict[str, Tensor | None], wants: Sequence[bool], dy: Tensor
+) -> dict[str, Tensor | None]:
+    """Gradients by name that are to be differentiated, from a reference's output."""
+    named = zip(inputs.items(), wants, strict=False)
+    leaves = {name: tensor for (name, tensor), wants_it in named if wants_it and tensor is not None}
+    grads = torch.autograd.grad(y, list(leaves.values()), dy, create_graph=True, allow_unused=True)
+    return dict(zip(leaves, grads, strict=True))
 
 
 def _relaxed(x: Tensor, nu: Tensor, *tensors: Any, k_min: int, form: str, act: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,12 +175,18 @@ def _save_for_choice(ctx, inputs, keyword_only_inputs, output) -> None:
 
 
 def _run_choice_backward(ctx, dy: Tensor | None, *_: None):
-    wants = zip(_INPUTS, ctx.needs_input_grad, strict=False)
-    wanted = [name for name, wants_it in wants if wants_it]
+    a, up, *inputs = ctx.saved_tensors
+    wanted = [name for name, wants_it in zip(_INPUTS, ctx.needs_input_grad, strict=False) if wants_it]
     if dy is None:
         return (None,) * len(_INPUTS)
-    found = RELAXED_BACKWARD(dy, *ctx.saved_tensors, **ctx.options, wanted=wanted)
-    grads = dict(zip(wanted, found, strict=True))
+    if torch.is_grad_enabled():
+        x, nu, *tensors = inputs
+        k_min, options = ctx.options["k_min"], {name: ctx.options[name] for name in ("act", "form")}
+        y = relaxed_output(x, nu, Weights(*tensors, **options), k_min)
+        grads = _differentiable(y, dict(zip(_INPUTS, inputs, strict=True)), ctx.needs_input_grad, dy)
+    else:
+        found = RELAXED_BACKWARD(dy, a, up, *inputs, **ctx.options, wanted=wanted)
+        grads = dict(zip(wanted, found, strict=True))
     return tuple(grads.get(name) for name in _INPUTS)
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from acm_compiler.codegen.gpu.activation import activate
+from acm_compiler.codegen.gpu.activation import activate, derive
 from acm_compiler.codegen.gpu.blocks import find_band, k_of_rows, multiply, raster
-from acm_compiler.codegen.gpu.gradients.derivative import derive
 
 
 @triton.jit

@@ -52,8 +52,7 @@ def relaxed_backward(
     weights = Weights(*tensors, act=act, form=form)
     found = _run(dy, x, chosen(nu, k_min), weights, set(wanted), choice=(nu.dtype, k_min))
     if found is None:
-        options = {"k_min": k_min, "form": form, "act": act}
-        return plain.relaxed_backward(dy, a, up, x, nu, *tensors, **options, wanted=wanted)
+        return plain.relaxed_backward(dy, a, up, x, nu, *tensors, k_min=k_min, form=form, act=act, wanted=wanted)
     return [plain.own(found[name], dy) for name in wanted]
 
 
@@ -66,10 +65,12 @@ def _run(
     choice: tuple[torch.dtype, int] | None = None,
 ) -> dict[str, Tensor] | None:
     """Gradients by the kernels, None where they do not cover the call."""
-    machine, shape = gpu.machine_of(x.device), weights.w_in.shape
-    kind = "backward", weights.form, weights.act, x.dtype, shape
-    facts = {"form": weights.form, "act": weights.act, "dtype": x.dtype, "shape": shape, "arch": machine.arch}
-    reason = gpu.not_covered(**facts, is_int8=weights.is_int8) or gpu.UNBUILT.get(kind)
+    machine, shape, form, act = gpu.machine_of(x.device), weights.w_in.shape, weights.form, weights.act
+    kind = "backward", form, act, x.dtype, shape
+    lacking = gpu.not_covered(
+        form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_int8=weights.is_int8
+    )
+    reason = lacking or gpu.UNBUILT.get(kind)
     if reason is None and weights.is_nested and x.shape[0]:
         with on_device_of(x), gpu.unless_unbuilt(kind):
             return run_backward(dy, x, k, weights, wanted=wanted, machine=machine, choice=choice)

@@ -140,7 +140,7 @@ def test_every_activation_has_its_derivative(act):
 
 
 def test_a_token_of_nan_reaches_the_learners_that_it_runs_alone():
-    """Where learners are no parts of one block: their width is a multiple of its rows."""
+    """Learners do not share blocks here: their width is a multiple of a block's rows."""
     inputs = inputs_of(Case(**SMALL | {"width": 32}))
     inputs.x[7], inputs.k[7] = torch.nan, 1
     dy = torch.randn(40, 33)

@@ -1,7 +1,7 @@
 """Times on a CPU, as ratios to what Inductor makes of the dense model, interleaved in one run.
 
     python benchmarks/cpu.py sites [--tokens 1576] [--rounds 11]     one MLP and one projection of ViT-B, gate included
-    python benchmarks/cpu.py training [--tokens 1576] [--rounds 7]   forward and backward of that MLP, eager
+    python benchmarks/cpu.py training [--tokens 1576] [--rounds 7]   a step of that MLP, eager and compiled
     python benchmarks/cpu.py vit [--batch 8] [--rounds 5]            all of ViT-B, MLPs and q, k, v, o converted
 
 --dtype bfloat16 measures weights and inputs of that type; OMP_NUM_THREADS says how many threads run. In float32, "vit"
@@ -83,23 +83,26 @@ def training(tokens: int, rounds: int, *, dtype: torch.dtype) -> None:
     x = torch.randn(tokens, D).to(dtype).requires_grad_()
     dense, site = dense_site("mlp").to(dtype), drawn_site("mlp").to(dtype).train()
     site.layout = Layout()
+    ways = {"eager": (dense, site), "compiled": (torch.compile(dense), torch.compile(site, backend="acm"))}
     rows = []
     for gate in ("frozen", "relaxed"):
         site.temperature = None if gate == "frozen" else 0.8
         site.gate.requires_grad_(gate == "relaxed")
         for wanted in (0.25, 0.6, 1.0):
-            calls = {"dense": lambda: step(dense, x), "acm": lambda: step(site, x)}
             bias_to(site, x, wanted)
-            found = interleave(calls, base="dense", rounds=rounds)
-            rows.append([gate, f"{mean_k(site, x) / N:.2f}", *cells(found["acm"])])
-    print(tabulate(rows, headers=("gate", "k/N", "ms", "ratio", "q1", "q3"), tablefmt="github", disable_numparse=True))
+            for way, (base, ours) in ways.items():
+                calls = {"dense": lambda base=base: step(base, dense, x), "acm": lambda ours=ours: step(ours, site, x)}
+                found = interleave(calls, base="dense", rounds=rounds)
+                rows.append([gate, way, f"{mean_k(site, x) / N:.2f}", *cells(found["acm"])])
+    headings = ("gate", "way", "k/N", "ms", "ratio", "q1", "q3")
+    print(tabulate(rows, headers=headings, tablefmt="github", disable_numparse=True))
 
 
-def step(model: nn.Module, x: Tensor) -> None:
-    """One forward and backward; what relaxed gates chose is not kept."""
+def step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> None:
+    """One forward and backward of a model by a way to call it; what relaxed gates chose is not kept."""
     for tensor in (x, *model.parameters()):
         tensor.grad = None
-    model(x[None]).float().square().sum().backward()
+    call(x[None]).float().square().sum().backward()
     if isinstance(model, ACM):
         model.choices.clear()
 

@@ -13,7 +13,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from acm_compiler.acm.arguments import GatedArguments, LearnerWeights, part
 from acm_compiler.acm.gated_learners import GATED, gate_call, tokens_of
-from acm_compiler.acm.ops import GATE, LEARNERS, LEARNERS_BACKWARD
+from acm_compiler.acm.gradients.operators import LEARNERS_BACKWARD, RELAXED, RELAXED_BACKWARD
+from acm_compiler.acm.gradients.sorted_tokens import chosen, pays
+from acm_compiler.acm.ops import GATE, LEARNERS
+from acm_compiler.acm.reference import Weights
 
 
 def learners_macs(x: Tensor, k: Tensor, *tensors: Any, form: str) -> int:
@@ -43,9 +46,42 @@ def learners_flops(*tensors, form, act, out_val=None) -> int:
 
 
 @register_flop_formula(LEARNERS_BACKWARD, get_raw=True)
-def learners_backward_flops(dy, *tensors, form, act, out_val=None) -> int:
-    """FLOPs of the backward: the forward again, then the gradients of inputs and of weights."""
-    return 3 * 2 * learners_macs(*tensors, form=form)
+def learners_backward_flops(dy, x, k, *tensors, form, act, out_val=None) -> int:
+    """FLOPs of the backward: the first layer again (of learners over sorted tokens; else both), then all gradients."""
+    forward = learners_macs(x, k, *tensors, form=form)
+    weights = Weights(*tensors[: len(LearnerWeights._fields)], act=act, form=form)
+    if not pays(x, weights):
+        return 2 * 3 * forward
+    first, second = _layer_macs(weights)
+    return 2 * _learners_run(k, weights.learners) * (3 * first + 2 * second)
+
+
+@register_flop_formula(RELAXED, get_raw=True)
+def relaxed_flops(x, nu, *tensors, k_min, form, act, out_val=None) -> int:
+    """FLOPs of a relaxed choice: the first layer of all learners (on CUDA devices of those that run), the second."""
+    weights = Weights(*tensors, act=act, form=form)
+    first, second = _layer_macs(weights)
+    run = _learners_run(chosen(nu, k_min), weights.learners)
+    return 2 * ((run if x.device.type == "cuda" else x.shape[0] * weights.learners) * first + run * second)
+
+
+@register_flop_formula(RELAXED_BACKWARD, get_raw=True)
+def relaxed_backward_flops(dy, a, up, x, nu, *tensors, k_min, form, act, wanted, out_val=None) -> int:
+    """FLOPs of its backward: what reaches all learners, and all else of those that run; of what is wanted."""
+    weights = Weights(*tensors, act=act, form=form)
+    first, second = _layer_macs(weights)
+    of_branch = first // (1 if weights.w_up is None else 2)
+    each = {"x": first, "w_in": of_branch, "w_up": of_branch, "w_out": second}
+    run, tokens = _learners_run(chosen(nu, k_min), weights.learners), x.shape[0]
+    again = first if x.device.type == "cuda" else 0
+    whole = tokens * weights.learners * (second + again) + tokens * weights.b_out.numel()
+    return 2 * (whole + run * sum(each.get(name, 0) for name in wanted))
+
+
+def _layer_macs(weights: Weights) -> tuple[int, int]:
+    """MACs of one learner for one token: of its first layer, both branches, and of its second."""
+    first = weights.w_in[0].numel() * (1 if weights.w_up is None else 2)
+    return first, weights.w_in.shape[1] * weights.b_out.shape[1]
 
 
 @register_flop_formula(GATE, get_raw=True)

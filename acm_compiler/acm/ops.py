@@ -1,7 +1,7 @@
 """`acm::learners` and `acm::gate`: an ACM's operators, single nodes in compiled and exported graphs.
 
 y = learners(x, k) + residual, where `residual` [T, O] is optional (compilers put the bypass there).
-The eager kernel is the reference; backends register faster ones for the same name. Its backward recomputes.
+The eager kernel is the reference; backends register faster ones for the same name. Gradients: `gradients.operators`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from acm_compiler.acm import int8, sorted_tokens
+from acm_compiler.acm import int8
 from acm_compiler.acm.arguments import GateArguments, LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.context import transforms
+from acm_compiler.acm.gradients import sorted_tokens
 from acm_compiler.acm.intact import refuse_onnx
 from acm_compiler.acm.operands import may_equal, require_gate, require_learners
 from acm_compiler.acm.precision import autocast_type, without_autocast
@@ -46,12 +47,10 @@ FORM = "str form, str act"
 CHOICES = "float cost, int k_min, str rule"
 LIBRARY.define(f"learners({schema(LearnersArguments)}, *, {FORM}) -> Tensor")
 LIBRARY.define(f"learners_reference({schema(LearnersArguments)}, *, {FORM}) -> Tensor")
-LIBRARY.define(f"learners_backward(Tensor dy, {schema(LearnersArguments)}, *, {FORM}) -> Tensor[]")
 LIBRARY.define(f"gate({schema(GateArguments)}, *, {CHOICES}) -> Tensor")
 LIBRARY.define(f"gate_reference({schema(GateArguments)}, *, {CHOICES}) -> Tensor")
 LEARNERS = torch.ops.acm.learners
 REFERENCE = torch.ops.acm.learners_reference
-LEARNERS_BACKWARD = torch.ops.acm.learners_backward
 GATE = torch.ops.acm.gate
 GATE_REFERENCE = torch.ops.acm.gate_reference
 
@@ -76,6 +75,8 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
     if differentiated and not (transformed or pushed_forward) and sorted_tokens.pays(x_TD, weights):
         require_learners(LearnersArguments(x_TD, k_T, *tensors), form=form)
+        if _kernels_differentiate(x_TD):
+            return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
         return sorted_tokens.sorted_output(x_TD, k_T, weights)
     if differentiated and weights.is_int8:  # its rule knows what gradients of rounded values are
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
@@ -91,14 +92,27 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
 
 def relaxed(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:
     """`relaxed_output` for a nu that is one-hot in value, [T, O], with less work where it can be left out."""
-    dtype = autocast_type(x_TD.device)
-    plain = torch.compiler.is_compiling() or any(transforms()) or forward_ad._current_level >= 0
+    compiling = torch.compiler.is_compiling()
+    plain = forward_ad._current_level >= 0 or (not compiling and any(transforms()))
     if plain or not sorted_tokens.pays(x_TD, weights):
         return relaxed_output(x_TD, nu_TC, weights, k_min)
-    if dtype is None:
-        return sorted_tokens.sorted_relaxed(x_TD, nu_TC, weights, k_min)
-    with without_autocast(x_TD.device):
-        return sorted_tokens.sorted_relaxed(x_TD.to(dtype), nu_TC, cast_weights(weights, dtype), k_min)
+    dtype = autocast_type(x_TD.device)
+    if dtype is not None:
+        with without_autocast(x_TD.device):
+            return relaxed(x_TD.to(dtype), nu_TC, cast_weights(weights, dtype), k_min)
+    if compiling or _kernels_differentiate(x_TD):
+        options = {"k_min": k_min, "form": weights.form, "act": weights.act}
+        return torch.ops.acm.relaxed(x_TD, nu_TC, *weights.tensors, **options)[0]
+    return sorted_tokens.sorted_relaxed(x_TD, nu_TC, weights, k_min)
+
+
+def _kernels_differentiate(x_TD: Tensor) -> bool:
+    """True if kernels on that device know gradients: then operators run them, and the host reads no k."""
+    device = x_TD.device.type
+    if device == "cpu" or device not in _KERNELS:
+        return False
+    load_kernels(device)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners_backward", device.upper())
 
 
 def gate_is_operator(x_TD: Tensor) -> bool:
@@ -148,15 +162,6 @@ def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
     return Weights(*tensors, act=weights.act, form=weights.form)
 
 
-def _run(call: LearnersArguments, form: str, act: str, *, sorts: bool = False) -> Tensor:
-    """The reference; sorts: over sorted tokens where their gradients pay."""
-    require_learners(call, form=form)
-    weights = Weights(*part(LearnerWeights, call), act=act, form=form)
-    run = sorted_tokens.sorted_output if sorts and sorted_tokens.pays(call.x, weights) else run_learners
-    y = run(call.x, call.k, weights)
-    return y if call.residual is None else y + call.residual
-
-
 def load_kernels(device: str) -> bool:
     """Load the kernels for that type of device, once; True if they have taken over just now."""
     if device in _ASKED or device not in _KERNELS:
@@ -176,8 +181,15 @@ def _forward(x: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
     return op(x, *tensors, form=form, act=act)
 
 
+def run_call(call: LearnersArguments, *, form: str, act: str) -> Tensor:
+    """The reference of a call of `acm::learners`, checked."""
+    require_learners(call, form=form)
+    y = run_learners(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
+    return y if call.residual is None else y + call.residual
+
+
 def _reference(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
-    y = _run(LearnersArguments(x, *tensors), form, act)
+    y = run_call(LearnersArguments(x, *tensors), form=form, act=act)
     # an operator must not return an alias of what it was given
     return y.clone() if y.data_ptr() == x.data_ptr() and y.numel() else y
 
@@ -194,50 +206,6 @@ def fake_learners(*tensors: Any, form: str, act: str) -> Tensor:
     load_for_graph(call.x)
     require_learners(call, form=form, same=may_equal)
     return call.x.new_empty(call.x.shape[0], call.b_out.shape[1])
-
-
-def _backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
-    call = LearnersArguments(x.detach().requires_grad_(), k, *tensors)
-    learned = _learned(call)
-    if call.s_in is not None:  # gradients pass the rounding of weights and of activations as if there were none
-        floats = int8.dequantized(Weights(*part(LearnerWeights, call), act=act, form=form))
-        call = call._replace(**floats.tensors._asdict())
-    with torch.enable_grad():
-        leaves = {name: getattr(call, name).detach().requires_grad_() for name in learned}
-        inputs = [call.x, *leaves.values()]
-        y = _run(call._replace(**leaves), form, act, sorts=True)
-        grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
-    return [torch.zeros_like(i) if g is None else _own(g, dy) for i, g in zip(inputs, grads, strict=True)]
-
-
-def _learned(call: LearnersArguments) -> list[str]:
-    """Names of the weights that are there and have gradients: int8 ones have none, nor have their scales."""
-    fixed = ("x", "k") if call.s_in is None else ("x", "k", *int8.INTEGERS, *int8.SCALES)
-    return [name for name, tensor in call._asdict().items() if tensor is not None and name not in fixed]
-
-
-def _own(grad: Tensor, dy: Tensor) -> Tensor:
-    """A contiguous `grad` that is no alias of `dy`: a compiler may go on writing there."""
-    return grad.clone() if grad.data_ptr() == dy.data_ptr() else grad.contiguous()
-
-
-def _backward_fake(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor]:
-    call = LearnersArguments(x, k, *tensors)
-    require_learners(call, form=form, same=may_equal)
-    return [t.new_empty(t.shape) for t in (x, *(getattr(call, name) for name in _learned(call)))]
-
-
-def _save_for_backward(ctx, inputs, keyword_only_inputs, output) -> None:
-    call = LearnersArguments(*inputs)
-    ctx.save_for_backward(call.x, call.k, *part(LearnerWeights, call))
-    ctx.has_residual, ctx.options = call.residual is not None, keyword_only_inputs
-
-
-def _run_backward(ctx, dy: Tensor):
-    x, k, *weights = ctx.saved_tensors
-    dx, *others = LEARNERS_BACKWARD(dy, x, k, *weights, **ctx.options)
-    grads = dict(zip(_learned(LearnersArguments(x, k, *weights)), others, strict=True))
-    return (dx, None, *(grads.get(name) for name in LearnerWeights._fields), dy if ctx.has_residual else None)
 
 
 def _gate(x: Tensor, *tensors: Tensor, **options) -> Tensor:
@@ -289,8 +257,5 @@ torch.library.register_fake("acm::gate", fake_gate, lib=LIBRARY)
 map_tokens(GATE, GateArguments, "gate")
 torch.library.impl("acm::learners", "CompositeExplicitAutograd", _forward, lib=LIBRARY)
 torch.library.impl("acm::learners_reference", "CompositeExplicitAutograd", _reference, lib=LIBRARY)
-torch.library.impl("acm::learners_backward", "CompositeExplicitAutograd", _backward, lib=LIBRARY)
 torch.library.register_fake("acm::learners", fake_learners, lib=LIBRARY)
-torch.library.register_fake("acm::learners_backward", _backward_fake, lib=LIBRARY)
-torch.library.register_autograd("acm::learners", _run_backward, setup_context=_save_for_backward, lib=LIBRARY)
 map_tokens(LEARNERS, LearnersArguments, "weights")

@@ -25,11 +25,13 @@ from acm_compiler.checkpoint.save import digest, file_digest, graph_digest
 from acm_compiler.checkpoint.source import first_difference
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
 from acm_compiler.errors import PlanMismatch, StorageError
+from acm_compiler.evaluation.times import load_times
 from acm_compiler.files import folder_at, parse_json
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
 from acm_compiler.passes.rewrite.conversion import Conversion, rewritten, sites
 from acm_compiler.passes.rewrite.revert import finalize
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert, copied
+from acm_compiler.planning.call_times import CallTimes
 from acm_compiler.planning.plan import Plan, fits, warn_of_class
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.int8_linear import replace_linears
@@ -68,6 +70,7 @@ def load(
     else:
         model = _from_source(plan, description, budgets, stored, folder, allow_code=allow_code)
     _restore_budgets(model, budgets, folder)
+    rewritten(model).owner.times = _times(folder, description["save"])
     restore_generation(model, folder)
     return model.eval()
 
@@ -269,6 +272,16 @@ def _give_values(model: nn.Module, budgets: dict[str, Any], stored: Stored, fold
     for acm in sites(model).values():
         renew_run_time(acm)
         mark_initialized(acm)
+
+
+def _times(folder: Path, save: str) -> CallTimes | None:
+    """Times of the model that lies here, None where none were measured or they cannot be read, which the log says."""
+    try:
+        times = load_times(folder)
+    except StorageError as error:
+        _LOG.warning("%s", error)
+        return None
+    return times.of_calls if times is not None and times.save == save else None
 
 
 def _restore_budgets(model: nn.Module, budgets: dict[str, Any], folder: Path) -> None:

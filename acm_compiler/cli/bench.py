@@ -130,15 +130,14 @@ def _machine(run: SavedRun) -> dict[str, Any]:
     import torch
 
     from acm_compiler.evaluation.bench import clock
+    from acm_compiler.planning.call_times import device_name
     from acm_compiler.recipe.resolved import installed_version
 
     names = ("torch", "acm_compiler")
     place = next(run.model.parameters()).device
-    on_cpu = place.type == "cpu"
-    card = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
     return {
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in names}},
-        "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}" if on_cpu else card,
+        "device": device_name(place),
         "clock": clock(place.type)[0],
         "threads": torch.get_num_threads(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

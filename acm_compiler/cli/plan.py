@@ -17,9 +17,9 @@ from acm_compiler.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.advice import Advice
-    from acm_compiler.planning.expected_time import Device
     from acm_compiler.planning.plan import Plan
     from acm_compiler.recipe import ModelConfig, Recipe
+    from acm_compiler.recipe.schema import TargetConfig
     from acm_compiler.sources.build import BuiltModel
 
 
@@ -58,25 +58,24 @@ def plan(
 ) -> None:
     """Print the cost report of a recipe or a model."""
     from acm_compiler.files import write_file
-    from acm_compiler.planning.expected_time import device_of
     from acm_compiler.runs.given import parse_budgets
 
     output = Output(json=json)
-    target = None if device is None else device_of(device)
+    target = _target(device)
     named = parse_budgets(",".join(budget)) if budget else []
     settings = {"auto_class": auto_class} if auto_class else {}
     source = read_what(what, overrides or [], **settings, **({"trust_remote_code": True} if trust_remote_code else {}))
     chosen = {"sites": sites, "include": include, "exclude": exclude, "learners": learners}
-    built, made, advice, asked = _make(source, what, example, {k: v for k, v in chosen.items() if v is not None})
+    built, made, advice, budgets = _make(source, what, example, {k: v for k, v in chosen.items() if v is not None})
     if out is not None:
         write_file(out, made.to_json() + "\n")
-    table, times = ("", {}) if target is None else _times(made, target)
+    table, times = _times(made, target or getattr(source, "target", None))
     facts = made.as_json() | {"advice": [entry.as_json() for entry in advice]} | times
     if not json:
         output.say(_cost_table(built, made, named, per_site=per_site) + table)
         for entry in advice:
             output.say(f"advice: {entry}")
-    _conclude(made, [*asked, *((None, value) for value in named)], facts, output)
+    _conclude(made, [*budgets, *((None, value) for value in named)], facts, output)
 
 
 def _cost_table(built: BuiltModel, made: Plan, named: Sequence[float | str], *, per_site: bool) -> str:
@@ -91,13 +90,24 @@ def _cost_table(built: BuiltModel, made: Plan, named: Sequence[float | str], *, 
     return cost_table(made.cost, budgets=shown or BUDGETS, per_site=per_site, torch_macs=counted)
 
 
-def _times(made: Plan, device: Device) -> tuple[str, dict[str, Any]]:
-    """Times of the sites on a device, measured or else expected: as text below the costs, and for the document."""
-    from acm_compiler.planning.cost_table import BUDGETS
-    from acm_compiler.planning.expected_time import expected_times, time_table
-    from acm_compiler.planning.measured_time import MEASURED, read_measured
+def _target(device: str | None) -> TargetConfig | None:
+    """The target of that name, for calls like the example; UsageError for an unknown one."""
+    from acm_compiler.planning.expected_time import device_of
+    from acm_compiler.recipe.schema import TargetConfig
 
-    times = expected_times(made.sites, device, BUDGETS, read_measured(MEASURED, device.name))
+    return None if device is None else TargetConfig.model_validate({"device": device_of(device).name.lower()})
+
+
+def _times(made: Plan, config: TargetConfig | None) -> tuple[str, dict[str, Any]]:
+    """Times of the sites on a device, measured or else expected: as text below the costs, and for the document."""
+    if config is None:
+        return "", {}
+    from acm_compiler.planning.cost_table import BUDGETS
+    from acm_compiler.planning.expected_time import time_table
+    from acm_compiler.planning.target import Target
+
+    target = Target.of(config, share=1.0)
+    times, device = target.times(made.sites, made.model.batch, BUDGETS), target.device
     facts = {"device": device.name, "shares": list(BUDGETS), "sites": [time.as_json() for time in times]}
     return "\n" + time_table(times, device, BUDGETS), {"times": facts}
 

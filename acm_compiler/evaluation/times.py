@@ -10,6 +10,7 @@ from typing import Any
 
 from acm_compiler.evaluation.wording import budget_names
 from acm_compiler.files import read_result, write_file
+from acm_compiler.planning.call_times import CallTime, CallTimes
 from acm_compiler.recipe.messages import checked_json
 
 SCHEMA = 1
@@ -60,6 +61,13 @@ class Times:
         """The rows of one contender at one batch size, by rising budget."""
         found = [row for row in self.rows if (row.contender, row.batch) == (contender, batch)]
         return sorted(found, key=lambda row: row.budget or 0)
+
+    @property
+    def of_calls(self) -> CallTimes:
+        """The times of the compiled converted model, by which budgets are chosen."""
+        ours = [row for row in self.rows if row.contender == OURS]
+        calls = (CallTime(batch=row.batch, budget=row.budget, ms=row.time_ms) for row in ours if row.budget is not None)
+        return CallTimes(device=self.device, calls=tuple(calls))
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -15,6 +15,8 @@ from acm_compiler.site import Site
 
 _GATE_STEP = 8
 _CLASSES = ("mlp", "attn")
+NOT_SELECTED = "not selected"
+"""Reason why a site without a rule stays dense."""
 
 
 def choose_rules(found: Sequence[Site], rules: Sequence[SiteRule]) -> dict[str, SiteRule]:

@@ -105,6 +105,15 @@ class BudgetsConfig(Section):
     """The budgets at which the finished model is measured."""
 
 
+class TargetConfig(Section):
+    """A GPU whose times of sites decide what is converted: those measured there, else expected ones."""
+
+    device: Literal["a100", "h100", "h200"]
+    """Its name."""
+    batch: Count | None = None
+    """Examples per call; null: as many as the plan's example inputs hold."""
+
+
 class QuantizeConfig(Section):
     """Parts of a model that get int8 weights once the schedule is done."""
 
@@ -208,6 +217,8 @@ class Recipe(Section):
     """Size of gates."""
     budgets: BudgetsConfig = BudgetsConfig()
     """Budgets that gates are trained for and measured at."""
+    target: TargetConfig | None = None
+    """GPU that the plan is for: sites that would be slower there as ACMs, at budgets.train, stay dense."""
     schedule: Many[Phase] = ()
     """Phases in the order they run."""
     run: RunConfig = RunConfig()

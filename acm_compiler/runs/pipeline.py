@@ -19,7 +19,8 @@ from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.passes.survey import Findings, analyze
 from acm_compiler.planning.check_schedule import check_schedule
 from acm_compiler.planning.plan import Plan
-from acm_compiler.planning.planner import choose_rules, notes_on, plan_sites
+from acm_compiler.planning.planner import NOT_SELECTED, choose_rules, notes_on
+from acm_compiler.planning.target import Target, plan_sites_for
 from acm_compiler.progress import Say
 from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.messages import wrong_values
@@ -70,19 +71,25 @@ def plan(
     return decide(found, rules, size)
 
 
-def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig) -> Plan:
-    """findings -> plan, by the rules."""
+def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig, *, target: Target | None = None) -> Plan:
+    """findings -> plan, by the rules; what would be slower on a target stays dense."""
     chosen = choose_rules(found.sites, rules)
-    planned = plan_sites(found.sites, chosen, gate)
+    planned, slower = plan_sites_for(target, found.sites, chosen, gate, examples=found.model.batch)
+    notes = notes_on(planned, chosen)
+    if target is not None and slower:
+        notes = (*notes, target.note(list(slower)))
+    kept = {site.name for site in planned}
     left = [
-        Skip(name=s.name, reason="not selected", macs=0, source=s.source) for s in found.sites if s.name not in chosen
+        Skip(name=s.name, reason=slower.get(s.name, NOT_SELECTED), macs=0, source=s.source)
+        for s in found.sites
+        if s.name not in kept
     ]
     made = Plan(
         model=found.model,
         sites=planned,
         skipped=(*found.skipped, *left),
-        kept=tuple(kept_dense(found.flow, planned, found.skipped)),
-        notes=notes_on(planned, chosen),
+        kept=tuple(kept_dense(found.flow, planned, (*found.skipped, *left))),
+        notes=notes,
     )
     dump("20_plan.json", made.to_json)
     return made
@@ -93,19 +100,26 @@ def plan_model(
 ) -> tuple[BuiltModel, Plan, list[Advice]]:
     """The model that a reference names, without weights, its plan, and what converting more would buy."""
     built = build(model, device="meta", example=example)
-    return built, *_decide_and_advise(built, rules, GateConfig())
+    return built, *_decide_and_advise(built, rules, GateConfig(), None)
 
 
 def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[BuiltModel, Plan, list[Advice]]:
     """The model of a recipe, without weights, the plan that its rules make, and advice; needs no data."""
     recipe = expand_paths(recipe.model_copy(update={"data": None}))
     built = build(recipe.model, device="meta", example=example or recipe.input)
-    return built, *_decide_and_advise(built, recipe.sites, recipe.gate)
+    return built, *_decide_and_advise(built, recipe.sites, recipe.gate, target_of(recipe))
 
 
-def _decide_and_advise(built: BuiltModel, rules: Sequence[SiteRule], gate: GateConfig) -> tuple[Plan, list[Advice]]:
+def target_of(recipe: Recipe) -> Target | None:
+    """The device that a recipe's plan is for, if it names one."""
+    return None if recipe.target is None else Target.of(recipe.target, recipe.budgets.train)
+
+
+def _decide_and_advise(
+    built: BuiltModel, rules: Sequence[SiteRule], gate: GateConfig, target: Target | None
+) -> tuple[Plan, list[Advice]]:
     found = _survey(built)
-    made = decide(found, rules, gate)
+    made = decide(found, rules, gate, target=target)
     return made, advise(found, made, rules, gate)
 
 
@@ -121,7 +135,7 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(recipe.run.seed)
     built = build(recipe.model, device="cpu", example=recipe.input)
     found = _survey(built)
-    made = decide(found, recipe.sites, recipe.gate)
+    made = decide(found, recipe.sites, recipe.gate, target=target_of(recipe))
     say(str(made))
     for name in check_recipe(recipe, built.model, made):
         built.model.get_parameter(name).requires_grad_(False)

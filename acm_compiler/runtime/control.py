@@ -17,6 +17,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.module import Phase
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError, a_few_of
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten, refuse_quantized, rewritten, wholly_rewritten
+from acm_compiler.planning.call_times import AskedTime, CallTimes, asked_time, device_name
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
 from acm_compiler.runtime.masks import unwatch_padding, watch_padding
@@ -110,6 +111,8 @@ def set_budget(
     the table does not know, it is the most that can be.
 
     budget: a share of learner MACs (0.4), "60%" of the dense model's MACs, "11 GMACs", or None for the recipe's own;
+    "9 ms", or "9 ms at 8" for a batch of 8: the largest budget that `acmc bench` measured within that time, at the
+    batch size measured nearest to it (unless said, 1), of a model loaded from the folder that holds `bench.json`;
     or one per phase of a decoder, {"prefill": 0.8, "decode": 0.4}: decode is a call with one token per sequence, all
     else is prefill; then the shares come back by phase. cap: an upper bound on every token's k, as a share of N.
     The choice holds for the whole model until changed. Raises BudgetUnreachable (with the range), NoBudgetTable when
@@ -123,6 +126,8 @@ def set_budget(
     wanted = owner.default_budget if budget is None else budget
     if wanted is None:
         raise _no_own_budget(owner)
+    if (time := asked_time(wanted)) is not None:
+        wanted = _times_of(found, time).budget_within(time)
     if not isinstance(wanted, Mapping):
         _refuse_dense(found, wanted, cap)
         return min(spend(found, wanted, cap), _largest_share(found))
@@ -134,6 +139,25 @@ def set_budget(
     owner.budget, owner.cap = {phase: share for phase, (_, share) in phases.items()}, cap
     most = _largest_share(found)
     return {phase: min(setting.share, most) for phase, (setting, _) in phases.items()}
+
+
+def _times_of(found: Rewritten, asked: AskedTime) -> CallTimes:
+    """The times that were measured of this model. NoBudgetTable without any, UsageError for another device's."""
+    times, here = found.owner.times, next(iter(found.acms.values())).knob.device
+    if times is None or not times.calls:
+        raise NoBudgetTable(
+            "no times of this model have been measured, so no budget belongs to this one",
+            found=str(asked),
+            fix="acmc bench DIR measures the model saved in DIR; then acm.load(DIR); or name a share, such as 0.6",
+        )
+    if times.device != device_name(here):
+        raise UsageError(
+            "the times of this model were measured on another device",
+            found=times.device,
+            expected=device_name(here),
+            fix="measure here: acmc bench DIR; then acm.load(DIR)",
+        )
+    return times
 
 
 def spend(found: Rewritten, wanted: float | str, cap: float | None = None) -> float:
@@ -187,6 +211,10 @@ def _check_phases(found: Rewritten, wanted: Mapping[str, float | str]) -> tuple[
     """Both phases. UsageError for other names, LayoutUnknown where a site cannot tell them apart."""
     if set(wanted) != set(PHASES):
         raise UsageError("budgets per phase name both phases", found=", ".join(wanted), expected=", ".join(PHASES))
+    if times := [budget for budget in wanted.values() if asked_time(budget)]:
+        raise UsageError(
+            "times are of whole calls, not of a phase", found=repr(times[0]), expected="shares, such as 0.6"
+        )
     for name, acm in found.acms.items():
         if acm.layout is None or acm.layout.folds != 1:
             raise LayoutUnknown(

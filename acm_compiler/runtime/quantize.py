@@ -55,7 +55,7 @@ def quantize(
     for acm in found.acms.values():
         acm.learners.quantize()
     replace_linears(found.model, names)
-    found.owner.quantized, found.owner.rest = to, tuple(names)
+    found.owner.quantized, found.owner.rest, found.owner.times = to, tuple(names), None
     return model
 
 

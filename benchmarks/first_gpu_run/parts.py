@@ -33,6 +33,7 @@ PARTS = {
         Part(name="forms", run="correctness.forms", seconds=150, vital=True, processes=8),
         Part(name="nan", run="correctness.not_a_number", seconds=60, vital=True),
         Part(name="gates", run="correctness.gates", seconds=60, vital=True),
+        Part(name="gradients", run="gradients.exact", seconds=120, vital=True, differentiates=True, processes=4),
         Part(name="answers", run="correctness.answers", seconds=150, vital=True, processes=4),
         Part(name="tests", run="sanitizer.tests", seconds=240, interpreted=False),
         Part(name="memcheck", run="sanitizer.sanitized", given=("memcheck",), seconds=120),

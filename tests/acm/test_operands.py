@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acm_compiler.acm import ops
 from acm_compiler.acm.gated_learners import GATED
+from acm_compiler.acm.gradients.operators import LEARNERS_BACKWARD
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.cpu import build as build_cpu
 from acm_compiler.codegen.cpu.levels import levels_here
@@ -42,7 +43,7 @@ IMPLEMENTATIONS = {
         "reference": ops.REFERENCE,
         "traced": traced(ops.LEARNERS),
         "cuda": operators.learners,  # looks at no device before it has looked at the operands
-        "backward": lambda *args, **kwargs: ops.LEARNERS_BACKWARD(torch.randn(T, OUT), *args, **kwargs),
+        "backward": lambda *args, **kwargs: LEARNERS_BACKWARD(torch.randn(T, OUT), *args, **kwargs),
     },
     "gate": {
         "native": ops.GATE,

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import acm_compiler as acm
 from acm_compiler.checkpoint import save_id
 from acm_compiler.cli import app
 from acm_compiler.data import as_batch
-from acm_compiler.errors import DataError, UsageError
-from acm_compiler.evaluation.times import Times, load_times, save_times
+from acm_compiler.errors import DataError, NoBudgetTable, UsageError
+from acm_compiler.evaluation.times import OURS, Times, load_times, save_times
 from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.planning.call_times import device_name
 from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.sources.build import build
@@ -156,6 +158,21 @@ def test_times_of_another_model_are_left_out_of_the_report(out):
     done = acmc("report", out, *ON_DATA, *BASE)
     assert done.exit_code == 0 and "bench.json is of another model" in done.stderr, done.stderr
     assert "Time over budget" not in (out / "report" / "index.html").read_text()
+
+
+def test_a_folder_with_times_of_this_device_takes_a_time_for_a_budget(out, caplog):
+    (base, _), here = tour_model.model(), device_name(torch.device("cpu"))
+    slow, fast = (
+        replace(TIMES.rows[0], contender=OURS, batch=4, budget=b, time_ms=ms) for b, ms in ((1.0, 9), (0.7, 4))
+    )
+    save_times(out, replace(TIMES, rows=(slow, fast), save=save_id(out), device=here))
+    assert acm.set_budget(acm.load(out, base_model=base), "5 ms") == pytest.approx(0.7)
+    save_times(out, replace(TIMES, rows=(slow, fast), device=here))
+    with pytest.raises(NoBudgetTable, match="no times of this model"):
+        acm.set_budget(acm.load(out, base_model=base), "5 ms")
+    (out / "bench.json").write_text("{")
+    acm.load(out, base_model=base)
+    assert "times that cannot be read" in caplog.text
 
 
 def test_bench_keeps_its_times_and_times_a_dense_model_of_random_weights_where_no_other_is_to_be_had(

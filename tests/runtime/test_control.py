@@ -26,6 +26,7 @@ from acm_compiler.errors import (
     UsageError,
 )
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
+from acm_compiler.planning.call_times import CallTime, CallTimes, device_name
 from acm_compiler.planning.cost import gate_macs_per_token, macs_per_learner
 from acm_compiler.runtime.budgets import parse_budget, setting_of
 from acm_compiler.runtime.control import FixedK, Gated, Relaxed, relax, run_mode, set_budget, set_k
@@ -525,3 +526,27 @@ def test_status_tells_a_cap_and_takes_no_budget_for_a_fixed_k(model):
     assert f"{len(model.acms)} of {len(model.acms)} sites run a fixed k" in str(status(model))
     set_budget(model, 1.0)
     assert "at most" not in str(status(model)) and "fixed k" not in str(status(model))
+
+
+def timed(model, device: str | None = None):
+    """The model with measured times of its calls."""
+    calls = (CallTime(batch=1, budget=0.3, ms=4.0), CallTime(batch=1, budget=0.7, ms=8.0))
+    conversion(model).times = CallTimes(device=device or device_name(torch.device("cpu")), calls=calls)
+    return model
+
+
+def test_a_time_sets_the_largest_budget_measured_within_it(model):
+    assert set_budget(timed(model), "9 ms") == pytest.approx(0.7)
+    assert set_budget(model, "5 ms at 2") == pytest.approx(0.3) == conversion(model).budget
+    with pytest.raises(BudgetUnreachable, match="4 ms or more"):
+        set_budget(model, "3 ms")
+    assert conversion(model).budget == pytest.approx(0.3)
+
+
+def test_a_time_is_refused_without_times_of_this_device_and_per_phase(model):
+    with pytest.raises(NoBudgetTable, match="acmc bench"):
+        set_budget(model, "9 ms")
+    with pytest.raises(UsageError, match=r"another device.*found A card"):
+        set_budget(timed(model, "A card"), "9 ms")
+    with pytest.raises(UsageError, match="whole calls"):
+        set_budget(timed(model), {"prefill": 1.0, "decode": "9 ms"})

@@ -45,8 +45,10 @@ def take_over() -> bool:
     if not env.check():
         from acm_compiler.codegen.gpu.calls import traced
         from acm_compiler.codegen.gpu.calls.sites import run_site
+        from acm_compiler.codegen.gpu.gradients import operators as gradients
 
         traced.register()
+        gradients.register()
         SITES["cuda"] = run_site
     return True
 

@@ -1,4 +1,4 @@
-"""Activations inside kernel epilogues, in fp32: few instructions where the result is rounded to 16 bits anyway.
+"""Activations inside kernel epilogues, in fp32, and their derivatives: few instructions where results are of 16 bits.
 
 INTERPRET selects plain formulas in place of the approximate instructions of the GPU.
 """
@@ -109,3 +109,51 @@ def activate(x, ACT: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr)
         return x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * (1.0 / 6.0)
     else:
         return _tanh_family(x, ACT, SHORT, INTERPRET)
+
+
+@triton.jit
+def _derive_tanh_family(x, ACT: tl.constexpr):
+    if ACT == "gelu_tanh":  # x * sigmoid(u(x))
+        s = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627272282 * x * x))
+        return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406444881816846 * x * x)
+    elif ACT == "silu":
+        s = tl.sigmoid(x)
+        return s + x * s * (1.0 - s)
+    elif ACT == "quick_gelu":
+        s = tl.sigmoid(1.702 * x)
+        return s + 1.702 * x * s * (1.0 - s)
+    elif ACT == "tanh":
+        t = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+        return 1.0 - t * t
+    elif ACT == "sigmoid":
+        s = tl.sigmoid(x)
+        return s * (1.0 - s)
+    elif ACT == "mish":
+        t = 2.0 * tl.sigmoid(2.0 * _softplus(x)) - 1.0
+        return t + x * (1.0 - t * t) * tl.sigmoid(x)
+    else:
+        tl.static_assert(ACT == "softplus", "an activation whose derivative no kernel knows")
+        return tl.where(x > 20.0, 1.0, tl.sigmoid(x))
+
+
+@triton.jit
+def derive(x, ACT: tl.constexpr):
+    """Derivative of ACT at an fp32 block; at a kink that of torch."""
+    if ACT == "identity":
+        return tl.full(x.shape, 1.0, tl.float32)
+    elif ACT == "relu":
+        return tl.where(x <= 0.0, 0.0, 1.0)
+    elif ACT == "relu6":
+        return tl.where((x <= 0.0) | (x >= 6.0), 0.0, 1.0)
+    elif ACT == "relu2":
+        return tl.where(x <= 0.0, 0.0, 2.0 * x)
+    elif ACT == "gelu":
+        return 0.5 + 0.5 * tl.erf(0.7071067811865476 * x) + 0.3989422804014327 * x * tl.exp(-0.5 * x * x)
+    elif ACT == "elu":
+        return tl.where(x > 0.0, 1.0, tl.exp(tl.minimum(x, 0.0)))
+    elif ACT == "leaky_relu":
+        return tl.where(x > 0.0, 1.0, 0.01)
+    elif ACT == "hardswish":
+        return tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, x * (1.0 / 3.0) + 0.5, 1.0))
+    else:
+        return _derive_tanh_family(x, ACT)

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AcmError, CompiledModelError, FixedBudget, NotRewritten, UsageError
+from acm_compiler.planning.call_times import CallTimes
 from acm_compiler.planning.plan import Plan
 from acm_compiler.site import Share, Whole
 
@@ -64,7 +65,7 @@ class Conversion:
     `budget` is the budget set last, one per phase where it was set so, None when the gates were not asked to keep one;
     `cap` bounds every token's k with it, as a share of N.
     `quantized` is what the learners' weights were made by `acm.quantize`, None while they are floats; `rest` names the
-    linears outside of ACMs that became that, too.
+    linears outside of ACMs that became that, too. `times` are those that `acmc bench` has measured.
     `damage` is what the last calibration expects of every k at every site, from k_min to N. `padding` follows the masks
     of the model's calls while training relaxes the gates.
     """
@@ -78,6 +79,7 @@ class Conversion:
     cap: float | None = None
     quantized: Literal["int8"] | None = None
     rest: tuple[str, ...] = ()
+    times: CallTimes | None = None
     damage: dict[str, tuple[float, ...]] = field(default_factory=dict)
     padding: Any = None
     undo: Any = None  # what `rewrite` changed around the ACMs, for `revert`

@@ -67,7 +67,12 @@ def pays(x_TD: Tensor, weights: Weights) -> bool:
     """True for learners that share one second layer, of floats, and where what is left out costs more than sorting."""
     if not weights.is_nested or weights.is_int8 or x_TD.is_meta or type(x_TD) not in (Tensor, nn.Parameter):
         return False
-    return x_TD.shape[0] * weights.learners * weights.w_in.shape[1] >= _LEAST
+    values = x_TD.shape[0] * weights.learners * weights.w_in.shape[1]
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_false  # there already when this is traced
+
+        return guard_or_false(values >= _LEAST)
+    return values >= _LEAST
 
 
 def sorted_output(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
@@ -77,8 +82,13 @@ def sorted_output(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
 
 def sorted_relaxed(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:
     """`relaxed_output` of a nu that is one-hot in value, with these gradients."""
-    k_T = nu_TC.detach().argmax(-1) + k_min
+    k_T = chosen(nu_TC, k_min)
     return _Learners.apply(x_TD, k_T, nu_TC, k_min, weights.act, weights.form, *weights.tensors)
+
+
+def chosen(nu_TC: Tensor, k_min: int) -> Tensor:
+    """k of every token, [T], where nu is one-hot in value."""
+    return nu_TC.detach().argmax(-1) + k_min
 
 
 class _Learners(torch.autograd.Function):
@@ -88,51 +98,94 @@ class _Learners(torch.autograd.Function):
     def forward(ctx, x_TD, k_T, nu_TC, k_min, act, form, *tensors):  # type: ignore[override]
         weights = Weights(*tensors, act=act, form=form)
         order = order_of(k_T, weights.learners)
-        every = nu_TC is not None and ctx.needs_input_grad[2]
-        bands = [Band(slice(None), weights.learners)] if every else order.bands
+        bands = bands_of_hidden(order, weights, every=nu_TC is not None and ctx.needs_input_grad[2])
         xs_TD = order.sort(x_TD)
-        hidden = [_hidden(xs_TD, band, weights) for band in bands]
-        parts = zip(order.bands, _per_band([made[-1].detach() for made in hidden], weights, order), strict=True)
-        y = [torch.addmm(weights.b_out[q], h, out_layer(weights, q).T) for (_, q), h in parts]
+        hidden = [activated(first_layer(xs_TD, band, weights), weights) for band in bands]
         ctx.save_for_backward(x_TD, k_T, nu_TC, xs_TD, *tensors, *(tensor for made in hidden for tensor in made))
         ctx.order, ctx.bands, ctx.k_min, ctx.options = order, bands, k_min, {"act": act, "form": form}
-        return order.unsort(y)
+        return second_layer(hidden, weights, order)
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[override]
         x_TD, k_T, nu_TC, xs_TD, *rest = ctx.saved_tensors
-        count, order, wants = len(LearnerWeights._fields), ctx.order, ctx.needs_input_grad
+        count, wants = len(LearnerWeights._fields), ctx.needs_input_grad
         weights = Weights(*rest[:count], **ctx.options)
         if torch.is_grad_enabled():  # these gradients are to be differentiated
             return _by_reference(ctx, dy_TO, x_TD, k_T, nu_TC, weights)
         each = (len(rest) - count) // len(ctx.bands)
         hidden = [rest[at : at + each] for at in range(count, len(rest), each)]
-        dys_TO = order.sort(dy_TO)
-        dh = [dys_TO[rows] @ out_layer(weights, q) for rows, q in ctx.bands]
-        made = [torch.autograd.grad(h, of, g, retain_graph=True) for (*of, h), g in zip(hidden, dh, strict=True)]
-        branches = [_per_band(branch, weights, order) for branch in zip(*made, strict=True)]
         wanted = {name for name, wants_it in zip(LearnerWeights._fields, wants[6:], strict=True) if wants_it}
-        h = [part[-1].detach() for part in hidden]
-        found = _of_weights(xs_TD, dys_TO, [_per_band(h, weights, order), *branches], weights, order, wanted)
-        dx_TD = _of_tokens(branches, weights, order) if wants[0] else None
-        dnu_TC = None
-        if nu_TC is not None and wants[2]:
-            reach_TN = (h[0] * dh[0]).unflatten(1, (weights.learners, -1)).sum(-1, dtype=nu_TC.dtype)
-            of_bias_TK = dys_TO.to(nu_TC.dtype) @ weights.b_out.to(nu_TC.dtype).T
-            dnu_TC = order.unsort([(F.pad(reach_TN.cumsum(1), (1, 0)) + of_bias_TK)[:, ctx.k_min :]])
-        return dx_TD, None, dnu_TC, None, None, None, *found
+        found = gradients(
+            dy_TO,
+            xs_TD,
+            hidden,
+            weights,
+            ctx.order,
+            wanted | ({"x"} if wants[0] else set()),
+            choice=(nu_TC.dtype, ctx.k_min) if nu_TC is not None and wants[2] else None,
+        )
+        of_weights = (found.get(name) for name in LearnerWeights._fields)
+        return found.get("x"), None, found.get("nu"), None, None, None, *of_weights
 
 
-def _hidden(xs_TD: Tensor, band: Band, w: Weights) -> list[Tensor]:
-    """The first q learners' products with x, and activations, [rows, q * H] each; the graph between them is kept."""
-    made_of = []
+def gradients(
+    dy_TO: Tensor,
+    xs_TD: Tensor,
+    hidden: Sequence[Sequence[Tensor]],
+    weights: Weights,
+    order: Order,
+    wanted: set[str],
+    *,
+    choice: tuple[torch.dtype, int] | None = None,
+) -> dict[str, Tensor]:
+    """Gradients by name: of x, of weights, and of nu where a choice, its type and k_min, has one.
+
+    xs: x in order; hidden: what `activated` gave, of each band or, for a choice, of all rows and learners.
+    """
+    bands = bands_of_hidden(order, weights, every=choice is not None)
+    dys_TO = order.sort(dy_TO)
+    dh = [dys_TO[rows] @ out_layer(weights, q) for rows, q in bands]
+    made = [torch.autograd.grad(h, of, g, retain_graph=True) for (*of, h), g in zip(hidden, dh, strict=True)]
+    branches = [_per_band(branch, weights, order) for branch in zip(*made, strict=True)]
+    h = [part[-1].detach() for part in hidden]
+    found = _of_weights(xs_TD, dys_TO, [_per_band(h, weights, order), *branches], weights, order, wanted)
+    if "x" in wanted:
+        found["x"] = _of_tokens(branches, weights, order)
+    if choice is not None:
+        dtype, k_min = choice
+        reach_TN = (h[0] * dh[0]).unflatten(1, (weights.learners, -1)).sum(-1, dtype=dtype)
+        of_bias_TK = dys_TO.to(dtype) @ weights.b_out.to(dtype).T
+        found["nu"] = order.unsort([(F.pad(reach_TN.cumsum(1), (1, 0)) + of_bias_TK)[:, k_min:]])
+    return found
+
+
+def bands_of_hidden(order: Order, weights: Weights, *, every: bool) -> list[Band]:
+    """Bands of which the hidden layer is known: of what tokens run, or of every learner for every token."""
+    return [Band(slice(None), weights.learners)] if every else order.bands
+
+
+def first_layer(xs_TD: Tensor, band: Band, w: Weights) -> list[Tensor]:
+    """The first q learners' products with x, [rows, q * H] each, of the activated branch and of the other, if any."""
+    made = []
     for w_NHD, b_NH in ((w.w_in, w.b_in), (w.w_up, w.b_up)):
         if w_NHD is not None:
             bias = None if b_NH is None else b_NH[: band.q].flatten()
-            made_of.append(F.linear(xs_TD[band.rows], w_NHD[: band.q].flatten(0, 1), bias).requires_grad_())
+            made.append(F.linear(xs_TD[band.rows], w_NHD[: band.q].flatten(0, 1), bias))
+    return made
+
+
+def activated(made: Sequence[Tensor], w: Weights) -> list[Tensor]:
+    """Products of `first_layer`, and the hidden values made of them; the graph between them is kept."""
+    made = [of_branch.detach().requires_grad_() for of_branch in made]
     with torch.enable_grad():
-        h = resolve(w.act)(made_of[0])
-        return [*made_of, h if len(made_of) == 1 else h * made_of[1]]
+        h = resolve(w.act)(made[0])
+        return [*made, h if len(made) == 1 else h * made[1]]
+
+
+def second_layer(hidden: Sequence[Sequence[Tensor]], weights: Weights, order: Order) -> Tensor:
+    """y [T, O] in the order of tokens, of what `activated` gave."""
+    parts = zip(order.bands, _per_band([made[-1].detach() for made in hidden], weights, order), strict=True)
+    return order.unsort([torch.addmm(weights.b_out[q], h, out_layer(weights, q).T) for (_, q), h in parts])
 
 
 def _per_band(values: Sequence[Tensor], weights: Weights, order: Order) -> list[Tensor]:
@@ -157,8 +210,8 @@ def _of_tokens(branches: Sequence[Sequence[Tensor]], weights: Weights, order: Or
 
 def _of_weights(
     xs_TD: Tensor, dys_TO: Tensor, values: Sequence[Sequence[Tensor]], w: Weights, order: Order, wanted: set[str]
-) -> list[Tensor | None]:
-    """Gradients of the wanted weights, in the order of `Weights`; values: bands of h, and of what reaches branches."""
+) -> dict[str, Tensor]:
+    """Gradients of the wanted weights by name; values: bands of h, and of what reaches branches."""
     h, *branches = values
     found = {name: t.new_zeros(t.shape) for name, t in w.tensors._asdict().items() if name in wanted}
     for place, (rows, q) in enumerate(order.bands):
@@ -171,7 +224,7 @@ def _of_weights(
                 _add_product(found[f"w_{branch}"][:q].flatten(0, 1), da[place].T, xs_TD[rows])
             if f"b_{branch}" in found:
                 found[f"b_{branch}"][:q].flatten().add_(da[place].sum(0))
-    return [found.get(name) for name in w.tensors._fields]
+    return found
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -1,0 +1,208 @@
+"""The backward of the Triton kernels in the interpreter, against float64: TRITON_INTERPRET=1 pytest this file."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from acm_compiler.acm.activations import resolve
+from acm_compiler.acm.gradients import operators as plain
+from acm_compiler.acm.reference import relaxed_output, run_learners
+from acm_compiler.codegen import gpu
+from acm_compiler.codegen.gpu.activation import INTERPRETED
+from acm_compiler.codegen.gpu.gradients import launch, operators
+from acm_compiler.codegen.gpu.gradients.launch import run_backward
+from acm_compiler.codegen.gpu.stages import Machine
+from acm_compiler.site import ACTIVATIONS
+from tests.helpers.kernel_cases import Case, inputs_of, poison_memory, to
+from tests.helpers.old_triton import mend_loops
+
+HOPPER = Machine(arch=90, processors=3)
+GATED = {"form": "gated", "act": "silu"}
+LINEAR = {"form": "linear", "act": "identity", "bias": False}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+assert INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that is not initialised holds NaN, or an index that no buffer has."""
+    poison_memory(monkeypatch)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loops_run():
+    mend_loops()
+
+
+def exact_gradients(case: Case, inputs, dy, *, k_min: int | None = None):
+    """Gradients in float64 by name, of nu too where a choice is relaxed; and the tensor nu."""
+    w = to(inputs.weights, torch.float64)
+    leaves = {name: t.requires_grad_() for name, t in w.tensors._asdict().items() if t is not None}
+    leaves["x"] = inputs.x.double().requires_grad_()
+    nu = None
+    if k_min is None:
+        y = run_learners(leaves["x"], inputs.k, w)
+    else:
+        nu = F.one_hot((inputs.k - k_min).long(), case.learners + 1 - k_min).double()
+        leaves["nu"] = nu.requires_grad_()
+        y = relaxed_output(leaves["x"], nu, w, k_min)
+    grads = torch.autograd.grad(y, list(leaves.values()), dy.double(), allow_unused=True)
+    found = zip(leaves.items(), grads, strict=True)
+    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in found}, nu
+
+
+def require_near(found, exact, dtype):
+    """Every gradient is there, of the dtype and within its tolerance."""
+    assert found.keys() == exact.keys()
+    for name, grad in exact.items():
+        assert found[name].shape == grad.shape and found[name].isfinite().all(), name
+        assert (found[name].double() - grad).norm() <= TOLERANCE[dtype] * grad.norm().clamp_min(1e-9), name
+
+
+def check(case: Case, *, k_min: int | None = None):
+    inputs = inputs_of(case)
+    if k_min is not None:
+        inputs = replace(inputs, k=inputs.k.clamp(min=k_min))
+    dy = torch.randn(case.tokens, case.d_out).to(case.dtype)
+    exact, _ = exact_gradients(case, inputs, dy, k_min=k_min)
+    choice = None if k_min is None else (torch.float32, k_min)
+    found = run_backward(dy, inputs.x, inputs.k, inputs.weights, wanted=set(exact), machine=HOPPER, choice=choice)
+    require_near(found, exact, case.dtype)
+
+
+SMALL = {"tokens": 40, "d_in": 40, "d_out": 33, "width": 20}
+
+
+@pytest.mark.parametrize("form", [{}, GATED, LINEAR], ids=["mlp", "gated", "linear"])
+def test_gradients_are_those_of_float64(form):
+    check(Case(**SMALL, **form))
+    check(Case(**SMALL, **form), k_min=1)
+
+
+@pytest.mark.parametrize("k", ["none", "all"])
+def test_gradients_where_all_run_none_or_all_are_those_of_float64(k):
+    check(Case(k=k, **SMALL))
+
+
+def test_gradients_in_bf16_stay_near_float64():
+    check(Case(dtype=torch.bfloat16, **SMALL))
+    check(Case(dtype=torch.bfloat16, **SMALL), k_min=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", ["mixed", "none", "all", "one", "same"])
+@pytest.mark.parametrize("form", [{}, GATED, LINEAR], ids=["mlp", "gated", "linear"])
+def test_gradients_of_fixed_choices_are_those_of_float64(form, k):
+    check(Case(k=k, **form))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 33, 65])
+@pytest.mark.parametrize("shape", [{"learners": 1, "width": 64}, {"learners": 7, "width": 13}, {"width": 96}], ids=str)
+def test_odd_counts_and_shapes(shape, tokens):
+    check(Case(tokens=tokens, d_in=37, d_out=45, **shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [{}, GATED, LINEAR], ids=["mlp", "gated", "linear"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision(form, dtype):
+    check(Case(tokens=100, dtype=dtype, **form))
+    check(Case(tokens=100, dtype=dtype, learners=5, width=24, **form), k_min=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k_min", [0, 1])
+@pytest.mark.parametrize("form", [{}, GATED, LINEAR], ids=["mlp", "gated", "linear"])
+def test_a_relaxed_choice_has_its_exact_gradient(form, k_min):
+    check(Case(tokens=70, **form), k_min=k_min)
+    check(Case(tokens=35, learners=7, width=13, **form), k_min=k_min)
+
+
+@pytest.mark.parametrize("act", sorted(set(ACTIVATIONS) - {"identity"}))
+def test_every_activation_has_its_derivative(act):
+    """Also at its kinks: hidden values are -8 to 8 in quarters."""
+    values = torch.arange(-32, 33) / 4
+    case = Case(tokens=len(values), learners=1, width=1, d_in=1, d_out=1, act=act, bias=False, k="all")
+    inputs = inputs_of(case)
+    for tensor in inputs.weights.tensors:
+        if tensor is not None:
+            tensor.fill_(1.0)
+    ones, leaf = torch.ones(len(values), 1), values[:, None].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(resolve(act)(leaf), leaf, ones)
+    found = run_backward(ones, leaf.detach(), inputs.k, inputs.weights, wanted={"x"}, machine=HOPPER)
+    torch.testing.assert_close(found["x"], expected, rtol=1e-5, atol=2e-6)
+
+
+def test_a_token_of_nan_reaches_the_learners_that_it_runs_alone():
+    """Learners do not share blocks here: their width is a multiple of a block's rows."""
+    inputs = inputs_of(Case(**SMALL | {"width": 32}))
+    inputs.x[7], inputs.k[7] = torch.nan, 1
+    dy = torch.randn(40, 33)
+    found = run_backward(dy, inputs.x, inputs.k, inputs.weights, wanted={"x", "w_in", "w_out"}, machine=HOPPER)
+    assert found["x"][7].isnan().all() and found["x"][torch.arange(40) != 7].isfinite().all()
+    assert found["w_in"][0].isnan().all() and found["w_in"][1:].isfinite().all()
+    assert found["w_out"][:, 0].isnan().all() and found["w_out"][:, 1:].isfinite().all()
+
+
+def test_sums_over_tokens_have_the_same_bits_each_time_and_may_be_in_parts():
+    case = Case(**SMALL | {"tokens": 150})
+    inputs, dy, many = inputs_of(case), torch.randn(150, 33), Machine(arch=90, processors=12)
+    call = {"wanted": {"w_in", "b_in", "w_out"}, "machine": many}
+    first = run_backward(dy, inputs.x, inputs.k, inputs.weights, **call)
+    again = run_backward(dy, inputs.x, inputs.k, inputs.weights, **call)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    exact, _ = exact_gradients(case, inputs, dy)
+    require_near(first, {name: exact[name] for name in first}, torch.float32)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """CPU tensors count as those of a GPU."""
+    monkeypatch.setattr(gpu, "machine_of", lambda device: HOPPER)
+    monkeypatch.setattr(operators, "on_device_of", lambda x: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("form", [{}, GATED], ids=["mlp", "gated"])
+def test_the_operators_run_the_kernels_and_give_all_gradients(form, monkeypatch):
+    case = Case(**SMALL, **form)
+    inputs, dy = inputs_of(case), torch.randn(40, 33)
+    started = []
+    run = launch.run_backward
+    monkeypatch.setattr(operators, "run_backward", lambda *args, **named: started.append(1) or run(*args, **named))
+    tensors, options = inputs.weights.tensors, {"form": case.form, "act": case.act}
+    found = operators.learners_backward(dy, inputs.x, inputs.k, *tensors, inputs.residual, **options)
+    expected = plain.backward(dy, inputs.x, inputs.k, *tensors, inputs.residual, **options)
+    assert len(found) == len(expected) and found[-1].data_ptr() != dy.data_ptr()
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    exact, nu = exact_gradients(case, inputs, dy, k_min=0)
+    empty, named = torch.zeros(0), options | {"k_min": 0, "wanted": list(exact)}
+    grads = operators.relaxed_backward(dy, empty, empty, inputs.x, nu.detach().float(), *tensors, **named)
+    require_near(dict(zip(exact, grads, strict=True)), exact, torch.float32)
+    assert len(started) == 2
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("case", [Case(second="per_k"), Case(second="top"), Case(act="mul(x, sigmoid(x))")], ids=str)
+def test_what_the_kernels_do_not_cover_is_plain_torch(case, monkeypatch):
+    monkeypatch.setattr(operators, "run_backward", lambda *args, **named: pytest.fail("a kernel"))
+    inputs, dy = inputs_of(case), torch.randn(case.tokens, case.d_out)
+    options = {"form": case.form, "act": case.act}
+    found = operators.learners_backward(dy, inputs.x, inputs.k, *inputs.weights.tensors, **options)
+    assert [grad.shape for grad in found[:2]] == [inputs.x.shape, inputs.weights.w_in.shape]
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_no_tokens_have_gradients_of_zero():
+    inputs, options = inputs_of(Case(**SMALL)), {"form": "mlp", "act": "gelu"}
+    found = operators.learners_backward(
+        torch.zeros(0, 33), inputs.x[:0], inputs.k[:0], *inputs.weights.tensors, **options
+    )
+    assert found[0].shape == (0, 40) and not any(grad.any() for grad in found)

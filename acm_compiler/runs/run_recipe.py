@@ -233,6 +233,8 @@ class RecipeRun(OpenedRecipe):
         scores, units, shares = [], [], []
         with undisturbed(rewritten(model)):
             for batch in self.first(self.data.eval, _WATCHED_EXAMPLES, self.machine.device):
+                if self.task.needs_dense and self.model is not None:
+                    batch = self.task.remember(call_model(self.model, self.task.inputs(batch)), batch)
                 with batch_context(model, mask=self.task.mask(batch)), record(model, macs=False) as usage:
                     scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))
                 units.append(self.task.units(batch).to(self.machine.device))

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -112,6 +113,24 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "folder.yaml").write_text(FOLDER)
     monkeypatch.setenv("PICTURES", str(tmp_path))
     return tmp_path
+
+
+def test_a_task_that_compares_with_the_dense_model_is_watched_beside_it(folder):
+    run = RecipeRun(expand_paths(load_recipe(folder / "folder.yaml")), open_machine("fp32", "cpu"), lambda _: None)
+    _, model = run.prepare(RunOptions(directory=folder / "out"), report=lambda _: None)
+    run.__dict__["task"] = SimpleNamespace(
+        **{name: getattr(run.task, name) for name in ("inputs", "mask", "units")},
+        metric="distance",
+        needs_dense=True,
+        remember=lambda output, batch: {**batch, "dense": output},
+        score=lambda output, batch: (output - batch["dense"]).abs().amax(1),
+        value=lambda scores, _: float(scores.max()),
+    )
+    assert run.watch(model)["distance"] == pytest.approx(0, abs=1e-5)
+    for acm in sites(model).values():
+        torch.nn.init.normal_(acm.learners.b_out)
+        acm.state = "learners"
+    assert run.watch(model)["distance"] > 1e-3
 
 
 def rewrite(folder, *words: str):

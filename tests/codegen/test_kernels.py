@@ -143,6 +143,11 @@ def test_a_folded_norm_is_built_as_designed(arch):
     rows, layer1 = (build(kernels[name], "bf16", arch) for name in ("permute norm", "layer1"))
     assert rows.spills == layer1.spills == 0 and rows.resident >= 8 and layer1.resident >= 2
     assert arch == 80 or (layer1.instructions["UTMALDG"] and not layer1.instructions["LDGSTS"])
+    rms = gate_kernels_of(replace(GATE, norm=True, centred=False), arch, TOKENS)
+    rms += [
+        kernel for kernel in kernels_of(replace(VIT, norm=True, centred=False), arch, TOKENS) if "norm" in kernel.name
+    ]
+    assert [build(kernel, "bf16", arch).spills for kernel in rms] == [0, 0]
     few = kernels_of(replace(VIT, norm=True), arch, 20)
     assert [kernel.name for kernel in few] == ["norm", "few1", "few2"] and build(few[0], "bf16", arch).spills == 0
 

@@ -156,7 +156,7 @@ def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
 
 def _rows_kernel(spec: KernelSpec, in_order: bool) -> Kernel:
     operands = {"perm": in_order, "counts": in_order, "norm_weight": spec.norm, "norm_bias": spec.norm}
-    constants = permute_constants(spec.d_in, in_order=in_order, norm=spec.norm)
+    constants = permute_constants(spec.d_in, in_order=in_order, norm=spec.norm, centred=spec.centred)
     return Kernel(
         name=" ".join(name for name, here in (("permute", in_order), ("norm", spec.norm)) if here),
         function=permute_kernel,

@@ -64,7 +64,7 @@ def run(
     if not x_TD.shape[0]:
         return x_TD.new_empty(0, weights.b_out.shape[1])
     x_TD, residual = by_rows(x_TD), None if residual is None else by_rows(residual)
-    plan = plan_of(spec_of(x_TD, weights, residual, norm=norm is not None), weights, norm, machine, x_TD.shape[0])
+    plan = plan_of(spec_of(x_TD, weights, residual, norm=norm), weights, norm, machine, x_TD.shape[0])
     return plan(x_TD, k_T.contiguous(), residual)
 
 

@@ -74,7 +74,17 @@ def test_odd_counts_and_shapes_equal_the_reference(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("case", [Case(tokens=200, width=64, d_in=64, d_out=64), Case(second="top", k="one")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tokens=200, width=64, d_in=64, d_out=64),
+        Case(second="top", k="one"),
+        Case(second="top", tokens=33),
+        Case(second="per_k", tokens=9),
+        Case(form="linear", act="identity", second="top", tokens=20),
+    ],
+    ids=str,
+)
 def test_half_precision_equals_the_reference(case, dtype):
     inputs = inputs_of(dataclasses.replace(case, dtype=dtype))
     require_answer(run(inputs), inputs)

@@ -136,7 +136,8 @@ def _product(
     blocks: rows of the blocks by which operands are read, if by tensor descriptors; 0: by pointers.
     """
     gated = spec.form == "gated"
-    here = {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in, "residual": spec.residual}
+    top = {"x": spec.second == "top", "w_top": spec.second == "top"} if function is few2_kernel else {}
+    here = top | {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in, "residual": spec.residual}
     absent = {operand: None for operand in function.arg_names if not here.get(operand, True)}
     operands = {operand: f"tensordesc<{{dtype}}[{rows},{tile.k}]>" for operand, rows in blocks.items() if rows}
     return Kernel(

@@ -109,11 +109,10 @@ def few2_kernel(
             )  # fmt: skip
     else:
         last: tl.constexpr = N - 1 if SECOND == "top" else N
-        shared: tl.constexpr = SECOND == "shared"
         w_at = row_pointers(w_out, w_rows, N * H, BK)
-        length = _length(mine, 0, last, H)
         acc = _add_product(
-            acc, h, w_at, rows, mine, 0, last, length, T, ROW, shared, EVEN, PRECISION, INTERPRET, BK
+            acc, h, w_at, rows, mine, 0, last, _length(mine, 0, last, H), T, ROW, SECOND == "shared", EVEN, PRECISION,
+            INTERPRET, BK,
         )  # fmt: skip
     if SECOND == "top":
         runs_all = tl.max((mine == N).to(tl.int32), 0)

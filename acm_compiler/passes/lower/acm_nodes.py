@@ -33,7 +33,7 @@ _GRADIENT_SWITCHES = (
 NORM_EPS = "norm_eps"
 """The argument of `acm::gated_learners` that says whether a norm belongs to it."""
 NORM_CENTRED = "norm_centred"
-"""That which says that the norm is a LayerNorm, no RMSNorm."""
+"""The argument that says that it is a LayerNorm, no RMSNorm."""
 
 
 def learners_nodes(graph: fx.Graph) -> list[fx.Node]:

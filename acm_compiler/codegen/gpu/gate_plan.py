@@ -205,17 +205,17 @@ class GatePlan:
 
     def __call__(self, x_TD: Tensor, knob: Tensor, k_lo: Tensor, k_hi: Tensor) -> Choice:
         """The choice of T >= 1 tokens, whose rows are contiguous."""
-        tokens, stride, (w_inner, *rest) = x_TD.shape[0], x_TD.stride(0), self._weights
+        tokens, stride, weights = x_TD.shape[0], x_TD.stride(0), self._weights
         k_T = x_TD.new_empty(tokens, dtype=torch.int32)
         programs = blocks_in(tokens, self._rows)
         if self._parts is not None:
             parts = x_TD.new_empty(self._spans, *self._room, dtype=torch.float32)
-            self._parts(self._programs, parts, x_TD, w_inner, *self._norm, tokens, self._d_in, stride, self._eps)
-            self._start(programs, k_T, parts, *rest, knob, k_lo, k_hi, tokens, self._spans, self._cost)
+            self._parts(self._programs, parts, x_TD, weights[0], *self._norm, tokens, self._d_in, stride, self._eps)
+            self._start(programs, k_T, parts, *weights[1:], knob, k_lo, k_hi, tokens, self._spans, self._cost)
             return Choice(k_T, None)
         counts = k_T.new_empty(programs * self._slots) if self._slots else None
         self._start(
-            programs, k_T, counts, x_TD, w_inner, *rest, knob, k_lo, k_hi, *self._norm, tokens, self._d_in, stride,
+            programs, k_T, counts, x_TD, *weights, knob, k_lo, k_hi, *self._norm, tokens, self._d_in, stride,
             self._cost, self._eps,
         )  # fmt: skip
         return Choice(k_T, None if counts is None else Histogram(counts, self._rows))

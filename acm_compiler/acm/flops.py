@@ -91,9 +91,9 @@ def gate_flops(x, w_inner, b_inner, w_outer, *tensors, out_val=None, **choices) 
 
 
 @register_flop_formula(GATED, get_raw=True)
-def gated_flops(*tensors, form, act, norm_eps=None, out_val=None, **choices) -> int:
+def gated_flops(*tensors, form, act, norm_eps=None, norm_centred=True, out_val=None, **choices) -> int:
     """FLOPs of both; the gate runs once more, as the learners' cost follows from its choices."""
     call = GatedArguments(*tensors)
-    gate = gate_call(call, tokens_of(call, norm_eps))
+    gate = gate_call(call, tokens_of(call, norm_eps, norm_centred))
     k, weights = GATE(*gate, **choices), part(LearnerWeights, call)
     return gate_flops(*gate) + 2 * learners_macs(call.x, k, *weights, form=form)

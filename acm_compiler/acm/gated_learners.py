@@ -1,7 +1,8 @@
 """`acm::gated_learners`: gate and learners in one call, which compilers put where nothing is to be differentiated.
 
-y = learners(z, gate(z)) + residual, where z is x or, with `norm_eps`, LayerNorm(x) over a token's features: the norm in
-front of a site then belongs to its operator, and no copy of the normalised tokens is made for it.
+y = learners(z, gate(z)) + residual, where z is x or, with `norm_eps`, LayerNorm(x) over a token's features, RMSNorm(x)
+where not `norm_centred`: the norm in front of a site then belongs to its operator, and no copy of the normalised tokens
+is made for it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.operands import may_equal, require_gated, require_together
 from acm_compiler.acm.ops import CHOICES, FORM, GATE, LEARNERS, LIBRARY, load_kernels, map_tokens
-from acm_compiler.acm.reference import Norm, layer_norm
+from acm_compiler.acm.reference import Norm, normalised
 
-_SCHEMA = f"({schema(GatedArguments)}, *, {CHOICES}, {FORM}, float? norm_eps=None) -> Tensor"
+_SCHEMA = f"({schema(GatedArguments)}, *, {CHOICES}, {FORM}, float? norm_eps=None, bool norm_centred=True) -> Tensor"
 LIBRARY.define(f"gated_learners{_SCHEMA}")
 LIBRARY.define(f"gated_learners_reference{_SCHEMA}")
 GATED = torch.ops.acm.gated_learners
@@ -29,14 +30,16 @@ def _gated(x: Tensor, *tensors: Tensor | None, **options) -> Tensor:
     return run_apart(x, *tensors, **options)
 
 
-def run_apart(*tensors: Any, form: str, act: str, norm_eps: float | None = None, **choices) -> Tensor:
+def run_apart(
+    *tensors: Any, form: str, act: str, norm_eps: float | None = None, norm_centred: bool = True, **choices
+) -> Tensor:
     """The operator as a sequence of others; the knob may be the bits of its float32."""
     call = GatedArguments(*tensors)
     if norm_eps is None:  # gate and learners look at the rest
         require_together(call, k_min=choices["k_min"], norm=False)
     else:
         require_gated(call, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
-    z = tokens_of(call, norm_eps)
+    z = tokens_of(call, norm_eps, norm_centred)
     k = GATE(*gate_call(call, z), **choices)
     return LEARNERS(*LearnersArguments(z, k, *part(LearnerWeights, call), call.residual), form=form, act=act)
 
@@ -47,15 +50,28 @@ def gate_call(call: GatedArguments, z: Tensor) -> GateArguments:
     return part(GateArguments, call)._replace(x=z, knob=number)
 
 
-def tokens_of(call: GatedArguments, norm_eps: float | None) -> Tensor:
+def tokens_of(call: GatedArguments, norm_eps: float | None, norm_centred: bool = True) -> Tensor:
     """Input of gate and learners, [T, D]: x itself where no norm belongs to the operator."""
+    norm = norm_of(call, norm_eps, norm_centred)
+    return call.x if norm is None else normalised(call.x, norm)
+
+
+def norm_of(call: GatedArguments, norm_eps: float | None, norm_centred: bool = True) -> Norm | None:
+    """The norm that belongs to a call, None where none does."""
     if norm_eps is None:
-        return call.x
-    return layer_norm(call.x, Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps))
+        return None
+    return Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps, centred=norm_centred)
 
 
 def fake_gated(
-    *tensors: Any, form: str, act: str, cost: float, k_min: int, rule: str, norm_eps: float | None = None
+    *tensors: Any,
+    form: str,
+    act: str,
+    cost: float,
+    k_min: int,
+    rule: str,
+    norm_eps: float | None = None,
+    norm_centred: bool = True,
 ) -> Tensor:
     call = GatedArguments(*tensors)
     require_gated(call, form=form, k_min=k_min, rule=rule, norm_eps=norm_eps, same=may_equal)

@@ -76,16 +76,20 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """A LayerNorm over a token's D features; weight and bias [D] or absent."""
+    """A norm over a token's D features: LayerNorm, or RMSNorm where not `centred`; weight and bias [D] or absent."""
 
     weight: Tensor | None
     bias: Tensor | None
     eps: float
+    centred: bool = True
 
 
-def layer_norm(x_TD: Tensor, norm: Norm) -> Tensor:
-    """LayerNorm(x), [T, D]."""
-    return F.layer_norm(x_TD, x_TD.shape[-1:], norm.weight, norm.bias, norm.eps)
+def normalised(x_TD: Tensor, norm: Norm) -> Tensor:
+    """The tokens as the norm gives them, [T, D]."""
+    if norm.centred:
+        return F.layer_norm(x_TD, x_TD.shape[-1:], norm.weight, norm.bias, norm.eps)
+    y_TD = F.rms_norm(x_TD, x_TD.shape[-1:], norm.weight, norm.eps)
+    return y_TD if norm.bias is None else y_TD + norm.bias
 
 
 def hidden(x_TD: Tensor, weights: Weights, k: int) -> Tensor:

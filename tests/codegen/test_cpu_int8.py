@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from acm_compiler.acm import int8, ops
-from acm_compiler.acm.reference import Norm, Weights, layer_norm, run_learners
+from acm_compiler.acm.reference import Norm, Weights, normalised, run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import INT8_TOLERANCE, TOLERANCE, relative_error, require_equal
 from acm_compiler.errors import UsageError, VerificationFailed
@@ -135,7 +135,7 @@ def test_a_norm_in_front_belongs_to_it(form, tiles):
         x, *gate, knob, *bounds, *weights.tensors, residual, norm.weight, norm.bias,
         **choices, form=form, act=weights.act, norm_eps=norm.eps,
     )  # fmt: skip
-    z = layer_norm(x, norm)
+    z = normalised(x, norm)
     k = torch.ops.acm.gate(z, *gate, knob, *bounds, **choices)
     assert k.unique().numel() > 1
     assert relative_error(y - residual, run_learners(z, k, weights)) <= 2 * INT8_TOLERANCE

@@ -58,6 +58,24 @@ class Site:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 63, 1201])
+@pytest.mark.parametrize("features", [D, 7])
+def test_an_rms_norm_equals_the_reference(features, tokens, dtype):
+    site, x = Site("gated", dtype, sizes=(features, OUT, N, 21)), (torch.randn(tokens, features) * 3 + 2).to(dtype)
+    weight, w = site.norm[0], site.learners
+    options = CHOICES | {"form": w.form, "act": w.act, "norm_eps": EPS, "norm_centred": False}
+    z = F.rms_norm(x.double(), (features,), weight.double(), EPS)
+    for k in (0, 2, N):
+        y = GATED(x, *site.gate.weights(), *scalars(0.3, k, k), *w.tensors, None, weight, None, **options)
+        truth = run_learners(z, torch.full((tokens,), k), ops.cast_weights(w, torch.float64))
+        assert relative_error(y, truth) <= TOLERANCE[dtype]
+    if tokens and dtype == torch.float32:  # the gate reads the same rows
+        apart = torch.ops.acm.gated_learners_reference
+        free = [*site.gate.weights(), *scalars(0.3, 0, N), *w.tensors, None, weight, None]
+        torch.testing.assert_close(GATED(x, *free, **options), apart(x, *free, **options), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 63, 1201])
 @pytest.mark.parametrize("kind", FORMS)
 def test_it_equals_the_reference(kind, tokens, dtype):
     site, x = Site(kind, dtype), (torch.randn(tokens, D) * 3 + 2).to(dtype)

@@ -13,7 +13,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import NAMES, resolve
 from acm_compiler.acm.arguments import GateArguments
 from acm_compiler.acm.learners import Gate, Learners
-from acm_compiler.acm.reference import Norm, choose_k, layer_norm, run_learners, utilities
+from acm_compiler.acm.reference import Norm, choose_k, normalised, run_learners, utilities
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.gpu import dispatch, gate_plan, launch
@@ -74,7 +74,17 @@ def test_odd_counts_and_shapes_equal_the_reference(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("case", [Case(tokens=200, width=64, d_in=64, d_out=64), Case(second="top", k="one")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tokens=200, width=64, d_in=64, d_out=64),
+        Case(second="top", k="one"),
+        Case(second="top", tokens=33),
+        Case(second="per_k", tokens=9),
+        Case(form="linear", act="identity", second="top", tokens=20),
+    ],
+    ids=str,
+)
 def test_half_precision_equals_the_reference(case, dtype):
     inputs = inputs_of(dataclasses.replace(case, dtype=dtype))
     require_answer(run(inputs), inputs)
@@ -260,19 +270,20 @@ def test_tiles_for_every_kind_of_call_exist():
 def norm_of(width: int, dtype: torch.dtype, kind: str = "affine") -> Norm:
     """A norm with weights of about one."""
     weight, bias = (torch.rand(width) + 0.5).to(dtype), torch.randn(width).to(dtype)
-    return Norm(weight=weight if kind != "bare" else None, bias=bias if kind == "affine" else None, eps=1e-5)
+    bias = bias if kind == "affine" else None
+    return Norm(weight=weight if kind != "bare" else None, bias=bias, eps=1e-5, centred=kind != "rms")
 
 
 def in_float64(norm: Norm) -> Norm:
     weight, bias = (None if tensor is None else tensor.double() for tensor in (norm.weight, norm.bias))
-    return Norm(weight=weight, bias=bias, eps=norm.eps)
+    return dataclasses.replace(norm, weight=weight, bias=bias)
 
 
 def require_normed(case: Case, machine: Machine, *, mean: float = 2.0, kind: str = "affine") -> None:
     """Learners that normalise their rows give what they give of rows normalised in float64."""
     inputs, norm = inputs_of(case), norm_of(case.d_in, case.dtype, kind)
     x = (torch.randn(case.tokens, case.d_in) + mean).to(case.dtype)
-    expected = run_learners(layer_norm(x.double(), in_float64(norm)), inputs.k, to(inputs.weights, torch.float64))
+    expected = run_learners(normalised(x.double(), in_float64(norm)), inputs.k, to(inputs.weights, torch.float64))
     expected = expected if inputs.residual is None else expected + inputs.residual.double()
     y = launch.run(x, inputs.k, inputs.weights, residual=inputs.residual, norm=norm, machine=machine)
     require_answer(y, dataclasses.replace(inputs, expected=expected))
@@ -281,6 +292,12 @@ def require_normed(case: Case, machine: Machine, *, mean: float = 2.0, kind: str
 @pytest.mark.parametrize("case", [*FORMS, *FEW[:6]], ids=str)
 def test_every_form_normalises_its_rows(case):
     require_normed(dataclasses.replace(case, dtype=torch.bfloat16), HOPPER)
+
+
+@pytest.mark.parametrize("case", [FORMS[0], Case(form="gated", act="silu", tokens=20, d_in=75)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_are_normalised_by_their_mean_square(case, dtype):
+    require_normed(dataclasses.replace(case, dtype=dtype), HOPPER, kind="rms")
 
 
 @pytest.mark.slow
@@ -299,7 +316,7 @@ def test_rows_far_from_zero_keep_their_digits(mean, kind, k, tokens):
 
 
 @pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", [None, "affine"], ids=["plain", "norm"])
+@pytest.mark.parametrize("kind", [None, "affine", "rms"], ids=["plain", "norm", "rms"])
 @pytest.mark.parametrize(("tokens", "heavy"), [(3, 0), (64, 0), (64, 1 << 30), (70, 0)])
 def test_a_gate_may_be_wide_and_split_over_its_features(tokens, heavy, kind, dtype, lost, monkeypatch):
     """Columns are taken in blocks; features of few tokens in parts, whose sums have an order."""
@@ -322,7 +339,7 @@ def choices_of(x, weights, norm: Norm | None):
     k = run_gate(
         GateArguments(x, *weights, knob, k_lo, k_hi), cost=0.6, k_min=0, rule="logits", machine=HOPPER, norm=norm
     )
-    z = x.double() if norm is None else layer_norm(x.double(), in_float64(norm)).to(x.dtype).double()
+    z = x.double() if norm is None else normalised(x.double(), in_float64(norm)).to(x.dtype).double()
     w, b, w2, b2 = (tensor.double() for tensor in weights)
     u = utilities(F.linear(F.gelu(F.linear(z, w, b)), w2, b2), knob, torch.arange(5).double() * 0.6, "logits")
     lost = u.max(1).values - u.gather(1, k.long()[:, None])[:, 0]
@@ -330,7 +347,7 @@ def choices_of(x, weights, norm: Norm | None):
 
 
 @pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("mean", "kind"), [(2.0, "affine"), (100.0, "weight"), (0.0, "bare")])
+@pytest.mark.parametrize(("mean", "kind"), [(2.0, "affine"), (100.0, "weight"), (0.0, "bare"), (2.0, "rms")])
 @pytest.mark.parametrize("width", [72, 64, 77])
 def test_a_gate_normalises_its_tokens(width, mean, kind, dtype, lost):
     """Normalised tokens in bfloat16 are rounded, as those of a norm by itself."""
@@ -414,18 +431,21 @@ def test_one_k_for_all_tokens_is_dense_products(case, dtype, monkeypatch):
     assert not made
 
 
+@pytest.mark.parametrize("kind", ["affine", "rms"])
 @pytest.mark.parametrize("tokens", [20, 130])
-def test_gate_and_learners_behind_a_norm_are_one_call(tokens, monkeypatch):
+def test_gate_and_learners_behind_a_norm_are_one_call(tokens, kind, monkeypatch):
     monkeypatch.setattr(cuda, "machine_of", lambda device: HOPPER)
     monkeypatch.setattr(operators, "on_device_of", lambda x: contextlib.nullcontext())
-    inputs, norm = inputs_of(Case(tokens=tokens)), norm_of(72, torch.float32)
+    inputs, norm = inputs_of(Case(tokens=tokens)), norm_of(72, torch.float32, kind)
     gate = [torch.randn(16, 72), torch.randn(16), torch.randn(4, 16), torch.randn(4)]
     knob, bounds = torch.tensor(-0.7), [torch.tensor(k, dtype=torch.int32) for k in (0, 3)]
     choices = {"cost": 0.6, "k_min": 0, "rule": "damage"}
     w = inputs.weights
     given = (inputs.x, *gate, knob.view(torch.int32), *bounds, *w.tensors, inputs.residual, norm.weight, norm.bias)
-    y = operators.gated_learners(*given, form="mlp", act="gelu", norm_eps=norm.eps, **choices)
+    y = operators.gated_learners(
+        *given, form="mlp", act="gelu", norm_eps=norm.eps, norm_centred=norm.centred, **choices
+    )
     k = run_gate(GateArguments(inputs.x, *gate, knob, *bounds), **choices, machine=HOPPER, norm=norm)
-    expected = run_learners(layer_norm(inputs.x.double(), in_float64(norm)), k, to(w, torch.float64))
+    expected = run_learners(normalised(inputs.x.double(), in_float64(norm)), k, to(w, torch.float64))
     assert len(k.unique()) > 1
     require_answer(y, dataclasses.replace(inputs, expected=expected + inputs.residual.double()))

@@ -66,6 +66,11 @@ FEW = (
         for t, k in ((1, "all"), (5, "mixed"), (17, "none"), (64, "one"))
         for form, act, bias in (("mlp", "gelu", True), ("gated", "silu", False), ("linear", "identity", False))
     ),
+    *(
+        Case(tokens=t, k=k, form=form, second=second, act="gelu" if form == "mlp" else "identity", d_in=75)
+        for t, k in ((1, "all"), (33, "mixed"), (64, "one"), (9, "none"))
+        for form, second in (("mlp", "per_k"), ("mlp", "top"), ("linear", "per_k"), ("linear", "top"))
+    ),
 )
 SHAPES = tuple(
     Case(learners=n, width=h, d_in=64, d_out=64, residual=False)

@@ -120,7 +120,7 @@ struct Network {
                                                 Moments* moments, T* to) const {
     const T *weight = Norm::data_of<T>(norm.weight), *bias = Norm::data_of<T>(norm.bias);
     for (int64_t r = 0; r < rows; r++) {
-      moments[r] = moments_of(x + r * stride, d_in, norm.eps);
+      moments[r] = moments_of(x + r * stride, d_in, norm.eps, norm.centred);
       normalise(x + r * stride, moments[r], d_in, weight, bias, to + r * d_in);
     }
   }

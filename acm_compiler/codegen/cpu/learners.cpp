@@ -179,7 +179,7 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
                       const Tensor& b_out, const Maybe& w_top, const Maybe& s_in, const Maybe& s_up, const Maybe& s_out,
                       const Maybe& s_top, const Maybe& residual, const Maybe& norm_weight, const Maybe& norm_bias,
                       double cost, int64_t k_min, std::string_view rule, std::string_view form, std::string_view act,
-                      std::optional<double> norm_eps) {
+                      std::optional<double> norm_eps, bool norm_centred) {
   const Site site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, s_in, s_up, s_out, s_top, residual, form, act};
   const auto run = [&](const Tensor& tokens, Norm* norm) {
     const Tensor k =
@@ -190,7 +190,7 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
     static const auto reference = reference_of<decltype(gated_learners)>("acm::gated_learners_reference");
     return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, w_in, b_in, w_up, b_up, w_out, b_out,
                           w_top, s_in, s_up, s_out, s_top, residual, norm_weight, norm_bias, cost, k_min, rule, form,
-                          act, norm_eps);
+                          act, norm_eps, norm_centred);
   };
   if (w_outer.dim() != 2 || w_in.dim() < 3 || k_min + w_outer.size(0) - 1 > w_in.size(0)) return apart();
   if (!norm_eps) return run(x, nullptr);
@@ -201,7 +201,7 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
                       gate_fits(x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, k_min, rule);
   if (!native) return apart();
   Norm norm{packed(norm_weight).value_or(Tensor()), packed(norm_bias).value_or(Tensor()),
-            static_cast<float>(*norm_eps), std::vector<Moments>(x.size(0))};
+            static_cast<float>(*norm_eps), norm_centred, std::vector<Moments>(x.size(0))};
   return run(x, &norm);
 }
 
@@ -224,7 +224,7 @@ TORCH_LIBRARY_FRAGMENT(acm_package, m) {
   m.def("gate(" ACM_GATE_TENSORS ", *, " ACM_GATE_CHOICES ", str built) -> Tensor");
   m.def("gated_learners(" ACM_GATE_TENSORS ", " ACM_LEARNER_TENSORS
         ", Tensor? norm_weight=None, Tensor? norm_bias=None, *, " ACM_GATE_CHOICES ", " ACM_FORM
-        ", float? norm_eps=None, str built) -> Tensor");
+        ", float? norm_eps=None, bool norm_centred=True, str built) -> Tensor");
   m.def("require(Tensor value, Tensor holds, str message, *, str built) -> Tensor");
   m.impl("require", c10::DispatchKey::CPU, TORCH_FN(Packaged<require>::call));
   m.impl("learners", c10::DispatchKey::CPU, TORCH_FN(Packaged<learners>::call));

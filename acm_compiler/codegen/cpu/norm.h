@@ -1,4 +1,4 @@
-// LayerNorm of single rows: what gate and learners read where a norm belongs to the operator.
+// LayerNorm, or RMSNorm, of single rows: what gate and learners read where a norm belongs to the operator.
 //
 // Sums are of distances from a value of the row, so that rows far from zero lose no digits; from their mean in a second
 // pass where that value is far from it. All in float; a normalised value is rounded to the type of the tokens, as that
@@ -25,6 +25,7 @@ struct Moments { float mean, scale, rest; };
 struct Norm {
   at::Tensor weight, bias;  // [D] of the tokens' type, contiguous, or undefined
   float eps;
+  bool centred;  // false: RMSNorm, whose mean counts as 0
   std::vector<Moments> moments;
 
   template <typename T>
@@ -59,7 +60,8 @@ Sums sums_of(const T* row, int64_t features, float shift) {
 }
 
 template <typename T>
-Moments moments_of(const T* row, int64_t features, float eps) {
+Moments moments_of(const T* row, int64_t features, float eps, bool centred) {
+  if (!centred) return {0.f, 1.f / std::sqrt(sums_of(row, features, 0.f).squares / features + eps), 0.f};
   float shift = features ? static_cast<float>(row[0]) : 0.f, off = 0.f, variance = 0.f;
   for (int pass = 0; pass < 2; pass++) {
     const Sums s = sums_of(row, features, shift += off);

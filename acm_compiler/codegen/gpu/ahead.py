@@ -136,7 +136,8 @@ def _product(
     blocks: rows of the blocks by which operands are read, if by tensor descriptors; 0: by pointers.
     """
     gated = spec.form == "gated"
-    here = {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in, "residual": spec.residual}
+    top = {"x": spec.second == "top", "w_top": spec.second == "top"} if function is few2_kernel else {}
+    here = top | {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in, "residual": spec.residual}
     absent = {operand: None for operand in function.arg_names if not here.get(operand, True)}
     operands = {operand: f"tensordesc<{{dtype}}[{rows},{tile.k}]>" for operand, rows in blocks.items() if rows}
     return Kernel(
@@ -156,7 +157,7 @@ def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
 
 def _rows_kernel(spec: KernelSpec, in_order: bool) -> Kernel:
     operands = {"perm": in_order, "counts": in_order, "norm_weight": spec.norm, "norm_bias": spec.norm}
-    constants = permute_constants(spec.d_in, in_order=in_order, norm=spec.norm)
+    constants = permute_constants(spec.d_in, in_order=in_order, norm=spec.norm, centred=spec.centred)
     return Kernel(
         name=" ".join(name for name, here in (("permute", in_order), ("norm", spec.norm)) if here),
         function=permute_kernel,

@@ -151,10 +151,14 @@ _WIDE = 8192
 
 
 @triton.jit
-def _normalised(value, here, weight, bias, eps, columns, D_IN: tl.constexpr):
-    """LayerNorm of whole rows [BM, PADDED], fp32; the rounded mean is mended, for rows far from zero."""
-    off = tl.where(here, value - (tl.sum(value, 1) / D_IN)[:, None], 0.0)
-    off = tl.where(here, off - (tl.sum(off, 1) / D_IN)[:, None], 0.0)
+def _normalised(value, here, weight, bias, eps, columns, D_IN: tl.constexpr, CENTRED: tl.constexpr):
+    """LayerNorm (RMSNorm where not CENTRED) of whole rows [BM, PADDED], fp32; for rows far from zero the rounded mean
+    is mended.
+    """
+    off = value
+    if CENTRED:
+        off = tl.where(here, off - (tl.sum(off, 1) / D_IN)[:, None], 0.0)
+        off = tl.where(here, off - (tl.sum(off, 1) / D_IN)[:, None], 0.0)
     y = off * tl.rsqrt(tl.sum(off * off, 1) / D_IN + tl.cast(eps, tl.float32))[:, None]
     if weight is not None:
         y *= tl.load(weight + columns, mask=columns < D_IN, other=0.0).to(tl.float32)[None, :]
@@ -166,7 +170,8 @@ def _normalised(value, here, weight, bias, eps, columns, D_IN: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "eps"])
 def permute_kernel(
     rows_out, x, perm, counts, norm_weight, norm_bias, T, stride_x, eps,
-    D_IN: tl.constexpr, PADDED: tl.constexpr, SORTED: tl.constexpr, NORM: tl.constexpr, BM: tl.constexpr,
+    D_IN: tl.constexpr, PADDED: tl.constexpr, SORTED: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """rows_out [T, D_IN] = x[perm] (SORTED: what runs no learner is left out) or x, with NORM normalised."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -181,7 +186,7 @@ def permute_kernel(
     real = mine[:, None] & here
     value = tl.load(x + token[:, None] * stride_x + columns[None, :], mask=real, other=0.0)
     if NORM:
-        value = _normalised(value.to(tl.float32), here, norm_weight, norm_bias, eps, columns, D_IN)
+        value = _normalised(value.to(tl.float32), here, norm_weight, norm_bias, eps, columns, D_IN, CENTRED)
     at = rows_out + rows.to(tl.int64)[:, None] * D_IN + columns[None, :]
     tl.store(at, value.to(rows_out.dtype.element_ty), mask=real)
 
@@ -195,7 +200,8 @@ class Rows:
         self._weight = None if weight is None else weight.contiguous()
         self._bias = None if bias is None else bias.contiguous()
         self._eps = 0.0 if norm is None else norm.eps
-        constants = permute_constants(d_in, in_order=in_order, norm=norm is not None)
+        centred = norm is None or norm.centred
+        constants = permute_constants(d_in, in_order=in_order, norm=norm is not None, centred=centred)
         self._rows = constants["BM"]
         self._start = Launcher(permute_kernel, constants, permute_options(d_in))
 
@@ -210,11 +216,11 @@ class Rows:
         return rows
 
 
-def permute_constants(d_in: int, *, in_order: bool, norm: bool) -> dict[str, Any]:
+def permute_constants(d_in: int, *, in_order: bool, norm: bool, centred: bool) -> dict[str, Any]:
     """Constants of `permute_kernel`; in_order: rows are sorted."""
     padded = triton.next_power_of_2(d_in)
     rows = max(1, min(_ROWS, _ELEMENTS // padded)) if norm else _ROWS
-    return {"D_IN": d_in, "PADDED": padded, "SORTED": in_order, "NORM": norm, "BM": rows}
+    return {"D_IN": d_in, "PADDED": padded, "SORTED": in_order, "NORM": norm, "CENTRED": centred, "BM": rows}
 
 
 def permute_options(d_in: int) -> dict[str, int]:

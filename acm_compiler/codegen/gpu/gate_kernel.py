@@ -12,20 +12,28 @@ from acm_compiler.codegen.gpu.activation import gelu
 
 
 @triton.jit
-def _moments(x_at, shift, steps, D_IN, eps, BK: tl.constexpr):
-    """Mean, as a distance from `shift`, and one over the deviation of rows, merged block by block; fp32."""
-    mean = tl.zeros_like(shift)
-    squares = tl.zeros_like(shift)
+def _moments(x, x_at, rows, stride_x, steps, D_IN, eps, CENTRED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """A value of each row, its mean as a distance from that, and one over its deviation, merged block by block; fp32.
+
+    Not CENTRED: 0, 0, and one over the root of its mean square.
+    """
+    mean = tl.zeros((BM,), tl.float32)
+    squares = tl.zeros((BM,), tl.float32)
+    shift = tl.zeros((BM,), tl.float32)
+    if CENTRED:
+        shift = tl.load(x + rows * stride_x).to(tl.float32)
     for k in range(0, D_IN, BK):
         here = (k + steps < D_IN)[None, :]
         off = tl.where(here, tl.load(x_at + k, mask=here, other=0.0).to(tl.float32) - shift[:, None], 0.0)
-        count = tl.minimum(D_IN - k, BK) * 1.0
-        part = tl.sum(off, 1) / count
-        off = tl.where(here, off - part[:, None], 0.0)
-        further = part - mean
-        squares += tl.sum(off * off, 1) + further * further * (k * count / (k + count))
-        mean += further * (count / (k + count))
-    return mean, tl.rsqrt(squares / D_IN + tl.cast(eps, tl.float32))
+        if CENTRED:
+            count = tl.minimum(D_IN - k, BK) * 1.0
+            part = tl.sum(off, 1) / count
+            off = tl.where(here, off - part[:, None], 0.0)
+            further = part - mean
+            squares += further * further * (k * count / (k + count))
+            mean += further * (count / (k + count))
+        squares += tl.sum(off * off, 1)
+    return shift, mean, tl.rsqrt(squares / D_IN + tl.cast(eps, tl.float32))
 
 
 @triton.jit
@@ -124,8 +132,8 @@ def _choose(
 def gate_kernel(
     k_out, histogram, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, norm_weight, norm_bias, T, D_IN,
     stride_x, cost, eps, G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr,
-    SLOTS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    SLOTS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """k_out [T]; w_inner [G, D_IN], w_outer [C, G]; knob fp32, k_lo and k_hi int32 scalars in memory.
 
@@ -138,8 +146,8 @@ def gate_kernel(
     x_at = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * stride_x + steps[None, :]
     shift, mean, scale = 0.0, 0.0, 0.0
     if NORM:
-        shift = tl.load(x + tl.minimum(rows, T - 1).to(tl.int64) * stride_x).to(tl.float32)
-        mean, scale = _moments(x_at, shift, steps, D_IN, eps, BK)
+        source = tl.minimum(rows, T - 1).to(tl.int64)
+        shift, mean, scale = _moments(x, x_at, source, stride_x, steps, D_IN, eps, CENTRED, BM, BK)
     score = tl.zeros((BM, CP), tl.float32)
     for first in range(0, G, GP):
         inner = first + tl.arange(0, GP)
@@ -155,8 +163,8 @@ def gate_kernel(
 @triton.jit(do_not_specialize=["T", "eps"])
 def gate_part_kernel(
     parts, x, w_inner, norm_weight, norm_bias, T, D_IN, stride_x, eps, G: tl.constexpr, SPAN: tl.constexpr,
-    EVEN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr,
-    ROW: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    ROWS: tl.constexpr, ROW: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """parts [spans, ROWS, ROW] fp32: first products of T <= ROWS rows over SPAN features each."""
     BLOCKS: tl.constexpr = ROW // GP
@@ -169,8 +177,8 @@ def gate_part_kernel(
     w_at = w_inner + tl.minimum(inner, G - 1)[None, :] * D_IN + steps[:, None]
     shift, mean, scale = 0.0, 0.0, 0.0
     if NORM:
-        shift = tl.load(x + tl.minimum(rows, T - 1).to(tl.int64) * stride_x).to(tl.float32)
-        mean, scale = _moments(x_at, shift, steps, D_IN, eps, BK)
+        source = tl.minimum(rows, T - 1).to(tl.int64)
+        shift, mean, scale = _moments(x, x_at, source, stride_x, steps, D_IN, eps, CENTRED, BM, BK)
     acc = _product(
         x_at, w_at, span * SPAN, tl.minimum((span + 1) * SPAN, D_IN), steps, shift, mean, scale, norm_weight, norm_bias,
         D_IN, EVEN, NORM, PRECISION, INTERPRET, BM, GP, BK,

@@ -33,7 +33,7 @@ _PARTS = (32, 512)  # columns and features of one program of a split gate
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSpec:
     """One gate as its kernel sees it: dtype of the tokens and of the gate itself, sizes, rule; norm: tokens are
-    normalised first.
+    normalised first; centred: by a LayerNorm, else an RMSNorm.
     """
 
     d_in: int
@@ -44,6 +44,7 @@ class GateSpec:
     dtype: str
     gate_dtype: str
     norm: bool
+    centred: bool = True
 
     @property
     def is_exact(self) -> bool:
@@ -90,6 +91,7 @@ def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str,
         "SLOTS": slots_of(spec.k_min + spec.columns - 1),
         "EVEN": spec.d_in % step == 0,
         "NORM": spec.norm,
+        "CENTRED": spec.centred,
         "PRECISION": "tf32x3",
         "GP": width,
         "BM": min(rows, max(_NARROWEST, triton.next_power_of_2(tokens))),
@@ -105,6 +107,7 @@ def part_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str,
         "SPAN": _PARTS[1],
         "EVEN": spec.d_in % step == 0,
         "NORM": spec.norm,
+        "CENTRED": spec.centred,
         "PRECISION": "tf32x3",
         "INTERPRET": interpret,
         **shared,
@@ -180,6 +183,7 @@ class GatePlan:
             dtype=DTYPES[call.x.dtype],
             gate_dtype=DTYPES[weights.w_inner.dtype],
             norm=norm is not None,
+            centred=norm is None or norm.centred,
         )
         bucket = bucket_of(call.x.shape[0] if tokens is None else tokens)
         affine = (None, None) if norm is None else (norm.weight, norm.bias)
@@ -201,17 +205,17 @@ class GatePlan:
 
     def __call__(self, x_TD: Tensor, knob: Tensor, k_lo: Tensor, k_hi: Tensor) -> Choice:
         """The choice of T >= 1 tokens, whose rows are contiguous."""
-        tokens, stride, (w_inner, *rest) = x_TD.shape[0], x_TD.stride(0), self._weights
+        tokens, stride, weights = x_TD.shape[0], x_TD.stride(0), self._weights
         k_T = x_TD.new_empty(tokens, dtype=torch.int32)
         programs = blocks_in(tokens, self._rows)
         if self._parts is not None:
             parts = x_TD.new_empty(self._spans, *self._room, dtype=torch.float32)
-            self._parts(self._programs, parts, x_TD, w_inner, *self._norm, tokens, self._d_in, stride, self._eps)
-            self._start(programs, k_T, parts, *rest, knob, k_lo, k_hi, tokens, self._spans, self._cost)
+            self._parts(self._programs, parts, x_TD, weights[0], *self._norm, tokens, self._d_in, stride, self._eps)
+            self._start(programs, k_T, parts, *weights[1:], knob, k_lo, k_hi, tokens, self._spans, self._cost)
             return Choice(k_T, None)
         counts = k_T.new_empty(programs * self._slots) if self._slots else None
         self._start(
-            programs, k_T, counts, x_TD, w_inner, *rest, knob, k_lo, k_hi, *self._norm, tokens, self._d_in, stride,
+            programs, k_T, counts, x_TD, *weights, knob, k_lo, k_hi, *self._norm, tokens, self._d_in, stride,
             self._cost, self._eps,
         )  # fmt: skip
         return Choice(k_T, None if counts is None else Histogram(counts, self._rows))

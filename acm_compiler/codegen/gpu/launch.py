@@ -64,7 +64,7 @@ def run(
     if not x_TD.shape[0]:
         return x_TD.new_empty(0, weights.b_out.shape[1])
     x_TD, residual = by_rows(x_TD), None if residual is None else by_rows(residual)
-    plan = plan_of(spec_of(x_TD, weights, residual, norm=norm is not None), weights, norm, machine, x_TD.shape[0])
+    plan = plan_of(spec_of(x_TD, weights, residual, norm=norm), weights, norm, machine, x_TD.shape[0])
     return plan(x_TD, k_T.contiguous(), residual)
 
 
@@ -94,6 +94,7 @@ class FewPlan:
         self._rows = None if norm is None else Rows(spec.d_in, in_order=False, norm=norm)
         self._first = w.w_in.contiguous(), _flat(w.b_in), _contiguous(w.w_up), _flat(w.b_up)
         self._second = w.w_out.contiguous(), w.b_out.contiguous()
+        self._top = _contiguous(w.w_top)
         self._programs = (
             blocks_in(spec.learners * spec.width, tiles.layer1.n),
             blocks_in(spec.d_out, tiles.layer2.n),
@@ -117,7 +118,9 @@ class FewPlan:
         h, y_TO = x_TD.new_empty(tokens, spec.hidden_row), x_TD.new_empty(tokens, spec.d_out)
         self._start1(self._programs[0], h, x_TD, *self._first, k_T, tokens, spec.d_in, x_TD.stride(0))
         stride_r = 0 if residual is None else residual.stride(0)
-        self._start2(self._programs[1], y_TO, h, *self._second, residual, k_T, tokens, stride_r)
+        top = (None, None) if self._top is None else (x_TD, self._top)
+        sizes = tokens, spec.d_in, x_TD.stride(0), stride_r
+        self._start2(self._programs[1], y_TO, h, *self._second, *top, residual, k_T, *sizes)
         return y_TO
 
 

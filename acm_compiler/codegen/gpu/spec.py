@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.planning.decisions import PlannedSite
 
 Form = Literal["mlp", "gated", "linear", "rows", "cols"]
@@ -23,8 +23,8 @@ class KernelSpec:
     """One ACM as its kernels see it: D = d_in, O = d_out, N = learners, H = width, of a slice too.
 
     second: what follows the hidden layer: one w_out for all k, w_out with w_top at k = N, one w_out per k, or none
-    (slices). head: features of one head in one slice, 1 without heads. norm: x is normalised first. tf32: fp32 products
-    may be rounded to tf32, as torch's own setting says.
+    (slices). head: features of one head in one slice, 1 without heads. norm: x is normalised first (centred: by a
+    LayerNorm, else an RMSNorm). tf32: fp32 products may be rounded to tf32, as torch's own setting says.
     """
 
     form: Form
@@ -40,6 +40,7 @@ class KernelSpec:
     residual: bool
     norm: bool
     tf32: bool
+    centred: bool = True
 
     def __str__(self) -> str:
         """One line: form, shape, activation, dtype, and what is fused with it."""
@@ -59,7 +60,7 @@ class KernelSpec:
         return 4 if self.dtype == "fp32" else 2
 
 
-def spec_of(x_TD: Tensor, weights: Weights, residual: Tensor | None, *, norm: bool = False) -> KernelSpec:
+def spec_of(x_TD: Tensor, weights: Weights, residual: Tensor | None, *, norm: Norm | None = None) -> KernelSpec:
     """The spec of a call; its dtype must be one of DTYPES."""
     w = weights
     return KernelSpec(
@@ -74,7 +75,8 @@ def spec_of(x_TD: Tensor, weights: Weights, residual: Tensor | None, *, norm: bo
         bias_in=w.b_in is not None,
         second=_second_layer(w),
         residual=residual is not None,
-        norm=norm,
+        norm=norm is not None,
+        centred=norm is None or norm.centred,
         tf32=x_TD.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
     )
 

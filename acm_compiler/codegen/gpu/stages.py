@@ -19,7 +19,7 @@ BULK_COPY_BYTES = 16
 """Alignment of addresses and rows that tensor descriptors need."""
 _WGMMA_ROWS = 64
 _FENCED = (3, 7)
-_SORTED_ONLY = ("Q_HI", "GATHER", "X_DESC", "W_DESC", "GROUP")
+_SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "GROUP")
 
 
 def puts_fences() -> bool:
@@ -189,6 +189,8 @@ def few2_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str
         "H": spec.width,
         "ROW": spec.hidden_row,
         "D_OUT": spec.d_out,
+        "SECOND": spec.second,
+        "FROM_X": spec.form == "linear",
         "RESIDUAL": spec.residual,
         "EVEN": spec.width % tile.k == 0,
         **{name: value for name, value in _tile_constants(spec, tile, interpret).items() if name not in _SORTED_ONLY},

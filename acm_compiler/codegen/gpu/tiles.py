@@ -169,7 +169,7 @@ def choose_tiles(spec: KernelSpec, arch: int, tokens: int, processors: int | Non
     kinds = {kind}
     if kind == "plain" and spec.width < _NARROW and spec.width % 128 != 0:
         kinds.add("narrow")
-    if spec.second == "shared":
+    if spec.second != "none":
         kinds.add("few")
     rows = [row for row in TABLE if row.arch <= arch and row.dtype == dtype and row.kind in kinds]
     rows = [row for row in rows if row.tokens is None or tokens <= row.tokens]

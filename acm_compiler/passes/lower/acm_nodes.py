@@ -32,6 +32,8 @@ _GRADIENT_SWITCHES = (
 )
 NORM_EPS = "norm_eps"
 """The argument of `acm::gated_learners` that says whether a norm belongs to it."""
+NORM_CENTRED = "norm_centred"
+"""The argument that says that it is a LayerNorm, no RMSNorm."""
 
 
 def learners_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -62,12 +64,13 @@ def gate_of(acm: fx.Node) -> fx.Node | None:
 
 def value_of(node: object) -> Tensor | None:
     """The fake tensor that was recorded for a node; None for anything else."""
-    value = _recorded(node) if isinstance(node, fx.Node) else None
+    value = recorded(node)
     return value if isinstance(value, Tensor) else None
 
 
-def _recorded(node: fx.Node) -> Any:
-    return next((node.meta[key] for key in _FAKES if key in node.meta), None)
+def recorded(node: object) -> Any:
+    """The fake tensor, or symbolic number, that was recorded for a node; None for anything else."""
+    return next((node.meta[key] for key in _FAKES if key in node.meta), None) if isinstance(node, fx.Node) else None
 
 
 def with_value(meta: dict[str, Any], value: Tensor) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def writes(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     called: Any = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    values = fx.node.map_arg((node.args, node.kwargs), _recorded)
+    values = fx.node.map_arg((node.args, node.kwargs), recorded)
     return called is not None and bool(written_tensors(called, *values))
 
 

@@ -1,4 +1,4 @@
-"""The LayerNorm in front of an ACM becomes part of its operator, in graphs through which nothing is differentiated.
+"""The LayerNorm or RMSNorm in front of an ACM becomes part of its operator, where nothing is differentiated.
 
 before:  z = layer_norm(x, (D,), w, b, eps); y = gated_learners(reshape(z), *w_gate, ..., residual)
 after:   y = gated_learners(reshape(x), *w_gate, ..., residual, w, b, norm_eps=eps)
@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from acm_compiler.passes.lower.acm_nodes import (
     GATED,
+    NORM_CENTRED,
     NORM_EPS,
     acm_nodes,
     call_of,
@@ -25,14 +25,9 @@ from acm_compiler.passes.lower.acm_nodes import (
     only_user,
     value_of,
 )
+from acm_compiler.passes.lower.norms import FoundNorm, norm_at, remarks_on
 
-_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
-    torch.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
-    torch.ops.aten.layer_norm.default: ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
-}
 _COPYING: dict[Any, Any] = {"view": "reshape", torch.ops.aten.view.default: torch.ops.aten.reshape.default}
-_EPS = 1e-5  # torch's, where a call leaves it out
 
 
 def fold_norm(graph: fx.Graph) -> int:
@@ -42,23 +37,20 @@ def fold_norm(graph: fx.Graph) -> int:
 
 def _fold(acm: fx.Node) -> bool:
     chain = _chain(acm)
-    if acm.kwargs.get(NORM_EPS) is not None or not chain or chain[-1].target not in _ARGUMENTS:
+    norm = norm_at(chain[-1]) if chain and acm.kwargs.get(NORM_EPS) is None else None
+    if norm is None or not _is_over_features(chain, norm) or not _has_room(acm):
         return False
-    norm = chain[-1]
-    given = dict(zip(_ARGUMENTS[norm.target], norm.args, strict=False)) | norm.kwargs
-    x: Any = given["input"]
-    weights = (given.get("weight"), given.get("bias"))
-    if not _is_over_features(chain, x, weights, given["normalized_shape"]) or not _has_room(acm):
-        return False
-    if keeps_apart(norm, acm):
+    if keeps_apart(norm.nodes[-1], acm):
         return False
     for node in chain[:-1]:
         node.target = _COPYING.get(node.target, node.target)  # x may lie as no result of a norm does
-        node.replace_input_with(norm, x)
-    tokens = x if len(chain) == 1 else chain[0]
-    acm.args = tuple(call_of(acm)._replace(x=tokens, norm_weight=weights[0], norm_bias=weights[1]))
-    acm.kwargs = {**acm.kwargs, NORM_EPS: given.get("eps", _EPS)}
-    acm.graph.erase_node(norm)
+        node.replace_input_with(norm.nodes[0], norm.x)
+    tokens = norm.x if len(chain) == 1 else chain[0]
+    acm.args = tuple(call_of(acm)._replace(x=tokens, norm_weight=norm.weight, norm_bias=norm.bias))
+    acm.kwargs = {**acm.kwargs, NORM_EPS: norm.eps} | ({} if norm.centred else {NORM_CENTRED: False})
+    for node in norm.nodes:
+        for part in (*remarks_on(node), node):
+            acm.graph.erase_node(part)
     return True
 
 
@@ -72,13 +64,13 @@ def _chain(acm: fx.Node) -> list[fx.Node]:
     return chain if only_user(chain[-1]) is reader else []
 
 
-def _is_over_features(chain: list[fx.Node], x: Any, weights: tuple[Any, ...], shape: Any) -> bool:
+def _is_over_features(chain: list[fx.Node], norm: FoundNorm) -> bool:
     """True if the features of each token are normalised, and nothing is converted on the way."""
-    value = value_of(x)
+    value, shape = value_of(norm.x), norm.shape
     if value is None or len(shape) != 1:
         return False
     rows = [value, *(value_of(node) for node in chain)]
-    others = [value_of(weight) for weight in weights if weight is not None]
+    others = [value_of(weight) for weight in (norm.weight, norm.bias) if weight is not None]
     return all(_fits(other, value) and other is not None and other.shape[-1] == shape[0] for other in (*rows, *others))
 
 

@@ -243,7 +243,29 @@ FOLDED = {
     "post": lambda m, x: x + m.acm(plain(m, x + 1)),
     "part": lambda m, x: m.acm(plain(m, x[:1])),
 }
+
+
+def rms(m, x, *, dtype=torch.float32, dim=-1):
+    """An RMSNorm as transformers writes it out."""
+    h = x.to(dtype)
+    h = h * torch.rsqrt(h.pow(2).mean(dim, keepdim=True) + 1e-3)
+    return m.weight * h.to(x.dtype)
+
+
+RMS_FOLDED = {
+    "written out": lambda m, x: m.acm(rms(m, x)),
+    "weight behind": lambda m, x: m.acm((torch.rsqrt((x**2).mean((-1,), True) + 1e-3) * x) * m.weight),
+    "torch's": lambda m, x: m.acm(F.rms_norm(x, (8,), m.weight, 1e-3).view(-1, 8)),
+    "without weight": lambda m, x: m.acm(torch.rms_norm(x, (8,), eps=1e-3)),
+    "post": lambda m, x: x + m.acm(rms(m, x + 1).reshape(-1, 8)).view(x.shape),
+}
 KEPT = {
+    "no eps": lambda m, x: m.acm(F.rms_norm(x, (8,), m.weight)),
+    "other power": lambda m, x: m.acm(m.weight * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-3))),
+    "other rows of squares": lambda m, x: m.acm(rms(m, x, dim=1)),
+    "squares of another": lambda m, x: m.acm(m.weight * (x * torch.rsqrt((x + 1).pow(2).mean(-1, True) + 1e-3))),
+    "in float64": lambda m, x: m.acm(rms(m, x, dtype=torch.float64)),
+    "root read": lambda m, x: m.acm(m.weight * (x * (r := torch.rsqrt(x.pow(2).mean(-1, True) + 1e-3)))) * r.sum(),
     "read twice": lambda m, x: (z := plain(m, x)) + m.acm(z),
     "read elsewhere": lambda m, x: (m.acm(z := plain(m, x)), z.sum()),
     "more features": lambda m, x: m.acm(F.layer_norm(x, (5, 8))),
@@ -277,6 +299,18 @@ def fully_fused(module, *inputs):
 @pytest.mark.parametrize("use", FOLDED.values(), ids=FOLDED)
 def test_fold_norm_reads_every_way_to_call_it(use):
     assert fully_fused(Normed(use), torch.randn(2, 5, 8) * 3 + 2) == 1
+
+
+@pytest.mark.parametrize("use", RMS_FOLDED.values(), ids=RMS_FOLDED)
+def test_fold_norm_takes_rms_norms(use):
+    module, x = Normed(use), torch.randn(2, 5, 8) * 3 + 2
+    assert fully_fused(module, x) == 1
+    exported = torch.export.export(module.eval(), (x,))
+    expected = exported.module()(x)
+    assert fuse_gate(exported.graph) == 1 and fold_norm(exported.graph) == 1
+    exported.graph.lint()
+    exported.graph_module.recompile()
+    torch.testing.assert_close(exported.module()(x), expected)
 
 
 @pytest.mark.parametrize("use", KEPT.values(), ids=KEPT)

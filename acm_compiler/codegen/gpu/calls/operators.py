@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def _start_first(
     x, residual = by_rows(call.x), None if call.residual is None else by_rows(call.residual)
     if not x.shape[0]:
         return x.new_empty(0, weights.b_out.shape[1])
-    spec = spec_of(x, weights, residual, norm=norm is not None)
+    spec = spec_of(x, weights, residual, norm=norm)
     plan: Plan = plan_of(spec, aliases_of(weights), _aliases_of_norm(norm), machine, x.shape[0])
     y = plan(x, call.k.contiguous(), residual)
     if kind is not None:
@@ -171,17 +172,19 @@ def gate_kind(
     return rows, knob.dtype, knob.ndim, k_lo.dtype, k_lo.ndim, k_hi.dtype, k_hi.ndim, cost, k_min, rule, facts
 
 
-def gated_learners(*tensors: Any, norm_eps: float | None = None, form: str, act: str, **choices: Any) -> Tensor:
+def gated_learners(
+    *tensors: Any, norm_eps: float | None = None, norm_centred: bool = True, form: str, act: str, **choices: Any
+) -> Tensor:
     """The operator that is gate and learners, and perhaps the norm in front of them: then rows are normalised where
     kernels first read them.
     """
     if norm_eps is None:
         return run_apart(*tensors, norm_eps=None, form=form, act=act, **choices)
     call = GatedArguments(*tensors)
-    norm = Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps)
+    norm = Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps, centred=norm_centred)
     affine = norm.weight, norm.bias
     gate_weights, weights = (*call[1:5], *affine), (*part(LearnerWeights, call), *affine)
-    facts = norm_eps, *(None if tensor is None else tensor.dtype for tensor in affine)
+    facts = norm_eps, norm_centred, *(None if tensor is None else tensor.dtype for tensor in affine)
     gate_operands = gate_call(call, call.x)
     scalars = gate_operands[5:]
     of_gate = gate_kind(call.x, scalars, *facts, **choices)
@@ -202,7 +205,7 @@ def gated_learners(*tensors: Any, norm_eps: float | None = None, form: str, act:
             apart = LearnersArguments(call.x, choice.k, *part(LearnerWeights, call), call.residual)
             of = Weights(*part(LearnerWeights, call), act=act, form=form)
             return _start_first(apart, of, norm, kind=kind, kept_by=weights, **kept)
-    return run_apart(*tensors, norm_eps=norm_eps, form=form, act=act, **choices)
+    return run_apart(*tensors, norm_eps=norm_eps, norm_centred=norm_centred, form=form, act=act, **choices)
 
 
 def normed_kind(call: GatedArguments, form: str, act: str) -> Hashable:
@@ -233,7 +236,7 @@ def aliases_of_gate(call: GateArguments) -> GateArguments:
 
 
 def _aliases_of_norm(norm: Norm | None) -> Norm | None:
-    return None if norm is None else Norm(weight=_alias(norm.weight), bias=_alias(norm.bias), eps=norm.eps)
+    return None if norm is None else replace(norm, weight=_alias(norm.weight), bias=_alias(norm.bias))
 
 
 def _alias(tensor: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ cover, or Triton cannot build, stays an operator, which Inductor calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part
-from acm_compiler.acm.gated_learners import GATED, gate_call
+from acm_compiler.acm.gated_learners import GATED, gate_call, norm_of
 from acm_compiler.acm.ops import GATE, LEARNERS, LIBRARY
 from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen import gpu
@@ -68,9 +69,11 @@ def _gate(*tensors: Any, **choices: Any) -> Tensor | None:
     return None if choice is None else choice.k
 
 
-def _gated(*tensors: Any, form: str, act: str, norm_eps: float | None = None, **choices: Any) -> Tensor | None:
+def _gated(
+    *tensors: Any, form: str, act: str, norm_eps: float | None = None, norm_centred: bool = True, **choices: Any
+) -> Tensor | None:
     call = GatedArguments(*tensors)
-    norm = None if norm_eps is None else Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps)
+    norm = norm_of(call, norm_eps, norm_centred)
     weights = Weights(*part(LearnerWeights, call), act=act, form=form)
     # first of all learners: a gate by itself would leave launches behind
     kind = (form, act, call.x.dtype, tuple(call.w_in.shape)) if norm is None else normed_kind(call, form, act)
@@ -85,7 +88,7 @@ def _gated(*tensors: Any, form: str, act: str, norm_eps: float | None = None, **
 
 def _launched(call: LearnersArguments, weights: Weights, norm: Norm | None, histogram: Histogram | None) -> Tensor:
     x, residual = by_rows(call.x), None if call.residual is None else by_rows(call.residual)
-    spec, machine = spec_of(x, weights, residual, norm=norm is not None), gpu.machine_of(x.device)
+    spec, machine = spec_of(x, weights, residual, norm=norm), gpu.machine_of(x.device)
     return plan_of(spec, weights, norm, machine, x.shape[0])(x, call.k.contiguous(), residual, histogram)
 
 
@@ -102,7 +105,7 @@ def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm
     }
     if gpu.not_covered(**facts, is_int8=weights.is_int8) is not None:
         return False
-    spec = spec_of(x, weights, call.residual, norm=norm is not None)
+    spec = spec_of(x, weights, call.residual, norm=norm)
 
     def build() -> None:
         own = Weights(*map(_empty, weights.tensors), act=weights.act, form=weights.form)
@@ -125,7 +128,8 @@ def _chosen(call: GateArguments, norm: Norm | None, **choices: Any) -> Choice | 
         plan = GatePlan(own, **choices, machine=machine, norm=_own_norm(norm), tokens=x.shape[0])
         plan(own.x, own.knob, own.k_lo, own.k_hi)
 
-    if not _builds((dtypes, width), (*choices.values(), *map(_shape, call[1:5]), norm is None, _size(x)), build):
+    kind_of_norm = None if norm is None else norm.centred
+    if not _builds((dtypes, width), (*choices.values(), *map(_shape, call[1:5]), kind_of_norm, _size(x)), build):
         return None
     plan = GatePlan(call._replace(x=x), **choices, machine=machine, norm=norm)
     return plan(x, call.knob, call.k_lo, call.k_hi)
@@ -152,7 +156,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _own_norm(norm: Norm | None) -> Norm | None:
-    return None if norm is None else Norm(weight=_empty(norm.weight), bias=_empty(norm.bias), eps=norm.eps)
+    return None if norm is None else replace(norm, weight=_empty(norm.weight), bias=_empty(norm.bias))
 
 
 def _empty(tensor: Any, rows: int | None = None) -> Any:

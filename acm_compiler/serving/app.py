@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, File, Form, Request, Response, UploadFile
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from torch import Tensor
@@ -40,6 +40,8 @@ class Embeddings(BaseModel):
 
 class Classification(BaseModel):
     """Examples to classify, and a budget. Exactly one of the kinds of input, the model's."""
+
+    model_config = ConfigDict(extra="forbid")
 
     images: Annotated[Any, Field(description="each [channels, height, width], as the model takes them")] = None
     input: Annotated[Any, Field(description="texts, or lists of token ids")] = None
@@ -127,6 +129,8 @@ def _add_classify(app: FastAPI, served: Served, requests: Requests) -> None:
     async def classify(asked: Classification) -> dict[str, Any]:
         """The classes of each example, the most probable first."""
         given = asked.images if served.reader.name == "images" else asked.input
+        if asked.model_fields_set & {"images", "input"} != {served.reader.name}:
+            raise HTTPException(422, f"{served.reader.name}: this model takes {served.reader.expected}, and no other")
         logits = await requests.answers(lambda: served.reader.examples(given), asked.budget)
         return {"model": served.name, "predictions": [_prediction(served, row, asked.top) for row in logits]}
 

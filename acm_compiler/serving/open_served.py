@@ -172,6 +172,11 @@ def _least_budget(directory: Path, most_loss: float) -> float:
     if found is None or found.metric.dense is None:
         fix = "measure it: acmc eval DIR"
         raise UsageError("the metric at each budget is not known", where="--max-loss", found=str(directory), fix=fix)
+    if found.metric.is_share and most_loss > 1:
+        fix = f"{most_loss:g} points of a hundred are {most_loss / 100:g}"
+        raise UsageError(
+            "a share cannot lose that much", where="--max-loss", found=most_loss, expected="0 to 1", fix=fix
+        )
     sign = -1 if found.metric.lower_is_better else 1
     least = None
     for row in sorted(found.budgets, key=lambda row: -row.asked):

@@ -178,6 +178,19 @@ def test_what_is_no_image_is_refused(classify, given, words):
     assert words in refusal(classify, 400, "/classify", json={"images": given})
 
 
+@pytest.mark.parametrize(
+    "document, words",
+    [
+        ({}, "images: this model takes"),
+        ({"input": "a"}, "images: this model takes"),
+        ({"images": [image()], "input": "a"}, "and no other"),
+        ({"images": [image()], "budjet": 0.4}, "budjet"),
+    ],
+)
+def test_fields_that_this_model_does_not_read_are_refused(classify, document, words):
+    assert words in refusal(classify, 422, "/classify", json=document)
+
+
 def test_a_number_that_is_none_is_refused(classify):
     text = str(image()).replace("0.1", "NaN", 1)
     given = {"content": f'{{"images": [{text}]}}', "headers": {"content-type": "application/json"}}

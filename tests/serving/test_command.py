@@ -119,6 +119,8 @@ def test_a_loss_that_is_allowed_raises_the_floor(images, tmp_path):
         floor(0.011, ".3:.4")
     with pytest.raises(UsageError, match="loses more"):
         floor(0.0)
+    with pytest.raises(UsageError, match=r"found 5, expected 0 to 1.*\n.*5 points of a hundred.* 0\.05"):
+        floor(5)
 
 
 def evaluated(model, tmp_path):

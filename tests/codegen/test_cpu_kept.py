@@ -12,6 +12,8 @@ import torch
 from acm_compiler.acm import int8
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
+from acm_compiler.passes.rewrite.offload import kept as offloaded
+from acm_compiler.passes.rewrite.offload import offloading
 from tests.helpers.kernel_cases import FORMS, Case, inputs_of, to, weights_of
 
 HALF = torch.bfloat16
@@ -97,6 +99,18 @@ def test_of_weights_whose_writes_torch_does_not_count_nothing_is_kept(tiles, kep
         assert not torch.equal(native(one, inferred), before)
     assert kept.acm_kept_panels() == 0
     assert torch.equal(native(one), before)
+
+
+def test_of_offloaded_weights_nothing_is_kept(tmp_path, kept):
+    one = drawn(Case(tokens=90, learners=4, width=48, d_in=128, d_out=128), torch.float32)
+    expected = native(one)
+    kept.acm_keep_panels(ctypes.c_bool(False))
+    kept.acm_keep_panels(ctypes.c_bool(True))
+    with offloading(tmp_path):
+        in_files = offloaded(one.weights)
+    assert all(w.untyped_storage().filename is not None for w in (in_files.w_in, in_files.w_out))
+    assert torch.equal(native(one, in_files), expected)
+    assert kept.acm_kept_panels() == 0
 
 
 def test_few_tokens_read_weights_where_they_lie(kept):

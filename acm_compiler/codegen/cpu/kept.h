@@ -2,6 +2,7 @@
 // writes to it.
 #pragma once
 
+#include <ATen/MapAllocator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
@@ -31,9 +32,17 @@ inline Panels new_panels(int64_t words) {
   return {::operator new(words * sizeof(float), kLine), [](void* p) { ::operator delete(p, kLine); }};
 }
 
+// Offloaded weights lie in files without a name, because memory does not hold them; it does not hold copies either.
+inline bool is_offloaded(const at::Tensor& weight) {
+  constexpr const char* kNameless = "/dev/fd/";
+  const auto* file = at::MapAllocator::fromDataPtr(weight.storage().data_ptr());
+  return file && std::strncmp(file->filename(), kNameless, std::strlen(kNameless)) == 0;
+}
+
 // What is not counted when it is written (torch's inference tensors) can have no panels kept.
 inline bool may_be_kept(const at::Tensor& weight) {
-  return panels_kept.load(std::memory_order_relaxed) && !weight.is_inference() && weight.is_contiguous();
+  return panels_kept.load(std::memory_order_relaxed) && !weight.is_inference() && weight.is_contiguous() &&
+         !is_offloaded(weight);
 }
 
 // A weight of a call.

@@ -1,8 +1,5 @@
 """The backward of the Triton kernels without a GPU: in the interpreter, and compiled ahead of time."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,8 +9,7 @@ pytest.importorskip("triton")
 from acm_compiler.codegen.gpu.ahead import build
 from acm_compiler.codegen.gpu.gradients.ahead import gradient_kernels
 from acm_compiler.codegen.gpu.gradients.launch import gradient_tile
-from tests.codegen.test_kernels import PROJECTION, SWIGLU, VIT
-from tests.helpers import ROOT
+from tests.codegen.test_kernels import PROJECTION, SWIGLU, VIT, interpret
 
 SPECS = {
     f"{spec.form} {dtype}": replace(spec, residual=False, dtype=dtype.removeprefix("t"), tf32=dtype == "tfp32")
@@ -22,21 +18,13 @@ SPECS = {
 }
 
 
-def interpret(*options: str) -> None:
-    """Run tests/helpers/gradient_cases.py where triton runs in its interpreter, which is decided at its import."""
-    command = [sys.executable, "-m", "pytest", "tests/helpers/gradient_cases.py", "-q", "-x", *options]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
 def test_gradients_equal_float64_in_the_interpreter():
-    interpret("-m", "not slow")
+    interpret("gradient_cases", "-m", "not slow")
 
 
 @pytest.mark.slow
 def test_all_gradients_equal_float64_in_the_interpreter():
-    interpret("-m", "slow")
+    interpret("gradient_cases", "-m", "slow")
 
 
 @pytest.mark.parametrize("name", SPECS)

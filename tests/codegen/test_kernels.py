@@ -57,21 +57,21 @@ ROWS = replace(VIT, form="rows", act="identity", width=192, head=16, bias_in=Fal
 COLS = replace(ROWS, form="cols")
 
 
-def interpret(*options: str) -> None:
-    """Run tests/helpers/interpreter_cases.py where triton runs in its interpreter, which is decided at its import."""
-    command = [sys.executable, "-m", "pytest", "tests/helpers/interpreter_cases.py", "-q", "-x", *options]
+def interpret(cases: str, *options: str) -> None:
+    """Run a file of tests/helpers where triton runs in its interpreter, which is decided at its import."""
+    command = [sys.executable, "-m", "pytest", f"tests/helpers/{cases}.py", "-q", "-x", *options]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def test_kernels_equal_the_reference_in_the_interpreter():
-    interpret("-m", "not slow")
+    interpret("interpreter_cases", "-m", "not slow")
 
 
 @pytest.mark.slow
 def test_all_kernels_equal_the_reference_in_the_interpreter():
-    interpret("-m", "slow")
+    interpret("interpreter_cases", "-m", "slow")
 
 
 def require_good(spec: KernelSpec, arch: int, tokens: int) -> None:

@@ -16,27 +16,15 @@ from acm_compiler.codegen.gpu.gradients import launch, operators
 from acm_compiler.codegen.gpu.gradients.launch import run_backward
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.site import ACTIVATIONS
-from tests.helpers.kernel_cases import Case, inputs_of, poison_memory, to
-from tests.helpers.old_triton import mend_loops
+from tests.helpers.interpreter_cases import HOPPER, loops_run, poisoned  # noqa: F401  # fixtures, used for all tests
+from tests.helpers.kernel_cases import Case, inputs_of, to
 
-HOPPER = Machine(arch=90, processors=3)
 GATED = {"form": "gated", "act": "silu"}
 LINEAR = {"form": "linear", "act": "identity", "bias": False}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 assert INTERPRETED
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Memory that is not initialised holds NaN, or an index that no buffer has."""
-    poison_memory(monkeypatch)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def loops_run():
-    mend_loops()
 
 
 def exact_gradients(case: Case, inputs, dy, *, k_min: int | None = None):

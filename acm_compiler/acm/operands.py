@@ -87,7 +87,7 @@ def require_learners(call: LearnersArguments | GatedArguments, *, form: str, sam
 
 
 def require_least(x: Tensor, w_in: Tensor, w_out: Tensor, inputs: Tensor, hidden: Tensor, *, form: str) -> None:
-    """The same for what `acm::sparse_learners` takes besides: MLPs with one second layer, float32 sizes on x's device."""
+    """The same for `acm::sparse_learners`: MLPs with one second layer, and sizes in float32 on x's device."""
     operator = "acm::sparse_learners"
     if form not in ("mlp", "gated") or w_out.dim() != 3:
         found = f"form {form!r}, w_out of {w_out.dim()} dimensions"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from acm_compiler.acm.arguments import LearnersArguments, schema
 from acm_compiler.acm.operands import may_equal, require_learners, require_least
@@ -44,7 +44,7 @@ class SparseArguments(NamedTuple):
 
 LIBRARY.define(f"sparse_learners({schema(SparseArguments)}, *, {FORM}) -> Tensor")
 SPARSE = torch.ops.acm.sparse_learners
-_WEIGHTS = 7  # of those in `Weights`, the tensors that float learners have
+_FLOATS = 7  # so many of the tensors in `Weights` do float learners have
 
 
 def sparse_learners(x_TD: Tensor, k_T: Tensor, weights: Weights, least: Least) -> Tensor:
@@ -53,7 +53,7 @@ def sparse_learners(x_TD: Tensor, k_T: Tensor, weights: Weights, least: Least) -
     if dtype is not None:
         with without_autocast(x_TD.device):
             return sparse_learners(x_TD.to(dtype), k_T, cast_weights(weights, dtype), least)
-    tensors = weights.tensors[:_WEIGHTS]
+    tensors = weights.tensors[:_FLOATS]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors)):
         return sparse_output(x_TD, k_T, weights, least)
     return SPARSE(x_TD, k_T, *least, *tensors, form=weights.form, act=weights.act)
@@ -102,13 +102,13 @@ def _forward(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
 
 def _reference(*tensors: Any, form: str, act: str) -> Tensor:
     call = _checked(tensors, form=form)
-    weights = Weights(*call[-_WEIGHTS:], act=act, form=form)
+    weights = Weights(*tensors[-_FLOATS:], act=act, form=form)
     return sparse_output(call.x, call.k, weights, Least(call.least_in, call.least_hidden))
 
 
 def _checked(tensors: tuple[Any, ...], *, form: str, **options: Any) -> SparseArguments:
     call = SparseArguments(*tensors)
-    require_learners(LearnersArguments(call.x, call.k, *call[-_WEIGHTS:], *[None] * 5), form=form, **options)
+    require_learners(LearnersArguments(call.x, call.k, *tensors[-_FLOATS:], *[None] * 5), form=form, **options)
     require_least(call.x, call.w_in, call.w_out, call.least_in, call.least_hidden, form=form)
     return call
 
@@ -123,3 +123,42 @@ torch.library.impl("acm::sparse_learners", "CompositeExplicitAutograd", _forward
 torch.library.impl("acm::sparse_learners_reference", "CompositeExplicitAutograd", _reference, lib=LIBRARY)
 torch.library.register_fake("acm::sparse_learners", _fake, lib=LIBRARY)
 map_tokens(SPARSE, SparseArguments, "weights")
+
+
+class Skips(nn.Module):
+    """The small values that calls of an ACM skip: of every call, or of those with one token per example alone."""
+
+    inputs: Tensor
+    hidden: Tensor
+
+    def __init__(self, least: Least, *, every_call: bool) -> None:
+        super().__init__()
+        self.every_call = every_call
+        for name, sizes in least._asdict().items():
+            self.register_buffer(name, sizes, persistent=False)
+
+    @property
+    def least(self) -> Least:
+        """The sizes below which they are skipped, float32 also where the model was converted."""
+        return Least(self.inputs.float(), self.hidden.float())
+
+    def learners(self, x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
+        """y_{k(t)} without what is skipped, [T, O]."""
+        return sparse_learners(x_TD, k_T, weights, self.least)
+
+
+class ValueSizes(NamedTuple):
+    """Sizes of what a site's calls multiplied, times `column_norms`: quantiles in equal steps from 0 to 1."""
+
+    inputs: tuple[float, ...]
+    hidden: tuple[float, ...]
+
+
+def column_norms(weights: Weights) -> Least:
+    """Norms of the columns that each input, and each hidden value, is multiplied by; float32 [D] and [N, H].
+
+    What a skipped value would have added to sums is its size times that.
+    """
+    firsts = [w.float().flatten(0, 1) for w in (weights.w_in, weights.w_up) if w is not None]
+    assert weights.w_out is not None
+    return Least(torch.cat(firsts).norm(dim=0), weights.w_out.float().norm(dim=0))

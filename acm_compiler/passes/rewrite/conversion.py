@@ -67,9 +67,9 @@ class Conversion:
     `cap` bounds every token's k with it, as a share of N.
     `quantized` is what the learners' weights were made by `acm.quantize`, None while they are floats; `rest` names the
     linears outside of ACMs that became that, too. `times` are those that `acmc bench` has measured.
-    `damage` is what the last calibration expects of every k at every site, from k_min to N, `value_sizes` how large what
-    a site multiplies was, `sparsity` the share that is skipped, in which calls. `padding` follows the masks of the
-    model's calls while training relaxes the gates.
+    `damage` is what the last calibration expects of every k at every site, from k_min to N; `value_sizes`, how large
+    values were that a site multiplies, and `sparsity`, what share is skipped, in which calls. `padding` follows the
+    masks of the model's calls while training relaxes the gates.
     """
 
     plan: Plan

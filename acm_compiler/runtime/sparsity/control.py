@@ -21,6 +21,7 @@ MOST = 0.6
 _INPUTS = 0.6
 
 
+@torch.no_grad()
 def set_sparsity(model: nn.Module, share: float | None, *, calls: Calls = "decode") -> None:
     """Let MLP learners skip the smallest values: `share` of the MACs that the learners chosen for a token would cost.
 

@@ -113,7 +113,7 @@ class _Drawn:
         steps = torch.linspace(0, 1, STEPS + 1)
         kinds = (torch.cat([part.flatten() for part in kind]) for kind in zip(*self.parts, strict=True))
         sorted_kinds = (kind.float().cpu().sort().values for kind in kinds)
-        return ValueSizes(*(tuple(_at(kind, steps).tolist()) for kind in sorted_kinds))
+        return ValueSizes(*(tuple(float(f"{size:.5g}") for size in _at(kind, steps).tolist()) for kind in sorted_kinds))
 
 
 def _at(sorted_values: Tensor, steps: Tensor) -> Tensor:

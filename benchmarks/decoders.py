@@ -5,6 +5,7 @@
     python -m benchmarks.decoders --model llama_docs                                the shipped Llama
     python -m benchmarks.decoders --model FOLDER --texts 96                         a causal model of transformers'
     python -m benchmarks.decoders --model runs/smollm2 --against teal wina          a finished run, as it was measured
+    python -m benchmarks.decoders --model runs/smollm2 --sparsity .15 .3            and with small values skipped
 
 GPT-2 and GPT-NeoX have GELU MLPs, Llama SwiGLU. They are trained on documentation of installed packages as the shipped
 language model is, one file per size below `--out`; the same command goes on with a training that was interrupted.
@@ -66,9 +67,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("acm_compiler.calibration").setLevel(logging.WARNING)
     if (Path(options.model) / "eval.json").is_file():
-        for row in of_run(Path(options.model), options.against):
+        for row in of_run(Path(options.model), options.against, options.sparsity):
             say(row)
         return
+    if options.sparsity:
+        raise UsageError("--sparsity is for finished runs", found=options.model)
     model, tokenizer = decoder(options)
     size = sum(p.numel() for p in model.parameters())
     say(f"{type(model).__name__}, {size / 1e6:.1f} M parameters, {torch.get_num_threads()} threads, {sys.argv[1:]}")
@@ -89,6 +92,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--lossless", action="store_true")
     parser.add_argument("--tokens", type=int, default=20_000, help="to calibrate on")
     parser.add_argument("--against", nargs="+", choices=RIVALS, default=[], help="measured beside ours")
+    parser.add_argument("--sparsity", nargs="+", type=float, default=[], help="shares that acm.set_sparsity skips")
     parser.add_argument("--texts", type=int, default=400, help="to judge by")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("runs/decoders"))
@@ -190,8 +194,8 @@ def measured(model: nn.Module, tokenizer: Path, kinds: list[str], options: argpa
     yield from judged(model, conversion(converted).plan, options.against, TASK)
 
 
-def of_run(folder: Path, methods: list[str]) -> Iterator[str]:
-    """The rows that a finished run has measured, and those of other methods on its texts."""
+def of_run(folder: Path, methods: list[str], sparsities: list[float]) -> Iterator[str]:
+    """The rows that a finished run has measured, those with values skipped, and those of other methods on its texts."""
     run = open_saved_run(folder)
     found, recipe = load_evaluation(folder), run.recipe
     if found is None or recipe is None or recipe.data is None or run.dense is None:
@@ -200,17 +204,25 @@ def of_run(folder: Path, methods: list[str]) -> Iterator[str]:
     train, batch = run.opened.dataset(recipe.data.train), recipe.run.eval_batch
     shown = BatchStream(dataset=train, batch=batch, seed=recipe.run.seed, shuffle=True)
     held_out = BatchStream(dataset=run.data, batch=batch)
+    for share in sparsities:
+        if not conversion(run.model).value_sizes:
+            acm.measure_sparsity(run.model, (run.task.inputs(batch) for batch in shown.epoch()))
+        acm.set_sparsity(run.model, share, calls="all")
+        yield from table(
+            evaluate(run.model, held_out.epoch(), run.task, budgets=BUDGETS, dense=run.dense),
+            note=f", {share:g} skipped",
+        )
     plan = conversion(run.model).plan
     yield from task_rivals(run.dense, plan, methods, run.task, fit=shown.epoch, held_out=held_out.epoch)
 
 
-def table(found: Evaluation) -> Iterator[str]:
-    """A row of Markdown for every budget and every k."""
+def table(found: Evaluation, *, note: str = "") -> Iterator[str]:
+    """A row of Markdown for every budget and every k; `note` goes with each setting."""
     metric = f"{found.metric.name}, dense {found.metric.dense:.2f}"
     yield f"| setting | share | of dense MACs | {metric} | to dense | to fixed k |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for result in (*found.budgets, *found.fixed):
-        setting = f"{result.asked:g}" if isinstance(result, BudgetResult) else f"k = {result.k} everywhere"
+        setting = f"{result.asked:g}{note}" if isinstance(result, BudgetResult) else f"k = {result.k} everywhere"
         control = result.over_fixed if isinstance(result, BudgetResult) else None
         moved = " | ".join(part_of(found.metric.dense, change) for change in (result.difference, control))
         yield f"| {setting} | {result.reached:.3f} | {result.model_share:.1%} | {result.metric:.2f} | {moved} |"

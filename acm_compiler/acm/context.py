@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -22,6 +23,30 @@ from acm_compiler.acm.precision import autocast_type
 
 _OPEN: ContextVar[_Open] = ContextVar("acm_compiler")
 _THREADS = "acm_compiler.open"
+_MANY = 256  # far more than anyone accumulates before a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """Relaxed choices of one forward, for the losses: nu [batch, tokens, C] and the mask [batch, tokens] or None.
+
+    thread: the one that ran it; 0 in compiled graphs, which do not tell.
+    """
+
+    nu: Tensor
+    mask: Tensor | None
+    thread: int = 0
+
+
+def keep_choices(kept: list[Choices], one: Choices) -> None:
+    """Add those of one more forward; warns where nobody has taken them for long."""
+    kept.append(one)
+    if len(kept) == _MANY:
+        warnings.warn(
+            f"{_MANY} relaxed forwards and no acm.losses(model, budget): each keeps its graph in memory; "
+            "call it after every forward, or end this by acm.relax(model, None)",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,14 @@ def refuse_adapted(acms: Mapping[str, Any], request: str) -> None:
         )
 
 
+def refuse_skips(acms: Mapping[str, Any], request: str) -> None:
+    """Raise UsageError where these ACMs, by name, skip small values, which `request` takes no notice of."""
+    skipping = [name for name, acm in acms.items() if acm.skips is not None]
+    if skipping:
+        fix = "first acm.set_sparsity(model, None), and again afterwards"
+        raise UsageError(f"{request} is for learners that skip no values", where=skipping[0], fix=fix)
+
+
 def refuse_in_parts(model: nn.Module, request: str) -> None:
     """Raise UsageError where each process holds a part of the model, and `request` needs all of it."""
     parts = [name for name, module in model.named_modules() if is_fully_sharded(module)]

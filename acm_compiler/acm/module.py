@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal, NoReturn
 
@@ -14,16 +12,26 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
 from acm_compiler.acm.arguments import held
-from acm_compiler.acm.context import Said, batch_of, is_freezing, observers_of, recomputing, runs_prefixes, transforms
+from acm_compiler.acm.context import (
+    Choices,
+    Said,
+    batch_of,
+    is_freezing,
+    keep_choices,
+    observers_of,
+    recomputing,
+    runs_prefixes,
+    transforms,
+)
 from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript
 from acm_compiler.acm.learners import Gate, Learners, OnlyK
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.reference import Weights, choice_costs, choose_k, prefix_output, sample_nu, utilities
+from acm_compiler.acm.sparse import Skips
 from acm_compiler.errors import NoDenseRegion
 from acm_compiler.site import Layout
 
-_MANY = 256  # far more than anyone accumulates before a step
 RUN_TIME = ("knob", "k_lo", "k_hi", "decode_knob", "decode_k_lo", "decode_k_hi")
 COUNTS = "counts"
 
@@ -31,18 +39,6 @@ State = Literal["dense", "learners"]
 Phase = Literal["prefill", "decode"]
 Tap = Callable[["ACM", Tensor, Tensor], None]
 Operator = Callable[..., Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """Relaxed choices of one forward, for the losses: nu [batch, tokens, C] and the mask [batch, tokens] or None.
-
-    thread: the one that ran it; 0 in compiled graphs, which do not tell.
-    """
-
-    nu: Tensor
-    mask: Tensor | None
-    thread: int = 0
 
 
 class ACM(nn.Module):
@@ -58,6 +54,7 @@ class ACM(nn.Module):
     `cost` is what one learner of this site costs in units of the model's mean site. `counts`, where a meter has put it,
     is how many tokens ran k = 0, 1, ..., N: int64 [N + 1], added to in place, in graphs too. `adapter` gives the
     weights that run, from the learners' own. `split` makes operators run on this process's part of the learners.
+    `skips`, where there are any, are the small values that calls in eval mode skip.
     """
 
     knob: Tensor
@@ -89,13 +86,15 @@ class ACM(nn.Module):
         self.tap: Tap | None = None
         self.adapter: Callable[[Weights], Weights] | None = None
         self.split: Callable[[Operator], Operator] | None = None
+        self.skips: Skips | None = None
         self.choices: list[Choices] = []
         self.conversion: Any = None
         self.replaced: Any = None  # what the graft took out, for `revert`
         self.written = {name: 0 if name.endswith("knob") else self.count for name in RUN_TIME}
         self.only_k = OnlyK(self.written, self.within)
         for name, start in self.written.items():
-            self.register_buffer(name, _scalar(start, learners.w_in.device), persistent=False)
+            scalar = torch.full((), start, dtype=torch.int32, device=learners.w_in.device)
+            self.register_buffer(name, scalar, persistent=False)
         self.register_buffer(COUNTS, None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,7 +128,7 @@ class ACM(nn.Module):
             k_T = self.choose(x_TD, x.shape[:-1], said) if k is None else x_TD.new_full(x_TD.shape[:1], k).int()
             k_T = tokens.skip(k_T, self.mask_of(x.shape[:-1])) if said is not None and said.skip_padding else k_T
             self._report(k_T, x)
-            learn = ops.learners if self.split is None else self.split(ops.learners)
+            learn = self._learn(x.shape[:-1])
             y_TO = learn(x_TD, k_T, weights) if k is None else prefix_output(x_TD, weights, k)
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
@@ -165,14 +164,14 @@ class ACM(nn.Module):
         """knob, k_lo and k_hi for an input [*shape, D]."""
         names = RUN_TIME[3:] if tokens.is_one_each(shape, self.layout) else RUN_TIME[:3]
         if is_freezing():  # a graph that keeps what it reads: Dynamo guards on numbers, and others make another
-            knob, k_lo, k_hi = (_scalar(self.written[name], self.knob.device) for name in names)
+            knob, k_lo, k_hi = (torch.full_like(self.knob, self.written[name]) for name in names)
         else:
             knob, k_lo, k_hi = held(names, self, kind="_buffers")
         return knob.view(torch.float32), k_lo, k_hi
 
     def _dense_k(self, x: Tensor) -> int | None:
         """The one k of a graph that runs dense products of so many learners; None where it follows gate and bounds."""
-        if self.split is not None or not runs_prefixes(x.device):
+        if self.split is not None or self.skips is not None or not runs_prefixes(x.device):
             return None
         return self.only_k.of(is_decode=tokens.is_one_each(x.shape[:-1], self.layout))
 
@@ -187,6 +186,18 @@ class ACM(nn.Module):
         """c_k of every choice, [C]: k times this site's cost of a learner."""
         return choice_costs(self.cost, k_min=self.k_min, n_learners=self.count, device=device)
 
+    def _learn(self, shape: torch.Size) -> Operator:
+        """The operator that runs the learners of a call with an input [*shape, D]."""
+        if self.skips is not None and self.skipping(shape):
+            return self.skips.learners
+        return ops.learners if self.split is None else self.split(ops.learners)
+
+    def skipping(self, shape: torch.Size) -> bool:
+        """True if a call with an input [*shape, D] skips small values."""
+        if self.skips is None or self.training:
+            return False
+        return self.skips.every_call or tokens.is_one_each(shape, self.layout)
+
     def _run_relaxed(self, x: Tensor, temperature: float) -> Tensor:
         shape, x_TD = x.shape[:-1], x.reshape(-1, x.shape[-1])
         nu_TC = sample_nu(self.utilities(x_TD, self.knob.view(torch.float32)), temperature)
@@ -197,13 +208,7 @@ class ACM(nn.Module):
             mask, padding = self._mask(shape), getattr(self.conversion, "padding", None)
             if mask is None and padding is not None:
                 mask = padding.mask_of(nu.shape[:2], self.layout)
-            self.choices.append(Choices(nu=nu, mask=mask, thread=thread))
-            if len(self.choices) == _MANY:
-                warnings.warn(
-                    f"{_MANY} relaxed forwards and no acm.losses(model, budget): each keeps its graph in memory; "
-                    "call it after every forward, or end this by acm.relax(model, None)",
-                    stacklevel=2,
-                )
+            keep_choices(self.choices, Choices(nu=nu, mask=mask, thread=thread))
         run = ops.relaxed if self.split is None else self.split(ops.relaxed)
         weights = self.learners.weights()
         y_TO = run(x_TD, nu_TC, weights if self.adapter is None else self.adapter(weights), self.k_min)
@@ -293,7 +298,3 @@ class ACM(nn.Module):
             for key, tensor in self.dense.state_dict().items():
                 state_dict.setdefault(f"{prefix}dense.{key}", tensor)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _scalar(value: int, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=torch.int32, device=device)

@@ -86,6 +86,17 @@ def require_learners(call: LearnersArguments | GatedArguments, *, form: str, sam
         _refuse(operator, "k", k, f"device {x.device}")
 
 
+def require_least(x: Tensor, w_in: Tensor, w_out: Tensor, inputs: Tensor, hidden: Tensor, *, form: str) -> None:
+    """The same for `acm::sparse_learners`: MLPs with one second layer, and sizes in float32 on x's device."""
+    operator = "acm::sparse_learners"
+    if form not in ("mlp", "gated") or w_out.dim() != 3:
+        found = f"form {form!r}, w_out of {w_out.dim()} dimensions"
+        raise UsageError(f"{operator} is for MLPs with one second layer for all k", found=found)
+    for name, tensor, shape in (("least_in", inputs, w_in.shape[2:]), ("least_hidden", hidden, w_in.shape[:2])):
+        if tensor.shape != shape or tensor.dtype != torch.float32 or tensor.device != x.device:
+            _refuse(operator, name, tensor, f"{_written(shape)}, float32 on {x.device}")
+
+
 def _learner_shapes(w_in: Tensor, b_out: Tensor, form: str, *, per_k: bool) -> tuple[Any, dict[str, Shape]]:
     """D, and the shapes of all weights that an ACM of that form may have."""
     n = w_in.shape[0]

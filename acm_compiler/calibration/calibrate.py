@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 
-from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts
+from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_skips
 from acm_compiler.acm.precision import own_types
-from acm_compiler.calibration.answer import Answer, default_answer
+from acm_compiler.calibration.answer import Answer, default_answer, run
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
 from acm_compiler.calibration.fit_all import fit_all, install
 from acm_compiler.calibration.gates import choose_gates
@@ -30,13 +31,17 @@ from acm_compiler.passes.rewrite.offload import offloading
 from acm_compiler.planning.check_schedule import check_closed_form
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
+from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import shares_of
 from acm_compiler.runtime.control import spend
 from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
+from acm_compiler.runtime.sparsity.measure import measure_sizes, skipping_sites
 from acm_compiler.sources.inputs import Inputs
 
 # the kinds of gates that `fit_all` gives every site
 _KINDS = ("as gradients do", "nearly alike")
+# the sizes of values are measured at the budget nearest to this, on so many tokens
+_USUAL, _SIZED = 0.75, 2_048
 
 
 def calibrate(
@@ -129,6 +134,10 @@ def calibrate_on(
         work.finish(f"lowest k of the budget table: {choice.k_lo}; gates weigh tokens {_KINDS[choice.kind]}")
         table = fill_table(found, examples.held_out, budgets=wanted, k_lo=choice.k_lo, progress=work)
         work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
+        owner.value_sizes = {}
+        if callable(getattr(model, "generate", None)) and skipping_sites(found):
+            spend(found, min(table.points, key=lambda point: abs(point.share - _USUAL)).share)
+            measure_sizes(found, examples.held_out, tokens=_SIZED, run=partial(_run, found))
         spend(found, 1.0 if owner.default_budget is None else owner.default_budget)
         undo.pop_all()
     return owner.plan
@@ -148,8 +157,14 @@ def _fittable(model: nn.Module, options: Options) -> Rewritten:
             fix="calibrate it on the CPU: model.cpu(), or run.device: cpu; or leave offload out",
         )
     refuse_adapted(found.acms, "calibration")
+    refuse_skips(found.acms, "calibration")
     refuse_in_parts(model, "calibration")
     return found
+
+
+def _run(found: Rewritten, example: Example) -> None:
+    with batch_context(found.model, mask=example[1]):
+        run(found, example[0])
 
 
 def _single(batches: Iterable[Example]) -> Iterator[Example]:

@@ -9,6 +9,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from acm_compiler.acm.intact import refuse_skips
 from acm_compiler.calibration.answer import run
 from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked
 from acm_compiler.errors import NoBudgetTable, NothingRecorded
@@ -67,6 +68,7 @@ def recalibrate(
     """
     refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "calibration")
+    refuse_skips(found.acms, "recalibration")
     owner, asked = found.owner, shares_of(found.owner, budgets)
     check_tokens(tokens)
     refuse_unfitted(found, "recalibrate")

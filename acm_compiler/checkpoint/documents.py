@@ -5,7 +5,7 @@ What else the files say is refused by its key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.acm.reference import GateRule
+from acm_compiler.acm.sparse import ValueSizes
 from acm_compiler.errors import StorageError
 from acm_compiler.passes.rewrite.conversion import (
     BudgetPoint,
@@ -83,6 +84,7 @@ class Budgets(_Document):
     choices: _Choices | None = None
     phase_budgets: dict[_Phase, Share] | None = None
     damage: dict[str, tuple[float, ...]]
+    value_sizes: dict[str, ValueSizes] = {}
     rules: dict[str, GateRule]
     table: _Table | None
     budgets: tuple[EvaluatedBudget, ...] = ()
@@ -99,8 +101,9 @@ def check_budgets(text: str, plan: Plan, where: str) -> None:
     read: Budgets = checked_json(Budgets, text, what=what, where=where, fix=_FIX)
     sites = {site.name: site for site in plan.sites}
     chosen = {} if read.choices is None else read.choices.sites
-    for key, entries in (("rules", read.rules), ("damage", read.damage), ("choices.sites", chosen)):
-        for name in entries:
+    named: dict[str, Iterable[str]] = {"rules": read.rules, "damage": read.damage, "choices.sites": chosen}
+    for key, names in {**named, "value_sizes": read.value_sizes}.items():
+        for name in names:
             if name not in sites:
                 raise wrong_entry(key, name, "the name of a site", what=what, where=where, fix=_FIX)
     for name, phases in chosen.items():
@@ -129,6 +132,7 @@ def budgets_document(found: Rewritten) -> dict[str, Any]:
         **({"quantized_rest": owner.rest} if owner.rest else {}),
         "choices": collect_choices(found),
         "damage": facts["damage"],
+        **({"value_sizes": facts["value_sizes"]} if facts["value_sizes"] else {}),
         "rules": {name: site["rule"] for name, site in facts["sites"].items()},
         "table": table and {**table, "evaluated": ()},
         "budgets": table["evaluated"] if table else (),

@@ -36,7 +36,7 @@ def slots(model: nn.Module) -> dict[str, Slot]:
     class.
     """
     acms = [module for module in model.modules() if isinstance(module, ACM)]
-    left_out = {id(acm.dense) for acm in acms if acm.state != "dense" and acm.dense is not None}
+    left_out = {id(acm.dense) for acm in acms if acm.state != "dense"} | {id(acm.skips) for acm in acms}
     return dict(_walk(model, "", left_out))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from acm_compiler.acm.intact import refuse_in_parts
+from acm_compiler.acm.intact import refuse_in_parts, refuse_skips
 from acm_compiler.checkpoint.folder import checked_extra
 from acm_compiler.errors import UsageError, did_you_mean
 from acm_compiler.exporting import aoti, checkpoint, onnx, pt2
@@ -83,6 +83,7 @@ def export(
         onnx.check_packages()
     found = wholly_rewritten(rewritten_root(model), "an export")
     refuse_in_parts(model, "an export")
+    refuse_skips(found.acms, "an export")
     if format == "aoti":
         aoti.check_sites(found)
     if format == "checkpoint":

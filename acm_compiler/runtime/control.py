@@ -215,14 +215,19 @@ def _check_phases(found: Rewritten, wanted: Mapping[str, float | str]) -> tuple[
         raise UsageError(
             "times are of whole calls, not of a phase", found=repr(times[0]), expected="shares, such as 0.6"
         )
+    refuse_phases(found)
+    return PHASES
+
+
+def refuse_phases(found: Rewritten) -> None:
+    """LayoutUnknown where a site cannot tell the phases apart."""
     for name, acm in found.acms.items():
         if acm.layout is None or acm.layout.folds != 1:
             raise LayoutUnknown(
                 "how many tokens of each sequence a call holds is not known at this site",
                 where=name,
-                fix="set one budget for both phases, or exclude the site",
+                fix="ask for the same in both phases, or exclude the site",
             )
-    return PHASES
 
 
 def _no_own_budget(owner: Conversion) -> NoBudgetTable:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm.intact import refuse_skips
 from acm_compiler.errors import UsageError
-from acm_compiler.passes.rewrite.conversion import refuse_no_module
+from acm_compiler.passes.rewrite.conversion import refuse_no_module, sites
 from acm_compiler.runtime.batch_context import batch
 from acm_compiler.runtime.budgets import is_number
 
@@ -65,6 +66,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, draft: float | s
     refuse_no_module(model)
     model = getattr(model, "_orig_mod", model)  # as a compiled model's own generate, whose forward is the eager one
     _refuse_unfit(model, inputs, options)
+    refuse_skips(sites(model), "acm.generate")  # a call that checks one token would skip, too
     with batch(model, budgets=[chosen.budget]):
         pass  # refused before the prompt is read
     drafted, accepted = chosen.drafted, chosen.accepted

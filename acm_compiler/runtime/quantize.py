@@ -10,7 +10,7 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.int8 import DEEPEST
-from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts
+from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_skips
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import refuse_compiled, wholly_rewritten
 from acm_compiler.runtime.control import refuse_unfitted
@@ -45,6 +45,7 @@ def quantize(
     refuse_compiled(model, "quantised", fix="quantise the eager model, then torch.compile it")
     found = wholly_rewritten(model, "acm.quantize")
     refuse_adapted(found.acms, "acm.quantize")
+    refuse_skips(found.acms, "acm.quantize")
     refuse_in_parts(model, "acm.quantize")
     if found.owner.quantized is not None:
         raise UsageError("the learners of this model are quantised already", found=found.owner.quantized)

@@ -33,7 +33,7 @@ class Status:
     `budget_range`: the budgets in reach, None where none were measured; `model_range`: what the whole model runs at
     them, as shares of the dense model's MACs. `cap`: what bounds every token's k beside the budget, as a share of N.
     `held`: at how many sites a fixed k overrules the gates. `quantized`: int8 after `acm.quantize`; `rest`: how many
-    linears outside of ACMs are, too.
+    linears outside of ACMs are, too. `sparsity`: share of the chosen learners' MACs that is skipped, in which calls.
     """
 
     sites: tuple[SiteStatus, ...]
@@ -44,6 +44,7 @@ class Status:
     held: int = 0
     quantized: str | None = None
     rest: int = 0
+    sparsity: tuple[float, str] | None = None
 
     def __str__(self) -> str:
         table = tabulate([asdict(row) for row in self.sites], headers="keys")
@@ -76,7 +77,14 @@ class Status:
 
     @property
     def _overruled(self) -> str:
-        return f"; {self.held} of {len(self.sites)} sites run a fixed k" if self.held else ""
+        held = f"; {self.held} of {len(self.sites)} sites run a fixed k" if self.held else ""
+        return held if self.sparsity is None else f"{held}; {self._skipped}"
+
+    @property
+    def _skipped(self) -> str:
+        assert self.sparsity is not None
+        share, calls = self.sparsity
+        return f"of what is chosen {share:.0%} are skipped" + (" in decode calls" if calls == "decode" else "")
 
 
 def _budget_text(budget: float | dict[str, float]) -> str:
@@ -119,5 +127,6 @@ def status(model: nn.Module) -> Status:
         cap=owner.cap,
         quantized=owner.quantized,
         rest=len(owner.rest),
+        sparsity=owner.sparsity,
         held=sum(is_held(acm, owner) for acm in found.acms.values()),
     )

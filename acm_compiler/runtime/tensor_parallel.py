@@ -67,6 +67,7 @@ def _splittable(module: nn.Module, mesh: DeviceMesh) -> ACM:
         (mesh.ndim != 1, f"the mesh has {mesh.ndim} dimensions", "give one of them: mesh['tp']"),
         (module.learners.w_out is None, "they are slices", "leave the site out; or plan it with form: svd"),
         (module.learners.weights().is_int8, "they are int8", "split a model of floats"),
+        (module.skips is not None, "they skip values", "acm.set_sparsity(model, None) first"),
         (module.adapter is not None, "an adapter is on them", "model = adapted.merge_and_unload() first"),
         (
             width < mesh.size() or -(-width // mesh.size()) * (mesh.size() - 1) >= width,

@@ -10,9 +10,10 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from acm_compiler.acm import ACM
+from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed, only
 from acm_compiler.acm.precision import to_float64
+from acm_compiler.acm.sparse import kept_share
 from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.passes.find.count_macs import Work
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, rewritten
@@ -39,13 +40,14 @@ class Usage:
     def __init__(self, plan: Plan, padding: CallPadding) -> None:
         self._plan, self.counted = plan, False
         self._calls: dict[str, list[Tensor]] = {}
+        self._run: dict[str, list[Tensor]] = {}
         self._lengths: dict[Side | None, Lengths] = {}
         self._padding = padding
         self._decoder = padding.decoder
         self._kept: list[int | Tensor] = []
         self.masked = False
 
-    def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, _: Tensor) -> None:
+    def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         """Add one call of one ACM."""
         side = self._decoder.side
         if mask_BS is None:
@@ -64,6 +66,7 @@ class Usage:
                 fix="open one acm.record per batch",
             )
         calls.append(k_BS.detach())
+        self._run.setdefault(acm.name, []).append(_learners_run(acm, k_BS.detach(), x))
 
     def end_call(self, works: Mapping[Side | None, list[Work]]) -> None:
         """Add what one call of the model, or of a part of it, did outside the ACMs, by whose tokens it was done for."""
@@ -195,7 +198,8 @@ class Usage:
         runs = []
         for name, k_BS in self.k.items():
             real = k_BS != PADDING
-            runs.append((self._plan.site(name), to_float64((k_BS * real).sum(1)).cpu(), to_float64(real.sum(1)).cpu()))
+            run_B = (torch.cat(self._run[name], dim=1) * real).sum(1)
+            runs.append((self._plan.site(name), to_float64(run_B).cpu(), to_float64(real.sum(1)).cpu()))
         return learner_macs(runs)
 
     def _refuse_sizes(self) -> None:
@@ -209,6 +213,16 @@ class Usage:
                 found=", ".join(f"{name}: {size}" for size, name in sizes.items()),
                 fix="usage.k holds what each site ran; else give all parts as many examples (generate(): no beams)",
             )
+
+
+def _learners_run(acm: ACM, k_BS: Tensor, x: Tensor) -> Tensor:
+    """k, or the part of k learners that is left where small values are skipped; [batch, tokens]."""
+    if acm.skips is None or not acm.skipping(x.shape[:-1]):
+        return k_BS
+    x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)
+    k_T = k_BS.flatten().clamp(min=0)
+    left_T = kept_share(x_BSD.flatten(0, 1), k_T, acm.learners.weights(), acm.skips.least)
+    return (k_T * left_T).view(k_BS.shape)
 
 
 def record(model: nn.Module, *, macs: bool = True) -> AbstractContextManager[Usage]:

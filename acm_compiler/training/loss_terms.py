@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from acm_compiler.acm.module import Choices
+from acm_compiler.acm.context import Choices
 from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.planning.cost import learner_macs

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.sparse import ValueSizes
 from acm_compiler.errors import AcmError, CompiledModelError, FixedBudget, NotRewritten, UsageError
 from acm_compiler.planning.call_times import CallTimes
 from acm_compiler.planning.plan import Plan
@@ -66,8 +67,9 @@ class Conversion:
     `cap` bounds every token's k with it, as a share of N.
     `quantized` is what the learners' weights were made by `acm.quantize`, None while they are floats; `rest` names the
     linears outside of ACMs that became that, too. `times` are those that `acmc bench` has measured.
-    `damage` is what the last calibration expects of every k at every site, from k_min to N. `padding` follows the masks
-    of the model's calls while training relaxes the gates.
+    `damage` is what the last calibration expects of every k at every site, from k_min to N; `value_sizes`, how large
+    values were that a site multiplies, and `sparsity`, what share is skipped, in which calls. `padding` follows the
+    masks of the model's calls while training relaxes the gates.
     """
 
     plan: Plan
@@ -81,6 +83,8 @@ class Conversion:
     rest: tuple[str, ...] = ()
     times: CallTimes | None = None
     damage: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    value_sizes: dict[str, ValueSizes] = field(default_factory=dict)
+    sparsity: tuple[float, str] | None = None
     padding: Any = None
     undo: Any = None  # what `rewrite` changed around the ACMs, for `revert`
 
@@ -214,6 +218,7 @@ def plain_facts(found: Rewritten) -> dict[str, Any]:
         "table": None if owner.table is None else asdict(owner.table),
         "damage": owner.damage,
         "default_budget": owner.default_budget,
+        "value_sizes": {name: sizes._asdict() for name, sizes in owner.value_sizes.items()},
     }
 
 
@@ -224,6 +229,7 @@ def restore_facts(owner: Conversion, acms: Mapping[str, ACM], facts: Mapping[str
     owner.table = None if facts["table"] is None else _table(facts["table"])
     owner.damage = {name: tuple(values) for name, values in facts["damage"].items()}
     owner.default_budget = facts["default_budget"]
+    owner.value_sizes = {name: ValueSizes(**sizes) for name, sizes in facts.get("value_sizes", {}).items()}
 
 
 def _table(facts: Mapping[str, Any]) -> BudgetTable:

@@ -96,7 +96,7 @@ def _is_plain(acm: ACM, x: Tensor) -> bool:
     """True if the call is gate and learners alone: no tap, adapter, observer, gradient or transform."""
     if type(acm) is not ACM:  # another kind may choose by other rules
         return False
-    own = acm.tap is None and acm.adapter is None and acm.split is None and acm.state == "learners"
+    own = all(part is None for part in (acm.tap, acm.adapter, acm.split, acm.skips)) and acm.state == "learners"
     if acm.training or not own or acm.__dict__["_buffers"]["counts"] is not None or not is_nothing_open():
         return False
     return type(x) is Tensor and x.ndim > 1 and x.numel() > 0 and x.is_contiguous() and is_plain_call(x)

@@ -1,0 +1,164 @@
+"""`acm::sparse_learners`: MLP learners that skip small values (docs/semantics.md, Skipped values).
+
+A value that counts as zero needs no column of the weights that it is multiplied by. For a token at a time, as when a
+decoder writes text, that is time saved: kernels take few tokens, more go by the reference, which saves none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from acm_compiler.acm.arguments import LearnersArguments, schema
+from acm_compiler.acm.operands import may_equal, require_learners, require_least
+from acm_compiler.acm.ops import FORM, LIBRARY, cast_weights, load_kernels, map_tokens
+from acm_compiler.acm.precision import autocast_type, without_autocast
+from acm_compiler.acm.reference import Weights, hidden
+
+
+class Least(NamedTuple):
+    """The sizes below which values are skipped: inputs [D] and hidden values [N, H], float32."""
+
+    inputs: Tensor
+    hidden: Tensor
+
+
+class SparseArguments(NamedTuple):
+    """`acm::sparse_learners`: x [T, D], k [T], what `Least` holds, and the weights of learners that are floats."""
+
+    x: Tensor
+    k: Tensor
+    least_in: Tensor
+    least_hidden: Tensor
+    w_in: Tensor
+    b_in: Tensor | None
+    w_up: Tensor | None
+    b_up: Tensor | None
+    w_out: Tensor
+    b_out: Tensor
+    w_top: Tensor | None
+
+
+LIBRARY.define(f"sparse_learners({schema(SparseArguments)}, *, {FORM}) -> Tensor")
+SPARSE = torch.ops.acm.sparse_learners
+_FLOATS = 7  # so many of the tensors in `Weights` do float learners have
+
+
+def sparse_learners(x_TD: Tensor, k_T: Tensor, weights: Weights, least: Least) -> Tensor:
+    """`sparse_output`, [T, O]: one operator wherever no gradient is asked for."""
+    dtype = autocast_type(x_TD.device)
+    if dtype is not None:
+        with without_autocast(x_TD.device):
+            return sparse_learners(x_TD.to(dtype), k_T, cast_weights(weights, dtype), least)
+    tensors = weights.tensors[:_FLOATS]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors)):
+        return sparse_output(x_TD, k_T, weights, least)
+    return SPARSE(x_TD, k_T, *least, *tensors, form=weights.form, act=weights.act)
+
+
+def sparse_output(x_TD: Tensor, k_T: Tensor, weights: Weights, least: Least) -> Tensor:
+    """y_{k(t)} of learners that skip what is below `least`, [T, O]; all are computed, and what k leaves out is zero."""
+    n, width = weights.w_in.shape[:2]
+    h_TNH = kept_hidden(x_TD, weights, least).unflatten(-1, (n, width))
+    runs_TN1 = (torch.arange(n, device=k_T.device) < k_T[:, None])[..., None]
+    assert weights.w_out is not None
+    y_TO = F.linear(torch.where(runs_TN1, h_TNH, 0).flatten(1), weights.w_out.flatten(1)) + weights.b_out[k_T]
+    if weights.w_top is None:
+        return y_TO
+    return torch.where(k_T[:, None] == n, F.linear(h_TNH.flatten(1), weights.w_top, weights.b_out[-1]), y_TO)
+
+
+def kept_hidden(x_TD: Tensor, weights: Weights, least: Least) -> Tensor:
+    """Hidden values of all learners, [T, N * H], of inputs that were cut, cut themselves."""
+    return cut(hidden(cut(x_TD, least.inputs), weights, weights.learners), least.hidden.flatten())
+
+
+def cut(values: Tensor, least: Tensor) -> Tensor:
+    """The values, 0 where their size is below `least`; NaN stays."""
+    return torch.where(values.abs() < least, 0, values)
+
+
+def kept_share(x_TD: Tensor, k_T: Tensor, weights: Weights, least: Least) -> Tensor:
+    """Share of the MACs of each token's k learners that is left, float32 [T]; 1 for k = 0."""
+    n, width, d_in = weights.w_in.shape
+    branches, d_out = (1 if weights.w_up is None else 2), weights.b_out.shape[1]
+    inputs_T = (cut(x_TD, least.inputs) != 0).sum(1)
+    h_TNH = kept_hidden(x_TD, weights, least).unflatten(-1, (n, width))
+    runs_TN = torch.arange(n, device=k_T.device) < k_T[:, None]
+    hidden_T = ((h_TNH != 0).sum(-1) * runs_TN).sum(1)
+    left_T = branches * inputs_T * k_T * width + hidden_T * d_out
+    return torch.where(k_T == 0, 1, left_T / (k_T * width * (branches * d_in + d_out)).clamp(min=1)).float()
+
+
+def _forward(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
+    """Run the reference, or the kernels if this first call loads them."""
+    if load_kernels(x.device.type):
+        return SPARSE(x, *tensors, form=form, act=act)
+    return torch.ops.acm.sparse_learners_reference(x, *tensors, form=form, act=act)
+
+
+def _reference(*tensors: Any, form: str, act: str) -> Tensor:
+    call = _checked(tensors, form=form)
+    weights = Weights(*tensors[-_FLOATS:], act=act, form=form)
+    return sparse_output(call.x, call.k, weights, Least(call.least_in, call.least_hidden))
+
+
+def _checked(tensors: tuple[Any, ...], *, form: str, **options: Any) -> SparseArguments:
+    call = SparseArguments(*tensors)
+    require_learners(LearnersArguments(call.x, call.k, *tensors[-_FLOATS:], *[None] * 5), form=form, **options)
+    require_least(call.x, call.w_in, call.w_out, call.least_in, call.least_hidden, form=form)
+    return call
+
+
+def _fake(*tensors: Any, form: str, act: str) -> Tensor:
+    call = _checked(tensors, form=form, same=may_equal)
+    return call.x.new_empty(call.x.shape[0], call.b_out.shape[1])
+
+
+LIBRARY.define(f"sparse_learners_reference({schema(SparseArguments)}, *, {FORM}) -> Tensor")
+torch.library.impl("acm::sparse_learners", "CompositeExplicitAutograd", _forward, lib=LIBRARY)
+torch.library.impl("acm::sparse_learners_reference", "CompositeExplicitAutograd", _reference, lib=LIBRARY)
+torch.library.register_fake("acm::sparse_learners", _fake, lib=LIBRARY)
+map_tokens(SPARSE, SparseArguments, "weights")
+
+
+class Skips(nn.Module):
+    """The small values that calls of an ACM skip: of every call, or of those with one token per example alone."""
+
+    inputs: Tensor
+    hidden: Tensor
+
+    def __init__(self, least: Least, *, every_call: bool) -> None:
+        super().__init__()
+        self.every_call = every_call
+        for name, sizes in least._asdict().items():
+            self.register_buffer(name, sizes, persistent=False)
+
+    @property
+    def least(self) -> Least:
+        """The sizes below which they are skipped, float32 also where the model was converted."""
+        return Least(self.inputs.float(), self.hidden.float())
+
+    def learners(self, x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
+        """y_{k(t)} without what is skipped, [T, O]."""
+        return sparse_learners(x_TD, k_T, weights, self.least)
+
+
+class ValueSizes(NamedTuple):
+    """Sizes of what a site's calls multiplied, times `column_norms`: quantiles in equal steps from 0 to 1."""
+
+    inputs: tuple[float, ...]
+    hidden: tuple[float, ...]
+
+
+def column_norms(weights: Weights) -> Least:
+    """Norms of the columns that each input, and each hidden value, is multiplied by; float32 [D] and [N, H].
+
+    What a skipped value would have added to sums is its size times that.
+    """
+    firsts = [w.float().flatten(0, 1) for w in (weights.w_in, weights.w_up) if w is not None]
+    assert weights.w_out is not None
+    return Least(torch.cat(firsts).norm(dim=0), weights.w_out.float().norm(dim=0))

@@ -1,0 +1,121 @@
+"""`acm.measure_sparsity`: how large the values are that learners multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm.context import observed
+from acm_compiler.acm.intact import refuse_skips
+from acm_compiler.acm.reference import hidden
+from acm_compiler.acm.sparse import Least, ValueSizes, column_norms
+from acm_compiler.errors import DataError, UsageError
+from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, refuse_quantized, wholly_rewritten
+from acm_compiler.runtime.control import refuse_unfitted
+from acm_compiler.runtime.masks import CallPadding
+from acm_compiler.runtime.measure_budgets import undisturbed
+from acm_compiler.sources.inputs import Inputs, call_model
+
+STEPS = 64
+"""Equal steps of the quantiles that are kept."""
+_DRAWN = 2**20  # values of a kind that a site's quantiles are taken of, at most
+
+
+def measure_sparsity(model: nn.Module, batches: Iterable[Inputs], *, tokens: int = 2_048) -> None:
+    """Measure how large inputs and hidden values of a rewritten model's MLP learners are, for `acm.set_sparsity`.
+
+    batches: an iterable of what the model takes (tensor, tuple, or dict), read until every site has seen `tokens` real
+    tokens. At the budget or k that is set now; a half that most tokens will run at is a good one. The result is kept by
+    the model and in folders that it is saved to. `acm.calibrate` does this for models that generate.
+    Raises UsageError where no site is an MLP of floats with one second layer, DataError without batches,
+    SitesNotFitted, CompiledModelError.
+    """
+    refuse_compiled(model, "measured", fix="give the eager model, which torch.compile was given")
+    found = wholly_rewritten(model, "acm.measure_sparsity")
+    refuse_quantized(found.owner, "acm.measure_sparsity")
+    refuse_unfitted(found, "acm.measure_sparsity")
+    refuse_no_skipping(found)
+    refuse_skips(found.acms, "acm.measure_sparsity")
+    measure_sizes(found, batches, tokens=tokens, run=lambda inputs: call_model(model, inputs))
+
+
+def measure_sizes(found: Rewritten, examples: Iterable[Any], *, tokens: int, run: Callable[[Any], Any]) -> None:
+    """The same for a model whose ACMs are known; `run` runs it on one of the examples."""
+    drawn = {name: _Drawn(acm, tokens) for name, acm in skipping_sites(found).items()}
+    padding = CallPadding(found.model)
+
+    def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
+        if acm.name in drawn:
+            drawn[acm.name].add(k_BS, padding.mask_of(k_BS.shape, acm.layout) if mask_BS is None else mask_BS, x)
+
+    handles: list[Any] = []
+    with undisturbed(found), observed(found.owner, see) as here:
+        try:
+            handles += padding.watch(lambda hook: lambda *args: hook(*args) if here() else None)
+            for example in examples:
+                run(example)
+                if min(site.seen for site in drawn.values()) >= tokens:
+                    break
+        finally:
+            for handle in handles:
+                handle.remove()
+    if idle := [name for name, site in drawn.items() if not site.seen]:
+        raise DataError("no real token reached this site", where=idle[0], fix="give batches that are not empty")
+    found.owner.value_sizes = {name: site.sizes() for name, site in drawn.items()}
+
+
+def skipping_sites(found: Rewritten) -> dict[str, ACM]:
+    """The sites that can skip values, by name: MLPs whose second layer all k share."""
+    return {
+        name: acm
+        for name, acm in found.acms.items()
+        if acm.learners.form in ("mlp", "gated") and (w_out := acm.learners.w_out) is not None and w_out.dim() == 3
+    }
+
+
+def refuse_no_skipping(found: Rewritten) -> None:
+    """UsageError where no site can skip values."""
+    if not skipping_sites(found):
+        raise UsageError(
+            "no site of this model can skip values",
+            found=", ".join(sorted({f"{site.kind}, second_layer {site.second_layer}" for site in found.plan.sites})),
+            expected="MLPs whose second layer all k share, or all but k = N",
+        )
+
+
+class _Drawn:
+    """Sizes of the values of one site's real tokens, a bounded number of them, drawn evenly."""
+
+    def __init__(self, acm: ACM, tokens: int) -> None:
+        weights = acm.learners.weights()
+        self.acm, self.weights, self.norms, self.seen = acm, weights, column_norms(weights), 0
+        self.parts: list[Least] = []
+        values = tokens * weights.w_in.shape[0] * weights.w_in.shape[1]
+        self.every = 1 + values // _DRAWN
+
+    def add(self, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
+        """Those of one call."""
+        x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], self.acm.layout, site=self.acm.name)
+        real_BS = k_BS > 0 if mask_BS is None else (k_BS > 0) & mask_BS.to(k_BS.device)
+        self.seen += int(k_BS.numel() if mask_BS is None else mask_BS.sum())
+        x_TD, k_T = x_BSD[real_BS][:: self.every], k_BS[real_BS][:: self.every]
+        n, width = self.weights.w_in.shape[:2]
+        h_TNH = hidden(x_TD, self.weights, n).unflatten(-1, (n, width))
+        runs_TN = torch.arange(n, device=k_T.device) < k_T[:, None]
+        self.parts.append(Least(x_TD.abs() * self.norms.inputs, (h_TNH.abs() * self.norms.hidden)[runs_TN]))
+
+    def sizes(self) -> ValueSizes:
+        """Their quantiles."""
+        steps = torch.linspace(0, 1, STEPS + 1)
+        kinds = (torch.cat([part.flatten() for part in kind]) for kind in zip(*self.parts, strict=True))
+        sorted_kinds = (kind.float().cpu().sort().values for kind in kinds)
+        return ValueSizes(*(tuple(float(f"{size:.5g}") for size in _at(kind, steps).tolist()) for kind in sorted_kinds))
+
+
+def _at(sorted_values: Tensor, steps: Tensor) -> Tensor:
+    last = sorted_values.numel() - 1
+    return sorted_values[(steps * last).round().long()] if last >= 0 else torch.zeros_like(steps)

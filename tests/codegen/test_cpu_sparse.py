@@ -52,7 +52,7 @@ def drawn(kind: str, dtype: torch.dtype = torch.float32, **options) -> Weights:
 
 
 def between(values_TC):
-    """For each column a size that some, all or none of its values are below, none near it, float32 [C]."""
+    """A size for each column that some, all or none of its values are below, none near it, float32 [C]."""
     sizes = torch.cat([torch.zeros(1, values_TC.shape[1]), values_TC.abs().sort(0).values])
     above = torch.cat([sizes[1:], sizes[-1:] * _CLEAR**4 + 1e-3])
     free = torch.rand(sizes.shape).masked_fill(above < sizes * _CLEAR**2, -1)

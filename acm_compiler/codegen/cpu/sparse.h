@@ -45,6 +45,13 @@ struct Transposed {
   }
 };
 
+// whether rows are asked for ahead: short ones, as of bfloat16, end before the processor does so by itself; floats are
+// no faster for it
+template <typename T>
+constexpr bool kFetches = sizeof(T) < sizeof(float);
+template <typename T>
+constexpr int kVecsPerLine = std::max<int64_t>(1, 64 / sizeof(T) / kLanes);
+
 // the values of a token that count, in order, and their places
 struct Values {
   const int32_t* places;
@@ -52,9 +59,9 @@ struct Values {
   int64_t count;
 };
 
-// sums[cols] += so many values times as many rows of whole vectors
+// sums[cols] += so many values times as many rows of whole vectors; `next`: the rows that are read after these
 template <typename T, int kRows>
-void add_rows(const T* const* rows, const float* values, int64_t cols, float* sums) {
+void add_rows(const T* const* rows, const T* const* next, const float* values, int64_t cols, float* sums) {
   Vec a[kRows];
   for (int i = 0; i < kRows; i++) a[i] = Vec(values[i]);
   const auto step = [&]<int kVecs>(int64_t col, std::integral_constant<int, kVecs>) ACM_INLINED {
@@ -63,6 +70,8 @@ void add_rows(const T* const* rows, const float* values, int64_t cols, float* su
     for (int i = 0; i < kRows; i++)
       for (int j = 0; j < kVecs; j++)
         some[j] = at::vec::fmadd(a[i], load(rows[i] + col + j * kLanes, kLanes), some[j]);
+    for (int i = 0; kFetches<T> && i < kRows; i++)
+      for (int j = 0; j < kVecs; j += kVecsPerLine<T>) __builtin_prefetch(next[i] + col + j * kLanes, 0, 2);
     for (int j = 0; j < kVecs; j++) (Vec::loadu(sums + col + j * kLanes) + some[j]).store(sums + col + j * kLanes);
   };
   int64_t col = 0;
@@ -72,11 +81,11 @@ void add_rows(const T* const* rows, const float* values, int64_t cols, float* su
 }
 
 template <typename T, std::size_t... kIndex>
-void add_some(int64_t count, const T* const* rows, const float* values, int64_t cols, float* sums,
+void add_some(int64_t count, const T* const* rows, const T* const* next, const float* values, int64_t cols, float* sums,
               std::index_sequence<kIndex...>) {
-  using Add = void (*)(const T* const*, const float*, int64_t, float*);
+  using Add = void (*)(const T* const*, const T* const*, const float*, int64_t, float*);
   static constexpr std::array<Add, sizeof...(kIndex)> all{&add_rows<T, kIndex + 1>...};
-  all[count - 1](rows, values, cols, sums);
+  all[count - 1](rows, next, values, cols, sums);
 }
 
 // Values of some tokens times the rows of matrices of one shape. `deepest`: rows; `per_value`: how many matrices.
@@ -124,9 +133,12 @@ struct SparseProduct {
     while (done < v.count) {
       const int64_t group = std::min(kRowsAtOnce, v.count - done);
       if (end < deepest && (group < kRowsAtOnce || v.places[done + group - 1] >= end)) break;
-      const T* rows[kRowsAtOnce];
-      for (int64_t i = 0; i < group; i++) rows[i] = matrix.row(v.places[done + i]) + col;
-      add_some<T>(group, rows, v.values + done, cols, sums, std::make_index_sequence<kRowsAtOnce>());
+      const T *rows[kRowsAtOnce], *next[kRowsAtOnce];
+      for (int64_t i = 0; i < group; i++) {
+        rows[i] = matrix.row(v.places[done + i]) + col;
+        if constexpr (kFetches<T>) next[i] = matrix.row(v.places[std::min(done + group + i, v.count - 1)]) + col;
+      }
+      add_some<T>(group, rows, next, v.values + done, cols, sums, std::make_index_sequence<kRowsAtOnce>());
       done += group;
     }
     return done;

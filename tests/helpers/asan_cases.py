@@ -12,6 +12,7 @@ import sys
 import torch
 
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments
+from acm_compiler.acm.sparse import SPARSE, SparseArguments
 from tests.acm.test_reference import FORMS, OUT, D, N, weights_of
 
 T = 7
@@ -42,6 +43,13 @@ def gated_call(kind: str, dtype: torch.dtype = torch.float32, tokens: int = T):
     return GatedArguments(x, *gate, *weights, *affine), kwargs | choices | {"norm_eps": 1e-5}
 
 
+def sparse_call(kind: str, dtype: torch.dtype = torch.float32, tokens: int = T):
+    """Positional and keyword arguments of `acm::sparse_learners` for one kind of MLP; `per_k` is refused."""
+    (x, k, *weights), kwargs = learners_call(kind, dtype, tokens)
+    n, width, d_in = weights[0].shape
+    return SparseArguments(x, k, torch.rand(d_in), torch.rand(n, width) / 2, *weights[:7]), kwargs
+
+
 def main(library: str) -> None:
     """Draw calls whose operands are cut, grown or of another type, and call; UsageError is as good as an answer."""
     from hypothesis import given, settings
@@ -57,9 +65,11 @@ def main(library: str) -> None:
 
     @st.composite
     def calls(draw):
-        op, make = draw(st.sampled_from(((ops.LEARNERS, learners_call), (ops.GATE, gate_call), (GATED, gated_call))))
+        makers = ((ops.LEARNERS, learners_call), (ops.GATE, gate_call), (GATED, gated_call), (SPARSE, sparse_call))
+        op, make = draw(st.sampled_from(makers))
         dtype = draw(st.sampled_from((torch.float32, torch.bfloat16)))
-        kind = () if make is gate_call else (draw(st.sampled_from(FORMS)),)
+        forms = [form for form in FORMS if make is not sparse_call or form not in ("rows", "cols")]
+        kind = () if make is gate_call else (draw(st.sampled_from(forms)),)
         args, kwargs = make(*kind, dtype, draw(st.integers(0, 40)))
         tensors = list(args)
         for _ in range(draw(st.integers(0, 2))):

@@ -23,7 +23,7 @@ struct Call : Operation<T> {
   using Op = Operation<T>;
   using Op::tokens, Op::learners, Op::order, Op::at_least, Op::k_at, Op::d_in, Op::d_out, Op::width, Op::heads, Op::x;
   using Op::x_stride, Op::b_in, Op::b_up, Op::b_out, Op::per_k, Op::form, Op::act, Op::norm;
-  using Op::put, Op::put_idle, Op::put_slices, Op::start_rest, Op::take_slices;
+  using Op::put, Op::put_hidden, Op::put_idle, Op::put_slices, Op::start_rest, Op::take_slices;
   Weight<T> w_in, w_up, w_out, w_top;
   bool tiles = kPairs && has_tiles();
   std::vector<One> first, up;  // what reads tokens: for each group of learners that share a product
@@ -174,7 +174,7 @@ struct Call : Operation<T> {
       const int64_t rows = clip(c, at_least[most--]);
       std::vector<OneProduct> top;
       if (rows) add(top, c.x, {{0, rows, d_in / kPerWord}}, second[learners], 0, d_out);
-      multiply<T, kPairs>(top, output_of(c));
+      multiply(top, output_of(c));
     }
     const int64_t skip = clip(c, at_least[most + 1]);
     std::vector<OneProduct> in, out;
@@ -183,7 +183,7 @@ struct Call : Operation<T> {
       if (rows <= skip) break;
       add(in, c.x, {{skip, rows, d_in / kPerWord}}, first[n / company()], n * width, cols);
     }
-    multiply<T, kPairs>(in, [&](const OneProduct& of_in, const Piece& piece) {
+    multiply(in, [&](const OneProduct& of_in, const Piece& piece) {
       of_in.run(piece, finish_hidden(c, of_in.first_col, b_in, false));
       if (!w_up) return;
       OneProduct of_up = of_in;
@@ -196,7 +196,7 @@ struct Call : Operation<T> {
       add(out, c.h, spans(c, low, high, width), second[layer(high)], 0, d_out);
       high = low - 1;
     }
-    multiply<T, kPairs>(out, output_of(c));
+    multiply(out, output_of(c));
   }
 
   auto output_of(const Chunk& c) const {
@@ -206,7 +206,7 @@ struct Call : Operation<T> {
   void run_columns(const Chunk& c) const {
     std::vector<OneProduct> all;
     add(all, c.x, spans(c, 1, learners, width), second[0], 0, d_out);
-    multiply<T, kPairs>(all, output_of(c));
+    multiply(all, output_of(c));
   }
 
   void run_rows(const Chunk& c) const {
@@ -217,30 +217,18 @@ struct Call : Operation<T> {
       if (rows == 0) break;
       add(all, c.x, {{0, rows, d_in / kPerWord}}, first[n / company()], n * width, cols);
     }
-    multiply<T, kPairs>(all, [&](const OneProduct& product, const Piece& piece) {
+    multiply(all, [&](const OneProduct& product, const Piece& piece) {
       product.run(piece, finish_slices(c, product.first_col));
     });
   }
 
   // ---- what becomes of a tile
 
-  // columns of `n * H + col`: h = act(tile + b), or with `up` h *= tile + b
-  auto finish_hidden(const Chunk& c, int64_t first_col, const T* b, bool up) const {
+  // columns of `n * H + col` of hidden values
+  auto finish_hidden(const Chunk& c, int64_t first_col, const T* b, bool is_up) const {
     return [=, this, &c](int64_t row, int64_t rows, int64_t col, int64_t cols, float* tile, int64_t tile_width) {
-      const T* bias = b ? b + first_col + col : nullptr;
-      const auto each = [&](const auto& value) {
-        for (int64_t i = 0; i < rows; i++) {
-          T* h = c.hidden + (row + i) * c.hidden_stride + first_col + col;
-          const float* from = tile + i * tile_width;
-          each_vector(cols, [&](int64_t j, auto count) ACM_INLINED {
-            Vec v = Vec::loadu(from + j);
-            if (bias) v = v + load(bias + j, count);
-            store(value(v, h + j, count), h + j, count);  // rounded as the dense layers do
-          });
-        }
-      };
-      if (up) each([](const Vec& v, const T* old, auto count) ACM_INLINED { return v * load(old, count); });
-      else with_act(act, [&](const auto& f) { each([&](const Vec& v, const T*, auto) ACM_INLINED { return f(v); }); });
+      T* h = c.hidden + row * c.hidden_stride + first_col + col;
+      put_hidden(b ? b + first_col + col : nullptr, rows, cols, tile, tile_width, is_up, h, c.hidden_stride);
     };
   }
 

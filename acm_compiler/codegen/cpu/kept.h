@@ -75,8 +75,9 @@ inline uint64_t some_words(const at::Tensor& weight) {
 }
 
 // where a matrix is, its columns, depth, stride and pieces, and what its panels are of: `halves`: floats made of bfloat16;
-// `gate`: a gate's two layers (gate.h), with its choices and a number of its kind for stride and pieces
-enum class Layout { bytes, floats, pairs, halves, gate };
+// `gate`: a gate's two layers (gate.h), with its choices and a number of its kind for stride and pieces; `rows`: a
+// transpose (sparse.h), with the bytes of a value for pieces
+enum class Layout { bytes, floats, pairs, halves, gate, rows };
 using PanelKey = std::tuple<const void*, int64_t, int64_t, int64_t, int64_t, Layout>;
 
 // a weight as it was when panels were made of it

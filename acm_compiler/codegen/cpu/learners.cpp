@@ -1,4 +1,4 @@
-// acm::learners and acm::gate as native operators. What they do not cover (other types, composite activations) and what
+// acm::learners, acm::sparse_learners and acm::gate as native operators. What they do not cover (other types, composite activations) and what
 // cannot be (operands that do not fit each other, an illegal k) they hand to the references, which say what is wrong.
 
 #include <ATen/Parallel.h>
@@ -17,6 +17,7 @@
 #include "int8_call.h"
 #include "norm.h"
 #include "package.h"
+#include "sparse.h"
 
 namespace {
 
@@ -150,15 +151,20 @@ Tensor normalised(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
   return at::layer_norm(x, x.sizes().slice(1), weight, bias, eps);
 }
 
+// The output of a call that is covered and fits, as `run(operands, y)` makes it; none where it says that it cannot.
+template <typename Run>
+Maybe run_native(const Tensor& x, const Tensor& k, const Site& s, const Norm* norm, const Run& run) {
+  if (!s.covers(x) || !s.fits(x, k) || (k.scalar_type() != at::kInt && k.scalar_type() != at::kLong)) return {};
+  const Operands operands{x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(), k.contiguous(),
+                          s.w_in.contiguous(), s.b_out.contiguous(), packed(s.b_in), packed(s.w_up), packed(s.b_up),
+                          packed(s.w_out), packed(s.w_top), packed(s.s_in), packed(s.s_up), packed(s.s_out),
+                          packed(s.s_top), packed(s.residual), *s.form, *s.act, norm};
+  Tensor y = at::empty({x.size(0), s.b_out.size(1)}, x.options());
+  return run(operands, y) ? Maybe(y) : Maybe();
+}
+
 Tensor run_site(const Tensor& x, const Tensor& k, const Site& s, const Norm* norm) {
-  if (s.covers(x) && s.fits(x, k) && (k.scalar_type() == at::kInt || k.scalar_type() == at::kLong)) {
-    const Operands operands{x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(), k.contiguous(),
-                            s.w_in.contiguous(), s.b_out.contiguous(), packed(s.b_in), packed(s.w_up), packed(s.b_up),
-                            packed(s.w_out), packed(s.w_top), packed(s.s_in), packed(s.s_up), packed(s.s_out),
-                            packed(s.s_top), packed(s.residual), *s.form, *s.act, norm};
-    Tensor y = at::empty({x.size(0), s.b_out.size(1)}, x.options());
-    if (run_any(operands, y)) return y;
-  }
+  if (const Maybe y = run_native(x, k, s, norm, run_any)) return *y;
   static const auto reference = reference_of<Signature>("acm::learners_reference");
   const Tensor z = norm ? normalised(x, norm->weight, norm->bias, norm->eps) : x;
   return reference.call(z, k, s.w_in, s.b_in, s.w_up, s.b_up, s.w_out, s.b_out, s.w_top, s.s_in, s.s_up, s.s_out,
@@ -171,6 +177,40 @@ Tensor learners(const Tensor& x, const Tensor& k, const Tensor& w_in, const Mayb
                 std::string_view act) {
   const Site site{w_in, b_in, w_up, b_up, w_out, b_out, w_top, s_in, s_up, s_out, s_top, residual, form, act};
   return run_site(x, k, site, nullptr);
+}
+
+template <typename T>
+bool run_sparse(const Operands& t, Tensor& y, const Tensor& least_in, const Tensor& least_hidden) {
+  SparseCall<T> call;
+  take_weights<T>(call, t);
+  call.least_in = least_in.const_data_ptr<float>(), call.least_hidden = least_hidden.const_data_ptr<float>();
+  if (!prepare<T>(call, t, y)) return false;
+  call.run();
+  return true;
+}
+
+Tensor sparse_learners(const Tensor& x, const Tensor& k, const Tensor& least_in, const Tensor& least_hidden,
+                       const Tensor& w_in, const Maybe& b_in, const Maybe& w_up, const Maybe& b_up, const Tensor& w_out,
+                       const Tensor& b_out, const Maybe& w_top, std::string_view form, std::string_view act) {
+  const Maybe none, second(w_out);
+  const Site site{w_in, b_in, w_up, b_up, second, b_out, w_top, none, none, none, none, none, form, act};
+  const auto is_least = [&](const Tensor& t, c10::IntArrayRef sizes) {
+    return t.scalar_type() == at::kFloat && t.sizes().equals(sizes) && t.device() == x.device();
+  };
+  const auto keeps = [](const Maybe& weight) { return !weight || may_be_kept(*weight); };
+  const bool fits = (site.form == Form::mlp || site.form == Form::gated) && x.dim() == 2 && x.size(0) <= kFewTokens &&
+                    w_in.dim() == 3 && w_out.dim() == 3 && is_least(least_in, w_in.sizes().slice(2)) &&
+                    is_least(least_hidden, w_in.sizes().slice(0, 2)) && keeps(w_in) && keeps(w_up) && keeps(w_out) &&
+                    keeps(w_top);
+  const Tensor inputs = least_in.contiguous(), hidden = least_hidden.contiguous();
+  const auto run = [&](const Operands& t, Tensor& y) {
+    return x.scalar_type() == at::kFloat ? run_sparse<float>(t, y, inputs, hidden)
+                                         : run_sparse<c10::BFloat16>(t, y, inputs, hidden);
+  };
+  if (fits)
+    if (const Maybe y = run_native(x, k, site, nullptr, run)) return *y;
+  static const auto reference = reference_of<decltype(sparse_learners)>("acm::sparse_learners_reference");
+  return reference.call(x, k, least_in, least_hidden, w_in, b_in, w_up, b_up, w_out, b_out, w_top, form, act);
 }
 
 Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_inner, const Tensor& w_outer,
@@ -208,12 +248,17 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
 #define ACM_LEARNER_TENSORS                                                                                     \
   "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top, "         \
   "Tensor? s_in, Tensor? s_up, Tensor? s_out, Tensor? s_top, Tensor? residual=None"
+#define ACM_SPARSE_TENSORS                                                                                      \
+  "Tensor x, Tensor k, Tensor least_in, Tensor least_hidden, Tensor w_in, Tensor? b_in, Tensor? w_up, "         \
+  "Tensor? b_up, Tensor w_out, Tensor b_out, Tensor? w_top"
 #define ACM_FORM "str form, str act"
 
 TORCH_LIBRARY_FRAGMENT(acm, m) {
   if (defined("acm::learners_cpu")) return;
   m.def("learners_cpu(Tensor x, Tensor k, " ACM_LEARNER_TENSORS ", *, " ACM_FORM ") -> Tensor");
   m.impl("learners_cpu", c10::DispatchKey::CPU, TORCH_FN(learners));
+  m.def("sparse_learners_cpu(" ACM_SPARSE_TENSORS ", *, " ACM_FORM ") -> Tensor");
+  m.impl("sparse_learners_cpu", c10::DispatchKey::CPU, TORCH_FN(sparse_learners));
   m.def("gate_cpu(" ACM_GATE_TENSORS ", *, " ACM_GATE_CHOICES ") -> Tensor");
   m.impl("gate_cpu", c10::DispatchKey::CPU, TORCH_FN(gate));
 }
@@ -234,11 +279,12 @@ TORCH_LIBRARY_FRAGMENT(acm_package, m) {
 
 }  // namespace
 
-// makes these the CPU implementations of acm::learners, acm::gate and acm::gated_learners
+// makes these the CPU implementations of the operators of those names
 extern "C" __attribute__((visibility("default"))) void acm_take_over() {
   static torch::Library library(torch::Library::IMPL, "acm", c10::DispatchKey::CPU, __FILE__, __LINE__);
   static const bool done = [] {
     library.impl("learners", TORCH_FN(learners));
+    library.impl("sparse_learners", TORCH_FN(sparse_learners));
     library.impl("gate", TORCH_FN(gate));
     library.impl("gated_learners", TORCH_FN(gated_learners));
     return true;

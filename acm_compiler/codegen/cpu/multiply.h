@@ -10,8 +10,8 @@
 namespace {
 
 // by one thread, strip by strip
-template <typename T, bool kPairs, typename Run>
-void multiply_alone(const std::vector<Product<T, kPairs>>& products, std::vector<Job>& jobs, const Run& run) {
+template <typename P, typename Run>
+void multiply_alone(const std::vector<P>& products, std::vector<Job>& jobs, const Run& run) {
   for (size_t j = 0; j < jobs.size(); j++) {
     const int64_t cols = jobs[j].cols, width = jobs[j].width(jobs[j].widest);
     Piece piece{static_cast<int64_t>(j), 0, 0, std::move(jobs[j].spans)};
@@ -23,8 +23,8 @@ void multiply_alone(const std::vector<Product<T, kPairs>>& products, std::vector
 }
 
 // The largest products come first. `run(product, piece)` runs one piece of one of them.
-template <typename T, bool kPairs, typename Run>
-void multiply(const std::vector<Product<T, kPairs>>& products, const Run& run) {
+template <typename P, typename Run>
+void multiply(const std::vector<P>& products, const Run& run) {
   std::vector<Job> jobs;
   int64_t work = 0;
   for (const auto& product : products) work += jobs.emplace_back(product.job()).work();

@@ -51,6 +51,21 @@ struct Operation : Sorted {
     });
   }
 
+  // h = act(sums + b) for rows of so many columns, or with `is_up` h *= sums + b; rounded as the dense layers do
+  ACM_INLINED void put_hidden(const T* b, int64_t rows, int64_t cols, const float* sums, int64_t sums_stride, bool is_up,
+                              T* h, int64_t h_stride) const {
+    const auto each = [&](const auto& value) ACM_INLINED {
+      for (int64_t i = 0; i < rows; i++, sums += sums_stride, h += h_stride)
+        each_vector(cols, [&](int64_t j, auto count) ACM_INLINED {
+          Vec v = Vec::loadu(sums + j);
+          if (b) v = v + load(b + j, count);
+          store(value(v, h + j, count), h + j, count);
+        });
+    };
+    if (is_up) each([](const Vec& v, const T* old, auto count) ACM_INLINED { return v * load(old, count); });
+    else with_act(act, [&](const auto& f) { each([&](const Vec& v, const T*, auto) ACM_INLINED { return f(v); }); });
+  }
+
   // what no learner of a token adds to, form "rows"
   void start_rest(int64_t token, int64_t k) const {
     const int64_t part = width / heads;

@@ -1,20 +1,48 @@
-"""Times of ONNX files in ONNX Runtime, one thread: the dense original, the budget as an input, and fixed k.
+"""CPU times of ONNX files in ONNX Runtime beside the dense model's, per budget, in turn in one run; one thread.
 
-python benchmarks/onnx_times.py
+    python -m benchmarks.onnx_times mlps [--batch 8]     two MLPs of ViT-B's width, 197 tokens each, drawn weights
+    python -m benchmarks.onnx_times vit [--batch 8]      ViT-B, MLPs and q, k, v, o converted, drawn weights
+    python -m benchmarks.onnx_times DIR [--batch 8]      what `acmc rewrite` wrote of minilm_embed, or the like
+
+Files: the dense model; the export whose budget is an input; the same with all learners run, those not chosen times
+zero (`masked`); a fixed k; and the first two after ONNX Runtime's `quantize_dynamic`, gates left as they are. Beside
+them the converted model in torch, compiled. For an int8 file the relative error of its output to that of its floats.
 """
 
+from __future__ import annotations
+
+import argparse
+import logging
+import os
 import tempfile
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+import onnx
 import onnxruntime
 import torch
-from torch import nn
-from transformers import BertConfig, BertModel
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import acm_compiler as acm
+from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
+from acm_compiler.acm.ops import LEARNERS
+from acm_compiler.acm.reference import Weights, branchless_output
+from acm_compiler.evaluation.bench import clock
+from acm_compiler.exporting import standard
+from acm_compiler.exporting.fixed import Plain
+from acm_compiler.recipe import expand_paths, load_recipe
+from acm_compiler.runs.recipe_run import OpenedRecipe
+from acm_compiler.sources.build import build
 
-ROUNDS = 9
+N, TOKENS = 4, 128
+BUDGETS = tuple(k / N for k in range(1, N + 1))
+Call = Callable[[], Any]
 
 
 class Mlps(nn.Module):
@@ -26,64 +54,151 @@ class Mlps(nn.Module):
             nn.Sequential(nn.LayerNorm(768), nn.Linear(768, 3072), nn.GELU(), nn.Linear(3072, 768)) for _ in range(2)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for mlp in self.mlps:
             x = x + mlp(x)
         return x
 
 
-def bert() -> tuple[nn.Module, list[torch.Tensor]]:
-    config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-    return BertModel(config, add_pooling_layer=False), [torch.randint(0, 30_000, (8, 128)) for _ in range(8)]
+def drawn(what: str, batch: int) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
+    """A model of drawn weights, a converted copy whose gates choose every k, and an input."""
+    from torchvision.models import vit_b_16
+
+    dense = (Mlps() if what == "mlps" else vit_b_16()).eval()
+    shape = (197, 768) if what == "mlps" else (3, 224, 224)
+    x = torch.randn(batch, *shape)
+    sites = ("mlp",) if what == "mlps" else ("mlp", "attn")
+    converted = acm.rewrite(dense, acm.plan(dense, x, sites=sites, learners=N, init="random"))
+    with torch.no_grad():
+        for site in acm.sites(converted).values():
+            site.gate.outer.weight.mul_(30)
+    acm.recalibrate(converted, [torch.randn(2, *shape) for _ in range(3)], tokens=1_000)
+    return dense, converted, {"x": x}
 
 
-def mlps() -> tuple[nn.Module, list[torch.Tensor]]:
-    return Mlps(), [torch.randn(4, 197, 768) for _ in range(8)]
+def saved(folder: Path, batch: int) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
+    """The dense model of a saved one, the converted model, and held-out text in rows of 128 tokens."""
+    recipe = expand_paths(load_recipe(folder / "recipe.yaml"))
+    opened, dense = OpenedRecipe(recipe), build(recipe.model, device="cpu", example=recipe.input).model.eval()
+    converted = acm.load(folder).eval()
+    task = opened.open_task(opened.held_out, converted)
+    texts = [task.inputs(some) for some in opened.first(opened.held_out, 16 * batch, torch.device("cpu"))]
+    ids = torch.cat([some["input_ids"][some["attention_mask"].bool()] for some in texts])
+    ids = ids[: batch * TOKENS].reshape(batch, TOKENS)
+    return dense, converted, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def session(path: Path) -> onnxruntime.InferenceSession:
+def masked(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
+    """`acm::learners` as all learners for all tokens, those not chosen times zero."""
+    call = LearnersArguments(x, *tensors)
+    return branchless_output(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
+
+
+def as_int8(file: Path) -> Path:
+    """The file after `quantize_dynamic`, gates left as they are."""
+    small = file.with_name("int8.onnx")
+    nodes = onnx.load(file, load_external_data=False).graph.node
+    gates = [node.name for node in nodes if any(".gate." in name for name in node.input)]
+    options = {"DefaultTensorType": onnx.TensorProto.FLOAT}
+    quantize_dynamic(file, small, weight_type=QuantType.QInt8, nodes_to_exclude=gates, extra_options=options)
+    return small
+
+
+def session(file: Path, inputs: dict[str, Tensor], budget: float | None = None) -> Call:
+    """A call of the file in ONNX Runtime, which gives its first output."""
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    run = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    given = {value.name: tensor.numpy() for value, tensor in zip(run.get_inputs(), inputs.values(), strict=False)}
+    if budget is not None:
+        given["budget"] = torch.tensor(budget).numpy()
+    return lambda: torch.from_numpy(run.run(None, given)[0])
+
+
+def files(dense: nn.Module, converted: nn.Module, inputs: dict[str, Tensor], folder: Path) -> dict[str, Path]:
+    """All files by their names in the table."""
+    made = {"dense": folder / "dense.onnx"}
+    torch.onnx.export(
+        Plain(dense).eval(), (), made["dense"], kwargs=inputs, dynamo=True, verbose=False, external_data=False
+    )
+    started = time.process_time()
+    made["budget"] = acm.export(converted, folder / "budget", inputs, "onnx")
+    print(f"the export took {time.process_time() - started:.0f} s of the processor", flush=True)
+    for k in range(1, N + 1):
+        made[f"k = {k}"] = acm.export(converted, folder / f"k{k}", inputs, "onnx", fixed_k=k)
+    ours = standard.OPERATORS[LEARNERS.default]
+    standard.OPERATORS[LEARNERS.default] = masked
+    made["masked"] = acm.export(converted, folder / "masked", inputs, "onnx")
+    standard.OPERATORS[LEARNERS.default] = ours
+    return made | {f"{name} int8": as_int8(made[name]) for name in ("dense", "budget")}
+
+
+def in_torch(model: nn.Module, inputs: dict[str, Tensor], budget: float | None = None) -> Call:
+    """A call of a compiled model, of the converted one at a budget."""
+    compiled = torch.compile(Plain(model).eval(), backend="inductor" if budget is None else "acm")
+
+    def call() -> Any:
+        if budget is not None:
+            acm.set_budget(model, budget)
+        return pytree.tree_leaves(compiled(**inputs))[0]
+
+    return call
 
 
 def main() -> None:
+    """Print a line for each file: times in ms, and ratios to the dense file's, per budget."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", help="mlps, vit, or a folder")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=9)
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    for build in (bert, mlps):
-        torch.manual_seed(0)
-        model, batches = build()
-        model.eval()
-        x = batches[0]
-        with tempfile.TemporaryDirectory() as name:
-            measure(build.__name__, model, batches, x, Path(name))
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, {clock()[0]}, load {os.getloadavg()[0]}")
+    dense, converted, inputs = (
+        drawn(chosen.what, chosen.batch) if chosen.what in ("mlps", "vit") else saved(Path(chosen.what), chosen.batch)
+    )
+    print({name: tuple(tensor.shape) for name, tensor in inputs.items()}, flush=True)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        made = files(dense, converted, inputs, Path(folder))
+        report(contenders(made, dense, converted, inputs), made, chosen.rounds)
 
 
-def measure(title: str, model: nn.Module, batches: list[torch.Tensor], x: torch.Tensor, folder: Path) -> None:
-    torch.onnx.export(model, (x,), folder / "dense.onnx", dynamo=True, verbose=False, external_data=False)
-    rewritten = acm.rewrite(model, acm.plan(model, x, sites="mlp"))
-    acm.calibrate(rewritten, batches, tokens=8_000)
-    count = next(iter(acm.sites(rewritten).values())).count
-    runs = {"dense": (session(folder / "dense.onnx"), None)}
-    masked = session(acm.export(rewritten, folder / "masked", x, "onnx"))
-    runs |= {f"budget {budget}": (masked, budget) for budget in (0.5, 1.0)}
-    for k in (count // 4, count // 2, count):
-        runs[f"k = {k} of {count}"] = (session(acm.export(rewritten, folder / str(k), x, "onnx", fixed_k=k)), None)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):  # in turn, so that other work on the machine meets all alike
-        for name, (run, budget) in runs.items():
-            given = {run.get_inputs()[0].name: x.numpy()}
-            if budget is not None:
-                given["budget"] = torch.tensor(budget).numpy()
-            start = time.perf_counter()
-            run.run(None, given)
-            times[name].append(time.perf_counter() - start)
-    dense = min(times["dense"])
-    for name, measured in times.items():
-        sizes = {"dense": "dense.onnx"}.get(name) or ("masked" if "budget" in name else name.split()[2]) + "/model.onnx"
-        size = (folder / sizes).stat().st_size / 1e6
-        print(
-            f"{title} | {name} | {min(measured) * 1e3:.1f} ms | {min(measured) / dense:.2f} | {size:.1f} MB", flush=True
-        )
+def contenders(
+    made: dict[str, Path], dense: nn.Module, converted: nn.Module, inputs: dict[str, Tensor]
+) -> dict[tuple[str, float | None], Call]:
+    """Calls by name and budget; of the dense model's, None."""
+    calls: dict[tuple[str, float | None], Call] = {}
+    for name in ("dense", "dense int8"):
+        calls[name, None] = session(made[name], inputs)
+    calls["torch dense", None] = in_torch(dense, inputs)
+    for k, budget in enumerate(BUDGETS, 1):
+        calls["fixed k", budget] = session(made[f"k = {k}"], inputs)
+        for name in ("budget", "budget int8", "masked"):
+            calls[name, budget] = session(made[name], inputs, budget)
+        calls["torch", budget] = in_torch(converted, inputs, budget)
+    return calls
+
+
+def report(calls: dict[tuple[str, float | None], Call], made: dict[str, Path], rounds: int) -> None:
+    """Measure in turn, so that other work on the machine meets all alike, and print."""
+    outputs = {key: call() for key, call in calls.items()}
+    times: dict[tuple[str, float | None], list[float]] = {key: [] for key in calls}
+    for _ in range(rounds):
+        for key, call in calls.items():
+            start = time.process_time()
+            call()
+            times[key].append(time.process_time() - start)
+    base = median(times["dense", None])
+    for key, measured in times.items():
+        name, budget = key
+        plain = outputs.get((name.removesuffix(" int8"), budget))
+        off = f"{float((outputs[key] - plain).norm() / plain.norm()):.4f}" if name.endswith("int8") else "-"
+        size = f"{made[name].stat().st_size / 1e6:.1f} MB" if name in made else "-"
+        found = median(measured)
+        print(f"| {name} | {budget or '-'} | {found * 1e3:.1f} ms | {found / base:.2f} | {size} | {off} |", flush=True)
 
 
 if __name__ == "__main__":

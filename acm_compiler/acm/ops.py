@@ -128,13 +128,6 @@ def run_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
         return GATE.default(*tensors, cost=cost, k_min=k_min, rule=rule)
 
 
-def as_learners(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
-    """`acm::learners` in plain torch without a look at k, for graphs that may hold standard operators alone."""
-    call = LearnersArguments(x, *tensors)
-    y = branchless_output(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
-    return y if call.residual is None else y + call.residual
-
-
 def as_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     """`acm::gate` in plain torch."""
     x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi = GateArguments(*tensors)

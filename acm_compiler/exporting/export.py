@@ -60,7 +60,7 @@ def export(
     graph for all budgets; torch.export.load reads it once acm_compiler.acm is imported.
     format "aoti": the same as a package of AOTInductor for CPUs, with the operators of ACMs in a library beside it,
     which run in C++ programs and where this package is not installed; needs a C++ compiler.
-    format "onnx": the same in standard operators of ONNX, which compute all learners and count those not chosen zero;
+    format "onnx": the same in standard operators of ONNX, which sort tokens by k and compute what each of them runs;
     with `fixed_k` or `budget`, the dense layers of the first learners alone, for any model.
     format "checkpoint": an ordinary checkpoint of the model's transformers class in which every token runs as many
     learners, merged into thinner layers; from_pretrained loads it where this package is not installed.

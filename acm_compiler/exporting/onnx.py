@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from acm_compiler.acm.ops import GATE, LEARNERS, as_gate, as_learners
 from acm_compiler.errors import PackageMissing, UsageError
+from acm_compiler.exporting import standard
 from acm_compiler.exporting.traced import Traced, refused
 from acm_compiler.sources.user_code import Attempt
 
@@ -21,7 +22,8 @@ FILE = "model.onnx"
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 # weights of more bytes go to a file of their own: one message of protobuf holds less than 2 GiB
 _ONE_FILE = 2**31 - 2**26
-_PLAIN: dict[Any, Callable[..., Any]] = {LEARNERS.default: as_learners, GATE.default: as_gate}
+# operators that take a part of a weight
+_PARTS, _ANY_SIZE = ("Gather", "Reshape", "Slice", "Transpose"), 2**62
 _CAST = torch.ops.aten.view.dtype
 
 
@@ -43,6 +45,9 @@ def usage(traced: Traced) -> str:
 
 def write(traced: Traced, aside: Path) -> None:
     """Write the files into the folder `aside`. UsageError, with torch's reason, for what is not in ONNX."""
+    if [t for t in traced.program.state_dict.values() if t.dtype == torch.int8]:
+        fix = "export the float model, then onnxruntime.quantization.quantize_dynamic on the file (docs/export.md)"
+        raise UsageError("ONNX has no operator for this package's int8 weights", fix=fix)
     if half := [t.name for t in traced.inputs if t.dtype == "bfloat16"] or _bfloat16(traced):
         fix = "export model.float()"
         raise UsageError("ONNX Runtime has no kernels of bfloat16 on CPUs", found=str(half[0]), fix=fix)
@@ -65,7 +70,7 @@ def write(traced: Traced, aside: Path) -> None:
 
 
 def plain_program(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """A program with plain torch for the operators of ACMs: all learners run, and those not chosen count zero.
+    """A program with plain torch for the operators of ACMs, which computes what tokens run.
 
     `program` itself loses the step from a knob to its bits and back, for which ONNX has no operator.
     """
@@ -73,7 +78,7 @@ def plain_program(program: torch.export.ExportedProgram) -> torch.export.Exporte
         if node.target is _CAST and (bits := node.args[0]).target is _CAST:
             node.replace_all_uses_with(bits.args[0])
     program.graph.eliminate_dead_code()
-    return program.run_decompositions(_PLAIN)
+    return program.run_decompositions(standard.OPERATORS)
 
 
 def runner(folder: Path) -> Callable[..., list[Tensor]]:
@@ -98,11 +103,28 @@ def _bfloat16(traced: Traced) -> list[str]:
 
 
 def _fold(model: Any) -> None:
-    """Compute what is constant. ONNX Runtime does all else; rules of onnxscript that merge operators broke graphs."""
+    """Compute what is constant. ONNX Runtime does all else; rules of onnxscript that merge operators broke graphs.
+
+    Parts of weights become weights of their own, so that tools see them for what they are. The exporter's notes, such
+    as the lines of Python behind each operator, are left out.
+    """
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxscript import optimizer
 
     optimizer.fold_constants(model)
+    optimizer.fold_constants(model, output_size_limit=_ANY_SIZE, should_fold=_is_part)
     optimizer.remove_unused_nodes(model)
+    ClearMetadataAndDocStringPass()(model)
+
+
+def _is_part(node: Any) -> bool:
+    """True for an operator that gives one of several parts of a weight, if the parts are no larger than the whole."""
+    if node.op_type not in _PARTS or node.inputs[0].const_value is None or node.outputs[0].shape is None:
+        return False
+    sizes = list(node.outputs[0].shape)
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    return math.prod(sizes) * len(node.inputs[0].uses()) <= node.inputs[0].const_value.size
 
 
 def _name_axes(graph: Any, traced: Traced) -> None:

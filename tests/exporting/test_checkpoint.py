@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -60,6 +61,20 @@ def test_every_k_of_other_classes(case, tmp_path):
     for k in (1, 2, 3, 4):  # the export compares what it wrote with the live model
         acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=k)
         assert json.loads((tmp_path / "out/export.json").read_text())["relative_error"] < 1e-5
+
+
+@torch.no_grad()
+def test_openvino_converts_the_checkpoint(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    model, x = learned("hf_bert")
+    acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=2)
+    thin = type(model).from_pretrained(tmp_path / "out").eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tracing by torch.jit, which OpenVINO still does
+        converted = openvino.convert_model(thin, example_input={"input_ids": x})
+    run = openvino.compile_model(converted, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    acm.set_k(model, 2)
+    assert_close(torch.from_numpy(next(iter(run([x.numpy()]).values()))), answer(model, x))
 
 
 def other_class(name):

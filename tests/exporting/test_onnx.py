@@ -53,6 +53,52 @@ def test_budgets_change_what_counts_and_those_out_of_range_are_clamped(vision, f
     assert torch.equal(low, below) and torch.equal(high, above)
 
 
+def test_each_weight_is_in_the_file_once_and_in_a_shape_that_quantisers_take(vision, folder):
+    import onnx
+
+    model, _ = vision
+    graph = onnx.load(folder / "model.onnx").graph
+    weights = {value.name for value in graph.initializer}
+    products = [node for node in graph.node if node.op_type == "Gemm"]
+    assert len(products) > 8 and all(node.input[1] in weights for node in products)
+    size = sum(len(value.raw_data) for value in graph.initializer)
+    total = sum(tensor.numel() * 4 for tensor in model.parameters()) - sum(
+        tensor.numel() * 4
+        for module in acm.sites(model).values()
+        if module.dense
+        for tensor in module.dense.parameters()
+    )
+    assert size < 1.1 * total + 10_000
+    assert not any(node.metadata_props or node.doc_string for node in graph.node)  # paths of this machine
+
+
+@torch.no_grad()
+def test_dynamic_quantisation_by_onnx_runtime(vision, folder, tmp_path, monkeypatch):
+    import onnx
+
+    monkeypatch.setattr(sys, "path", list(sys.path))  # onnxruntime adds a folder of its own
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model, x = vision
+    nodes = onnx.load(folder / "model.onnx").graph.node
+    gates = [node.name for node in nodes if any(".gate." in name for name in node.input)]
+    assert len(gates) == 2 * len(acm.sites(model))
+    options = {"DefaultTensorType": onnx.TensorProto.FLOAT}
+    quantize_dynamic(
+        folder / "model.onnx",
+        tmp_path / "model.onnx",
+        weight_type=QuantType.QInt8,
+        nodes_to_exclude=gates,
+        extra_options=options,
+    )
+    small = onnx.load(tmp_path / "model.onnx").graph
+    assert sum(node.op_type == "MatMulInteger" for node in small.node) > 8
+    for budget in (0.2, 0.5, 1.0):
+        acm.set_budget(model, budget)
+        found, expected = writing.runner(tmp_path)(x, torch.tensor(budget))[0], model(x)
+        assert (found - expected).norm() < 0.1 * expected.norm()
+
+
 def test_operators_are_those_of_the_standard_and_names_are_kept(folder):
     import onnx
     import onnxruntime
@@ -168,6 +214,9 @@ def test_what_cannot_be_is_refused_and_nothing_written(vision, tmp_path, monkeyp
     half, y = learned(ALL["swiglu"])
     with pytest.raises(UsageError, match="no kernels of bfloat16"):
         acm.export(half.bfloat16(), out, y.bfloat16(), format="onnx")
+    small, y = learned(ALL["swiglu"])
+    with pytest.raises(UsageError, match="no operator for this package's int8 weights"):
+        acm.export(acm.quantize(small), out, y, format="onnx")
     _, y, unfitted = rewritten(ALL["swiglu"])
     with pytest.raises(UsageError, match="have not been measured"):
         acm.export(unfitted, out, y, format="onnx")

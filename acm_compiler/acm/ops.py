@@ -69,7 +69,7 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     compiling = torch.compiler.is_compiling()
     mapped, transformed = (False, False) if compiling else transforms()
     if mapped and (transformed or pushed_forward):
-        return branchless_output(x_TD, k_T, int8.dequantized(weights) if weights.is_int8 else weights)
+        return branchless_output(x_TD, k_T, int8.dequantized(weights) if weights.is_quantized else weights)
     if mapped or compiling:
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
@@ -78,7 +78,7 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
         if _kernels_differentiate(x_TD):
             return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
         return sorted_tokens.sorted_output(x_TD, k_T, weights)
-    if differentiated and weights.is_int8:  # its rule knows what gradients of rounded values are
+    if differentiated and weights.is_quantized:  # its rule knows what gradients of rounded values are
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     if observed() or differentiated or pushed_forward:
         require_learners(LearnersArguments(x_TD, k_T, *tensors), form=form)
@@ -153,8 +153,8 @@ def observed() -> bool:
 
 
 def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
-    """The same weights in another floating type; int8 ones stay, with their scales."""
-    kept = () if not weights.is_int8 else int8.INTEGERS + int8.SCALES
+    """The same weights in another floating type; quantised ones stay, with their scales."""
+    kept = () if not weights.is_quantized else int8.INTEGERS + int8.SCALES
     tensors: Any = (
         tensor if tensor is None or name in kept else tensor.to(dtype)
         for name, tensor in weights.tensors._asdict().items()

@@ -163,9 +163,9 @@ def test_the_check_of_every_call_allows_for_a_value_between_two_integers():
 
 
 def test_a_processor_without_vectors_of_bytes_says_so(monkeypatch):
-    assert cpu.not_covered(act="gelu", dtype=torch.float32, is_int8=True) is None
+    assert cpu.not_covered(act="gelu", dtype=torch.float32, is_quantized=True) is None
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert "AVX2" in cpu.not_covered(act="gelu", dtype=torch.float32, is_int8=True)
+    assert "AVX2" in cpu.not_covered(act="gelu", dtype=torch.float32, is_quantized=True)
     assert cpu.not_covered(act="gelu", dtype=torch.float32) is None
 
 

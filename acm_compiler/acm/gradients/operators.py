@@ -69,7 +69,7 @@ def _by_reference(dy: Tensor, call: LearnersArguments, names: list[str], *, form
 
 
 def learned(call: LearnersArguments) -> list[str]:
-    """Names of the weights that are there and have gradients: int8 ones have none, nor have their scales."""
+    """Names of the weights that are there and have gradients: quantised ones have none, nor have their scales."""
     fixed = ("x", "k") if call.s_in is None else ("x", "k", *int8.INTEGERS, *int8.SCALES)
     return [name for name, tensor in call._asdict().items() if tensor is not None and name not in fixed]
 

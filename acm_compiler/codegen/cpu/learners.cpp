@@ -14,9 +14,9 @@
 #include "activations.h"
 #include "call.h"
 #include "gate.h"
-#include "int8_call.h"
 #include "norm.h"
 #include "package.h"
+#include "quantised_call.h"
 
 namespace {
 
@@ -48,7 +48,7 @@ bool prepare(Operation<T>& call, const Operands& t, Tensor& y) {
   call.tokens = t.x.size(0), call.d_in = t.x.size(1), call.d_out = t.b_out.size(1);
   call.learners = t.w_in.size(0), call.width = t.w_in.size(1), call.heads = 1;
   if (t.form == Form::rows) call.heads = t.w_in.size(1), call.width = t.w_in.size(1) * t.w_in.size(2);
-  if (t.form == Form::cols) call.heads = t.w_in.size(2), call.width = t.w_in.size(2) * t.w_in.size(3);
+  if (t.form == Form::cols) call.heads = t.w_in.size(2), call.width = call.d_in / call.learners;
   call.x = t.x.const_data_ptr<T>(), call.x_stride = t.x.stride(0);
   call.b_in = data_of<T>(t.b_in), call.b_up = data_of<T>(t.b_up), call.b_out = t.b_out.const_data_ptr<T>();
   call.residual = data_of<T>(t.residual);
@@ -73,12 +73,11 @@ bool run(const Operands& t, Tensor& y) {
   return true;
 }
 
-template <typename T>
-bool run_bytes(const Operands& t, Tensor& y) {
-  ByteCall<T> call;
-  take_weights<int8_t>(call, t);
-  call.s_in = data_of<float>(t.s_in), call.s_up = data_of<float>(t.s_up);
-  call.s_out = data_of<float>(t.s_out), call.s_top = data_of<float>(t.s_top);
+template <typename T, typename Kind>
+bool run_quantised(const Operands& t, Tensor& y) {
+  QuantisedCall<T, Kind> call;
+  take_weights<typename Kind::Value>(call, t);
+  call.s_in = &t.s_in, call.s_up = &t.s_up, call.s_out = &t.s_out, call.s_top = &t.s_top;
   if (!prepare<T>(call, t, y)) return false;
   call.run();
   return true;
@@ -86,7 +85,9 @@ bool run_bytes(const Operands& t, Tensor& y) {
 
 bool run_any(const Operands& t, Tensor& y) {
   const bool floats = t.x.scalar_type() == at::kFloat;
-  if (t.s_in) return floats ? run_bytes<float>(t, y) : run_bytes<c10::BFloat16>(t, y);
+  if (t.s_in && t.w_in.scalar_type() == at::kByte)
+    return floats ? run_quantised<float, Nibbles>(t, y) : run_quantised<c10::BFloat16, Nibbles>(t, y);
+  if (t.s_in) return floats ? run_quantised<float, Bytes>(t, y) : run_quantised<c10::BFloat16, Bytes>(t, y);
   if (floats) return run<float, false>(t, y);
   // bfloat16 is multiplied in pairs, where the processor can and no pair would straddle two learners
   const int64_t part = t.form == Form::rows ? 2 : t.w_in.size(t.form == Form::cols ? 3 : 1);
@@ -105,16 +106,18 @@ struct Site {
   std::optional<Form> form = find_form(form_name);
   std::optional<Act> act = find_act(act_name);
 
+  bool is_int4() const { return s_in && w_in.scalar_type() == at::kByte; }
+
   bool covers(const Tensor& x) const {
     const auto type = x.scalar_type();
     if (!form || !act || (type != at::kFloat && type != at::kBFloat16)) return false;
     if (!w_out && form != Form::rows && form != Form::cols) return false;
-    const auto weights = s_in ? at::kChar : type;
+    const auto weights = !s_in ? type : is_int4() ? at::kByte : at::kChar;
+    const auto scales = is_int4() ? at::kHalf : at::kFloat;
     const auto fits = [&](const Maybe& t, auto expected) { return !t || t->scalar_type() == expected; };
     return (kHasBytes || !s_in) && w_in.scalar_type() == weights && fits(w_up, weights) && fits(w_out, weights) &&
            fits(w_top, weights) && b_out.scalar_type() == type && fits(b_in, type) && fits(b_up, type) &&
-           fits(residual, type) && fits(s_in, at::kFloat) && fits(s_up, at::kFloat) && fits(s_out, at::kFloat) &&
-           fits(s_top, at::kFloat);
+           fits(residual, type) && fits(s_in, scales) && fits(s_up, scales) && fits(s_out, scales) && fits(s_top, scales);
   }
 
   // whether the operands of a covered call have the sizes, and are where, the kernel takes them to be
@@ -126,23 +129,34 @@ struct Site {
       return !t || (t->sizes().equals(c10::IntArrayRef(sizes)) && t->device() == x.device());
     };
     if (!has(b_out, {n + 1, d_out}) || !has(k, {tokens}) || !has(residual, {tokens, d_out})) return false;
+    const int64_t a_byte = is_int4() ? 2 : 1;  // values; sizes that do not fill bytes fit nothing
+    const auto values = [&](int64_t depth) { return depth % a_byte ? -1 : depth / a_byte; };
+    // one scale a column, or two numbers for each group of so many parts of a depth
+    const auto scales = [&](const Maybe& t, std::vector<int64_t> columns, int64_t pieces, int64_t parts, int64_t depth) {
+      if (is_int4() && pieces) columns.push_back(pieces);
+      if (is_int4()) columns.insert(columns.end(), {parts * groups_of(depth), 2});
+      return !t || (t->sizes().equals(columns) && t->device() == x.device());
+    };
     if (sliced) {
-      const int64_t within = width * n * w_in.size(2), across = n * w_in.size(2) * w_in.size(3);
+      const int64_t heads = w_in.size(2), within = width * n * heads, part = d_in / n;
       const bool rows = form == Form::rows;
-      const bool scales = !s_up && !s_out && !s_top &&
-                          (rows ? has(s_in, {n, width, w_in.size(2)}) : has(s_in, {d_out}));
-      return scales && has(w_in, {n, width, w_in.size(2), w_in.size(3)}) && !b_in && !w_up && !b_up && !w_out && !w_top &&
-             (rows ? w_in.size(3) == d_in && within == d_out : across == d_in && width == d_out);
+      if (b_in || w_up || b_up || w_out || w_top || s_up || s_out || s_top) return false;
+      if (rows)
+        return has(w_in, {n, width, heads, values(d_in)}) && within == d_out &&
+               scales(s_in, {n, width, heads}, 0, 1, d_in);
+      return has(w_in, {n, d_out, heads, values(part / heads)}) && part * n == d_in && part % heads == 0 &&
+             (is_int4() ? scales(s_in, {n, d_out}, 0, 1, part) : has(s_in, {d_out}));
     }
-    const bool gated = form == Form::gated, second = w_out->dim() == 4 ? has(w_out, {n, d_out, n, width})
-                                                                       : has(w_out, {d_out, n, width});
+    const bool gated = form == Form::gated, each = w_out->dim() == 4, dense = form == Form::linear;
     const auto scaled = [&](const Maybe& w, const Maybe& s) { return (w && s_in) == s.has_value(); };
-    const bool scales = scaled(w_up, s_up) && scaled(w_out, s_out) && scaled(w_top, s_top) && has(s_in, {n, width}) &&
-                        has(s_up, {n, width}) && has(s_top, {d_out}) &&
-                        (w_out->dim() == 4 ? has(s_out, {n, d_out}) : has(s_out, {d_out}));
-    return scales && has(w_in, {n, width, d_in}) && has(b_in, {n, width}) && second && gated == w_up.has_value() &&
-           has(w_up, {n, width, d_in}) && (gated || !b_up) && has(b_up, {n, width}) &&
-           has(w_top, {d_out, form == Form::linear ? d_in : n * width});
+    const bool fit = scaled(w_up, s_up) && scaled(w_out, s_out) && scaled(w_top, s_top) &&
+                     scales(s_in, {n, width}, 0, 1, d_in) && scales(s_up, {n, width}, 0, 1, d_in) &&
+                     scales(s_top, {d_out}, 0, dense ? 1 : n, dense ? d_in : width) &&
+                     (each ? scales(s_out, {n, d_out}, n, 1, width) : scales(s_out, {d_out}, n, 1, width));
+    return fit && has(w_in, {n, width, values(d_in)}) && has(b_in, {n, width}) && gated == w_up.has_value() &&
+           (each ? has(w_out, {n, d_out, n, values(width)}) : has(w_out, {d_out, n, values(width)})) &&
+           has(w_up, {n, width, values(d_in)}) && (gated || !b_up) && has(b_up, {n, width}) &&
+           has(w_top, {d_out, dense ? values(d_in) : n * values(width)});
   }
 };
 

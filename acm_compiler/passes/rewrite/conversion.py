@@ -6,12 +6,13 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.int8 import To
 from acm_compiler.errors import AcmError, CompiledModelError, FixedBudget, NotRewritten, UsageError
 from acm_compiler.planning.call_times import CallTimes
 from acm_compiler.planning.plan import Plan
@@ -77,7 +78,7 @@ class Conversion:
     default_budget: float | None = None
     budget: float | dict[str, float] | None = None
     cap: float | None = None
-    quantized: Literal["int8"] | None = None
+    quantized: To | None = None
     rest: tuple[str, ...] = ()
     times: CallTimes | None = None
     damage: dict[str, tuple[float, ...]] = field(default_factory=dict)

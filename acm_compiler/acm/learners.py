@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.acm import int8
 from acm_compiler.acm.arguments import GateWeights, LearnerWeights, held
 from acm_compiler.acm.precision import without_autocast
+from acm_compiler.acm.quantized import int8
 from acm_compiler.acm.reference import GateRule, Weights
 
 
@@ -46,7 +46,7 @@ class Learners(nn.Module):
     w_top [O, N * H] or, for form "linear", [O, D]. Absent ones are None. Slices (forms "rows", "cols") of G `heads`
     have w_in [N, G, H / G, D] or [N, O, G, H / G] and no w_out.
 
-    After `quantize` the weights are buffers of int8, with scales s_in to s_top (`reference.Weights`); biases stay.
+    After `quantize` the weights are buffers of integers, with scales s_in to s_top (`reference.Weights`); biases stay.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Learners(nn.Module):
         return Weights(*LearnerWeights(*held(LearnerWeights._fields, self)), act=self.act, form=self.form)
 
     @torch.no_grad()
-    def quantize(self) -> None:
-        """Replace the weights by int8 ones, in place (docs/semantics.md, Int8 learners)."""
-        quantized = int8.quantized(self.weights()).tensors._asdict()
+    def quantize(self, to: int8.To = "int8") -> None:
+        """Replace the weights by integers, in place (docs/semantics.md, Int8 learners, Int4 learners)."""
+        quantized = int8.quantized(self.weights(), to).tensors._asdict()
         for name in (*int8.INTEGERS, *int8.SCALES):
             if quantized[name] is not None:
                 delattr(self, name)
@@ -101,7 +101,7 @@ class Learners(nn.Module):
             parameter.requires_grad_(False)
 
     def _apply(self, fn, recurse=True):
-        """Keep scales float32, where others change a module's type."""
+        """Keep the type of scales, where others change a module's type."""
         scales = {name: scale for name in int8.SCALES if (scale := self._buffers.get(name)) is not None}
         super()._apply(fn, recurse)
         for name, former in scales.items():

@@ -124,7 +124,7 @@ class ACM(nn.Module):
             if x.dtype != weights.b_out.dtype:
                 refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
-            k = self._dense_k(x) if compiling and said is None and not weights.is_int8 else None
+            k = self._dense_k(x) if compiling and said is None and not weights.is_quantized else None
             k_T = self.choose(x_TD, x.shape[:-1], said) if k is None else x_TD.new_full(x_TD.shape[:1], k).int()
             k_T = tokens.skip(k_T, self.mask_of(x.shape[:-1])) if said is not None and said.skip_padding else k_T
             self._report(k_T, x)

@@ -17,8 +17,9 @@ from acm_compiler.acm.arguments import (
     LearnerWeights,
     part,
 )
-from acm_compiler.acm.int8 import INTEGERS, SCALES
 from acm_compiler.acm.precision import autocast_type
+from acm_compiler.acm.quantized.int4 import GROUP
+from acm_compiler.acm.quantized.int8 import INTEGERS, SCALES
 from acm_compiler.acm.reference import GateRule
 from acm_compiler.errors import UsageError
 
@@ -66,14 +67,20 @@ def require_learners(call: LearnersArguments | GatedArguments, *, form: str, sam
     rank = 4 if form in ("rows", "cols") else 3
     if w.w_in.dim() != rank or not w.w_in.numel():
         _refuse(operator, "w_in", w.w_in, f"{rank} dimensions, none of them 0")
-    d_in, shapes = _learner_shapes(w.w_in, w.b_out, form, per_k=w.w_out is not None and w.w_out.dim() == 4)
+    is_int4 = w.s_in is not None and w.w_in.dtype == torch.uint8
+    whole = (*w.w_in.shape[:-1], 2 * w.w_in.shape[-1]) if is_int4 else w.w_in.shape
+    d_in, shapes = _learner_shapes(whole, w.b_out, form, per_k=w.w_out is not None and w.w_out.dim() == 4)
     tokens = x.shape[0] if x.dim() else 1
     if not same(x.shape, (tokens, d_in)):
         _refuse(operator, "x", x, f"[tokens, {d_in}]")
     if k is not None and not (same(k.shape, (tokens,)) and k.dtype in _INTEGERS):
         _refuse(operator, "k", k, f"[{tokens}], int32 or int64")
     dtypes = {}
-    if w.s_in is not None:
+    if is_int4:
+        dtypes = dict.fromkeys(INTEGERS, torch.uint8) | dict.fromkeys(SCALES, torch.float16)
+        shapes |= _group_shapes(w, shapes, form)
+        shapes |= {name: (*shapes[name][:-1], shapes[name][-1] // 2) for name in INTEGERS if name in shapes}
+    elif w.s_in is not None:
         dtypes = dict.fromkeys(INTEGERS, torch.int8) | dict.fromkeys(SCALES, torch.float32)
         shapes |= _scale_shapes(w, shapes, form)
     for name, tensor in zip(w._fields, w, strict=True):
@@ -97,26 +104,26 @@ def require_least(x: Tensor, w_in: Tensor, w_out: Tensor, inputs: Tensor, hidden
             _refuse(operator, name, tensor, f"{_written(shape)}, float32 on {x.device}")
 
 
-def _learner_shapes(w_in: Tensor, b_out: Tensor, form: str, *, per_k: bool) -> tuple[Any, dict[str, Shape]]:
-    """D, and the shapes of all weights that an ACM of that form may have."""
-    n = w_in.shape[0]
+def _learner_shapes(w_in: Shape, b_out: Tensor, form: str, *, per_k: bool) -> tuple[Any, dict[str, Shape]]:
+    """D, and the shapes of all weights that an ACM of that form may have, whose w_in has that shape."""
+    n = w_in[0]
     if form == "rows":
-        d_in, d_out = w_in.shape[3], n * w_in.shape[1] * w_in.shape[2]
-        return d_in, {"w_in": w_in.shape, "b_out": (n + 1, d_out)}
+        d_in, d_out = w_in[3], n * w_in[1] * w_in[2]
+        return d_in, {"w_in": w_in, "b_out": (n + 1, d_out)}
     if form == "cols":
-        d_in, d_out = n * w_in.shape[2] * w_in.shape[3], w_in.shape[1]
-        return d_in, {"w_in": w_in.shape, "b_out": (n + 1, d_out)}
-    (_, width, d_in), d_out = w_in.shape, b_out.shape[-1] if b_out.dim() else 1
+        d_in, d_out = n * w_in[2] * w_in[3], w_in[1]
+        return d_in, {"w_in": w_in, "b_out": (n + 1, d_out)}
+    (_, width, d_in), d_out = w_in, b_out.shape[-1] if b_out.dim() else 1
     second = (d_out, n, width)
     shapes: dict[str, Shape] = {
-        "w_in": w_in.shape,
+        "w_in": w_in,
         "b_in": (n, width),
         "w_out": (n, *second) if per_k else second,
         "b_out": (n + 1, d_out),
         "w_top": (d_out, d_in if form == "linear" else n * width),
     }
     if form == "gated":
-        shapes |= {"w_up": w_in.shape, "b_up": (n, width)}
+        shapes |= {"w_up": w_in, "b_up": (n, width)}
     return d_in, shapes
 
 
@@ -132,6 +139,19 @@ def _scale_shapes(w: LearnerWeights, shapes: dict[str, Shape], form: str) -> dic
     if w.w_top is not None:
         scales["s_top"] = shapes["w_top"][:1]
     return scales
+
+
+def _group_shapes(w: LearnerWeights, shapes: dict[str, Shape], form: str) -> dict[str, Shape]:
+    """The shapes of the scales that 4-bit weights, unpacked of these shapes, need: two a group."""
+    found: dict[str, Shape] = {}
+    for name, scale in zip(INTEGERS, SCALES, strict=True):
+        if getattr(w, name) is None or name not in shapes:
+            continue
+        *outer, deep = shapes[name]
+        deep *= outer.pop() if form == "cols" else 1
+        parts = w.w_in.shape[0] if name == "w_top" and form != "linear" else 1
+        found[scale] = (*outer, parts * -(-deep // (parts * GROUP)), 2)
+    return found
 
 
 def require_gate(call: GateArguments | GatedArguments, *, k_min: int, rule: str, same: Same = eq) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from acm_compiler.acm import int8
 from acm_compiler.acm.arguments import GateArguments, LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.context import transforms
 from acm_compiler.acm.gradients import sorted_tokens
 from acm_compiler.acm.intact import refuse_onnx
 from acm_compiler.acm.operands import may_equal, require_gate, require_learners
 from acm_compiler.acm.precision import autocast_type, without_autocast
+from acm_compiler.acm.quantized import int8
 from acm_compiler.acm.reference import (
     Weights,
     branchless_output,
@@ -69,7 +69,7 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     compiling = torch.compiler.is_compiling()
     mapped, transformed = (False, False) if compiling else transforms()
     if mapped and (transformed or pushed_forward):
-        return branchless_output(x_TD, k_T, int8.dequantized(weights) if weights.is_int8 else weights)
+        return branchless_output(x_TD, k_T, int8.dequantized(weights) if weights.is_quantized else weights)
     if mapped or compiling:
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
@@ -78,7 +78,7 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
         if _kernels_differentiate(x_TD):
             return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
         return sorted_tokens.sorted_output(x_TD, k_T, weights)
-    if differentiated and weights.is_int8:  # its rule knows what gradients of rounded values are
+    if differentiated and weights.is_quantized:  # its rule knows what gradients of rounded values are
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     if observed() or differentiated or pushed_forward:
         require_learners(LearnersArguments(x_TD, k_T, *tensors), form=form)
@@ -146,8 +146,8 @@ def observed() -> bool:
 
 
 def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
-    """The same weights in another floating type; int8 ones stay, with their scales."""
-    kept = () if not weights.is_int8 else int8.INTEGERS + int8.SCALES
+    """The same weights in another floating type; quantised ones stay, with their scales."""
+    kept = () if not weights.is_quantized else int8.INTEGERS + int8.SCALES
     tensors: Any = (
         tensor if tensor is None or name in kept else tensor.to(dtype)
         for name, tensor in weights.tensors._asdict().items()

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acm_compiler.acm import int8
 from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.acm.precision import float64_device
+from acm_compiler.acm.quantized import int8
 from acm_compiler.errors import UsageError
 
 GateRule = Literal["logits", "damage"]
@@ -35,7 +35,7 @@ class Weights:
     w_top: what k = N runs instead: a second layer [O, N * H] (form "mlp", "gated") or the dense weight [O, D] (form
     "linear").
     s_in, s_up [N, H], s_out [O] or [N, O], s_top [O]: scales of weights that are int8 (`int8`), one per output channel;
-    of slices s_in is [N, G, H / G] ("rows") or [O] ("cols"). Absent where weights are floats.
+    of slices s_in is [N, G, H / G] ("rows") or [O] ("cols"); for 4 bits see `int4`. Absent where weights are floats.
     """
 
     w_in: Tensor
@@ -59,9 +59,14 @@ class Weights:
         return LearnerWeights(*first, self.s_in, self.s_up, self.s_out, self.s_top)
 
     @property
-    def is_int8(self) -> bool:
-        """True if the weights are int8, with scales."""
+    def is_quantized(self) -> bool:
+        """True if the weights are integers, with scales."""
         return self.s_in is not None
+
+    @property
+    def is_int4(self) -> bool:
+        """True if they are of 4 bits, two in a byte."""
+        return self.w_in.dtype == torch.uint8
 
     @property
     def learners(self) -> int:
@@ -101,12 +106,12 @@ def hidden(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
 
 
 def _in_layer(x_TD: Tensor, w_NHD: Tensor, s_NH: Tensor | None, b_NH: Tensor | None, k: int) -> Tensor:
-    s_H, b_H = (None if tensor is None else tensor.flatten()[: k * tensor.shape[1]] for tensor in (s_NH, b_NH))
+    s_H, b_H = (None if tensor is None else tensor.flatten(0, 1)[: k * tensor.shape[1]] for tensor in (s_NH, b_NH))
     return _linear(x_TD, w_NHD.flatten(0, 1)[: k * w_NHD.shape[1]], s_H, b_H)
 
 
 def _linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor | None, b_O: Tensor | None, parts: int = 1) -> Tensor:
-    """x w^T + b; of int8 weights with scales s each of so many equal parts of a row of x is quantised by itself."""
+    """x w^T + b; of integers with scales s each of so many equal parts of a row of x is quantised by itself."""
     if s_O is None:
         return F.linear(x_TD, w_OD, b_O)
     y_TO = int8.linear(x_TD, w_OD, s_O, parts)
@@ -118,9 +123,9 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     b_O = weights.b_out[k]
     if k == 0:
         return b_O.to(x_TD.dtype).expand(x_TD.shape[0], -1)
-    if not weights.is_int8:
+    if not weights.is_quantized:
         return _prefix_sums(x_TD, weights, k)
-    # int8 products are computed from and to float32; what surrounds them stays in caches
+    # products of integers are computed from and to float32; what surrounds them stays in caches
     blocks = (_prefix_sums(x_BD.float(), weights, k).to(x_TD.dtype) for x_BD in x_TD.split(int8.BLOCK))
     return torch.cat(list(blocks))
 
@@ -128,17 +133,20 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
 def _prefix_sums(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     w, b_O = weights, weights.b_out[k]
     if w.form == "rows":
-        s_R = None if w.s_in is None else w.s_in[:k].flatten()
+        s_R = None if w.s_in is None else w.s_in[:k].flatten(0, 2)
         rows_RD = w.w_in.flatten(0, 2)[: k * w.w_in[0, ..., 0].numel()]
         return _slices_of_output(_linear(x_TD, rows_RD, s_R, None), w) + b_O
     if w.form == "cols":
         x_TNGh = _slices_of_input(x_TD, w)[:, :k]
-        return _linear(x_TNGh.flatten(1), w.w_in[:k].movedim(0, 1).flatten(1), w.s_in, b_O, parts=k)
+        s_O = w.s_in[:k].movedim(0, 1).flatten(1, 2) if w.s_in is not None and w.is_int4 else w.s_in
+        return _linear(x_TNGh.flatten(1), w.w_in[:k].movedim(0, 1).flatten(1), s_O, b_O, parts=k)
     if k == w.learners and w.w_top is not None:
         if w.form == "linear":
             return _linear(x_TD, w.w_top, w.s_top, b_O)
         return _linear(hidden(x_TD, w, k), w.w_top, w.s_top, b_O, parts=k)
-    s_O = w.s_out[k - 1] if w.s_out is not None and w.s_out.dim() == 2 else w.s_out
+    s_O = w.s_out[k - 1] if w.s_out is not None and w.w_out is not None and w.w_out.dim() == 4 else w.s_out
+    if s_O is not None and w.is_int4:
+        s_O = s_O[:, :k].flatten(1, 2)
     return _linear(hidden(x_TD, w, k), out_layer(w, k), s_O, b_O, parts=k)
 
 
@@ -158,8 +166,7 @@ def _slices_of_output(y_TR: Tensor, weights: Weights) -> Tensor:
 
 def _slices_of_input(x_TD: Tensor, weights: Weights) -> Tensor:
     """The input as [T, N, G, h], what each learner reads; a view."""
-    heads, width = weights.w_in.shape[2:]
-    return x_TD.unflatten(1, (heads, weights.learners, width)).movedim(1, 2)
+    return x_TD.unflatten(1, (weights.w_in.shape[2], weights.learners, -1)).movedim(1, 2)
 
 
 def all_outputs(x_TD: Tensor, weights: Weights, k_min: int) -> Tensor:

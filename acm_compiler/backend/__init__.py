@@ -130,14 +130,14 @@ def choose_implementation(call: Call) -> tuple[str, str | None]:
     if not ops.has_kernels(call.device):
         return "reference", f"no kernels for device {call.device} are loaded"
     if call.device == "cpu":
-        kernel, reason = "cpu", cpu.not_covered(act=call.act, dtype=call.dtype, is_int8=call.is_int8)
+        kernel, reason = "cpu", cpu.not_covered(act=call.act, dtype=call.dtype, is_quantized=call.is_quantized)
         gate_reason = call.gate and cpu.gate_not_covered((call.dtype, call.gate.dtype))
     else:
         from acm_compiler.codegen import gpu
 
         kernel, arch = "triton", gpu.current_machine().arch
         reason = gpu.not_covered(
-            form=call.form, act=call.act, dtype=call.dtype, shape=call.shape, arch=arch, is_int8=call.is_int8
+            form=call.form, act=call.act, dtype=call.dtype, shape=call.shape, arch=arch, is_quantized=call.is_quantized
         )
         gate_reason = call.gate and gpu.gate_not_covered(
             (call.dtype, call.gate.dtype), width=call.gate.width, arch=arch

@@ -93,7 +93,7 @@ _NOT_SEEN = "its learners were in no graph: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Implementation of every site, and of every int8 linear outside of ACMs; `str()` is a table.
+    """Implementation of every site, and of every quantised linear outside of ACMs; `str()` is a table.
 
     linears: how many of `sites` are such linears. graphs: into how many graphs the model falls. conditions: what they
     ask of the sizes of its inputs; for others, and for a size of 0 or 1 where the example has more, more are compiled.
@@ -116,7 +116,7 @@ class Explanation:
             for site in self.sites
         ]
         table = tabulate(rows, headers=["site", "runs on", "fused with", "why", "line"])
-        others = f" and {self.linears} int8 linears" if self.linears else ""
+        others = f" and {self.linears} quantised linears" if self.linears else ""
         graphs = f"{len(rows) - self.linears} ACMs{others} in {self.graphs} graph{'s' * (self.graphs != 1)}"
         asked = "".join(f"\n  {condition}" for condition in self.conditions)
         return f"{table}\n{graphs}" + (f", compiled with dynamic=True for inputs with{asked}" if asked else "")

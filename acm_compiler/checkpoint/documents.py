@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import RUN_TIME
+from acm_compiler.acm.quantized.int8 import To
 from acm_compiler.acm.reference import GateRule
 from acm_compiler.acm.sparse import ValueSizes
 from acm_compiler.errors import StorageError
@@ -31,8 +32,9 @@ from acm_compiler.runtime.control import PHASES, set_budget
 from acm_compiler.runtime.site_status import status
 from acm_compiler.site import Share, Whole
 
-FORMAT, QUANTIZED_FORMAT, REST_FORMAT = FORMATS = 1, 2, 3
-"""The formats of models of floats, with int8 learners, and with other int8 linears, each refused by older versions."""
+FORMAT, QUANTIZED_FORMAT, REST_FORMAT, INT4_FORMAT = FORMATS = 1, 2, 3, 4
+"""The formats of models of floats, with int8 learners, with other int8 linears, and with 4-bit weights, each refused by
+older versions."""
 _FIX = "copy the folder again from where it is whole, or save the model again"
 _Phase = Literal["prefill", "decode"]
 
@@ -79,7 +81,7 @@ class Budgets(_Document):
     teacher: str | None
     start_gates: str | None = None
     default_budget: Share | None
-    quantized: Literal["int8"] | None = None
+    quantized: To | None = None
     quantized_rest: tuple[str, ...] = ()
     choices: _Choices | None = None
     phase_budgets: dict[_Phase, Share] | None = None
@@ -114,6 +116,8 @@ def check_budgets(text: str, plan: Plan, where: str) -> None:
 
 def format_of(owner: Conversion) -> int:
     """The format that a model is saved in."""
+    if owner.quantized == "int4":
+        return INT4_FORMAT
     if owner.rest:
         return REST_FORMAT
     return FORMAT if owner.quantized is None else QUANTIZED_FORMAT

@@ -34,7 +34,7 @@ from acm_compiler.passes.rewrite.rewrite import check_convertible, convert, copi
 from acm_compiler.planning.call_times import CallTimes
 from acm_compiler.planning.plan import Plan, fits, warn_of_class
 from acm_compiler.runtime.control import set_budget
-from acm_compiler.runtime.int8_linear import replace_linears
+from acm_compiler.runtime.quantized_linear import replace_linears
 from acm_compiler.sources.build import build_from_record
 
 _LOG = logging.getLogger(__name__)
@@ -264,10 +264,10 @@ def _check_structure(
 
 
 def _give_values(model: nn.Module, budgets: dict[str, Any], stored: Stored, folder: Path) -> None:
-    if budgets.get("quantized") is not None:
+    if (to := budgets.get("quantized")) is not None:
         for acm in sites(model).values():
-            acm.learners.quantize()  # what it holds is of the right kind then, and about to be replaced
-    replace_linears(model, budgets.get("quantized_rest", ()))
+            acm.learners.quantize(to)  # what it holds is of the right kind then, and about to be replaced
+        replace_linears(model, budgets.get("quantized_rest", ()), to)
     fill(model, stored, where=str(folder / WEIGHTS))
     for acm in sites(model).values():
         renew_run_time(acm)

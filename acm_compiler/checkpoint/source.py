@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.acm import ACM, Learners
-from acm_compiler.acm.int8 import SCALES
+from acm_compiler.acm.quantized.int8 import SCALES
 from acm_compiler.checkpoint.hf_files import auto_classes
 from acm_compiler.checkpoint.tensors import Stored, slots
 from acm_compiler.errors import AcmError, PlanMismatch
@@ -19,7 +19,7 @@ from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, tensor_names
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert
 from acm_compiler.planning.plan import Plan
-from acm_compiler.runtime.int8_linear import replace_linears
+from acm_compiler.runtime.quantized_linear import replace_linears
 from acm_compiler.sources.build import build_from_record
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -34,7 +34,7 @@ def source_of(model: nn.Module, plan: Plan, rest: Sequence[str] = ()) -> Record 
 
     It is tried: what it builds must have the same parameters and buffers once it is rewritten and, but for the plan's
     own record, the same modules and plain attributes. The plan's own no longer fits where the model was changed since.
-    rest: the linears outside of ACMs that are int8.
+    rest: the linears outside of ACMs that are quantised.
     """
     recorded = plan.model.source
     if recorded is not None and not _is_outdated(recorded, model, plan, rest):
@@ -135,7 +135,7 @@ Shape = tuple[int, ...]
 def first_difference(base: nn.Module, plan: Plan, stored: Stored, rest: Sequence[str] = ()) -> tuple[str, str] | None:
     """First difference of `base` from the saved model, as found and as expected; None if there is none.
 
-    First what stays beside ACMs, then the dense weights of sites. rest: linears outside of ACMs that are int8 there.
+    First what stays beside ACMs, then the dense weights of sites. rest: linears outside of ACMs, quantised there.
     """
     others = (*(site.name for site in plan.sites), *rest)
     kept = _kept_shapes(stored, others)
@@ -161,7 +161,7 @@ def first_difference(base: nn.Module, plan: Plan, stored: Stored, rest: Sequence
 
 
 def _kept_shapes(stored: Stored, others: Sequence[str]) -> dict[str, Shape]:
-    """The saved tensors that are part of no ACM or int8 linear, under all their names."""
+    """The saved tensors that are part of no ACM or quantised linear, under all their names."""
     tensors = stored.tensors | {name: stored.tensors[owner] for name, owner in stored.aliases.items()}
     return {name: tuple(tensor.shape) for name, tensor in tensors.items() if not _is_part_of(others, name)}
 

@@ -24,7 +24,7 @@ LengthOption = Annotated[
     int | None, typer.Option(min=2, metavar="N", help="Tokens of a text; unset: the model's, 512 at most.")
 ]
 QuantizeOption = Annotated[
-    Literal["int8"] | None, typer.Option(help="Give learners weights of this type first, as acm.quantize does.")
+    Literal["int8", "int4"] | None, typer.Option(help="Give learners weights of this type first, as acm.quantize does.")
 ]
 RecalibrateOption = Annotated[
     Literal["asked", "drift"] | None,

@@ -15,7 +15,7 @@ from acm_compiler.errors import VerificationFailed
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Largest `relative_error` of a kernel's output."""
 INT8_TOLERANCE = 5e-3
-"""The same for int8 learners: a hidden value between two integers may become the other one."""
+"""The same for quantised learners: a hidden value between two integers may become the other one."""
 _BLOCK = 128  # of the kernels' largest tiles
 _LEAST = 0.1  # a part with a smaller share of the median part's norm may be a sum of large numbers that cancel
 
@@ -66,7 +66,7 @@ def _largest(lost: Tensor, size: Tensor) -> float:
 def require_equal(y: Tensor, expected: Tensor, w_in: Tensor | None) -> None:
     """VerificationFailed, naming the ACM that `w_in` belongs to, when a kernel's output is not the reference's."""
     error, limit = relative_error(y, expected), TOLERANCE[y.dtype]
-    if w_in is not None and w_in.dtype == torch.int8:
+    if w_in is not None and w_in.dtype in (torch.int8, torch.uint8):
         limit = max(limit, INT8_TOLERANCE)
     if not error <= limit:
         raise VerificationFailed(

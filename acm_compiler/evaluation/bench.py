@@ -32,7 +32,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative norm of the difference between compiled and eager outputs of a whole model, k given."""
 
 INT8_TOLERANCE = 1e-2
-"""The same for int8 learners: rounded otherwise, a value between two integers becomes the other one."""
+"""The same for quantised learners: rounded otherwise, a value between two integers becomes the other one."""
 
 Answer = Callable[[Any], Tensor]
 Progress = Callable[[str], None]

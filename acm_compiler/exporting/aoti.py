@@ -45,7 +45,7 @@ def check_sites(found: Rewritten) -> None:
         weights = acm.learners.weights()
         if weights.b_out.device.type != "cpu":
             raise _refused(name, f"weights on {weights.b_out.device}", "packages are for CPUs", "export model.cpu()")
-        reason = not_covered(act=weights.act, dtype=weights.b_out.dtype, is_int8=weights.is_int8)
+        reason = not_covered(act=weights.act, dtype=weights.b_out.dtype, is_quantized=weights.is_quantized)
         if reason := reason or gate_not_covered({weights.b_out.dtype, acm.gate.inner.weight.dtype}):
             raise _refused(name, reason, "a site that the native CPU kernel runs", _INSTEAD)
         if acm.counts is not None:

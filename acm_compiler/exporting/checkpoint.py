@@ -54,7 +54,9 @@ def build(found: Rewritten, ks: Mapping[str, int]) -> nn.Module:
     """
     model: Any = found.model
     if found.owner.rest:
-        raise _refused(found.owner.rest[0], "this linear outside of ACMs has int8 weights, that of the class floats")
+        raise _refused(
+            found.owner.rest[0], "this linear outside of ACMs has quantised weights, that of the class floats"
+        )
     if not is_pretrained(model):
         expected = "a model of transformers, whose configuration names the width of its layers"
         raise UsageError(

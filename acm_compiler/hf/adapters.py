@@ -194,9 +194,9 @@ def _refuse_site(acm: ACM) -> None:
             where=acm.name,
             fix="acm.calibrate(model, batches) first",
         )
-    if acm.learners.weights().is_int8:
+    if acm.learners.weights().is_quantized:
         raise UsageError(
-            "learners that are int8 take no adapters", where=acm.name, fix="adapt the model before acm.quantize"
+            "quantised learners take no adapters", where=acm.name, fix="adapt the model before acm.quantize"
         )
 
 

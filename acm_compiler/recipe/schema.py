@@ -115,14 +115,14 @@ class TargetConfig(Section):
 
 
 class QuantizeConfig(Section):
-    """Parts of a model that get int8 weights once the schedule is done."""
+    """Parts of a model that get weights of 8 or 4 bits once the schedule is done."""
 
-    weights: Literal["int8"] = "int8"
+    weights: Literal["int8", "int4"] = "int8"
     """Their type."""
     rest: bool = False
     """Linears outside of ACMs, too: all but output heads, routers, linears with tied weights and those with hooks."""
     include: Texts = ()
-    """Heads, routers and tied linears that become int8 all the same: names, globs or re: patterns."""
+    """Heads, routers and tied linears that are quantised all the same: names, globs or re: patterns."""
     exclude: Texts = ()
     """Linears of the rest that stay floats."""
 
@@ -141,9 +141,9 @@ class RunConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of products while training; parameters stay fp32. While calibrating, bf16 is that of linear layers, on CPUs
     with instructions for it."""
-    quantize: Literal["int8"] | QuantizeConfig | None = None
-    """int8: once the schedule is done, learners get int8 weights, and budgets are measured on these. `{rest: true}`:
-    linears outside of ACMs get them, too."""
+    quantize: Literal["int8", "int4"] | QuantizeConfig | None = None
+    """int8, int4: once the schedule is done, learners get such weights, and budgets are measured on these. `{rest:
+    true}`: linears outside of ACMs get them, too."""
     save_every: Interval = Every(amount=600, unit="second")
     """Interval between saves of the state for --resume."""
     eval_every: StepInterval = Every(amount=1, unit="epoch")

@@ -208,7 +208,9 @@ class RecipeRun(OpenedRecipe):
         """Give learners the weights that the recipe asks for, and measure the budgets of what has any on these."""
         if self.run.quantize is None:
             return
-        chosen = QuantizeConfig() if self.run.quantize == "int8" else self.run.quantize
+        chosen = self.run.quantize
+        if not isinstance(chosen, QuantizeConfig):
+            chosen = QuantizeConfig(weights=chosen)
         quantize(model, chosen.weights, rest=chosen.rest, include=chosen.include, exclude=chosen.exclude)
         self.say(status(model).weights)
         if (table := conversion(model).table) is not None:

@@ -30,7 +30,7 @@ class SplitLearners(ParallelStyle):
 
     Input and output [..., D] -> [..., O] are whole on every process, which must all run the same tokens, set the same
     budget and, while gates are relaxed, draw the same noise (`torch.manual_seed`). Parameters become DTensors; all
-    processes call `acm.save`. UsageError for other modules, int8 learners, slices, adapters, a mesh of several
+    processes call `acm.save`. UsageError for other modules, quantised learners, slices, adapters, a mesh of several
     dimensions, and fewer neurons than processes; SitesNotFitted for learners that no phase has fitted.
     """
 
@@ -66,7 +66,7 @@ def _splittable(module: nn.Module, mesh: DeviceMesh) -> ACM:
         (module.split is not None, "they are split already", "split a model once"),
         (mesh.ndim != 1, f"the mesh has {mesh.ndim} dimensions", "give one of them: mesh['tp']"),
         (module.learners.w_out is None, "they are slices", "leave the site out; or plan it with form: svd"),
-        (module.learners.weights().is_int8, "they are int8", "split a model of floats"),
+        (module.learners.weights().is_quantized, "they are quantised", "split a model of floats"),
         (module.skips is not None, "they skip values", "acm.set_sparsity(model, None) first"),
         (module.adapter is not None, "an adapter is on them", "model = adapted.merge_and_unload() first"),
         (

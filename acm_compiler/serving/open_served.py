@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm.quantized.int8 import To
 from acm_compiler.checkpoint import load
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.results import load_evaluation
@@ -40,7 +41,7 @@ class ServeOptions:
 
     device: str | None = None
     compiled: bool = False
-    quantized: Literal["int8"] | None = None
+    quantized: To | None = None
     longest: int | None = None
     allow_code: bool = False
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acm_compiler.acm import int8, ops
+from acm_compiler.acm import ops
+from acm_compiler.acm.quantized import int8
 from acm_compiler.acm.reference import prefix_output, run_learners
 from acm_compiler.errors import UsageError
 from tests.helpers.kernel_cases import FORMS, Case, k_of, to, weights_of

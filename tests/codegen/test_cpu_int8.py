@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acm_compiler.acm import int8, ops
+from acm_compiler.acm import ops
+from acm_compiler.acm.quantized import int8
 from acm_compiler.acm.reference import Norm, Weights, normalised, run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import INT8_TOLERANCE, TOLERANCE, relative_error, require_equal
@@ -163,9 +164,9 @@ def test_the_check_of_every_call_allows_for_a_value_between_two_integers():
 
 
 def test_a_processor_without_vectors_of_bytes_says_so(monkeypatch):
-    assert cpu.not_covered(act="gelu", dtype=torch.float32, is_int8=True) is None
+    assert cpu.not_covered(act="gelu", dtype=torch.float32, is_quantized=True) is None
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert "AVX2" in cpu.not_covered(act="gelu", dtype=torch.float32, is_int8=True)
+    assert "AVX2" in cpu.not_covered(act="gelu", dtype=torch.float32, is_quantized=True)
     assert cpu.not_covered(act="gelu", dtype=torch.float32) is None
 
 

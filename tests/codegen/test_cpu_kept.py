@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acm_compiler.acm import int8
+from acm_compiler.acm.quantized import int8
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.passes.rewrite.offload import kept as offloaded

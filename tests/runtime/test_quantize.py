@@ -87,8 +87,8 @@ def test_a_model_of_a_known_library_comes_back_by_itself(tmp_path):
 def test_a_folder_of_an_unknown_format_is_refused(pair, tmp_path):
     acm.save(pair[1], tmp_path / "out")
     path = tmp_path / "out/model.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 4}))
-    with pytest.raises(StorageError, match="format 4"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 5}))
+    with pytest.raises(StorageError, match="format 5"):
         acm.load(tmp_path / "out")
 
 
@@ -99,7 +99,7 @@ def test_state_dicts_are_not_mixed_up(pair):
     with torch.no_grad():
         assert torch.equal(other(x), model(x))
     for to, of in ((floats, model), (model, floats)):
-        with pytest.raises(RuntimeError, match="int8 on one side"):
+        with pytest.raises(RuntimeError, match=r"int8 on one side and floats|floats on one side and int8"):
             copy.deepcopy(to).load_state_dict(of.state_dict(), strict=False)
 
 
@@ -146,8 +146,8 @@ def test_what_trains_learners_is_refused(pair, calibrated):
 
 def test_what_cannot_be_quantised_is_refused(calibrated):
     floats = calibrated[0]
-    with pytest.raises(UsageError, match="'int8'"):
-        acm.quantize(floats, "int4")
+    with pytest.raises(UsageError, match="'int8' or 'int4'"):
+        acm.quantize(floats, "int2")
     with pytest.raises(CompiledModelError):
         acm.quantize(torch.compile(floats))
     relaxed = copy.deepcopy(floats)

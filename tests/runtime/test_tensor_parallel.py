@@ -110,7 +110,7 @@ def test_a_split_model_is_copied_and_trained(mesh):
     ("make", "message"),
     [
         (lambda: stack_of(sliced_site("acms.0")), r"they are slices.*\n.*form: svd"),
-        (lambda: acm.quantize(model_of("mlp", torch.float32)), "they are int8"),
+        (lambda: acm.quantize(model_of("mlp", torch.float32)), "they are quantised"),
     ],
     ids=["slices", "int8"],
 )

@@ -71,7 +71,7 @@ def test_sites_without_learners_are_refused(tmp_path):
 def test_int8_layers_around_acms_are_refused(tmp_path):
     model = gated_llama()
     acm.quantize(model, rest=True)
-    with pytest.raises(UsageError, match="int8 layers around"):
+    with pytest.raises(UsageError, match="quantised layers around"):
         saved(model, tmp_path)
 
 

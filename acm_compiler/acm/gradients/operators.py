@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acm_compiler.acm import int8
 from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.gradients.sorted_tokens import (
     activated,
@@ -27,6 +26,7 @@ from acm_compiler.acm.gradients.sorted_tokens import (
 )
 from acm_compiler.acm.operands import may_equal, require_learners
 from acm_compiler.acm.ops import FORM, LEARNERS, LIBRARY, run_call
+from acm_compiler.acm.quantized import int8
 from acm_compiler.acm.reference import Weights, relaxed_output
 
 _CHOICE = f"Tensor x, Tensor nu, {schema(LearnerWeights)}, *, int k_min, {FORM}"
@@ -69,7 +69,7 @@ def _by_reference(dy: Tensor, call: LearnersArguments, names: list[str], *, form
 
 
 def learned(call: LearnersArguments) -> list[str]:
-    """Names of the weights that are there and have gradients: int8 ones have none, nor have their scales."""
+    """Names of the weights that are there and have gradients: quantised ones have none, nor have their scales."""
     fixed = ("x", "k") if call.s_in is None else ("x", "k", *int8.INTEGERS, *int8.SCALES)
     return [name for name, tensor in call._asdict().items() if tensor is not None and name not in fixed]
 

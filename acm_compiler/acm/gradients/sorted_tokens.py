@@ -65,7 +65,7 @@ def order_of(k_T: Tensor, learners: int) -> Order:
 
 def pays(x_TD: Tensor, weights: Weights) -> bool:
     """True for learners that share one second layer, of floats, and where what is left out costs more than sorting."""
-    if not weights.is_nested or weights.is_int8 or x_TD.is_meta or type(x_TD) not in (Tensor, nn.Parameter):
+    if not weights.is_nested or weights.is_quantized or x_TD.is_meta or type(x_TD) not in (Tensor, nn.Parameter):
         return False
     values = x_TD.shape[0] * weights.learners * weights.w_in.shape[1]
     if torch.compiler.is_compiling():

@@ -85,11 +85,11 @@ def _sample() -> Tensor:
     return torch.ops.acm.learners_cpu(x, k, *weights, form="mlp", act="relu").float()
 
 
-def not_covered(*, act: str, dtype: torch.dtype, is_int8: bool = False) -> str | None:
+def not_covered(*, act: str, dtype: torch.dtype, is_quantized: bool = False) -> str | None:
     """Reason why the native kernel hands such an ACM to the reference, None when it does not."""
     capability = torch.backends.cpu.get_cpu_capability()
-    if is_int8 and capability not in ("AVX2", "AVX512"):
-        return f"the native CPU kernel has int8 products for AVX2 and AVX-512, not for {capability}"
+    if is_quantized and capability not in ("AVX2", "AVX512"):
+        return f"the native CPU kernel has products of bytes for AVX2 and AVX-512, not for {capability}"
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the native CPU kernel's"
     return gate_not_covered((dtype,))

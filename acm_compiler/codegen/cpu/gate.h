@@ -73,8 +73,9 @@ struct Network {
     const bool keeps = std::ranges::all_of(all, [](const at::Tensor* t) { return may_be_kept(*t); });
     Network empty(weights);
     const PanelKey key = empty.key(weights.w_inner);
-    if (keeps)
-      if (const Panels kept = KeptPanels::all().find(key, all)) return std::static_pointer_cast<const Network>(kept);
+    SomeWords read;
+    if (const Panels kept = keeps ? KeptPanels::all().find(key, all, read) : nullptr)
+      return std::static_pointer_cast<const Network>(kept);
     const auto made = std::make_shared<Network>(std::move(empty));
     made->fill(weights);
     KeptPanels::all().sweep();

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "int8_rows.h"
 #include "int8_tile.h"
 #include "kept.h"
 
@@ -16,6 +17,13 @@ constexpr int64_t kFewByteRows = 16;  // so many rows at most are not worth a pa
 // int32 [kByteRows, kPanelCols] sums of rows, and those of the weights
 struct ByteSums {
   alignas(64) int32_t of[kByteRows * kPanelCols], weights[kPanelCols];
+
+  // what a vector of a row's sums, of that row and part, stands for, but for the columns' scales
+  Vec value(int64_t i, int64_t j, const ByteRows& rows, int64_t row, int64_t part) const {
+    const Scaled& of_row = rows.scaled(row, part);
+    const Ints whole = Ints::loadu(of + i * kPanelCols + j) - Ints(of_row.zero) * Ints::loadu(weights + j);
+    return at::vec::convert<float>(whole) * Vec(of_row.scale);
+  }
 };
 
 // [cols, depth] bytes, row j a column of the product; `stride` from row to row
@@ -43,8 +51,11 @@ struct ByteMatrix {
     }
   }
 
-  // rows [height] times one strip of columns
-  void multiply(const uint8_t* rows, int64_t row_stride, int64_t height, int64_t strip, bool tiles, ByteSums& to) const {
+  // rows [height] from that one on, of that part, times one strip of columns
+  void multiply(const ByteRows& of, int64_t row, int64_t part, int64_t height, int64_t strip, bool tiles,
+                ByteSums& to) const {
+    const uint8_t* rows = of.at(row, part);
+    const int64_t row_stride = of.stride();
     if (!panels) {
       for (int64_t i = 0; i < height; i += 4)
         (height == 1 ? multiply_few<1> : multiply_few<4>)(*this, rows + i * row_stride, row_stride, strip,
@@ -126,6 +137,15 @@ struct ByteMatrix {
     std::memcpy(last, column + d, depth - d);
     f(d, load_words(last));
   }
+};
+
+// What a call with int8 weights is made of.
+struct Bytes {
+  using Value = int8_t;
+  using Matrix = ByteMatrix;
+  using Rows = ByteRows;
+  using Sums = ByteSums;
+  static constexpr bool kReadsInPlace = true;
 };
 
 }  // namespace

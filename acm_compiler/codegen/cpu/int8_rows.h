@@ -74,13 +74,24 @@ Scaled quantise(const T* row, int64_t count, uint8_t* to) {
 
 // Rows of bytes in equal parts, each padded and with a scale of its own.
 struct ByteRows {
-  uint8_t* data;
-  Scaled* scales;
-  int64_t parts, part_bytes;
+  int64_t parts, depth;
+  uint8_t* data = nullptr;
+  Scaled* scales = nullptr;
 
-  int64_t stride() const { return parts * part_bytes; }
-  uint8_t* at(int64_t row, int64_t part) const { return data + row * stride() + part * part_bytes; }
-  Scaled& scaled(int64_t row, int64_t part) const { return scales[row * parts + part]; }
+  int64_t stride() const { return parts * deep(depth); }
+  int64_t bytes(int64_t rows) const { return rows * (stride() + parts * sizeof(Scaled)); }
+  void lay(uint8_t* room, int64_t rows) {
+    data = room;
+    scales = reinterpret_cast<Scaled*>(room + rows * stride());
+  }
+
+  uint8_t* at(int64_t row, int64_t part) const { return data + row * stride() + part * deep(depth); }
+  const Scaled& scaled(int64_t row, int64_t part) const { return scales[row * parts + part]; }
+
+  template <typename T>
+  void quantise(const T* from, int64_t row, int64_t part) const {
+    scales[row * parts + part] = ::quantise(from, depth, at(row, part));
+  }
 };
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -16,6 +17,7 @@
 #include <new>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "share.h"
@@ -74,10 +76,24 @@ inline uint64_t some_words(const at::Tensor& weight) {
   return mixed;
 }
 
+// Some words of the weights of one call, read once however many matrices are parts of a weight: they are spread over
+// memory that no cache holds.
+class SomeWords {
+ public:
+  uint64_t of(const at::Tensor& weight) {
+    for (const auto& [tensor, words] : read_)
+      if (tensor == &weight) return words;
+    return read_.emplace_back(&weight, some_words(weight)).second;
+  }
+
+ private:
+  std::vector<std::pair<const at::Tensor*, uint64_t>> read_;
+};
+
 // where a matrix is, its columns, depth, stride and pieces, and what its panels are of: `halves`: floats made of bfloat16;
 // `gate`: a gate's two layers (gate.h), with its choices and a number of its kind for stride and pieces; `rows`: a
 // transpose (sparse.h), with the bytes of a value for pieces
-enum class Layout { bytes, floats, pairs, halves, gate, rows };
+enum class Layout { bytes, nibbles, floats, pairs, halves, gate, rows };
 using PanelKey = std::tuple<const void*, int64_t, int64_t, int64_t, int64_t, Layout>;
 
 // a weight as it was when panels were made of it
@@ -88,9 +104,9 @@ class Stamp {
         some_(some_words(weight)) {}
 
   bool is_gone() const { return storage_.expired(); }
-  bool is_of(const at::Tensor& weight) const {
+  bool is_of(const at::Tensor& weight, SomeWords& read) const {
     return storage_._unsafe_get_target() == weight.storage().unsafeGetStorageImpl() && !is_gone() &&
-           data_ == weight.const_data_ptr() && version_ == weight._version() && some_ == some_words(weight);
+           data_ == weight.const_data_ptr() && version_ == weight._version() && some_ == read.of(weight);
   }
 
  private:
@@ -110,10 +126,10 @@ class KeptPanels {
   }
 
   // the panels of a matrix that is part of those weights; null where there are none, or a weight was written since
-  Panels find(const PanelKey& key, const Weights& weights) {
+  Panels find(const PanelKey& key, const Weights& weights, SomeWords& read) {
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(key);
-    const auto is_of = [](const Stamp& stamp, const at::Tensor* weight) { return stamp.is_of(*weight); };
+    const auto is_of = [&](const Stamp& stamp, const at::Tensor* weight) { return stamp.is_of(*weight, read); };
     const bool same = found != entries_.end() && std::equal(found->second.made_of.begin(), found->second.made_of.end(),
                                                             weights.begin(), weights.end(), is_of);
     return same ? found->second.panels : nullptr;
@@ -155,21 +171,27 @@ class KeptPanels {
   std::map<PanelKey, Entry> entries_;
 };
 
-// A matrix of a call, the weight that it is part of, and its panels, whoever else lets go of them. M says how they are
-// packed: key(), packed_words(), strips(), pack(strip) after lay(where).
+// A matrix of a call, the weight that it is part of, another tensor that its panels are made of, or null, and its
+// panels, whoever else lets go of them. M says how they are packed: key(), packed_words(), strips(), pack(strip) after
+// lay(where).
 template <typename M, typename T>
 struct Part : M {
   Weight<T> weight;
+  const at::Tensor* beside = nullptr;
   Panels held;
+
+  std::array<const at::Tensor*, 2> tensors() const { return {weight.tensor, beside ? beside : weight.tensor}; }
+  bool may_be_kept() const { return ::may_be_kept(*weight.tensor) && (!beside || ::may_be_kept(*beside)); }
 };
 
 // Finds kept panels, and makes those that are missing: to be kept, or else, if `whole`, in `memory` for this call.
 template <typename M, typename T>
 void pack_parts(std::vector<Part<M, T>*> parts, bool make_kept, bool whole, Memory& memory) {
   KeptPanels& kept = KeptPanels::all();
-  const auto keeps = [&](const Part<M, T>& p) { return make_kept && may_be_kept(*p.weight.tensor); };
+  SomeWords read;
+  const auto keeps = [&](const Part<M, T>& p) { return make_kept && p.may_be_kept(); };
   std::erase_if(parts, [&](Part<M, T>* p) {
-    if (may_be_kept(*p->weight.tensor)) p->held = kept.find(p->key(), {p->weight.tensor});
+    if (p->may_be_kept()) p->held = kept.find(p->key(), p->tensors(), read);
     if (p->held) p->lay(p->held.get());
     return p->held || !(keeps(*p) || whole);
   });
@@ -187,7 +209,7 @@ void pack_parts(std::vector<Part<M, T>*> parts, bool make_kept, bool whole, Memo
   share_out(strips.size(), [&](int64_t i) { strips[i].matrix->pack(strips[i].number); });
   kept.sweep();
   for (const auto* p : parts)
-    if (p->held) kept.keep(p->key(), {p->weight.tensor}, p->held);
+    if (p->held) kept.keep(p->key(), p->tensors(), p->held);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// acm::learners, acm::sparse_learners and acm::gate as native operators. What they do not cover (other types, composite activations) and what
-// cannot be (operands that do not fit each other, an illegal k) they hand to the references, which say what is wrong.
+// acm::learners, acm::sparse_learners and acm::gate as native operators. What they do not cover (other types, composite
+// activations) and what cannot be (operands that do not fit each other, an illegal k) they hand to the references, which
+// say what is wrong.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -14,34 +15,17 @@
 #include "activations.h"
 #include "call.h"
 #include "gate.h"
-#include "int8_call.h"
 #include "norm.h"
 #include "package.h"
+#include "quantised_call.h"
+#include "site.h"
 #include "sparse.h"
 
 namespace {
 
-using at::Tensor;
-using Maybe = std::optional<Tensor>;
 using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Maybe&, const Maybe&, const Maybe&,
                          const Maybe&, const Tensor&, const Maybe&, const Maybe&, const Maybe&, const Maybe&,
                          const Maybe&, const Maybe&, std::string_view, std::string_view);
-
-// the operator's tensors, each with its rows packed
-struct Operands {
-  Tensor x, k, w_in, b_out;
-  Maybe b_in, w_up, b_up, w_out, w_top, s_in, s_up, s_out, s_top, residual;
-  Form form;
-  Act act;
-  const Norm* norm;
-};
-
-Maybe packed(const Maybe& tensor) { return tensor ? Maybe(tensor->contiguous()) : Maybe(); }
-
-template <typename T>
-const T* data_of(const Maybe& tensor) {
-  return tensor ? tensor->const_data_ptr<T>() : nullptr;
-}
 
 // everything but the weights; false when some k is illegal
 template <typename T>
@@ -49,7 +33,7 @@ bool prepare(Operation<T>& call, const Operands& t, Tensor& y) {
   call.tokens = t.x.size(0), call.d_in = t.x.size(1), call.d_out = t.b_out.size(1);
   call.learners = t.w_in.size(0), call.width = t.w_in.size(1), call.heads = 1;
   if (t.form == Form::rows) call.heads = t.w_in.size(1), call.width = t.w_in.size(1) * t.w_in.size(2);
-  if (t.form == Form::cols) call.heads = t.w_in.size(2), call.width = t.w_in.size(2) * t.w_in.size(3);
+  if (t.form == Form::cols) call.heads = t.w_in.size(2), call.width = call.d_in / call.learners;
   call.x = t.x.const_data_ptr<T>(), call.x_stride = t.x.stride(0);
   call.b_in = data_of<T>(t.b_in), call.b_up = data_of<T>(t.b_up), call.b_out = t.b_out.const_data_ptr<T>();
   call.residual = data_of<T>(t.residual);
@@ -74,12 +58,11 @@ bool run(const Operands& t, Tensor& y) {
   return true;
 }
 
-template <typename T>
-bool run_bytes(const Operands& t, Tensor& y) {
-  ByteCall<T> call;
-  take_weights<int8_t>(call, t);
-  call.s_in = data_of<float>(t.s_in), call.s_up = data_of<float>(t.s_up);
-  call.s_out = data_of<float>(t.s_out), call.s_top = data_of<float>(t.s_top);
+template <typename T, typename Kind>
+bool run_quantised(const Operands& t, Tensor& y) {
+  QuantisedCall<T, Kind> call;
+  take_weights<typename Kind::Value>(call, t);
+  call.s_in = &t.s_in, call.s_up = &t.s_up, call.s_out = &t.s_out, call.s_top = &t.s_top;
   if (!prepare<T>(call, t, y)) return false;
   call.run();
   return true;
@@ -87,7 +70,9 @@ bool run_bytes(const Operands& t, Tensor& y) {
 
 bool run_any(const Operands& t, Tensor& y) {
   const bool floats = t.x.scalar_type() == at::kFloat;
-  if (t.s_in) return floats ? run_bytes<float>(t, y) : run_bytes<c10::BFloat16>(t, y);
+  if (t.s_in && t.w_in.scalar_type() == at::kByte)
+    return floats ? run_quantised<float, Nibbles>(t, y) : run_quantised<c10::BFloat16, Nibbles>(t, y);
+  if (t.s_in) return floats ? run_quantised<float, Bytes>(t, y) : run_quantised<c10::BFloat16, Bytes>(t, y);
   if (floats) return run<float, false>(t, y);
   // bfloat16 is multiplied in pairs, where the processor can and no pair would straddle two learners
   const int64_t part = t.form == Form::rows ? 2 : t.w_in.size(t.form == Form::cols ? 3 : 1);
@@ -95,57 +80,6 @@ bool run_any(const Operands& t, Tensor& y) {
     if (t.x.size(1) % 2 == 0 && part % 2 == 0) return run<c10::BFloat16, true>(t, y);
   return run<c10::BFloat16, false>(t, y);
 }
-
-// what the schemas call w_in to act
-struct Site {
-  const Tensor& w_in;
-  const Maybe &b_in, &w_up, &b_up, &w_out;
-  const Tensor& b_out;
-  const Maybe &w_top, &s_in, &s_up, &s_out, &s_top, &residual;
-  std::string_view form_name, act_name;
-  std::optional<Form> form = find_form(form_name);
-  std::optional<Act> act = find_act(act_name);
-
-  bool covers(const Tensor& x) const {
-    const auto type = x.scalar_type();
-    if (!form || !act || (type != at::kFloat && type != at::kBFloat16)) return false;
-    if (!w_out && form != Form::rows && form != Form::cols) return false;
-    const auto weights = s_in ? at::kChar : type;
-    const auto fits = [&](const Maybe& t, auto expected) { return !t || t->scalar_type() == expected; };
-    return (kHasBytes || !s_in) && w_in.scalar_type() == weights && fits(w_up, weights) && fits(w_out, weights) &&
-           fits(w_top, weights) && b_out.scalar_type() == type && fits(b_in, type) && fits(b_up, type) &&
-           fits(residual, type) && fits(s_in, at::kFloat) && fits(s_up, at::kFloat) && fits(s_out, at::kFloat) &&
-           fits(s_top, at::kFloat);
-  }
-
-  // whether the operands of a covered call have the sizes, and are where, the kernel takes them to be
-  bool fits(const Tensor& x, const Tensor& k) const {
-    const bool sliced = form == Form::rows || form == Form::cols;
-    if (x.dim() != 2 || w_in.dim() != (sliced ? 4 : 3) || w_in.numel() == 0 || b_out.dim() != 2) return false;
-    const int64_t tokens = x.size(0), d_in = x.size(1), n = w_in.size(0), width = w_in.size(1), d_out = b_out.size(1);
-    const auto has = [&](const Maybe& t, std::initializer_list<int64_t> sizes) {
-      return !t || (t->sizes().equals(c10::IntArrayRef(sizes)) && t->device() == x.device());
-    };
-    if (!has(b_out, {n + 1, d_out}) || !has(k, {tokens}) || !has(residual, {tokens, d_out})) return false;
-    if (sliced) {
-      const int64_t within = width * n * w_in.size(2), across = n * w_in.size(2) * w_in.size(3);
-      const bool rows = form == Form::rows;
-      const bool scales = !s_up && !s_out && !s_top &&
-                          (rows ? has(s_in, {n, width, w_in.size(2)}) : has(s_in, {d_out}));
-      return scales && has(w_in, {n, width, w_in.size(2), w_in.size(3)}) && !b_in && !w_up && !b_up && !w_out && !w_top &&
-             (rows ? w_in.size(3) == d_in && within == d_out : across == d_in && width == d_out);
-    }
-    const bool gated = form == Form::gated, second = w_out->dim() == 4 ? has(w_out, {n, d_out, n, width})
-                                                                       : has(w_out, {d_out, n, width});
-    const auto scaled = [&](const Maybe& w, const Maybe& s) { return (w && s_in) == s.has_value(); };
-    const bool scales = scaled(w_up, s_up) && scaled(w_out, s_out) && scaled(w_top, s_top) && has(s_in, {n, width}) &&
-                        has(s_up, {n, width}) && has(s_top, {d_out}) &&
-                        (w_out->dim() == 4 ? has(s_out, {n, d_out}) : has(s_out, {d_out}));
-    return scales && has(w_in, {n, width, d_in}) && has(b_in, {n, width}) && second && gated == w_up.has_value() &&
-           has(w_up, {n, width, d_in}) && (gated || !b_up) && has(b_up, {n, width}) &&
-           has(w_top, {d_out, form == Form::linear ? d_in : n * width});
-  }
-};
 
 Tensor normalised(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
   return at::layer_norm(x, x.sizes().slice(1), weight, bias, eps);

@@ -61,11 +61,11 @@ def _lacking() -> str | None:
 
 
 def not_covered(
-    *, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ...], arch: int, is_int8: bool = False
+    *, form: str, act: str, dtype: torch.dtype, shape: tuple[int, ...], arch: int, is_quantized: bool = False
 ) -> str | None:
     """Reason why such an ACM is handed to the reference, None when the kernels run it. shape: of w_in."""
-    if is_int8:
-        return "the Triton kernels know no int8 learners"
+    if is_quantized:
+        return "the Triton kernels know no quantised learners"
     if act not in ACTIVATIONS:
         return f"activation {act} is none of the Triton kernels'"
     return _machine_lacks(dtype, arch) or UNBUILT.get((form, act, dtype, shape))

@@ -117,9 +117,10 @@ def _linear(call: Call) -> list[Work]:
     return [Work(macs=math.prod(call.shape) * weight[-1], rows=math.prod(call.shape[:-1]))]
 
 
-def _int8_linear(call: Call) -> list[Work]:
-    """Outside of ACMs the operator is a linear with int8 weights: one learner [1, O, 1, D], which all tokens run."""
-    return [Work(macs=call.shape[0] * math.prod(_shape(call.args[2])), rows=call.shape[0])]
+def _quantized_linear(call: Call) -> list[Work]:
+    """Outside of ACMs the operator is a linear with quantised weights: one learner, which all tokens run."""
+    tokens, depth = _shape(call.args[0])
+    return [Work(macs=tokens * depth * call.shape[1], rows=tokens)]
 
 
 def _matmul(call: Call) -> list[Work]:
@@ -237,7 +238,7 @@ def _tensordot(call: Call) -> list[Work]:
 
 _COUNTS: dict[str, Callable[[Call], list[Work]]] = {
     "linear": _linear,
-    "acm::learners": _int8_linear,
+    "acm::learners": _quantized_linear,
     "matmul": _matmul,
     "rmatmul": _matmul,
     "mm": _matmul,

@@ -31,7 +31,7 @@ class GateCall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """Call of the kernels: form, activation, type of the tokens and of their device, shape of w_in;
-    is_int8: its learners' weights are.
+    is_quantized: its learners' weights are.
 
     gate: None where it is no operator, as with budgets of examples: plain operations, which Inductor compiles.
     """
@@ -41,7 +41,7 @@ class Call:
     dtype: torch.dtype
     device: str
     shape: tuple[int, ...]
-    is_int8: bool = False
+    is_quantized: bool = False
     gate: GateCall | None = None
 
 
@@ -88,7 +88,7 @@ def _lowered(node: fx.Node, choose: Choose) -> Lowered:
         dtype=x.dtype,
         device=x.device.type,
         shape=() if w_in is None else tuple(w_in.shape),
-        is_int8=operands.s_in is not None,
+        is_quantized=operands.s_in is not None,
         gate=_gate(node),
     )
     implementation, reason = choose(call)

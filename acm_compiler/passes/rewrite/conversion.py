@@ -6,12 +6,13 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.quantized.int8 import To
 from acm_compiler.acm.sparse import ValueSizes
 from acm_compiler.errors import AcmError, CompiledModelError, FixedBudget, NotRewritten, UsageError
 from acm_compiler.planning.call_times import CallTimes
@@ -67,9 +68,8 @@ class Conversion:
     `cap` bounds every token's k with it, as a share of N.
     `quantized` is what the learners' weights were made by `acm.quantize`, None while they are floats; `rest` names the
     linears outside of ACMs that became that, too. `times` are those that `acmc bench` has measured.
-    `damage` is what the last calibration expects of every k at every site, from k_min to N; `value_sizes`, how large
-    values were that a site multiplies, and `sparsity`, what share is skipped, in which calls. `padding` follows the
-    masks of the model's calls while training relaxes the gates.
+    `damage` is what the last calibration expects of every k at every site; `value_sizes`, how large the values were that
+    a site multiplies, `sparsity` the share skipped, in which calls. `padding` follows masks while gates are relaxed.
     """
 
     plan: Plan
@@ -79,7 +79,7 @@ class Conversion:
     default_budget: float | None = None
     budget: float | dict[str, float] | None = None
     cap: float | None = None
-    quantized: Literal["int8"] | None = None
+    quantized: To | None = None
     rest: tuple[str, ...] = ()
     times: CallTimes | None = None
     damage: dict[str, tuple[float, ...]] = field(default_factory=dict)

@@ -54,11 +54,14 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
             f"the learners of {len(other)} sites have another form than here, such as {other[0]}: rewrite by the plan "
             "that acm.calibrate returned, acm.rewrite(model, plan), whose forms are decided; plan.to_json() keeps it"
         )
-    kinds = [name for name, acm in here if _is_of_another_kind(acm, state_dict, f"{prefix}{name}.learners.")]
+    kinds = [name for name, acm in here if _is_of_another_kind(acm, state_dict, f"{prefix}{name}.")]
     if kinds:
+        there, own = (
+            _kind(w) for w in (state_dict[f"{prefix}{kinds[0]}.{_FIRST}"], dict(here)[kinds[0]].learners.w_in)
+        )
         errors.append(
-            f"the learners of {len(kinds)} sites are int8 on one side and floats on the other, such as {kinds[0]}: "
-            'acm.quantize(model, "int8") before a state dict of such a model is loaded'
+            f"the learners of {len(kinds)} sites are {there} on one side and {own} on the other, such as {kinds[0]}: "
+            f'acm.quantize(model, "{there if own == "floats" else own}") before a state dict of such a model is loaded'
         )
     if text is None or other or kinds:
         return
@@ -80,8 +83,16 @@ def _is_of_another_form(acm: ACM, state_dict: dict[str, Any], prefix: str) -> bo
 
 
 def _is_of_another_kind(acm: ACM, state_dict: dict[str, Any], prefix: str) -> bool:
-    """True if weights of learners are there that are int8 where those of `acm` are floats, or the other way round."""
-    return f"{prefix}w_in" in state_dict and (f"{prefix}s_in" in state_dict) != (acm.learners.s_in is not None)
+    """True if weights of learners are there of another kind than those of `acm`: floats, int8 or int4."""
+    there = state_dict.get(f"{prefix}{_FIRST}")
+    return there is not None and _kind(there) != _kind(acm.learners.w_in)
+
+
+def _kind(weight: Tensor) -> str:
+    return {torch.int8: "int8", torch.uint8: "int4"}.get(weight.dtype, "floats")
+
+
+_FIRST = "learners.w_in"
 
 
 _METHOD = "save_pretrained"

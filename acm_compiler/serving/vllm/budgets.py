@@ -52,7 +52,7 @@ class SavedBudgets:
         """The budgets in `folder`; those of vLLM's --additional-config, under `acm_budget`, come before what was saved.
 
         StorageError as `acm.load`, SitesNotFitted where sites have no learners yet, BudgetUnreachable, UsageError for a
-        fixed k and for int8 layers outside of ACMs.
+        fixed k and for quantised layers outside of ACMs.
         """
         _, plan, budgets = read_folder(folder)
         if unfitted := [site.name for site in plan.sites if site.state == "dense"]:
@@ -63,7 +63,7 @@ class SavedBudgets:
         restore_document(owner, {}, budgets)
         if owner.rest:
             raise UsageError(
-                "vLLM cannot run the int8 layers around these ACMs",
+                "vLLM cannot run the quantised layers around these ACMs",
                 where=folder,
                 found=owner.rest[0],
                 fix="acm.quantize(model) without rest=True, then save it",

@@ -71,7 +71,7 @@ def _refusals(vllm_config: Any) -> Iterator[tuple[str, str]]:
     if vllm_config.speculative_config is not None:
         yield "speculative decoding", "leave --speculative-config out"
     if model.quantization is not None:
-        yield "--quantization", "acm.quantize(model) makes learners int8; save the model after it"
+        yield "--quantization", "acm.quantize(model) quantises learners; save the model after it"
     if model.enable_prompt_embeds:
         yield "--enable-prompt-embeds", "send token ids or text"
     if vllm_config.cache_config.enable_prefix_caching and vllm_config.scheduler_config.scheduler_cls is not None:

@@ -123,7 +123,7 @@ def _built(site: PlannedSite, saved: SavedBudgets, like: Tensor, unit: float) ->
     acm: Any = build_acm(site, like=like, unit=unit, cls=ServedStash if stashed else ServedACM)
     acm.gate.rule, acm.conversion = saved.rules.get(site.name, acm.gate.rule), saved.owner
     if saved.owner.quantized:
-        acm.learners.quantize()  # what it holds is of the right kind then
+        acm.learners.quantize(saved.owner.quantized)  # what it holds is of the right kind then
     acm.requires_grad_(False)
     most = highest_k(acm.count, saved.owner.cap)
     for setting, chosen in zip(saved.own, (saved.choices or {}).get(site.name, {}).values(), strict=False):

@@ -61,7 +61,7 @@ def _learners_first(call: LearnersArguments, form: str, act: str, kind: Hashable
     x, shape = call.x, call.w_in.shape
     machine = gpu.machine_of(x.device)
     reason = gpu.not_covered(
-        form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_int8=call.s_in is not None
+        form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_quantized=call.s_in is not None
     )
     if reason is None:
         weights = Weights(*part(LearnerWeights, call), act=act, form=form)
@@ -218,8 +218,8 @@ def _normed_is_covered(call: GatedArguments, form: str, act: str) -> bool:
     arch = gpu.machine_of(x.device).arch
     if gpu.gate_not_covered((x.dtype, w_inner.dtype), width=w_inner.shape[0], arch=arch):
         return False
-    is_int8, shape = call.s_in is not None, call.w_in.shape
-    if gpu.not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=arch, is_int8=is_int8):
+    is_quantized, shape = call.s_in is not None, call.w_in.shape
+    if gpu.not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=arch, is_quantized=is_quantized):
         return False
     return normed_kind(call, form, act) not in gpu.UNBUILT
 

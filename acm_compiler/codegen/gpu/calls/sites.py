@@ -85,7 +85,7 @@ def _prefix(acm: ACM, x_TD: Tensor, k: int, shape: torch.Size) -> Tensor | None:
     gate, learners = acm.gate, acm.learners
     refuse_changed(acm.name, (gate.inner, gate.outer), learners)
     weights = learners.weights()
-    if weights.is_int8 or x_TD.dtype != weights.b_out.dtype or x_TD.shape[1] != acm.d_in:
+    if weights.is_quantized or x_TD.dtype != weights.b_out.dtype or x_TD.shape[1] != acm.d_in:
         return None
     y_TO = prefix_output(x_TD, weights, k)
     # of k = 0 it is one row for all tokens, which others may write to

@@ -103,7 +103,7 @@ def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm
         "shape": shape,
         "arch": machine.arch,
     }
-    if gpu.not_covered(**facts, is_int8=weights.is_int8) is not None:
+    if gpu.not_covered(**facts, is_quantized=weights.is_quantized) is not None:
         return False
     spec = spec_of(x, weights, call.residual, norm=norm)
 

@@ -34,7 +34,7 @@ def _warm_learners(acm: ACM) -> int:
     machine, shape = gpu.machine_of(x_TD.device), weights.w_in.shape
     facts: dict[str, Any] = {"form": weights.form, "act": weights.act, "dtype": x_TD.dtype, "shape": shape}
     for bucket in buckets():
-        if gpu.not_covered(**facts, arch=machine.arch, is_int8=weights.is_int8) is not None:
+        if gpu.not_covered(**facts, arch=machine.arch, is_quantized=weights.is_quantized) is not None:
             return made
         kind = learners_kind(x_TD, k_T, None, weights.form, weights.act, bucket=bucket)
         if find_plan(weights.tensors, kind) is not None:

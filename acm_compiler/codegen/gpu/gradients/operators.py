@@ -68,7 +68,7 @@ def _run(
     machine, shape, form, act = gpu.machine_of(x.device), weights.w_in.shape, weights.form, weights.act
     kind = "backward", form, act, x.dtype, shape
     lacking = gpu.not_covered(
-        form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_int8=weights.is_int8
+        form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_quantized=weights.is_quantized
     )
     reason = lacking or gpu.UNBUILT.get(kind)
     if reason is None and weights.is_nested and x.shape[0]:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.acm.quantized import int4
+
 if TYPE_CHECKING:
     from acm_compiler.acm.reference import Weights
 
 INTEGERS = ("w_in", "w_up", "w_out", "w_top")
-"""The weights that become int8."""
+"""The weights that are quantised."""
 SCALES = ("s_in", "s_up", "s_out", "s_top")
 """Their scales, by the same order."""
+To = Literal["int8", "int4"]
 DEEPEST = (2**31 - 1) // (255 * 127)
 """The longest row whose sums fit into 32 bits."""
 BLOCK = 256
@@ -63,22 +66,27 @@ def quantize_weight(w: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return q.nan_to_num().to(torch.int8), scale.squeeze(axes)
 
 
-def quantized(weights: Weights) -> Weights:
-    """The same weights as int8 with scales; biases stay as they are."""
+def quantized(weights: Weights, to: To = "int8") -> Weights:
+    """The same weights as integers with scales; biases stay as they are."""
     made: dict[str, Any] = {}
     for name, scale in zip(INTEGERS, SCALES, strict=True):
         weight = getattr(weights, name)
-        if weight is not None:
+        if weight is not None and to == "int4":
+            made[name], made[scale] = int4.quantize_weight(weight, **_groups(weights, name))
+        elif weight is not None:
             made[name], made[scale] = quantize_weight(weight, _summed(weights, name))
     return replace(weights, **made)
 
 
 def dequantized(weights: Weights) -> Weights:
-    """The floats that int8 weights stand for, in the type of the biases."""
+    """The floats that integers stand for, in the type of the biases."""
     made: dict[str, Any] = dict.fromkeys(SCALES)
     for name, scale in zip(INTEGERS, SCALES, strict=True):
         weight, of = getattr(weights, name), getattr(weights, scale)
         if weight is None:
+            continue
+        if weights.is_int4:
+            made[name] = int4.dequantize_weight(weight, of, **_groups(weights, name)).to(weights.b_out.dtype)
             continue
         for axis in sorted(axis % weight.dim() for axis in _summed(weights, name)):
             of = of.unsqueeze(axis)
@@ -93,8 +101,16 @@ def _summed(weights: Weights, name: str) -> tuple[int, ...]:
     return (-2, -1) if name == "w_out" else (-1,)
 
 
+def _groups(weights: Weights, name: str) -> dict[str, int]:
+    """Count the axes that a weight is summed over, and the parts, one a learner, that its groups lie in."""
+    top = name == "w_top" and weights.form != "linear"
+    return {"axes": 2 if weights.form == "cols" else 1, "parts": weights.learners if top else 1}
+
+
 def linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor, parts: int = 1) -> Tensor:
-    """x w^T of float32 tokens and an int8 weight with its scales; rows of x are quantised in so many equal parts."""
+    """x w^T of float32 tokens and integers with their scales; rows of x are quantised in so many equal parts."""
+    if w_OD.dtype == torch.uint8:
+        return int4.linear(x_TD, w_OD, s_O, parts)
     rows = quantize_rows(x_TD.unflatten(-1, (parts, -1)))
     y_TO = x_TD.new_zeros(x_TD.shape[0], w_OD.shape[0])
     for q_TD, zero_T1, scale_T1, piece_OD in zip(*(t.unbind(-2) for t in rows), w_OD.chunk(parts, -1), strict=True):

@@ -1,4 +1,4 @@
-"""Linears outside of ACMs with int8 weights: those of a model that can be, and the module that replaces one.
+"""Linears outside of ACMs with quantised weights: those of a model that can be, and the module that replaces one.
 
 One is computed as a learner that every token runs (docs/semantics.md, Int8 learners), by the same kernel.
 """
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from acm_compiler.acm import ACM, int8, ops
+from acm_compiler.acm import ACM, ops
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import autocast_type
+from acm_compiler.acm.quantized import int8
 from acm_compiler.acm.reference import Weights
 from acm_compiler.errors import SelectionError, UsageError, nearest
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized, replace_children
@@ -26,10 +27,11 @@ from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.plan import Plan
 
 
-class Int8Linear(nn.Module):
-    """A linear x [..., D] -> [..., O] with int8 weights `values` [O, D] and their float32 `scales` [O].
+class QuantizedLinear(nn.Module):
+    """A linear x [..., D] -> [..., O] with int8 weights `values` [O, D] and their float32 `scales` [O], or 4-bit ones.
 
-    Rows of x are quantised as they come, each by its own range; `biases` [2, O] holds zeros and the bias. Gradients
+    These are `values` [O, D / 2] with float16 `scales` [O, groups, 2] (docs/semantics.md, Int4 learners). Rows of x are
+    rounded as they come, by their own range or by group; `biases` [2, O] holds zeros and the bias. Gradients
     reach x, as if nothing were rounded; weights have none. Raises UsageError for another width or type of x.
     """
 
@@ -37,21 +39,23 @@ class Int8Linear(nn.Module):
     scales: Tensor
     biases: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, name: str) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, name: str, to: int8.To = "int8") -> None:
         super().__init__()
         self.name = name
         self.out_features, self.in_features = weight.shape
-        values, scales = int8.quantize_weight(weight, (-1,))
         biases = weight.new_zeros(2, self.out_features)
         if bias is not None:
             biases[1] = bias
-        for key, tensor in (("values", values), ("scales", scales), ("biases", biases)):
+        made = int8.quantized(_one_learner(weight.detach(), None, biases), to)
+        assert made.s_in is not None
+        scales = made.s_in.squeeze(0) if made.is_int4 else made.s_in
+        for key, tensor in (("values", made.w_in[0, :, 0]), ("scales", scales), ("biases", biases)):
             self.register_buffer(key, tensor.detach())
 
     @property
     def weight(self) -> Tensor:
-        """The floats [O, D] that the int8 values stand for, for code that reads the weight itself."""
-        return (self.values * self.scales[:, None]).to(self.biases.dtype)
+        """The floats [O, D] that the values stand for, for code that reads the weight itself."""
+        return int8.dequantized(self._weights()).w_in[0, :, 0]
 
     @property
     def bias(self) -> Tensor:
@@ -73,14 +77,11 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def _weights(self) -> Weights:
-        """One learner, a slice of the whole input."""
-        return Weights(
-            w_in=self.values[None, :, None], b_in=None, w_up=None, b_up=None, w_out=None, b_out=self.biases,
-            w_top=None, s_in=self.scales, act="identity", form="cols",
-        )  # fmt: skip
+        scales = self.scales if self.scales.dim() == 1 else self.scales[None]
+        return _one_learner(self.values, scales, self.biases)
 
     def _apply(self, fn, recurse=True):
-        """Keep scales float32, where others change a module's type."""
+        """Keep the type of scales, where others change a module's."""
         former = self.scales
         super()._apply(fn, recurse)
         if self.scales.dtype != former.dtype:
@@ -88,16 +89,25 @@ class Int8Linear(nn.Module):
         return self
 
 
-def choose_rest(found: Rewritten, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """The names of the linears outside of ACMs that become int8.
+def _one_learner(weight: Tensor, scales: Tensor | None, biases: Tensor) -> Weights:
+    """One learner, a slice of the whole input."""
+    return Weights(
+        w_in=weight[None, :, None], b_in=None, w_up=None, b_up=None, w_out=None, b_out=biases, w_top=None,
+        s_in=scales, act="identity", form="cols",
+    )  # fmt: skip
+
+
+def choose_rest(found: Rewritten, include: Sequence[str], exclude: Sequence[str], to: int8.To) -> list[str]:
+    """The names of the linears outside of ACMs that are quantised.
 
     All but the model's output heads and routers of experts, whose errors cost most, linears with tied or computed
-    weights, and those with hooks; of heads, routers and tied ones also those that a pattern of `include` matches; none
-    that one of `exclude` does. Patterns are names, globs, or `re:` and a regular expression. SelectionError for one
-    that matches no linear. Packed attentions are seen as unpacked ones, with q_proj, k_proj, v_proj and out_proj.
+    weights, and those with hooks, or, of 4 bits, an odd number of inputs; of heads, routers and tied ones also those
+    that a pattern of `include` matches; none that one of `exclude` does. Patterns are names, globs, or `re:` and a
+    regular expression. SelectionError for one that matches no linear. Packed attentions are seen as unpacked ones, with
+    q_proj, k_proj, v_proj and out_proj.
     """
     with normalized(found.model) as model:
-        able = {name: linear for name, linear in _outside(model, found.plan) if _is_able(linear)}
+        able = {name: linear for name, linear in _outside(model, found.plan) if _is_able(linear, to)}
         tied = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         kept = {name for name, linear in able.items() if tied[id(linear.weight)] > 1} | _heads(model, found.plan)
     wanted = [name for name in able if name not in kept or _matches_any(name, include)]
@@ -108,15 +118,15 @@ def choose_rest(found: Rewritten, include: Sequence[str], exclude: Sequence[str]
     return [name for name in wanted if not _matches_any(name, exclude)]
 
 
-def replace_linears(model: nn.Module, names: Iterable[str]) -> None:
-    """Put int8 linears in the place of these, in place, at every path that they have."""
+def replace_linears(model: nn.Module, names: Iterable[str], to: int8.To = "int8") -> None:
+    """Put quantised linears in the place of these, in place, at every path that they have."""
     names = list(names)
     normalize(model, only=names)
     made: dict[nn.Module, nn.Module] = {}
     for name in names:
         linear: Any = model.get_submodule(name)
         weight = linear.weight.T if _is_conv1d(linear) else linear.weight
-        made[linear] = Int8Linear(weight.detach(), linear.bias, name=name).train(linear.training)
+        made[linear] = QuantizedLinear(weight.detach(), linear.bias, name=name, to=to).train(linear.training)
     replace_children(model, made)
     disable_fast_path(model, around=names)
 
@@ -138,11 +148,13 @@ def _is_conv1d(module: nn.Module) -> bool:
     return f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
 
 
-def _is_able(linear: nn.Module) -> bool:
+def _is_able(linear: nn.Module, to: int8.To) -> bool:
     weight = linear._parameters.get("weight")
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or not weight.numel():
         return False
     hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or "forward" in vars(linear)
+    if to == "int4" and weight.shape[0 if _is_conv1d(linear) else 1] % 2:
+        return False
     return not hooked and max(weight.shape) <= int8.DEEPEST
 
 

@@ -12,7 +12,7 @@ import acm_compiler as acm
 from acm_compiler.acm import ops
 from acm_compiler.codegen.cpu import build
 from acm_compiler.errors import SelectionError, UsageError
-from acm_compiler.runtime.int8_linear import Int8Linear
+from acm_compiler.runtime.quantized_linear import QuantizedLinear
 from tests.helpers.rewrite_cases import ALL, answer, rewritten
 from tests.helpers.tour_model import TOKENS, WIDTH, Classifier
 
@@ -31,7 +31,7 @@ def products(request, monkeypatch):
     library.acm_want_tiles(True)
 
 
-def exact(linear: Int8Linear, x: torch.Tensor) -> torch.Tensor:
+def exact(linear: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
     """The output by whole numbers in float64, from the equations of docs/semantics.md."""
     x = x.float()
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
@@ -43,10 +43,10 @@ def exact(linear: Int8Linear, x: torch.Tensor) -> torch.Tensor:
     return sums * scale.double() * linear.scales.double() + linear.biases[1].double()
 
 
-def drawn(d_in: int, d_out: int, bias: bool = True) -> Int8Linear:
+def drawn(d_in: int, d_out: int, bias: bool = True) -> QuantizedLinear:
     torch.manual_seed(d_in)
     dense = nn.Linear(d_in, d_out, bias=bias)
-    return Int8Linear(dense.weight.detach(), dense.bias, name="layer")
+    return QuantizedLinear(dense.weight.detach(), dense.bias, name="layer")
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def test_the_rest_of_a_model_is_counted_saved_loaded_and_explained(calibrated, t
     floats, batches = calibrated
     x = batches[0]
     model = acm.quantize(copy.deepcopy(floats), rest=True)
-    int8 = [name for name, module in model.named_modules() if isinstance(module, Int8Linear)]
+    int8 = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
     assert len(int8) == 8 and not any("head" in name for name in int8)  # q, k, v and out of two packed attentions
     assert "learners: int8, and 8 linears outside of ACMs" in str(acm.status(model))
     for k in (1, 4):
@@ -125,14 +125,14 @@ def test_the_rest_of_a_model_is_counted_saved_loaded_and_explained(calibrated, t
     assert torch.equal(loaded(x), model(x)) and acm.status(loaded).rest == 8
     assert json.loads((tmp_path / "out/model.json").read_text())["format"] == 3
     table = acm.explain(loaded, x)
-    assert table.linears == 8 and "2 ACMs and 8 int8 linears in 1 graph" in str(table)
+    assert table.linears == 8 and "2 ACMs and 8 quantised linears in 1 graph" in str(table)
     assert {site.implementation for site in table.sites} == {"cpu"}
     assert table.as_json()["linears"] == 8
 
 
 def test_patterns_choose_among_the_rest(calibrated):
     model = acm.quantize(copy.deepcopy(calibrated[0]), rest=True, include="head", exclude=("*.k_proj", "re:v_proj$"))
-    names = {name for name, module in model.named_modules() if isinstance(module, Int8Linear)}
+    names = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert names == {f"blocks.{i}.attention.{part}" for i in (0, 1) for part in ("q_proj", "out_proj")} | {"head"}
     with pytest.raises(SelectionError, match="hed"):
         acm.quantize(copy.deepcopy(calibrated[0]), rest=True, include="hed")
@@ -153,7 +153,7 @@ def test_decoders_keep_their_output_heads(name, tmp_path):
     x, converted = rewritten(ALL[name], sites=("mlp",))[1:]
     before = answer(converted, x)
     acm.quantize(converted, rest=True)
-    assert acm.status(converted).rest and not isinstance(converted.get_output_embeddings(), Int8Linear)
+    assert acm.status(converted).rest and not isinstance(converted.get_output_embeddings(), QuantizedLinear)
     after = answer(converted, x)
     assert 0 < (after - before).norm() / before.norm() < 0.05
     acm.save(converted, tmp_path / "out")

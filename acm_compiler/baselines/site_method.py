@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +126,7 @@ class SiteMethod(Method):
         self.regions = {
             name: self.region(weights[name], plan.site(name)) for name in self.found.acms if self.acts(plan.site(name))
         }
-        self._macs_B = torch.empty(0)
+        self._macs_B = self._dense_B = torch.empty(0)
 
     @classmethod
     def acts(cls, site: PlannedSite) -> bool:
@@ -175,22 +175,33 @@ class SiteMethod(Method):
     @torch.no_grad()
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward with all regions at the share that the budget leaves them."""
-        task, self._macs_B = self.subject.task, torch.zeros((), dtype=torch.float64)
-        for region in self.regions.values():
-            region.share = self.share_of(budget, self.subject.plan)
-        mask = task.mask(batch)
-        with batch_context(self.host, mask=mask), observed(self.found.owner, self._count), record(self.host) as usage:
-            output = call_model(self.host, task.inputs(batch))
+        self._set_share(self.asked_of(self.share_of(budget, self.subject.plan)))
+        with record(self.host) as usage:
+            output = self._forward(batch)
         return BatchResult(self.score(output, batch), usage.kept_macs + self._macs_B)
+
+    def asked_of(self, share: float) -> float:
+        """The share that regions are to be asked for, for them to execute `share`."""
+        return share
+
+    def _set_share(self, share: float) -> None:
+        for region in self.regions.values():
+            region.share = share
+
+    def _forward(self, batch: Batch) -> Any:
+        """The output for a batch; leaves in `_macs_B` what its sites executed, in `_dense_B` what dense ones would."""
+        task, self._macs_B = self.subject.task, torch.zeros((), dtype=torch.float64)
+        self._dense_B = self._macs_B
+        with batch_context(self.host, mask=task.mask(batch)), observed(self.found.owner, self._count):
+            return call_model(self.host, task.inputs(batch))
 
     def _count(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         """Add what one call of a site executed at real tokens."""
-        if acm.name in self.regions:
-            macs_T = self.regions[acm.name].macs_T.double()
-        else:
-            macs_T = torch.full((x.shape[:-1].numel(),), float(dense_macs_per_token(self.found.plan.site(acm.name))))
-        macs_BS = tokens.to_batch(macs_T.cpu(), x.shape[:-1], acm.layout, site=acm.name)
-        self._macs_B = self._macs_B + (macs_BS if mask_BS is None else macs_BS * mask_BS.cpu()).double().sum(1)
+        dense_T = torch.full((x.shape[:-1].numel(),), float(dense_macs_per_token(self.found.plan.site(acm.name))))
+        run_T = self.regions[acm.name].macs_T.double().cpu() if acm.name in self.regions else dense_T
+        macs_BSn = tokens.to_batch(torch.stack([run_T, dense_T.double()], 1), x.shape[:-1], acm.layout, site=acm.name)
+        run_B, dense_B = (macs_BSn if mask_BS is None else macs_BSn * mask_BS.cpu()[..., None]).sum(1).unbind(1)
+        self._macs_B, self._dense_B = self._macs_B + run_B, self._dense_B + dense_B
 
 
 class Dense(SiteMethod):

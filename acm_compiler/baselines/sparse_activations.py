@@ -2,8 +2,10 @@
 
 A layer y = W x reads the columns of W whose scores reach a threshold. TEAL (arXiv 2408.14690) scores an input by |x_i|,
 WINA (arXiv 2505.19427) by |x_i| times the norm of column i. A threshold is a quantile of the layer's scores on
-calibration tokens, and the same share of the inputs is kept in every layer: the papers also allot shares by layer, and
-WINA rotates the model first, which is not done here. Unstructured masks save time for one token at a time at best.
+calibration tokens in the dense model, the same one in every layer: the papers also allot shares by layer, and WINA
+rotates the model first, which is not done here. Behind layers that skip something inputs are other ones, so a search
+finds the quantile with which the whole model executes the share that a budget leaves. Unstructured masks save time for
+one token at a time at best.
 
 Shapes: T tokens, D inputs and O outputs of a layer.
 """
@@ -11,16 +13,22 @@ Shapes: T tokens, D inputs and O outputs of a layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.site_method import Layer, LayerRegion, SiteMethod
+from acm_compiler.data import Batch
 from acm_compiler.passes.rewrite.dense_region import DenseLinear
+from acm_compiler.progress import Say
 
-# inputs of a layer that its thresholds are taken from, in tokens of each look
-_SAMPLE = 64
+# inputs of a layer that its thresholds are taken from, in tokens of each look; steps of the quantiles that are kept
+_SAMPLE, _STEPS = 64, 1024
+# batches that the share executed is measured on, how near it is to come, and the most steps to get there
+_BATCHES, _NEAR, _MOST = 4, 0.004, 8
 
 
 class MagnitudeLayer(Layer):
@@ -29,7 +37,7 @@ class MagnitudeLayer(Layer):
     def __init__(self, linear: DenseLinear) -> None:
         super().__init__(linear)
         self.seen: list[Tensor] = []
-        self.thresholds: dict[float, float] = {}
+        self.quantiles = torch.zeros(_STEPS + 1)
 
     def scores(self, x_TD: Tensor) -> Tensor:
         """Scores of the inputs, [T, D]."""
@@ -40,15 +48,21 @@ class MagnitudeLayer(Layer):
         self.seen.append(self.scores(x_TD[:: max(1, len(x_TD) // _SAMPLE)]))
 
     def fit(self, shares: Sequence[float]) -> None:
-        """Find the threshold that keeps each share of what was seen."""
+        """Keep quantiles of what was seen, for any share."""
         ordered = torch.cat(self.seen).flatten().sort().values
         self.seen.clear()
-        last = len(ordered) - 1
-        self.thresholds = {share: float(ordered[round((1 - share) * last)]) for share in shares}
+        self.quantiles = ordered[torch.linspace(0, len(ordered) - 1, _STEPS + 1).round().long()]
+
+    def threshold(self, share: float) -> float:
+        """The score that `share` of what was seen reaches; all do that of 1."""
+        at = min(max(1 - share, 0.0), 1.0) * _STEPS
+        low = min(int(at), _STEPS - 1)
+        between = torch.lerp(self.quantiles[low], self.quantiles[low + 1], at - low)
+        return float(between) if share < 1 else 0.0
 
     def run(self, x_TD: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """The product with the inputs that are kept."""
-        keep_TD = self.scores(x_TD) >= self.thresholds[share]
+        keep_TD = self.scores(x_TD) >= self.threshold(share)
         return F.linear(x_TD * keep_TD, self.weight_OD, self.bias_O), keep_TD.sum(1) * len(self.weight_OD)
 
 
@@ -76,13 +90,58 @@ class WinaRegion(LayerRegion):
     kind = ColumnLayer
 
 
-class Teal(SiteMethod):
+class SparseMethod(SiteMethod):
+    """Regions that are asked for what makes the whole model execute a budget's share."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        self.asked: dict[float, float] = {}
+
+    def asked_of(self, share: float) -> float:
+        """The share to ask for, found by `convert`."""
+        return self.asked.get(share, share)
+
+    @torch.no_grad()
+    def convert(self, budgets: Sequence[float], say: Say) -> None:
+        """Fit the regions, then find what to ask them for at each budget."""
+        super().convert(budgets, say)
+        batches = list(islice(self.subject.fit(), _BATCHES)) if self.regions else []
+        for budget in budgets:
+            share = self.share_of(budget, self.subject.plan)
+            self.asked[share] = self._found(share, batches)
+            say(f"budget {budget:.3g}: layers keep {self.asked[share]:.3f} of the dense model's inputs")
+
+    def _found(self, share: float, batches: list[Batch]) -> float:
+        """What to ask for, by false position between two that enclose it."""
+        low, high, asked = (0.0, 0.0), (1.0, 1.0), share
+        for _ in range(_MOST):
+            executed = self._executed(asked, batches)
+            if abs(executed - share) <= _NEAR:
+                break
+            low, high = ((asked, executed), high) if executed < share else (low, (asked, executed))
+            rise = high[1] - low[1]
+            if rise <= 0:
+                break
+            asked = low[0] + (high[0] - low[0]) * min(max((share - low[1]) / rise, 0.1), 0.9)
+        return asked
+
+    def _executed(self, asked: float, batches: list[Batch]) -> float:
+        """The share of the sites' MACs that is executed where layers are asked for this much."""
+        self._set_share(asked)
+        run = dense = 0.0
+        for batch in batches:
+            self._forward(batch)
+            run, dense = run + float(self._macs_B.sum()), dense + float(self._dense_B.sum())
+        return run / dense if dense else asked
+
+
+class Teal(SparseMethod):
     """Inputs by their magnitude."""
 
     title, region, masks = "TEAL: small inputs skipped", TealRegion, True
 
 
-class Wina(SiteMethod):
+class Wina(SparseMethod):
     """Inputs by their magnitude and their column's norm."""
 
     title, region, masks = "WINA: inputs of little weight skipped", WinaRegion, True

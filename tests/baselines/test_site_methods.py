@@ -115,15 +115,26 @@ def test_the_dense_model_is_counted_as_torch_counts_it(mlp):
 @pytest.mark.parametrize("name", ["teal", "wina"])
 def test_each_layer_reads_its_largest_inputs_alone(llama, name):
     region = fitted(llama, name).regions["model.layers.1.mlp"]
-    share, layer = sorted(region.first[1].thresholds)[1], region.first[1]
+    share, layer = 0.6, region.first[1]
     weight = llama.dense.model.layers[1].mlp.up_proj.weight
     assert torch.equal(layer.weight_OD, weight)
     x = torch.randn(7, 32)
     norms = weight.norm(dim=0) if name == "wina" else torch.ones(32)
-    kept = torch.where(x.abs() * norms >= layer.thresholds[share], x, 0)
+    kept = torch.where(x.abs() * norms >= layer.threshold(share), x, 0)
     given, macs = layer.run(x, share)
     torch.testing.assert_close(given, kept @ weight.T)
     assert torch.equal(macs, (kept != 0).sum(1) * NEURONS)
+
+
+@pytest.mark.parametrize("name", ["teal", "wina"])
+def test_thresholds_are_found_with_which_the_model_executes_the_budget(mlp, name, monkeypatch):
+    method, batches = fitted(mlp, name), list(mlp.fit())[:4]
+    for budget in BUDGETS:
+        share = method.share_of(budget, mlp.plan)
+        assert method._executed(method.asked[share], batches) == pytest.approx(share, abs=0.005)
+    for executed in (lambda asked, _: asked**2, lambda asked, _: asked**0.5):
+        monkeypatch.setattr(method, "_executed", executed)
+        assert executed(method._found(0.3, []), []) == pytest.approx(0.3, abs=0.005)
 
 
 @pytest.mark.parametrize("name", ["teal", "svd", "flap", "cmoe"])

@@ -112,7 +112,7 @@ class SparseMethod(SiteMethod):
             say(f"budget {budget:.3g}: layers keep {self.asked[share]:.3f} of the dense model's inputs")
 
     def _found(self, share: float, batches: list[Batch]) -> float:
-        """What to ask for, by false position between two that enclose it."""
+        """The share to ask for, by false position between two that enclose it."""
         low, high, asked = (0.0, 0.0), (1.0, 1.0), share
         for _ in range(_MOST):
             executed = self._executed(asked, batches)

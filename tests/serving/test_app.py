@@ -133,6 +133,12 @@ def test_what_is_wrong_with_a_request_is_said(embed, status, request_, words):
     assert embed.get("/health").json()["status"] == "ok"
 
 
+def test_more_inputs_than_may_ever_wait_are_too_many_and_not_too_early(encoder):
+    app = small.app_of(encoder, limits=Limits(batch=2, wait_s=0.0, waiting=3))[0]
+    with TestClient(app) as client:
+        assert "4 inputs in one request: at most 3 (--max-waiting)" in refusal(client, 413, json={"input": ["a"] * 4})
+
+
 def test_a_body_that_does_not_say_its_size_is_bounded_too(embed):
     parts = (b" " * 10_000 for _ in range(11))
     assert "too large" in refusal(embed, 413, content=parts, headers={"content-type": "application/json"})

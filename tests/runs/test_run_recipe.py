@@ -318,7 +318,8 @@ def test_a_dry_run_of_what_may_replace_or_resume_a_run_is_none_the_worse(folder)
     (folder / "out/state/1-0/state.json").write_text("{}")
     for option in ("--force", "--resume"):
         done = rewrite(folder, "--dry-run", option)
-        assert done.exit_code == 0 and "dry run: model, data, plan and folder were checked, nothing written" in done.stdout
+        assert done.exit_code == 0
+        assert "dry run: model, data, plan and folder were checked, nothing written" in done.stdout
 
 
 def test_a_run_past_the_phase_to_stop_after_is_left_as_it_is(folder):

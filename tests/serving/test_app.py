@@ -266,7 +266,7 @@ def test_too_many_waiting_are_refused_with_503(encoder):
 
     held = small.copy.copy(encoder)
     held.run = run
-    app, batcher = small.app_of(held, limits=Limits(batch=1, wait_s=0.0, waiting=2))
+    app, batcher, _ = small.app_of(held, limits=Limits(batch=1, wait_s=0.0, waiting=2))
     with TestClient(app) as client, ThreadPoolExecutor(1) as pool:
         first = pool.submit(client.post, "/v1/embeddings", json={"input": ["a", "a"]})
         while batcher.waiting != 1:  # the other one is at the model

@@ -22,10 +22,10 @@ class OnVit(Method):
     @classmethod
     def refuses(cls, model: nn.Module, plan: Plan) -> str | None:
         """A reason for all models but torchvision's vision transformers."""
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        if kind == "torchvision.models.vision_transformer.VisionTransformer":
+        module, name = type(model).__module__, type(model).__name__
+        if (module, name) == ("torchvision.models.vision_transformer", "VisionTransformer"):
             return None
-        return f"it acts on torchvision's VisionTransformer, and this is a {type(model).__name__}"
+        return f"it acts on torchvision's VisionTransformer, and this is a {name} of {module}"
 
     @classmethod
     def floor(cls, model: nn.Module, plan: Plan) -> float:

@@ -91,6 +91,7 @@ def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
     is_finished(recipe, options)
     for note in [*map(str, unset), *([how_to_set(recipe)] if unset else [])]:
         output.note(note)
+    output.say(f"dry run: {'the plan was' if unset else 'model, data, plan and folder were'} checked, nothing written")
     output.document({"plan": made.as_json()})
 
 

@@ -59,8 +59,9 @@ class Requests:
         """The answers to the examples that `read` reads. Refused, WorkerDied, what the model raised, AcmError."""
         own = None if budget is None else self._served.share(budget)
         examples = await run_in_threadpool(read)
-        if len(examples) > self._most:
-            raise HTTPException(413, f"{len(examples)} inputs in one request: at most {self._most} (--max-inputs)")
+        most, option = min((self._most, "--max-inputs"), (self._batcher.most, "--max-waiting"))
+        if len(examples) > most:
+            raise HTTPException(413, f"{len(examples)} inputs in one request: at most {most} ({option})")
         futures = self._batcher.submit(examples, own)
         found = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
         if any(not bool(answer.isfinite().all()) for answer in found):

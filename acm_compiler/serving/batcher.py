@@ -101,6 +101,11 @@ class Batcher:
         return len(self._queue)
 
     @property
+    def most(self) -> int:
+        """The most requests that may wait."""
+        return self._limits.waiting
+
+    @property
     def budget(self) -> float:
         """The budget of requests that name none, now."""
         return self._controller.budget

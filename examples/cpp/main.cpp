@@ -38,6 +38,9 @@ int main(int count, char** words) try {
   }
   const std::vector<char> saved = torch::jit::pickle_save(at::stack(outputs));
   std::ofstream(words[3], std::ios::binary).write(saved.data(), saved.size());
+} catch (const c10::Error& error) {
+  std::cerr << error.what_without_backtrace() << "\n";
+  return 1;
 } catch (const std::exception& error) {
   std::cerr << error.what() << "\n";
   return 1;

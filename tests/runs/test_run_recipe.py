@@ -316,7 +316,10 @@ def test_a_dry_run_refuses_what_the_run_refuses(change, words, folder):
 def test_a_dry_run_of_what_may_replace_or_resume_a_run_is_none_the_worse(folder):
     (folder / "out/state/1-0").mkdir(parents=True)
     (folder / "out/state/1-0/state.json").write_text("{}")
-    assert all(rewrite(folder, "--dry-run", option).exit_code == 0 for option in ("--force", "--resume"))
+    for option in ("--force", "--resume"):
+        done = rewrite(folder, "--dry-run", option)
+        assert done.exit_code == 0
+        assert "dry run: model, data, plan and folder were checked, nothing written" in done.stdout
 
 
 def test_a_run_past_the_phase_to_stop_after_is_left_as_it_is(folder):

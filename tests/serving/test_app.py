@@ -3,6 +3,9 @@
 import base64
 import io
 import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -133,6 +136,12 @@ def test_what_is_wrong_with_a_request_is_said(embed, status, request_, words):
     assert embed.get("/health").json()["status"] == "ok"
 
 
+def test_more_inputs_than_may_ever_wait_are_too_many_and_not_too_early(encoder):
+    app = small.app_of(encoder, limits=Limits(batch=2, wait_s=0.0, waiting=3))[0]
+    with TestClient(app) as client:
+        assert "4 inputs in one request: at most 3 (--max-waiting)" in refusal(client, 413, json={"input": ["a"] * 4})
+
+
 def test_a_body_that_does_not_say_its_size_is_bounded_too(embed):
     parts = (b" " * 10_000 for _ in range(11))
     assert "too large" in refusal(embed, 413, content=parts, headers={"content-type": "application/json"})
@@ -249,9 +258,23 @@ def test_a_server_that_stops_refuses_with_503(encoder):
 
 
 def test_too_many_waiting_are_refused_with_503(encoder):
-    with TestClient(small.app_of(encoder, limits=Limits(waiting=2))[0]) as client:
-        done = client.post("/v1/embeddings", json={"input": ["a", "a", "a"]})
+    go_on = threading.Event()
+
+    def run(examples, own, budget):
+        go_on.wait(60)
+        return type(encoder).run(encoder, examples, own, budget)
+
+    held = small.copy.copy(encoder)
+    held.run = run
+    app, batcher, _ = small.app_of(held, limits=Limits(batch=1, wait_s=0.0, waiting=2))
+    with TestClient(app) as client, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.post, "/v1/embeddings", json={"input": ["a", "a"]})
+        while batcher.waiting != 1:  # the other one is at the model
+            time.sleep(0.01)
+        done = client.post("/v1/embeddings", json={"input": ["a", "a"]})
+        go_on.set()
         assert done.status_code == 503 and done.headers["retry-after"] == "1"
+        assert first.result().status_code == 200
 
 
 def test_a_model_that_fails_is_a_500_in_words_and_the_server_lives(encoder):

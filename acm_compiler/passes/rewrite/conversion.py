@@ -68,8 +68,8 @@ class Conversion:
     `cap` bounds every token's k with it, as a share of N.
     `quantized` is what the learners' weights were made by `acm.quantize`, None while they are floats; `rest` names the
     linears outside of ACMs that became that, too. `times` are those that `acmc bench` has measured.
-    `damage` is what the last calibration expects of every k at every site; `value_sizes`, how large the values were that
-    a site multiplies, `sparsity` the share skipped, in which calls. `padding` follows masks while gates are relaxed.
+    `damage` is what the last calibration expects of every k at every site; `value_sizes`, how large the values were
+    that a site multiplies, `sparsity` the share skipped, in which calls. `padding` follows masks of relaxed gates.
     """
 
     plan: Plan
@@ -176,7 +176,7 @@ def _no_acms(model: nn.Module) -> AcmError:
     name = type(model).__name__
     if _holds_operators(model):
         return _exported(name)
-    fix = "convert it first: acm.rewrite(model, acm.plan(model, inputs)); of a rewritten model name a part with sites"
+    fix = "convert it first: acm.rewrite(model, acm.plan(model, inputs)); or give a part of the model that has ACMs"
     return NotRewritten(f"this {name} holds no ACMs", fix=fix)
 
 

@@ -16,7 +16,7 @@ from acm_compiler.acm.arguments import LearnersArguments, schema
 from acm_compiler.acm.operands import may_equal, require_learners, require_least
 from acm_compiler.acm.ops import FORM, LIBRARY, cast_weights, load_kernels, map_tokens
 from acm_compiler.acm.precision import autocast_type, without_autocast
-from acm_compiler.acm.reference import Weights, hidden
+from acm_compiler.acm.reference import Weights, hidden, require_range
 
 
 class Least(NamedTuple):
@@ -103,6 +103,8 @@ def _forward(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
 def _reference(*tensors: Any, form: str, act: str) -> Tensor:
     call = _checked(tensors, form=form)
     weights = Weights(*tensors[-_FLOATS:], act=act, form=form)
+    if call.k.numel() and call.k.device.type == "cpu":  # elsewhere a look at k would wait for the device
+        require_range(int(call.k.min()), int(call.k.max()), weights.learners)
     return sparse_output(call.x, call.k, weights, Least(call.least_in, call.least_hidden))
 
 

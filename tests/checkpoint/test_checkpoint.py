@@ -548,8 +548,8 @@ def test_an_empty_folder_is_no_model(tmp_path):
 def test_a_newer_format_names_the_version_that_reads_it(saved):
     model, _, _, folder = saved
     description = json.loads((folder / "model.json").read_text())
-    rewrite_json(folder / "model.json", format=4, versions=description["versions"] | {"acm_compiler": "9.1"})
-    with pytest.raises(StorageError, match=r"format 4, written by acm_compiler 9\.1[\s\S]*acm_compiler>=9\.1"):
+    rewrite_json(folder / "model.json", format=5, versions=description["versions"] | {"acm_compiler": "9.1"})
+    with pytest.raises(StorageError, match=r"format 5, written by acm_compiler 9\.1[\s\S]*acm_compiler>=9\.1"):
         acm.load(folder, base_model=model)
 
 

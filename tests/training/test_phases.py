@@ -276,7 +276,7 @@ def test_a_users_own_loop_needs_three_lines():
 
 
 def test_forwards_whose_losses_nobody_takes_are_warned_about(monkeypatch):
-    monkeypatch.setattr("acm_compiler.acm.module._MANY", 3)
+    monkeypatch.setattr("acm_compiler.acm.context._MANY", 3)
     model = fitted(make_model())
     relax(model.train(), 0.8)
     batch = examples(2)

@@ -13,6 +13,7 @@ from acm_compiler.acm.context import observed
 from acm_compiler.acm.intact import refuse_skips
 from acm_compiler.acm.reference import hidden
 from acm_compiler.acm.sparse import Least, ValueSizes, column_norms
+from acm_compiler.data.batch import refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, refuse_quantized, wholly_rewritten
 from acm_compiler.runtime.control import refuse_unfitted
@@ -31,7 +32,7 @@ def measure_sparsity(model: nn.Module, batches: Iterable[Inputs], *, tokens: int
     batches: an iterable of what the model takes (tensor, tuple, or dict), read until every site has seen `tokens` real
     tokens. At the budget or k that is set now; a half that most tokens will run at is a good one. The result is kept by
     the model and in folders that it is saved to. `acm.calibrate` does this for models that generate.
-    Raises UsageError where no site is an MLP of floats with one second layer, DataError without batches,
+    Raises UsageError where no site is an MLP of floats with one second layer, DataError without real tokens,
     SitesNotFitted, CompiledModelError.
     """
     refuse_compiled(model, "measured", fix="give the eager model, which torch.compile was given")
@@ -40,6 +41,7 @@ def measure_sparsity(model: nn.Module, batches: Iterable[Inputs], *, tokens: int
     refuse_unfitted(found, "acm.measure_sparsity")
     refuse_no_skipping(found)
     refuse_skips(found.acms, "acm.measure_sparsity")
+    refuse_no_batches(batches)
     measure_sizes(found, batches, tokens=tokens, run=lambda inputs: call_model(model, inputs))
 
 

@@ -78,6 +78,8 @@ def test_the_choices_of_the_model_come_back(model):
 def test_what_cannot_be_measured_is_refused(model):
     with pytest.raises(DataError, match="no real token"):
         acm.measure_sparsity(model, [])
+    with pytest.raises(UsageError, match="batches must be an iterable"):
+        acm.measure_sparsity(model, {"input_ids": drawn(4, 20)})
     with pytest.raises(CompiledModelError):
         acm.measure_sparsity(torch.compile(model), [])
     quantized = acm.quantize(gated_llama())

@@ -64,7 +64,7 @@ def drawn(width: int, hidden_width: int, dtype: torch.dtype) -> Weights:
     return Weights(w_in, None, w_up, None, w_out, b_out, None, act="silu", form="gated")
 
 
-def least_of(x: Tensor, weights: Weights, share: float) -> sparse.Least:
+def thresholds_of(x: Tensor, weights: Weights, share: float) -> sparse.Thresholds:
     """Sizes that skip this share of the inputs and of the hidden values."""
 
     def quantile(values: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def least_of(x: Tensor, weights: Weights, share: float) -> sparse.Least:
 
     inputs = quantile(x).repeat(x.shape[1])
     h = hidden(sparse.cut(x, inputs), weights, N)
-    return sparse.Least(inputs, quantile(h).expand(weights.w_in.shape[:2]).contiguous())
+    return sparse.Thresholds(inputs, quantile(h).expand(weights.w_in.shape[:2]).contiguous())
 
 
 def contenders(x: Tensor, sites: list[Weights]) -> dict[object, Callable[[], object]]:
@@ -88,7 +88,7 @@ def contenders(x: Tensor, sites: list[Weights]) -> dict[object, Callable[[], obj
         k_T = torch.full((len(x),), k, dtype=torch.int32)
         calls["learners", k] = lambda k_T=k_T: [ops.learners(x, k_T, w) for w in sites]
         for share in SHARES:
-            least = [least_of(x, w, share) for w in sites]
+            least = [thresholds_of(x, w, share) for w in sites]
             calls[share, k] = lambda k_T=k_T, least=least: [
                 sparse.sparse_learners(x, k_T, w, cut) for w, cut in zip(sites, least, strict=True)
             ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.arguments import GateWeights, LearnerWeights, held
 from acm_compiler.acm.precision import without_autocast
-from acm_compiler.acm.quantized import int8
+from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import GateRule, Weights
 
 
@@ -90,10 +90,10 @@ class Learners(nn.Module):
         return Weights(*LearnerWeights(*held(LearnerWeights._fields, self)), act=self.act, form=self.form)
 
     @torch.no_grad()
-    def quantize(self, to: int8.To = "int8") -> None:
+    def quantize(self, to: integers.To = "int8") -> None:
         """Replace the weights by integers, in place (docs/semantics.md, Int8 learners, Int4 learners)."""
-        quantized = int8.quantized(self.weights(), to).tensors._asdict()
-        for name in (*int8.INTEGERS, *int8.SCALES):
+        quantized = integers.quantized(self.weights(), to).tensors._asdict()
+        for name in (*integers.WEIGHTS, *integers.SCALES):
             if quantized[name] is not None:
                 delattr(self, name)
                 self.register_buffer(name, quantized[name])
@@ -102,7 +102,7 @@ class Learners(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Keep the type of scales, where others change a module's type."""
-        scales = {name: scale for name in int8.SCALES if (scale := self._buffers.get(name)) is not None}
+        scales = {name: scale for name in integers.SCALES if (scale := self._buffers.get(name)) is not None}
         super()._apply(fn, recurse)
         for name, former in scales.items():
             moved = getattr(self, name)

@@ -19,7 +19,7 @@ from acm_compiler.acm.arguments import (
 )
 from acm_compiler.acm.precision import autocast_type
 from acm_compiler.acm.quantized.int4 import GROUP
-from acm_compiler.acm.quantized.int8 import INTEGERS, SCALES
+from acm_compiler.acm.quantized.integers import SCALES, WEIGHTS
 from acm_compiler.acm.reference import GateRule
 from acm_compiler.errors import UsageError
 
@@ -77,11 +77,11 @@ def require_learners(call: LearnersArguments | GatedArguments, *, form: str, sam
         _refuse(operator, "k", k, f"[{tokens}], int32 or int64")
     dtypes = {}
     if is_int4:
-        dtypes = dict.fromkeys(INTEGERS, torch.uint8) | dict.fromkeys(SCALES, torch.float16)
+        dtypes = dict.fromkeys(WEIGHTS, torch.uint8) | dict.fromkeys(SCALES, torch.float16)
         shapes |= _group_shapes(w, shapes, form)
-        shapes |= {name: (*shapes[name][:-1], shapes[name][-1] // 2) for name in INTEGERS if name in shapes}
+        shapes |= {name: (*shapes[name][:-1], shapes[name][-1] // 2) for name in WEIGHTS if name in shapes}
     elif w.s_in is not None:
-        dtypes = dict.fromkeys(INTEGERS, torch.int8) | dict.fromkeys(SCALES, torch.float32)
+        dtypes = dict.fromkeys(WEIGHTS, torch.int8) | dict.fromkeys(SCALES, torch.float32)
         shapes |= _scale_shapes(w, shapes, form)
     for name, tensor in zip(w._fields, w, strict=True):
         _require(operator, name, tensor, shapes.get(name), like=x, same=same, dtype=dtypes.get(name, x.dtype))
@@ -93,13 +93,14 @@ def require_learners(call: LearnersArguments | GatedArguments, *, form: str, sam
         _refuse(operator, "k", k, f"device {x.device}")
 
 
-def require_least(x: Tensor, w_in: Tensor, w_out: Tensor, inputs: Tensor, hidden: Tensor, *, form: str) -> None:
-    """The same for `acm::sparse_learners`: MLPs with one second layer, and sizes in float32 on x's device."""
+def require_thresholds(x: Tensor, w_in: Tensor, w_out: Tensor, inputs: Tensor, hidden: Tensor, *, form: str) -> None:
+    """The same for `acm::sparse_learners`: MLPs with one second layer, and thresholds in float32 on x's device."""
     operator = "acm::sparse_learners"
     if form not in ("mlp", "gated") or w_out.dim() != 3:
         found = f"form {form!r}, w_out of {w_out.dim()} dimensions"
         raise UsageError(f"{operator} is for MLPs with one second layer for all k", found=found)
-    for name, tensor, shape in (("least_in", inputs, w_in.shape[2:]), ("least_hidden", hidden, w_in.shape[:2])):
+    wanted = {"thresholds_in": (inputs, w_in.shape[2:]), "thresholds_hidden": (hidden, w_in.shape[:2])}
+    for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape or tensor.dtype != torch.float32 or tensor.device != x.device:
             _refuse(operator, name, tensor, f"{_written(shape)}, float32 on {x.device}")
 
@@ -144,7 +145,7 @@ def _scale_shapes(w: LearnerWeights, shapes: dict[str, Shape], form: str) -> dic
 def _group_shapes(w: LearnerWeights, shapes: dict[str, Shape], form: str) -> dict[str, Shape]:
     """The shapes of the scales that 4-bit weights, unpacked of these shapes, need: two a group."""
     found: dict[str, Shape] = {}
-    for name, scale in zip(INTEGERS, SCALES, strict=True):
+    for name, scale in zip(WEIGHTS, SCALES, strict=True):
         if getattr(w, name) is None or name not in shapes:
             continue
         *outer, deep = shapes[name]

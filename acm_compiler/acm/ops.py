@@ -22,7 +22,7 @@ from acm_compiler.acm.gradients import sorted_tokens
 from acm_compiler.acm.intact import refuse_onnx
 from acm_compiler.acm.operands import may_equal, require_gate, require_learners
 from acm_compiler.acm.precision import autocast_type, without_autocast
-from acm_compiler.acm.quantized import int8
+from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import (
     Weights,
     branchless_output,
@@ -69,7 +69,7 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     compiling = torch.compiler.is_compiling()
     mapped, transformed = (False, False) if compiling else transforms()
     if mapped and (transformed or pushed_forward):
-        return branchless_output(x_TD, k_T, int8.dequantized(weights) if weights.is_quantized else weights)
+        return branchless_output(x_TD, k_T, integers.dequantized(weights) if weights.is_quantized else weights)
     if mapped or compiling:
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
@@ -147,7 +147,7 @@ def observed() -> bool:
 
 def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
     """The same weights in another floating type; quantised ones stay, with their scales."""
-    kept = () if not weights.is_quantized else int8.INTEGERS + int8.SCALES
+    kept = () if not weights.is_quantized else integers.WEIGHTS + integers.SCALES
     tensors: Any = (
         tensor if tensor is None or name in kept else tensor.to(dtype)
         for name, tensor in weights.tensors._asdict().items()

@@ -18,7 +18,7 @@ from torch import Tensor
 from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.acm.precision import float64_device
-from acm_compiler.acm.quantized import int8
+from acm_compiler.acm.quantized import integers
 from acm_compiler.errors import UsageError
 
 GateRule = Literal["logits", "damage"]
@@ -114,7 +114,7 @@ def _linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor | None, b_O: Tensor | None, 
     """x w^T + b; of integers with scales s each of so many equal parts of a row of x is quantised by itself."""
     if s_O is None:
         return F.linear(x_TD, w_OD, b_O)
-    y_TO = int8.linear(x_TD, w_OD, s_O, parts)
+    y_TO = integers.linear(x_TD, w_OD, s_O, parts)
     return y_TO if b_O is None else y_TO + b_O.float()
 
 
@@ -126,7 +126,7 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     if not weights.is_quantized:
         return _prefix_sums(x_TD, weights, k)
     # products of integers are computed from and to float32; what surrounds them stays in caches
-    blocks = (_prefix_sums(x_BD.float(), weights, k).to(x_TD.dtype) for x_BD in x_TD.split(int8.BLOCK))
+    blocks = (_prefix_sums(x_BD.float(), weights, k).to(x_TD.dtype) for x_BD in x_TD.split(integers.BLOCK))
     return torch.cat(list(blocks))
 
 

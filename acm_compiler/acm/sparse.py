@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm.arguments import LearnersArguments, schema
-from acm_compiler.acm.operands import may_equal, require_learners, require_least
+from acm_compiler.acm.operands import may_equal, require_learners, require_thresholds
 from acm_compiler.acm.ops import FORM, LIBRARY, cast_weights, load_kernels, map_tokens
 from acm_compiler.acm.precision import autocast_type, without_autocast
 from acm_compiler.acm.reference import Weights, hidden, require_range
 
 
-class Least(NamedTuple):
+class Thresholds(NamedTuple):
     """The sizes below which values are skipped: inputs [D] and hidden values [N, H], float32."""
 
     inputs: Tensor
@@ -27,12 +27,12 @@ class Least(NamedTuple):
 
 
 class SparseArguments(NamedTuple):
-    """`acm::sparse_learners`: x [T, D], k [T], what `Least` holds, and the weights of learners that are floats."""
+    """`acm::sparse_learners`: x [T, D], k [T], what `Thresholds` holds, and the weights of learners that are floats."""
 
     x: Tensor
     k: Tensor
-    least_in: Tensor
-    least_hidden: Tensor
+    thresholds_in: Tensor
+    thresholds_hidden: Tensor
     w_in: Tensor
     b_in: Tensor | None
     w_up: Tensor | None
@@ -47,22 +47,22 @@ SPARSE = torch.ops.acm.sparse_learners
 _FLOATS = 7  # so many of the tensors in `Weights` do float learners have
 
 
-def sparse_learners(x_TD: Tensor, k_T: Tensor, weights: Weights, least: Least) -> Tensor:
+def sparse_learners(x_TD: Tensor, k_T: Tensor, weights: Weights, thresholds: Thresholds) -> Tensor:
     """`sparse_output`, [T, O]: one operator wherever no gradient is asked for."""
     dtype = autocast_type(x_TD.device)
     if dtype is not None:
         with without_autocast(x_TD.device):
-            return sparse_learners(x_TD.to(dtype), k_T, cast_weights(weights, dtype), least)
+            return sparse_learners(x_TD.to(dtype), k_T, cast_weights(weights, dtype), thresholds)
     tensors = weights.tensors[:_FLOATS]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors)):
-        return sparse_output(x_TD, k_T, weights, least)
-    return SPARSE(x_TD, k_T, *least, *tensors, form=weights.form, act=weights.act)
+        return sparse_output(x_TD, k_T, weights, thresholds)
+    return SPARSE(x_TD, k_T, *thresholds, *tensors, form=weights.form, act=weights.act)
 
 
-def sparse_output(x_TD: Tensor, k_T: Tensor, weights: Weights, least: Least) -> Tensor:
-    """y_{k(t)} of learners that skip what is below `least`, [T, O]; all are computed, and what k leaves out is zero."""
+def sparse_output(x_TD: Tensor, k_T: Tensor, weights: Weights, thresholds: Thresholds) -> Tensor:
+    """y_{k(t)} of learners that skip small values, [T, O]; all learners are computed, and what k leaves out is zero."""
     n, width = weights.w_in.shape[:2]
-    h_TNH = kept_hidden(x_TD, weights, least).unflatten(-1, (n, width))
+    h_TNH = kept_hidden(x_TD, weights, thresholds).unflatten(-1, (n, width))
     runs_TN1 = (torch.arange(n, device=k_T.device) < k_T[:, None])[..., None]
     assert weights.w_out is not None
     y_TO = F.linear(torch.where(runs_TN1, h_TNH, 0).flatten(1), weights.w_out.flatten(1)) + weights.b_out[k_T]
@@ -71,22 +71,22 @@ def sparse_output(x_TD: Tensor, k_T: Tensor, weights: Weights, least: Least) -> 
     return torch.where(k_T[:, None] == n, F.linear(h_TNH.flatten(1), weights.w_top, weights.b_out[-1]), y_TO)
 
 
-def kept_hidden(x_TD: Tensor, weights: Weights, least: Least) -> Tensor:
+def kept_hidden(x_TD: Tensor, weights: Weights, thresholds: Thresholds) -> Tensor:
     """Hidden values of all learners, [T, N * H], of inputs that were cut, cut themselves."""
-    return cut(hidden(cut(x_TD, least.inputs), weights, weights.learners), least.hidden.flatten())
+    return cut(hidden(cut(x_TD, thresholds.inputs), weights, weights.learners), thresholds.hidden.flatten())
 
 
-def cut(values: Tensor, least: Tensor) -> Tensor:
-    """The values, 0 where their size is below `least`; NaN stays."""
-    return torch.where(values.abs() < least, 0, values)
+def cut(values: Tensor, thresholds: Tensor) -> Tensor:
+    """The values, 0 where their size is below `thresholds`; NaN stays."""
+    return torch.where(values.abs() < thresholds, 0, values)
 
 
-def kept_share(x_TD: Tensor, k_T: Tensor, weights: Weights, least: Least) -> Tensor:
+def kept_share(x_TD: Tensor, k_T: Tensor, weights: Weights, thresholds: Thresholds) -> Tensor:
     """Share of the MACs of each token's k learners that is left, float32 [T]; 1 for k = 0."""
     n, width, d_in = weights.w_in.shape
     branches, d_out = (1 if weights.w_up is None else 2), weights.b_out.shape[1]
-    inputs_T = (cut(x_TD, least.inputs) != 0).sum(1)
-    h_TNH = kept_hidden(x_TD, weights, least).unflatten(-1, (n, width))
+    inputs_T = (cut(x_TD, thresholds.inputs) != 0).sum(1)
+    h_TNH = kept_hidden(x_TD, weights, thresholds).unflatten(-1, (n, width))
     runs_TN = torch.arange(n, device=k_T.device) < k_T[:, None]
     hidden_T = ((h_TNH != 0).sum(-1) * runs_TN).sum(1)
     left_T = branches * inputs_T * k_T * width + hidden_T * d_out
@@ -105,13 +105,13 @@ def _reference(*tensors: Any, form: str, act: str) -> Tensor:
     weights = Weights(*tensors[-_FLOATS:], act=act, form=form)
     if call.k.numel() and call.k.device.type == "cpu":  # elsewhere a look at k would wait for the device
         require_range(int(call.k.min()), int(call.k.max()), weights.learners)
-    return sparse_output(call.x, call.k, weights, Least(call.least_in, call.least_hidden))
+    return sparse_output(call.x, call.k, weights, Thresholds(call.thresholds_in, call.thresholds_hidden))
 
 
 def _checked(tensors: tuple[Any, ...], *, form: str, **options: Any) -> SparseArguments:
     call = SparseArguments(*tensors)
     require_learners(LearnersArguments(call.x, call.k, *tensors[-_FLOATS:], *[None] * 5), form=form, **options)
-    require_least(call.x, call.w_in, call.w_out, call.least_in, call.least_hidden, form=form)
+    require_thresholds(call.x, call.w_in, call.w_out, call.thresholds_in, call.thresholds_hidden, form=form)
     return call
 
 
@@ -133,20 +133,20 @@ class Skips(nn.Module):
     inputs: Tensor
     hidden: Tensor
 
-    def __init__(self, least: Least, *, every_call: bool) -> None:
+    def __init__(self, thresholds: Thresholds, *, every_call: bool) -> None:
         super().__init__()
         self.every_call = every_call
-        for name, sizes in least._asdict().items():
+        for name, sizes in thresholds._asdict().items():
             self.register_buffer(name, sizes, persistent=False)
 
     @property
-    def least(self) -> Least:
+    def thresholds(self) -> Thresholds:
         """The sizes below which they are skipped, float32 also where the model was converted."""
-        return Least(self.inputs.float(), self.hidden.float())
+        return Thresholds(self.inputs.float(), self.hidden.float())
 
     def learners(self, x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
         """y_{k(t)} without what is skipped, [T, O]."""
-        return sparse_learners(x_TD, k_T, weights, self.least)
+        return sparse_learners(x_TD, k_T, weights, self.thresholds)
 
 
 class ValueSizes(NamedTuple):
@@ -156,11 +156,11 @@ class ValueSizes(NamedTuple):
     hidden: tuple[float, ...]
 
 
-def column_norms(weights: Weights) -> Least:
+def column_norms(weights: Weights) -> tuple[Tensor, Tensor]:
     """Norms of the columns that each input, and each hidden value, is multiplied by; float32 [D] and [N, H].
 
     What a skipped value would have added to sums is its size times that.
     """
     firsts = [w.float().flatten(0, 1) for w in (weights.w_in, weights.w_up) if w is not None]
     assert weights.w_out is not None
-    return Least(torch.cat(firsts).norm(dim=0), weights.w_out.float().norm(dim=0))
+    return torch.cat(firsts).norm(dim=0), weights.w_out.float().norm(dim=0)

@@ -24,6 +24,7 @@ from acm_compiler.baselines.site_method import Layer, LayerRegion, SiteMethod
 from acm_compiler.data import Batch
 from acm_compiler.passes.rewrite.dense_region import DenseLinear
 from acm_compiler.progress import Say
+from acm_compiler.runtime.sparsity.measure import quantile, quantiles_of
 
 # inputs of a layer that its thresholds are taken from, in tokens of each look; steps of the quantiles that are kept
 _SAMPLE, _STEPS = 64, 1024
@@ -37,7 +38,7 @@ class MagnitudeLayer(Layer):
     def __init__(self, linear: DenseLinear) -> None:
         super().__init__(linear)
         self.seen: list[Tensor] = []
-        self.quantiles = torch.zeros(_STEPS + 1)
+        self.quantiles: tuple[float, ...] = ()
 
     def scores(self, x_TD: Tensor) -> Tensor:
         """Scores of the inputs, [T, D]."""
@@ -49,16 +50,12 @@ class MagnitudeLayer(Layer):
 
     def fit(self, shares: Sequence[float]) -> None:
         """Keep quantiles of what was seen, for any share."""
-        ordered = torch.cat(self.seen).flatten().sort().values
+        self.quantiles = quantiles_of(torch.cat(self.seen), _STEPS)
         self.seen.clear()
-        self.quantiles = ordered[torch.linspace(0, len(ordered) - 1, _STEPS + 1).round().long()]
 
     def threshold(self, share: float) -> float:
         """The score that `share` of what was seen reaches; all do that of 1."""
-        at = min(max(1 - share, 0.0), 1.0) * _STEPS
-        low = min(int(at), _STEPS - 1)
-        between = torch.lerp(self.quantiles[low], self.quantiles[low + 1], at - low)
-        return float(between) if share < 1 else 0.0
+        return quantile(self.quantiles, 1 - share) if share < 1 else 0.0
 
     def run(self, x_TD: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """The product with the inputs that are kept."""
@@ -91,7 +88,7 @@ class WinaRegion(LayerRegion):
 
 
 class SparseMethod(SiteMethod):
-    """Regions that are asked for what makes the whole model execute a budget's share."""
+    """A search for the share of inputs to keep with which the whole model executes what a budget leaves it."""
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
@@ -108,10 +105,10 @@ class SparseMethod(SiteMethod):
         batches = list(islice(self.subject.fit(), _BATCHES)) if self.regions else []
         for budget in budgets:
             share = self.share_of(budget, self.subject.plan)
-            self.asked[share] = self._found(share, batches)
+            self.asked[share] = self._search(share, batches)
             say(f"budget {budget:.3g}: layers keep {self.asked[share]:.3f} of the dense model's inputs")
 
-    def _found(self, share: float, batches: list[Batch]) -> float:
+    def _search(self, share: float, batches: list[Batch]) -> float:
         """The share to ask for, by false position between two that enclose it."""
         low, high, asked = (0.0, 0.0), (1.0, 1.0), share
         for _ in range(_MOST):

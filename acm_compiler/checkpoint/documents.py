@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.module import RUN_TIME
-from acm_compiler.acm.quantized.int8 import To
+from acm_compiler.acm.quantized.integers import To
 from acm_compiler.acm.reference import GateRule
 from acm_compiler.acm.sparse import ValueSizes
 from acm_compiler.errors import StorageError

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.acm import ACM, Learners
-from acm_compiler.acm.quantized.int8 import SCALES
+from acm_compiler.acm.quantized.integers import SCALES
 from acm_compiler.checkpoint.hf_files import auto_classes
 from acm_compiler.checkpoint.tensors import Stored, slots
 from acm_compiler.errors import AcmError, PlanMismatch

@@ -10,7 +10,8 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_skips
-from acm_compiler.acm.quantized.int8 import DEEPEST, To
+from acm_compiler.acm.quantized.int8 import DEEPEST
+from acm_compiler.acm.quantized.integers import To
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import refuse_compiled, wholly_rewritten
 from acm_compiler.runtime.control import refuse_unfitted

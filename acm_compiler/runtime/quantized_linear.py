@@ -18,7 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from acm_compiler.acm import ACM, ops
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import autocast_type
-from acm_compiler.acm.quantized import int8
+from acm_compiler.acm.quantized import int8, integers
 from acm_compiler.acm.reference import Weights
 from acm_compiler.errors import SelectionError, UsageError, nearest
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized, replace_children
@@ -39,14 +39,14 @@ class QuantizedLinear(nn.Module):
     scales: Tensor
     biases: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, name: str, to: int8.To = "int8") -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, name: str, to: integers.To = "int8") -> None:
         super().__init__()
         self.name = name
         self.out_features, self.in_features = weight.shape
         biases = weight.new_zeros(2, self.out_features)
         if bias is not None:
             biases[1] = bias
-        made = int8.quantized(_one_learner(weight.detach(), None, biases), to)
+        made = integers.quantized(_one_learner(weight.detach(), None, biases), to)
         assert made.s_in is not None
         scales = made.s_in.squeeze(0) if made.is_int4 else made.s_in
         for key, tensor in (("values", made.w_in[0, :, 0]), ("scales", scales), ("biases", biases)):
@@ -55,7 +55,7 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The floats [O, D] that the values stand for, for code that reads the weight itself."""
-        return int8.dequantized(self._weights()).w_in[0, :, 0]
+        return integers.dequantized(self._weights()).w_in[0, :, 0]
 
     @property
     def bias(self) -> Tensor:
@@ -97,7 +97,7 @@ def _one_learner(weight: Tensor, scales: Tensor | None, biases: Tensor) -> Weigh
     )  # fmt: skip
 
 
-def choose_rest(found: Rewritten, include: Sequence[str], exclude: Sequence[str], to: int8.To) -> list[str]:
+def choose_rest(found: Rewritten, include: Sequence[str], exclude: Sequence[str], to: integers.To) -> list[str]:
     """The names of the linears outside of ACMs that are quantised.
 
     All but the model's output heads and routers of experts, whose errors cost most, linears with tied or computed
@@ -118,7 +118,7 @@ def choose_rest(found: Rewritten, include: Sequence[str], exclude: Sequence[str]
     return [name for name in wanted if not _matches_any(name, exclude)]
 
 
-def replace_linears(model: nn.Module, names: Iterable[str], to: int8.To = "int8") -> None:
+def replace_linears(model: nn.Module, names: Iterable[str], to: integers.To = "int8") -> None:
     """Put quantised linears in the place of these, in place, at every path that they have."""
     names = list(names)
     normalize(model, only=names)
@@ -148,7 +148,7 @@ def _is_conv1d(module: nn.Module) -> bool:
     return f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
 
 
-def _is_able(linear: nn.Module, to: int8.To) -> bool:
+def _is_able(linear: nn.Module, to: integers.To) -> bool:
     weight = linear._parameters.get("weight")
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or not weight.numel():
         return False

@@ -221,7 +221,7 @@ def _learners_run(acm: ACM, k_BS: Tensor, x: Tensor) -> Tensor:
         return k_BS
     x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)
     k_T = k_BS.flatten().clamp(min=0)
-    left_T = kept_share(x_BSD.flatten(0, 1), k_T, acm.learners.weights(), acm.skips.least)
+    left_T = kept_share(x_BSD.flatten(0, 1), k_T, acm.learners.weights(), acm.skips.thresholds)
     return (k_T * left_T).view(k_BS.shape)
 
 

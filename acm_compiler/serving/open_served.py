@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.acm.quantized.int8 import To
+from acm_compiler.acm.quantized.integers import To
 from acm_compiler.checkpoint import load
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.results import load_evaluation

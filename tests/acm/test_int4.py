@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from acm_compiler.acm import ops
-from acm_compiler.acm.quantized import int4, int8
+from acm_compiler.acm.quantized import int4, integers
 from acm_compiler.acm.reference import prefix_output, run_learners
 from acm_compiler.errors import UsageError
 from tests.helpers.kernel_cases import FORMS, Case, k_of, to, weights_of
@@ -17,7 +17,7 @@ EVEN = tuple(case for case in FORMS if case.width // case.heads % 2 == 0)
 def drawn(case: Case):
     """(x, k, float weights, 4-bit weights) of a case, float32."""
     weights = to(weights_of(case), torch.float32)
-    return torch.randn(case.tokens, case.d_in), k_of(case), weights, int8.quantized(weights, "int4")
+    return torch.randn(case.tokens, case.d_in), k_of(case), weights, integers.quantized(weights, "int4")
 
 
 @pytest.mark.parametrize("length", [2, 32, 34, 96])
@@ -61,7 +61,7 @@ def test_every_form_is_near_the_floats(case):
     y, expected = run_learners(x, k, quantized), run_learners(x, k, weights)
     assert 0 < (y - expected).norm() < 0.15 * expected.norm()
     # all but rounded activations
-    floats = run_learners(x, k, int8.dequantized(quantized))
+    floats = run_learners(x, k, integers.dequantized(quantized))
     assert (y - floats).norm() < 0.02 * floats.norm()
 
 
@@ -80,7 +80,7 @@ def test_gradients_pass_the_rounding(case):
     x, k, _, quantized = drawn(case)
     leaf, dy = x.clone().requires_grad_(), torch.randn(case.tokens, quantized.b_out.shape[1])
     (found,) = torch.autograd.grad(ops.learners(leaf, k, quantized), leaf, dy)
-    (expected,) = torch.autograd.grad(run_learners(leaf, k, int8.dequantized(quantized)), leaf, dy)
+    (expected,) = torch.autograd.grad(run_learners(leaf, k, integers.dequantized(quantized)), leaf, dy)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from acm_compiler.acm import ops
-from acm_compiler.acm.quantized import int8
+from acm_compiler.acm.quantized import int8, integers
 from acm_compiler.acm.reference import prefix_output, run_learners
 from acm_compiler.errors import UsageError
 from tests.helpers.kernel_cases import FORMS, Case, k_of, to, weights_of
@@ -15,7 +15,7 @@ from tests.helpers.kernel_cases import FORMS, Case, k_of, to, weights_of
 def drawn(case: Case):
     """(x, k, float weights, int8 weights) of a case, float32."""
     weights = to(weights_of(case), torch.float32)
-    return torch.randn(case.tokens, case.d_in), k_of(case), weights, int8.quantized(weights)
+    return torch.randn(case.tokens, case.d_in), k_of(case), weights, integers.quantized(weights)
 
 
 def run(x, k, weights):
@@ -65,7 +65,7 @@ def test_a_part_of_a_weight_is_multiplied_in_place():
 
 def test_tokens_are_computed_in_blocks_and_depend_on_none():
     x, k, _, quantized = drawn(FORMS[0])
-    many, expected = x.repeat(2 * int8.BLOCK // len(x) + 1, 1), run(x, k, quantized)
+    many, expected = x.repeat(2 * integers.BLOCK // len(x) + 1, 1), run(x, k, quantized)
     y = run(many, k.repeat(len(many) // len(x)), quantized)
     torch.testing.assert_close(y, expected.repeat(len(many) // len(x), 1), rtol=1e-5, atol=1e-6)
 
@@ -146,7 +146,7 @@ def test_gradients_pass_the_rounding(case):
     inputs = [x.clone().requires_grad_(), b_out]
     dy = torch.randn(case.tokens, b_out.shape[1])
     found = torch.autograd.grad(run(inputs[0], k, replace(quantized, b_out=b_out)), inputs, dy)
-    floats = replace(int8.dequantized(quantized), b_out=b_out)
+    floats = replace(integers.dequantized(quantized), b_out=b_out)
     expected = torch.autograd.grad(run_learners(inputs[0], k, floats), inputs, dy)
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -5,7 +5,7 @@ import torch
 from torch.func import vmap
 
 from acm_compiler.acm.reference import Weights, run_learners
-from acm_compiler.acm.sparse import Least, column_norms, kept_share, sparse_learners, sparse_output
+from acm_compiler.acm.sparse import Thresholds, column_norms, kept_share, sparse_learners, sparse_output
 from acm_compiler.errors import UsageError
 
 N, H, D, O, T = 3, 5, 7, 4, 11  # noqa: E741
@@ -31,7 +31,7 @@ def tokens():
     return torch.randn(T, D, generator=generator, dtype=DOUBLE), torch.arange(T) % (N + 1)
 
 
-LEAST = Least(torch.linspace(0.1, 0.9, D), torch.linspace(0.0, 0.8, N * H).view(N, H))
+LEAST = Thresholds(torch.linspace(0.1, 0.9, D), torch.linspace(0.0, 0.8, N * H).view(N, H))
 
 
 def by_hand(x, k, weights, least):
@@ -59,7 +59,7 @@ def test_each_value_is_skipped_by_its_own_least_size(weights, tokens):
 
 
 def test_without_a_least_size_nothing_is_skipped(weights, tokens):
-    none = Least(torch.zeros(D), torch.zeros(N, H))
+    none = Thresholds(torch.zeros(D), torch.zeros(N, H))
     torch.testing.assert_close(sparse_learners(*tokens, weights, none), run_learners(*tokens, weights))
     assert kept_share(*tokens, weights, none).eq(1).all()
 
@@ -67,7 +67,7 @@ def test_without_a_least_size_nothing_is_skipped(weights, tokens):
 def test_no_tokens_and_no_values(weights, tokens):
     x, k = tokens
     assert sparse_learners(x[:0], k[:0], weights, LEAST).shape == (0, O)
-    everything = Least(torch.full((D,), torch.inf), torch.full((N, H), torch.inf))
+    everything = Thresholds(torch.full((D,), torch.inf), torch.full((N, H), torch.inf))
     torch.testing.assert_close(sparse_learners(x, k, weights, everything), weights.b_out[k])
 
 
@@ -128,17 +128,17 @@ def test_in_bfloat16_and_under_autocast(weights, tokens):
 
 
 def test_norms_are_of_the_columns_that_a_value_meets(weights):
-    norms = column_norms(weights)
+    norm_D, norm_NH = column_norms(weights)
     first = weights.w_in.square().sum((0, 1)) + (0 if weights.w_up is None else weights.w_up.square().sum((0, 1)))
-    torch.testing.assert_close(norms.inputs, first.sqrt().float())
-    torch.testing.assert_close(norms.hidden, weights.w_out.norm(dim=0).float())
+    torch.testing.assert_close(norm_D, first.sqrt().float())
+    torch.testing.assert_close(norm_NH, weights.w_out.norm(dim=0).float())
 
 
 def test_operands_that_do_not_fit_are_refused(weights, tokens):
     x, k = tokens
-    with pytest.raises(UsageError, match="least_in of acm::sparse_learners"):
-        sparse_learners(x, k, weights, Least(torch.zeros(D + 1), LEAST.hidden))
-    with pytest.raises(UsageError, match="least_hidden of acm::sparse_learners"):
-        sparse_learners(x, k, weights, Least(LEAST.inputs, LEAST.hidden.double()))
+    with pytest.raises(UsageError, match="thresholds_in of acm::sparse_learners"):
+        sparse_learners(x, k, weights, Thresholds(torch.zeros(D + 1), LEAST.hidden))
+    with pytest.raises(UsageError, match="thresholds_hidden of acm::sparse_learners"):
+        sparse_learners(x, k, weights, Thresholds(LEAST.inputs, LEAST.hidden.double()))
     with pytest.raises(UsageError, match="operand x"):
         sparse_learners(x[:, 1:], k, weights, LEAST)

@@ -134,7 +134,7 @@ def test_thresholds_are_found_with_which_the_model_executes_the_budget(mlp, name
         assert method._executed(method.asked[share], batches) == pytest.approx(share, abs=0.005)
     for executed in (lambda asked, _: asked**2, lambda asked, _: asked**0.5):
         monkeypatch.setattr(method, "_executed", executed)
-        assert executed(method._found(0.3, []), []) == pytest.approx(0.3, abs=0.005)
+        assert executed(method._search(0.3, []), []) == pytest.approx(0.3, abs=0.005)
 
 
 @pytest.mark.parametrize("name", ["teal", "svd", "flap", "cmoe"])

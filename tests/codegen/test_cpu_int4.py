@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from acm_compiler.acm import ops
-from acm_compiler.acm.quantized import int8
+from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen.compare import INT8_TOLERANCE, TOLERANCE, relative_error
 from acm_compiler.errors import UsageError
-from tests.helpers.kernel_cases import FEW, FORMS, ODD, Case, k_of, to, weights_of
+from tests.helpers.kernel_cases import FEW, FORMS, ODD, Case, k_of, require_same_bits_by_threads, to, weights_of
 
 WIDE = (
     Case(form="gated", act="silu", tokens=300, d_in=130, d_out=90, width=74, learners=4),
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("library")
 def drawn(case: Case, dtype: torch.dtype = torch.float32):
     """(x, k, 4-bit weights, residual) of a case."""
     torch.manual_seed(0)
-    weights = ops.cast_weights(int8.quantized(to(weights_of(case), torch.float32), "int4"), dtype)
+    weights = ops.cast_weights(integers.quantized(to(weights_of(case), torch.float32), "int4"), dtype)
     x, residual = torch.randn(case.tokens, case.d_in), torch.randn(case.tokens, weights.b_out.shape[1])
     return x.to(dtype), k_of(case), weights, residual.to(dtype)
 
@@ -63,15 +63,7 @@ def test_a_token_keeps_its_bits_whatever_its_neighbours(case):
 
 
 def test_threads_do_not_change_a_bit():
-    threads = torch.get_num_threads()
-    for tokens in (20, 70, 600):
-        x, k, weights, residual = drawn(Case(form="gated", act="silu", tokens=tokens, width=70))
-        answers = []
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            answers.append(native(x, k, weights, residual))
-        torch.set_num_threads(threads)
-        assert torch.equal(*answers)
+    require_same_bits_by_threads(native, drawn)
 
 
 @pytest.mark.parametrize("case", [case for case in ALL if case in FORMS], ids=str)

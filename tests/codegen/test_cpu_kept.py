@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acm_compiler.acm.quantized import int8
+from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.passes.rewrite.offload import kept as offloaded
@@ -78,7 +78,7 @@ def test_a_written_weight_is_packed_anew_and_a_dead_one_let_go(dtype, tiles, kep
 def test_weights_written_past_torch_s_count_are_packed_anew(dtype, tiles, kept):
     """Put an average of weights in their place: `parameter.data.copy_(average)`."""
     one = drawn(Case(tokens=90, d_in=130, d_out=70, width=34), torch.float32 if dtype == torch.int8 else dtype)
-    weights = int8.quantized(one.weights) if dtype == torch.int8 else one.weights
+    weights = integers.quantized(one.weights) if dtype == torch.int8 else one.weights
     before = native(one, weights)
     counted = weights.w_in._version
     weights.w_in.data.copy_(weights.w_in.flip(0))

@@ -8,7 +8,7 @@ import torch
 
 from acm_compiler.acm import ops
 from acm_compiler.acm.reference import Weights, hidden
-from acm_compiler.acm.sparse import Least, cut, sparse_output
+from acm_compiler.acm.sparse import Thresholds, cut, sparse_output
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.offload import kept as offloaded
@@ -38,11 +38,11 @@ def seed():
     torch.manual_seed(0)
 
 
-def output(x, k, w: Weights, least: Least):
+def output(x, k, w: Weights, least: Thresholds):
     return torch.ops.acm.sparse_learners_cpu(x, k, *least, *w.tensors[:7], form=w.form, act=w.act)
 
 
-def truth(x, k, w: Weights, least: Least):
+def truth(x, k, w: Weights, least: Thresholds):
     return sparse_output(x.double(), k, ops.cast_weights(w, torch.float64), least)
 
 
@@ -61,18 +61,18 @@ def between(values_TC):
     return torch.where(low == 0, high / 2, (low * high).sqrt()).float()
 
 
-def least_of(x, w: Weights, skipped: str = "some") -> Least:
+def thresholds_of(x, w: Weights, skipped: str = "some") -> Thresholds:
     """Sizes below which none, some or all values are, of these tokens."""
     n, width, d_in = w.w_in.shape
     if skipped != "some":
         size = 0.0 if skipped == "none" else torch.inf
-        return Least(torch.full((d_in,), size), torch.full((n, width), size))
+        return Thresholds(torch.full((d_in,), size), torch.full((n, width), size))
     inputs = between(x.double()) if len(x) else torch.ones(d_in)
     h = hidden(cut(x.double(), inputs), ops.cast_weights(w, torch.float64), n)
-    return Least(inputs, (between(h) if len(x) else torch.ones(n * width)).view(n, width))
+    return Thresholds(inputs, (between(h) if len(x) else torch.ones(n * width)).view(n, width))
 
 
-def compare(x, k, w: Weights, least: Least) -> None:
+def compare(x, k, w: Weights, least: Thresholds) -> None:
     y = output(x, k, w, least)
     assert y.dtype == x.dtype and y.shape == (len(x), w.b_out.shape[1])
     assert relative_error(y, truth(x, k, w, least)) <= TOLERANCE[x.dtype]
@@ -85,7 +85,7 @@ def test_it_equals_the_reference(kind, tokens, dtype, kept):
     weights, x = drawn(kind, dtype), torch.randn(tokens, D).to(dtype)
     for skipped in ("none", "some", "all"):
         for pattern in ("0", "1", "3", "4", "mixed", "one high"):
-            compare(x, draw_k(tokens, pattern), weights, least_of(x, weights, skipped))
+            compare(x, draw_k(tokens, pattern), weights, thresholds_of(x, weights, skipped))
     matrices = {"mlp": 2, "gated": 3, "top": 3}[kind]
     assert kept.acm_kept_panels() == (matrices if 0 < tokens <= 16 else 0)
 
@@ -97,14 +97,14 @@ def test_large_learners_without_biases_equal_the_reference(kind, dtype):
     for tokens in (1, 3, 16):
         x = torch.randn(tokens, LARGE[0]).to(dtype)
         for pattern in ("1", "4", "mixed"):
-            compare(x, draw_k(tokens, pattern), weights, least_of(x, weights))
+            compare(x, draw_k(tokens, pattern), weights, thresholds_of(x, weights))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gated"])
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_every_activation_equals_the_reference(act, kind):
     weights, x = drawn(kind, act=act), torch.randn(3, D)
-    compare(x, torch.tensor([2, 4, 1]), weights, least_of(x, weights))
+    compare(x, torch.tensor([2, 4, 1]), weights, thresholds_of(x, weights))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (7, 3, 2, 5), (67, 129, 3, 33)], ids=str)
@@ -112,14 +112,14 @@ def test_odd_sizes_equal_the_reference(sizes):
     for kind in FORMS:
         weights, x = drawn(kind, sizes=sizes), torch.randn(4, sizes[0])
         k = torch.tensor([0, sizes[2], 1, sizes[2] // 2], dtype=torch.int64)
-        compare(x, k, weights, least_of(x, weights))
+        compare(x, k, weights, thresholds_of(x, weights))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_token_has_the_same_bits_alone_and_with_any_number_of_threads(kind, dtype, kept):
     weights, x = drawn(kind, dtype, sizes=LARGE), torch.randn(16, LARGE[0]).to(dtype)
-    k, least = draw_k(16, "mixed"), least_of(x, weights)
+    k, least = draw_k(16, "mixed"), thresholds_of(x, weights)
     together = output(x, k, weights, least)
     kept.acm_threads_that_worked()
     before = torch.get_num_threads()
@@ -137,7 +137,7 @@ def test_a_token_has_the_same_bits_alone_and_with_any_number_of_threads(kind, dt
 @pytest.mark.parametrize("kind", FORMS)
 def test_what_a_skipped_value_is_multiplied_by_is_not_read(kind):
     weights, x, k = drawn(kind, act="relu"), torch.randn(1, D), torch.tensor([N if kind == "top" else 2])
-    least = least_of(x, weights)
+    least = thresholds_of(x, weights)
     expected = truth(x, k, weights, least)
     skipped = x[0].abs() < least.inputs
     h = hidden(cut(x.double(), least.inputs), ops.cast_weights(weights, torch.float64), N).view(N, H)
@@ -156,12 +156,12 @@ def test_what_a_skipped_value_is_multiplied_by_is_not_read(kind):
 @pytest.mark.parametrize("kind", FORMS)
 def test_nan_and_infinity_are_not_skipped(kind, dtype):
     weights, x, k = drawn(kind, dtype), torch.randn(5, D).to(dtype), torch.tensor([2, 3, 0, 4, 1])
-    least = least_of(x, weights)
+    least = thresholds_of(x, weights)
     x[1, 3], x[2, 0], x[3, 5] = torch.nan, torch.nan, torch.nan
     y = output(x, k, weights, least)
     assert y[[1, 3]].isnan().all()
     assert relative_error(y[[0, 2, 4]], truth(x, k, weights, least)[[0, 2, 4]]) <= TOLERANCE[dtype]
-    nothing = least_of(x, weights, "all")
+    nothing = thresholds_of(x, weights, "all")
     assert output(x, k, weights, nothing)[[1, 3]].isnan().all()
 
 
@@ -169,8 +169,8 @@ def test_nan_and_infinity_are_not_skipped(kind, dtype):
 def test_rows_and_sizes_may_lie_strided(dtype, kept):
     weights, wide = drawn("gated", dtype), torch.randn(6, 2 * D).to(dtype)
     for x in (wide[:, :D], wide[:, ::2], wide[::2, D:]):
-        k, least = draw_k(2 * len(x), "mixed")[::2], least_of(x, weights)
-        apart = Least(*(t.repeat_interleave(2, -1)[..., ::2] for t in least))
+        k, least = draw_k(2 * len(x), "mixed")[::2], thresholds_of(x, weights)
+        apart = Thresholds(*(t.repeat_interleave(2, -1)[..., ::2] for t in least))
         assert torch.equal(output(x, k, weights, apart), output(x.contiguous(), k.contiguous(), weights, least))
     assert kept.acm_kept_panels() == 3
 
@@ -179,14 +179,14 @@ def test_rows_and_sizes_may_lie_strided(dtype, kept):
 def test_copies_are_kept_made_anew_after_a_write_and_let_go(dtype, kept):
     weights, x = drawn("gated", dtype), torch.randn(2, D).to(dtype)
     k = torch.tensor([3, 2])
-    compare(x, k, weights, least_of(x, weights))
+    compare(x, k, weights, thresholds_of(x, weights))
     kept.acm_columns_packed()
-    compare(x, k, weights, least_of(x, weights))
+    compare(x, k, weights, thresholds_of(x, weights))
     assert kept.acm_columns_packed() == 0 and kept.acm_kept_panels() == 3
     for weight in (weights.w_in, weights.w_up, weights.w_out):
         for write in (lambda w: w.mul_(-1.5), lambda w: w.data.copy_(w.flip(0))):
             write(weight)
-            compare(x, k, weights, least_of(x, weights))
+            compare(x, k, weights, thresholds_of(x, weights))
             assert kept.acm_columns_packed() > 0 and kept.acm_kept_panels() == 3
     del weights, weight
     assert kept.acm_kept_panels() == 0
@@ -194,7 +194,7 @@ def test_copies_are_kept_made_anew_after_a_write_and_let_go(dtype, kept):
 
 def test_weights_of_which_nothing_may_be_kept_go_to_the_reference(tmp_path, kept):
     weights, x, k = drawn("gated", sizes=(128, 128, N, 48)), torch.randn(2, 128), torch.tensor([3, 2])
-    least = least_of(x, weights)
+    least = thresholds_of(x, weights)
     with offloading(tmp_path):
         in_files = offloaded(weights)
     assert all(w.untyped_storage().filename for w in (in_files.w_in, in_files.w_up, in_files.w_out))
@@ -211,7 +211,7 @@ def test_weights_of_which_nothing_may_be_kept_go_to_the_reference(tmp_path, kept
 
 def test_it_is_in_charge_on_cpus():
     weights, x, k = drawn("top"), torch.randn(3, D), torch.tensor([1, 4, 2])
-    least = least_of(x, weights)
+    least = thresholds_of(x, weights)
     y = torch.ops.acm.sparse_learners(x, k, *least, *weights.tensors[:7], form=weights.form, act=weights.act)
     assert torch.equal(y, output(x, k, weights, least))
 
@@ -219,15 +219,15 @@ def test_it_is_in_charge_on_cpus():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"inputs": torch.zeros(D, dtype=torch.float64)}, "least_in"),
-        ({"inputs": torch.zeros(D + 1)}, "least_in"),
-        ({"hidden": torch.zeros(N, H + 1)}, "least_hidden"),
+        ({"inputs": torch.zeros(D, dtype=torch.float64)}, "thresholds_in"),
+        ({"inputs": torch.zeros(D + 1)}, "thresholds_in"),
+        ({"hidden": torch.zeros(N, H + 1)}, "thresholds_hidden"),
     ],
     ids=["type", "inputs", "hidden"],
 )
 def test_what_does_not_fit_is_refused_in_words(change, message):
     weights, x = drawn("mlp"), torch.randn(2, D)
-    least = least_of(x, weights)._replace(**change)
+    least = thresholds_of(x, weights)._replace(**change)
     with pytest.raises(UsageError, match=message):
         output(x, torch.tensor([1, 2]), weights, least)
 
@@ -235,10 +235,10 @@ def test_what_does_not_fit_is_refused_in_words(change, message):
 def test_an_illegal_k_is_refused():
     weights, x = drawn("mlp"), torch.randn(2, D)
     with pytest.raises(UsageError, match="5"):
-        output(x, torch.tensor([1, N + 1]), weights, least_of(x, weights))
+        output(x, torch.tensor([1, N + 1]), weights, thresholds_of(x, weights))
 
 
 def test_other_types_go_to_the_reference(kept):
     weights, x, k = drawn("mlp", torch.float64), torch.randn(2, D, dtype=torch.float64), torch.tensor([1, 4])
-    compare(x, k, weights, least_of(x, weights))
+    compare(x, k, weights, thresholds_of(x, weights))
     assert kept.acm_kept_panels() == 0

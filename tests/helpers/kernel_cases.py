@@ -181,3 +181,16 @@ def require_answer(y: Tensor, inputs: Inputs) -> None:
     """The answer is the reference's within the tolerance of its dtype, and has no value that was never written."""
     assert y.shape == inputs.expected.shape
     assert relative_error(y.cpu(), inputs.expected) <= TOLERANCE[y.dtype]
+
+
+def require_same_bits_by_threads(native: Callable[..., Tensor], drawn: Callable[[Case], tuple]) -> None:
+    """Fail where one thread and three differ, on few tokens, on one block of columns shared, and on several blocks."""
+    threads = torch.get_num_threads()
+    for tokens in (20, 70, 600):
+        call = drawn(Case(form="gated", act="silu", tokens=tokens, width=70))
+        answers = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            answers.append(native(*call))
+        torch.set_num_threads(threads)
+        assert torch.equal(*answers)

@@ -26,7 +26,7 @@ from acm_compiler.acm.gradients.sorted_tokens import (
 )
 from acm_compiler.acm.operands import may_equal, require_learners
 from acm_compiler.acm.ops import FORM, LEARNERS, LIBRARY, run_call
-from acm_compiler.acm.quantized import int8
+from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import Weights, relaxed_output
 
 _CHOICE = f"Tensor x, Tensor nu, {schema(LearnerWeights)}, *, int k_min, {FORM}"
@@ -44,7 +44,7 @@ def backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: st
     call = LearnersArguments(x, k, *tensors)
     names = ["x", *learned(call)]
     if call.s_in is not None:  # gradients pass the rounding of weights and of activations as if there were none
-        floats = int8.dequantized(Weights(*part(LearnerWeights, call), act=act, form=form))
+        floats = integers.dequantized(Weights(*part(LearnerWeights, call), act=act, form=form))
         call = call._replace(**floats.tensors._asdict())
     require_learners(call, form=form)
     if not x.shape[0]:
@@ -70,7 +70,7 @@ def _by_reference(dy: Tensor, call: LearnersArguments, names: list[str], *, form
 
 def learned(call: LearnersArguments) -> list[str]:
     """Names of the weights that are there and have gradients: quantised ones have none, nor have their scales."""
-    fixed = ("x", "k") if call.s_in is None else ("x", "k", *int8.INTEGERS, *int8.SCALES)
+    fixed = ("x", "k") if call.s_in is None else ("x", "k", *integers.WEIGHTS, *integers.SCALES)
     return [name for name, tensor in call._asdict().items() if tensor is not None and name not in fixed]
 
 

@@ -8,28 +8,15 @@ is a row of its own: what k learners give does not depend on those that come aft
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acm_compiler.acm.quantized import int4
-
-if TYPE_CHECKING:
-    from acm_compiler.acm.reference import Weights
-
-INTEGERS = ("w_in", "w_up", "w_out", "w_top")
-"""The weights that are quantised."""
-SCALES = ("s_in", "s_up", "s_out", "s_top")
-"""Their scales, by the same order."""
-To = Literal["int8", "int4"]
 DEEPEST = (2**31 - 1) // (255 * 127)
 """The longest row whose sums fit into 32 bits."""
-BLOCK = 256
-"""Tokens that are computed at once."""
 
 _LEAST = 2.0**-100  # a row of a smaller scale counts as zeros: the scale's reciprocal must be finite
 # sums of so many products stay below 2^24, so that floats hold them exactly, in whatever order they are added
@@ -66,51 +53,15 @@ def quantize_weight(w: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return q.nan_to_num().to(torch.int8), scale.squeeze(axes)
 
 
-def quantized(weights: Weights, to: To = "int8") -> Weights:
-    """The same weights as integers with scales; biases stay as they are."""
-    made: dict[str, Any] = {}
-    for name, scale in zip(INTEGERS, SCALES, strict=True):
-        weight = getattr(weights, name)
-        if weight is not None and to == "int4":
-            made[name], made[scale] = int4.quantize_weight(weight, **_groups(weights, name))
-        elif weight is not None:
-            made[name], made[scale] = quantize_weight(weight, _summed(weights, name))
-    return replace(weights, **made)
-
-
-def dequantized(weights: Weights) -> Weights:
-    """The floats that integers stand for, in the type of the biases."""
-    made: dict[str, Any] = dict.fromkeys(SCALES)
-    for name, scale in zip(INTEGERS, SCALES, strict=True):
-        weight, of = getattr(weights, name), getattr(weights, scale)
-        if weight is None:
-            continue
-        if weights.is_int4:
-            made[name] = int4.dequantize_weight(weight, of, **_groups(weights, name)).to(weights.b_out.dtype)
-            continue
-        for axis in sorted(axis % weight.dim() for axis in _summed(weights, name)):
-            of = of.unsqueeze(axis)
-        made[name] = (weight * of).to(weights.b_out.dtype)
-    return replace(weights, **made)
-
-
-def _summed(weights: Weights, name: str) -> tuple[int, ...]:
-    """The axes of a weight that a product sums over, those of all learners at once."""
-    if name == "w_in" and weights.form == "cols":
-        return (0, 2, 3)
-    return (-2, -1) if name == "w_out" else (-1,)
-
-
-def _groups(weights: Weights, name: str) -> dict[str, int]:
-    """Count the axes that a weight is summed over, and the parts, one a learner, that its groups lie in."""
-    top = name == "w_top" and weights.form != "linear"
-    return {"axes": 2 if weights.form == "cols" else 1, "parts": weights.learners if top else 1}
+def dequantize_weight(q: Tensor, scale: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The float32 numbers that int8 values stand for; `axes` as when they were quantised."""
+    for axis in sorted(axis % q.dim() for axis in axes):
+        scale = scale.unsqueeze(axis)
+    return q * scale
 
 
 def linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor, parts: int = 1) -> Tensor:
-    """x w^T of float32 tokens and integers with their scales; rows of x are quantised in so many equal parts."""
-    if w_OD.dtype == torch.uint8:
-        return int4.linear(x_TD, w_OD, s_O, parts)
+    """x w^T of float32 tokens and an int8 weight; rows of x are quantised in so many equal parts."""
     rows = quantize_rows(x_TD.unflatten(-1, (parts, -1)))
     y_TO = x_TD.new_zeros(x_TD.shape[0], w_OD.shape[0])
     for q_TD, zero_T1, scale_T1, piece_OD in zip(*(t.unbind(-2) for t in rows), w_OD.chunk(parts, -1), strict=True):

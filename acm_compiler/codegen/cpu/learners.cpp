@@ -1,6 +1,6 @@
 // acm::learners, acm::sparse_learners and acm::gate as native operators. What they do not cover (other types, composite
-// activations) and what cannot be (operands that do not fit each other, an illegal k) they hand to the references, which
-// say what is wrong.
+// activations) and what cannot be (operands that do not fit each other, an illegal k) they hand to the references,
+// which say what is wrong.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@
 #include "gate.h"
 #include "norm.h"
 #include "package.h"
-#include "quantised_call.h"
+#include "quantized_call.h"
 #include "site.h"
 #include "sparse.h"
 
@@ -114,29 +114,29 @@ Tensor learners(const Tensor& x, const Tensor& k, const Tensor& w_in, const Mayb
 }
 
 template <typename T>
-bool run_sparse(const Operands& t, Tensor& y, const Tensor& least_in, const Tensor& least_hidden) {
+bool run_sparse(const Operands& t, Tensor& y, const Tensor& thresholds_in, const Tensor& thresholds_hidden) {
   SparseCall<T> call;
   take_weights<T>(call, t);
-  call.least_in = least_in.const_data_ptr<float>(), call.least_hidden = least_hidden.const_data_ptr<float>();
+  call.thresholds_in = thresholds_in.const_data_ptr<float>(), call.thresholds_hidden = thresholds_hidden.const_data_ptr<float>();
   if (!prepare<T>(call, t, y)) return false;
   call.run();
   return true;
 }
 
-Tensor sparse_learners(const Tensor& x, const Tensor& k, const Tensor& least_in, const Tensor& least_hidden,
+Tensor sparse_learners(const Tensor& x, const Tensor& k, const Tensor& thresholds_in, const Tensor& thresholds_hidden,
                        const Tensor& w_in, const Maybe& b_in, const Maybe& w_up, const Maybe& b_up, const Tensor& w_out,
                        const Tensor& b_out, const Maybe& w_top, std::string_view form, std::string_view act) {
   const Maybe none, second(w_out);
   const Site site{w_in, b_in, w_up, b_up, second, b_out, w_top, none, none, none, none, none, form, act};
-  const auto is_least = [&](const Tensor& t, c10::IntArrayRef sizes) {
+  const auto is_threshold = [&](const Tensor& t, c10::IntArrayRef sizes) {
     return t.scalar_type() == at::kFloat && t.sizes().equals(sizes) && t.device() == x.device();
   };
   const auto keeps = [](const Maybe& weight) { return !weight || may_be_kept(*weight); };
   const bool fits = (site.form == Form::mlp || site.form == Form::gated) && x.dim() == 2 && x.size(0) <= kFewTokens &&
-                    w_in.dim() == 3 && w_out.dim() == 3 && is_least(least_in, w_in.sizes().slice(2)) &&
-                    is_least(least_hidden, w_in.sizes().slice(0, 2)) && keeps(w_in) && keeps(w_up) && keeps(w_out) &&
+                    w_in.dim() == 3 && w_out.dim() == 3 && is_threshold(thresholds_in, w_in.sizes().slice(2)) &&
+                    is_threshold(thresholds_hidden, w_in.sizes().slice(0, 2)) && keeps(w_in) && keeps(w_up) && keeps(w_out) &&
                     keeps(w_top);
-  const Tensor inputs = least_in.contiguous(), hidden = least_hidden.contiguous();
+  const Tensor inputs = thresholds_in.contiguous(), hidden = thresholds_hidden.contiguous();
   const auto run = [&](const Operands& t, Tensor& y) {
     return x.scalar_type() == at::kFloat ? run_sparse<float>(t, y, inputs, hidden)
                                          : run_sparse<c10::BFloat16>(t, y, inputs, hidden);
@@ -144,7 +144,7 @@ Tensor sparse_learners(const Tensor& x, const Tensor& k, const Tensor& least_in,
   if (fits)
     if (const Maybe y = run_native(x, k, site, nullptr, run)) return *y;
   static const auto reference = reference_of<decltype(sparse_learners)>("acm::sparse_learners_reference");
-  return reference.call(x, k, least_in, least_hidden, w_in, b_in, w_up, b_up, w_out, b_out, w_top, form, act);
+  return reference.call(x, k, thresholds_in, thresholds_hidden, w_in, b_in, w_up, b_up, w_out, b_out, w_top, form, act);
 }
 
 Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_inner, const Tensor& w_outer,
@@ -183,7 +183,7 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
   "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top, "         \
   "Tensor? s_in, Tensor? s_up, Tensor? s_out, Tensor? s_top, Tensor? residual=None"
 #define ACM_SPARSE_TENSORS                                                                                      \
-  "Tensor x, Tensor k, Tensor least_in, Tensor least_hidden, Tensor w_in, Tensor? b_in, Tensor? w_up, "         \
+  "Tensor x, Tensor k, Tensor thresholds_in, Tensor thresholds_hidden, Tensor w_in, Tensor? b_in, Tensor? w_up, "         \
   "Tensor? b_up, Tensor w_out, Tensor b_out, Tensor? w_top"
 #define ACM_FORM "str form, str act"
 

@@ -154,7 +154,7 @@ struct SparseCall : Operation<T> {
   using Matrix = Part<Transposed<T>, T>;
 
   Weight<T> w_in, w_up, w_out, w_top;
-  const float *least_in, *least_hidden;
+  const float *thresholds_in, *thresholds_hidden;
   Matrix first, up, second, top;
 
   void run() {
@@ -177,12 +177,12 @@ struct SparseCall : Operation<T> {
     float* values = memory_of(kValues).template grown<float>(active * apart);
     T* hidden = memory_of(kHidden).template grown<T>(active * most);
     std::array<Values, kFewTokens> kept;
-    const auto gather_all = [&](const auto& row, const float* least, const auto& count) {
+    const auto gather_all = [&](const auto& row, const float* thresholds, const auto& count) {
       share_rows(0, active, apart, [&](int64_t i) {
-        kept[i] = gather(row(i), least, count(i), places + i * apart, values + i * apart);
+        kept[i] = gather(row(i), thresholds, count(i), places + i * apart, values + i * apart);
       });
     };
-    gather_all([&](int64_t i) { return x + order[i] * x_stride; }, least_in, [&](int64_t) { return d_in; });
+    gather_all([&](int64_t i) { return x + order[i] * x_stride; }, thresholds_in, [&](int64_t) { return d_in; });
     const auto hidden_of = [&](int64_t i) { return k_at(i) * width; };
     multiply(std::vector<SparseProduct>{{kept.data(), 0, active, most, d_in, w_up ? 2 : 1}},
              [&](const SparseProduct& product, const Piece& piece) {
@@ -194,7 +194,7 @@ struct SparseCall : Operation<T> {
         });
       }
     });
-    gather_all([&](int64_t i) { return hidden + i * most; }, least_hidden, hidden_of);
+    gather_all([&](int64_t i) { return hidden + i * most; }, thresholds_hidden, hidden_of);
     std::vector<SparseProduct> out;
     if (on_top) out.push_back({kept.data(), 0, on_top, d_out, deep, 1});
     if (on_top < active) out.push_back({kept.data(), on_top, active, d_out, deep, 1});
@@ -215,12 +215,12 @@ struct SparseCall : Operation<T> {
     return kept[use];
   }
 
-  static Values gather(const T* row, const float* least, int64_t count, int32_t* places, float* values) {
+  static Values gather(const T* row, const float* thresholds, int64_t count, int32_t* places, float* values) {
     int64_t kept = 0;
     for (int64_t j = 0; j < count; j++) {
       const float v = row[j];
       places[kept] = j, values[kept] = v;
-      kept += !(std::abs(v) < least[j] || v == 0);
+      kept += !(std::abs(v) < thresholds[j] || v == 0);
     }
     return {places, values, kept};
   }

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.quantized.int8 import To
+from acm_compiler.acm.quantized.integers import To
 from acm_compiler.acm.sparse import ValueSizes
 from acm_compiler.errors import AcmError, CompiledModelError, FixedBudget, NotRewritten, UsageError
 from acm_compiler.planning.call_times import CallTimes

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.sparse import Least, Skips, ValueSizes, column_norms
+from acm_compiler.acm.sparse import Skips, Thresholds, ValueSizes, column_norms
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import refuse_quantized, wholly_rewritten
 from acm_compiler.runtime.budgets import is_number
 from acm_compiler.runtime.control import refuse_phases
-from acm_compiler.runtime.sparsity.measure import refuse_no_skipping, skipping_sites
+from acm_compiler.runtime.sparsity.measure import quantile, refuse_no_skipping, skipping_sites
 
 Calls = Literal["decode", "all"]
 MOST = 0.6
@@ -27,9 +27,9 @@ def set_sparsity(model: nn.Module, share: float | None, *, calls: Calls = "decod
 
     Budgets say how many learners run, this what of them runs; `acm.record` counts what is left. Until changed, None
     ends it; in eval mode alone. Nothing is recompiled but where it begins or ends.
-    share: from 0 to 0.6, measured on the tokens of `acm.measure_sparsity`. About 0.3 costs least where a budget of 0.5
-    to 0.9 is set with it. calls: "decode", those with one token per sequence, which the native CPU kernel gains time
-    by; "all", to see what it does to a metric: calls with many tokens gain no time.
+    share: from 0 to 0.6, by the values that `acm.measure_sparsity` saw; 0.3 goes well with budgets of 0.5 to 0.9.
+    calls: "decode", those with one token per sequence, in which the native CPU kernel saves time; "all", to see what it
+    does to a metric: calls with many tokens save none.
     Raises UsageError for other values, a model whose values were not measured, split or int8 learners; LayoutUnknown
     where decode calls cannot be told apart.
     """
@@ -57,11 +57,11 @@ def set_sparsity(model: nn.Module, share: float | None, *, calls: Calls = "decod
     if calls == "decode":
         refuse_phases(found)
     for name, acm in able.items():
-        _skip(acm, least_sizes(acm, found.owner.value_sizes[name], share), every_call=calls == "all")
+        _skip(acm, thresholds_of(acm, found.owner.value_sizes[name], share), every_call=calls == "all")
     found.owner.sparsity = share, calls
 
 
-def least_sizes(acm: ACM, sizes: ValueSizes, share: float) -> Least:
+def thresholds_of(acm: ACM, sizes: ValueSizes, share: float) -> Thresholds:
     """The sizes below which values of one site are skipped so that `share` of its MACs are."""
     weights = acm.learners.weights()
     first = acm.d_in * (1 if weights.w_up is None else 2)
@@ -70,23 +70,16 @@ def least_sizes(acm: ACM, sizes: ValueSizes, share: float) -> Least:
     norms = column_norms(weights)
     quantiles = quantile(sizes.inputs, _INPUTS * of_hidden), quantile(sizes.hidden, min(of_hidden, 1))
     # a column of zeros adds nothing, whatever it is multiplied by
-    return Least(*(_over(size, norm) for size, norm in zip(quantiles, norms, strict=True)))
-
-
-def quantile(sizes: tuple[float, ...], share: float) -> float:
-    """The size below which `share` of the values lie, linear between the steps."""
-    at = share * (len(sizes) - 1)
-    low = min(int(at), len(sizes) - 2)
-    return sizes[low] + (at - low) * (sizes[low + 1] - sizes[low])
+    return Thresholds(*(_over(size, norm) for size, norm in zip(quantiles, norms, strict=True)))
 
 
 def _over(size: float, norms: Tensor) -> Tensor:
     return torch.where(norms > 0, size / norms, torch.inf)
 
 
-def _skip(acm: ACM, least: Least, *, every_call: bool) -> None:
+def _skip(acm: ACM, thresholds: Thresholds, *, every_call: bool) -> None:
     if acm.skips is None or acm.skips.every_call != every_call:
-        acm.skips = Skips(least, every_call=every_call)
+        acm.skips = Skips(thresholds, every_call=every_call)
         return
-    for name, sizes in least._asdict().items():
+    for name, sizes in thresholds._asdict().items():
         getattr(acm.skips, name).copy_(sizes)

@@ -12,7 +12,7 @@ from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.acm.intact import refuse_skips
 from acm_compiler.acm.reference import hidden
-from acm_compiler.acm.sparse import Least, ValueSizes, column_norms
+from acm_compiler.acm.sparse import ValueSizes, column_norms
 from acm_compiler.data.batch import refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, refuse_quantized, wholly_rewritten
@@ -94,8 +94,9 @@ class _Drawn:
 
     def __init__(self, acm: ACM, tokens: int) -> None:
         weights = acm.learners.weights()
-        self.acm, self.weights, self.norms, self.seen = acm, weights, column_norms(weights), 0
-        self.parts: list[Least] = []
+        self.acm, self.weights, self.seen = acm, weights, 0
+        self.norm_D, self.norm_NH = column_norms(weights)
+        self.parts: list[tuple[Tensor, Tensor]] = []
         values = tokens * weights.w_in.shape[0] * weights.w_in.shape[1]
         self.every = 1 + values // _DRAWN
 
@@ -108,16 +109,25 @@ class _Drawn:
         n, width = self.weights.w_in.shape[:2]
         h_TNH = hidden(x_TD, self.weights, n).unflatten(-1, (n, width))
         runs_TN = torch.arange(n, device=k_T.device) < k_T[:, None]
-        self.parts.append(Least(x_TD.abs() * self.norms.inputs, (h_TNH.abs() * self.norms.hidden)[runs_TN]))
+        inputs, hidden_values = x_TD.abs() * self.norm_D, (h_TNH.abs() * self.norm_NH)[runs_TN]
+        self.parts.append((inputs.flatten(), hidden_values))
 
     def sizes(self) -> ValueSizes:
         """Their quantiles."""
-        steps = torch.linspace(0, 1, STEPS + 1)
-        kinds = (torch.cat([part.flatten() for part in kind]) for kind in zip(*self.parts, strict=True))
-        sorted_kinds = (kind.float().cpu().sort().values for kind in kinds)
-        return ValueSizes(*(tuple(float(f"{size:.5g}") for size in _at(kind, steps).tolist()) for kind in sorted_kinds))
+        return ValueSizes(*(quantiles_of(torch.cat(kind)) for kind in zip(*self.parts, strict=True)))
 
 
-def _at(sorted_values: Tensor, steps: Tensor) -> Tensor:
-    last = sorted_values.numel() - 1
-    return sorted_values[(steps * last).round().long()] if last >= 0 else torch.zeros_like(steps)
+def quantiles_of(values: Tensor, steps: int = STEPS) -> tuple[float, ...]:
+    """Quantiles of the values in equal steps from 0 to 1, zeros where there are none."""
+    if not values.numel():
+        return (0.0,) * (steps + 1)
+    ordered = values.flatten().float().cpu().sort().values
+    places = torch.linspace(0, len(ordered) - 1, steps + 1).round().long()
+    return tuple(float(f"{size:.5g}") for size in ordered[places].tolist())
+
+
+def quantile(quantiles: tuple[float, ...], share: float) -> float:
+    """The value below which `share` of them lie, linear between the steps."""
+    at = share * (len(quantiles) - 1)
+    low = min(int(at), len(quantiles) - 2)
+    return quantiles[low] + (at - low) * (quantiles[low + 1] - quantiles[low])

@@ -10,7 +10,6 @@ import torch
 import acm_compiler as acm
 from acm_compiler.errors import NotRewritten, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.runtime.sparsity.control import quantile
 from tests.helpers.decoders import drawn, gated, gated_llama, llama, written
 
 transformers = pytest.importorskip("transformers")
@@ -185,7 +184,3 @@ def test_what_takes_no_notice_of_skipping_refuses_it(model):
     for call in calls:
         with pytest.raises(UsageError, match="for learners that skip no values"):
             call()
-
-
-def test_quantiles_are_linear_between_steps():
-    assert [quantile((0.0, 1.0, 3.0), share) for share in (0, 0.25, 0.5, 0.75, 1)] == [0, 0.5, 1, 2, 3]

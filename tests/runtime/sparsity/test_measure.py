@@ -7,7 +7,7 @@ import acm_compiler as acm
 from acm_compiler.acm.sparse import column_norms
 from acm_compiler.errors import CompiledModelError, DataError, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.runtime.sparsity.measure import STEPS
+from acm_compiler.runtime.sparsity.measure import STEPS, quantile, quantiles_of
 from tests.helpers.decoders import drawn, gated_llama, llama
 
 pytest.importorskip("transformers")
@@ -33,7 +33,7 @@ def test_quantiles_are_those_of_the_inputs_times_their_columns(model):
     for name, site in acm.sites(model).items():
         sizes = conversion(model).value_sizes[name]
         assert len(sizes.inputs) == len(sizes.hidden) == STEPS + 1
-        all_sizes = (seen[name].abs() * column_norms(site.learners.weights()).inputs).flatten().detach()
+        all_sizes = (seen[name].abs() * column_norms(site.learners.weights())[0]).flatten().detach()
         share = (all_sizes < sizes.inputs[STEPS // 4]).float().mean()
         assert float(share) == pytest.approx(0.25, abs=0.01)
         assert list(sizes.hidden) == sorted(sizes.hidden) and sizes.inputs[-1] == pytest.approx(
@@ -89,3 +89,12 @@ def test_what_cannot_be_measured_is_refused(model):
     kept = acm.rewrite(llama(), acm.plan(llama(), ids, sites=[{"match": "mlp", "second_layer": "per_k"}]))
     with pytest.raises(UsageError, match="second_layer per_k"):
         acm.measure_sparsity(kept, [ids])
+
+
+def test_quantiles_are_linear_between_steps():
+    assert [quantile((0.0, 1.0, 3.0), share) for share in (0, 0.25, 0.5, 0.75, 1)] == [0, 0.5, 1, 2, 3]
+
+
+def test_quantiles_of_few_values_and_of_none():
+    assert quantiles_of(torch.tensor([3.0, 1.0, 2.0]), 4) == (1, 1, 2, 3, 3)
+    assert quantiles_of(torch.empty(0), 2) == (0, 0, 0)

@@ -38,7 +38,7 @@ def plan(
     ] = None,
     include: Annotated[str | None, typer.Option(help="Of these only what also matches; by commas.")] = None,
     exclude: Annotated[str | None, typer.Option(help="What not to convert; by commas.")] = None,
-    learners: Annotated[int | None, typer.Option(help="Learners per site.")] = None,
+    learners: Annotated[int | None, typer.Option(min=1, help="Learners per site.")] = None,
     budget: Annotated[
         list[str] | None,
         typer.Option(metavar="B", help="A budget to show, such as .4, 60% or 11GMACs; exit 4 if out of reach."),

@@ -15,7 +15,7 @@ from acm_compiler.checkpoint.folder import Writer, write_folder
 from acm_compiler.errors import StorageError, UsageError, a_few_of
 from acm_compiler.exporting.fixed import learner_share
 from acm_compiler.exporting.traced import TensorInput
-from acm_compiler.files import folder_at, parse_json, write_file
+from acm_compiler.files import folder_at, parse_json, whole_file, write_file
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.plan import class_of
 from acm_compiler.recipe.resolved import installed_versions
@@ -59,7 +59,8 @@ def moves(aside: Path) -> dict[str, Writer]:
 
 
 def _move(source: Path, target: Path) -> None:
-    shutil.move(source, target)
+    with whole_file(target) as beside:  # with the permissions of the user's files: safetensors withholds them
+        shutil.move(source, beside)
 
 
 def size_of(aside: Path) -> int:

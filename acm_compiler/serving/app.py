@@ -207,7 +207,7 @@ def _word_errors(app: FastAPI) -> None:
     app.add_exception_handler(ModelFailed, worded(lambda _: 500, str))
 
 
-_NO_JSON = "json_invalid"
+_NO_JSON, _NOT_READ = "json_invalid", "model_attributes_type"
 
 
 def _status(error: Any) -> int:
@@ -221,6 +221,8 @@ def _faults(error: Any) -> str:
         place = ".".join(str(part) for part in fault["loc"][1:])
         if fault["type"] == _NO_JSON:
             faults.append(f"the body is no JSON: {fault['ctx']['error']} at character {place}")
+        elif fault["type"] == _NOT_READ and isinstance(fault["input"], bytes):
+            faults.append("the body was not read: send JSON, with the header content-type: application/json")
         else:
             faults.append(f"{place or 'the body'}: {fault['msg']}")
     return a_few_of(list(dict.fromkeys(faults)))

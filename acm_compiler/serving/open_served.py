@@ -124,9 +124,11 @@ def _transform(recipe: Recipe | None, data: DataConfig | None, size: tuple[int, 
 
 
 def _classes(model: nn.Module, data: DataConfig | None) -> Mapping[int, str]:
-    """Names of the classes: those of the folder of images where it is here, else the model's own."""
+    """Names of the classes: those of the data set where they can be read without opening it, else the model's own."""
     if isinstance(data, ImageFolderData) and (root := Path(data.root)).is_dir():
         return dict(enumerate(sorted(path.name for path in root.iterdir() if path.is_dir())))
+    if isinstance(data, TextData) and data.classes:
+        return dict(enumerate(data.classes))
     return getattr(getattr(model, "config", None), "id2label", None) or {}
 
 

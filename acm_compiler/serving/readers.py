@@ -95,8 +95,12 @@ class Texts(Reader):
         return [encoding.ids for encoding in every]
 
     def _ids(self, value: Any, number: int) -> list[int]:
-        if not isinstance(value, list) or not all(_is_whole(part) for part in value):
-            raise self.refused(type(value).__name__, where=f"{self.name}[{number}]")
+        where = f"{self.name}[{number}]"
+        if not isinstance(value, list):
+            raise self.refused(type(value).__name__, where=where)
+        for place, part in enumerate(value):
+            if not _is_whole(part):
+                raise self.refused(f"{type(part).__name__} in place of a token id", where=f"{where}[{place}]")
         return value
 
     def _checked(self, ids: list[int], number: int) -> Example:

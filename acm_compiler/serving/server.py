@@ -122,9 +122,11 @@ def warm_up(served: Served, low: float, high: float, most: int, say: Say) -> Pac
         from acm_compiler.codegen.gpu.calls import warm
 
         say(f"{warm.warm_up(served.found.acms.values())} kernels for a GPU are ready")
-    say("running the model" if served.call is served.model else "compiling the model")
+    compiled = served.call is not served.model
     if served.found is not None:
-        for sizes in ([8], [8] * 3, [8, 5, 3]):
+        forms = ([8], [8] * 3, [8, 5, 3])
+        for done, sizes in enumerate(forms, 1):
+            say(f"{'compiling' if compiled else 'running'} the model, batch form {done} of {len(forms)}")
             examples = [served.reader.sample(size) for size in sizes]
             served.run(examples, [None] * len(sizes), high)
             served.run(examples, [high] * len(sizes), high)

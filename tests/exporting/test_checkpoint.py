@@ -61,6 +61,8 @@ def test_every_k_of_other_classes(case, tmp_path):
     for k in (1, 2, 3, 4):  # the export compares what it wrote with the live model
         acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=k)
         assert json.loads((tmp_path / "out/export.json").read_text())["relative_error"] < 1e-5
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(set(modes.values())) == 1, modes  # whoever may read one file may read the weights
 
 
 @torch.no_grad()

@@ -120,6 +120,7 @@ REFUSED = [
     (413, {"json": {"input": ["a"] * 9}}, "at most 8"),
     (413, {"content": b" " * 100_001}, "too large: at most 100 kB"),
     (400, {"json": {"input": "a", "budget": 0.1}}, "0.200 to 1"),
+    (400, {"json": {"input": [[5, 1.5]]}}, "input[0][1]: the input cannot be read (found float in place of a token id"),
     (400, {"json": {"input": "a", "budget": 1.5}}, "0.200 to 1"),
     (400, {"json": {"input": "a", "budget": "much"}}, "cannot be read"),
     (400, {"content": b'{"input": "a", "budget": NaN}'}, "finite number"),
@@ -134,6 +135,10 @@ def test_what_is_wrong_with_a_request_is_said(embed, status, request_, words):
     given = {"headers": {"content-type": "application/json"}} if "content" in request_ else {}
     assert words in refusal(embed, status, **request_, **given)
     assert embed.get("/health").json()["status"] == "ok"
+
+
+def test_a_body_that_is_not_said_to_be_json_is_told_the_header(embed):
+    assert "content-type: application/json" in refusal(embed, 422, content=b'{"input": "a"}')
 
 
 def test_more_inputs_than_may_ever_wait_are_too_many_and_not_too_early(encoder):

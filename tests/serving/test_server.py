@@ -51,6 +51,11 @@ def test_a_dense_model_can_be_measured_too(texts):
     assert not served.skips_padding
 
 
+def test_classes_of_texts_have_the_names_that_the_data_give_them(texts):
+    data = f"{{kind: texts, split: eval, tokenizer: {texts / 'tokenizer.json'}, classes: [prose, code]}}"
+    assert small.opened(texts, "classify", data).classes == {0: "prose", 1: "code"}
+
+
 def test_learners_are_quantised_where_that_is_asked_for(texts):
     served = open_served(texts, Given.read("embed", None, None), ServeOptions(device="cpu", quantized="int8"))
     assert conversion(served.model).quantized == "int8"

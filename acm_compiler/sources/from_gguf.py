@@ -22,17 +22,31 @@ _FAILURES = (
 )
 # classes of models that write text, the one with the most models first
 _WRITERS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+# keys of configs that give linears biases, which no GGUF file names, by how its tensors are named
+_BIASES = {"mlp_bias": "blk.0.ffn_", "attention_bias": "blk.0.attn_"}
 
 
 def read_config(path: Path, **changes: Any) -> tuple[Any, list[str]]:
-    """The config of the model in a GGUF file, with `changes`, and the keys of `changes` that it lacks."""
+    """The config of the model in a GGUF file, with `changes`, and the keys of `changes` that it lacks.
+
+    Linears have biases where the file has some: transformers asks the file's settings alone, and drops them in silence.
+    """
     from transformers import AutoConfig
 
     with _reading(path, "model"):
         settings, unused = AutoConfig.from_pretrained(
             str(path.parent), gguf_file=path.name, return_unused_kwargs=True, local_files_only=True, **changes
         )
+        for key, places in _BIASES.items():
+            if key not in changes and getattr(settings, key, None) is False and _has_bias(path, places):
+                setattr(settings, key, True)
     return settings, [key for key in unused if key in changes]
+
+
+def _has_bias(path: Path, places: str) -> bool:
+    from gguf import GGUFReader
+
+    return any(part.name.startswith(places) and part.name.endswith(".bias") for part in GGUFReader(path).tensors)
 
 
 def read_model(path: Path, auto: Any, settings: Any) -> nn.Module:

@@ -79,9 +79,11 @@ def _tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
     ]
     for layer in range(model.config.num_hidden_layers):
         for ours, theirs in _PLACES.items():
-            tensor = state[f"model.layers.{layer}.{ours}.weight"]
-            if theirs in ("attn_q", "attn_k"):
-                rows, columns = tensor.shape
-                tensor = tensor.reshape(HEADS, 2, rows // HEADS // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-            found.append((f"blk.{layer}.{theirs}.weight", tensor))
+            for kind in ("weight", "bias"):
+                tensor = state.get(f"model.layers.{layer}.{ours}.{kind}")
+                if tensor is None:
+                    continue
+                if theirs in ("attn_q", "attn_k"):
+                    tensor = tensor.unflatten(0, (HEADS, 2, -1)).swapaxes(1, 2).flatten(0, 2)
+                found.append((f"blk.{layer}.{theirs}.{kind}", tensor))
     return found

@@ -44,6 +44,20 @@ def test_weights_are_those_that_were_written_and_those_that_transformers_loads(f
     assert not getattr(built.model, "is_quantized", False)
 
 
+@pytest.mark.parametrize("biases", [{"mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}])
+def test_biases_that_the_file_holds_are_read(tmp_path, biases):
+    model = small_llama(**biases)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    built = build(gguf(write_gguf(tmp_path / "biased.gguf", model).parent, "biased.gguf"))
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.no_grad():
+        torch.testing.assert_close(built.model(tokens).logits, model(tokens).logits)
+    again = build_from_record(json.loads(json.dumps(built.record)), device="meta")
+    assert again.state_dict().keys() == built.model.state_dict().keys()
+
+
 def test_a_model_is_built_again_from_its_record_without_the_file(folder, tmp_path):
     built = build(gguf(write_gguf(tmp_path / "gone.gguf", small_llama()).parent, "gone.gguf"), device="meta")
     (tmp_path / "gone.gguf").unlink()

@@ -128,7 +128,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
 
     def report(number: int) -> None:
         least = min(record.tokens for record in records.values())
-        progress.advance(f"{number} batches", to=min(least, options.tokens))
+        progress.advance("1 batch" if number == 1 else f"{number} batches", to=min(least, options.tokens))
 
     progress.part("token", options.tokens)
     batches: Iterator[Example] = (

@@ -17,7 +17,7 @@ from acm_compiler.acm.intact import is_in_parts
 from acm_compiler.checkpoint.documents import budgets_document, format_of
 from acm_compiler.checkpoint.folder import BUDGETS, INDEX, MODEL, PLAN, WEIGHTS, Writer, checked_extra, write_folder
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
-from acm_compiler.checkpoint.source import source_of
+from acm_compiler.checkpoint.source import source_of, why_none
 from acm_compiler.checkpoint.tensors import collect, index_of, own_classes, shards, write_tensors
 from acm_compiler.files import bytes_of, whole_file
 from acm_compiler.passes.rewrite.conversion import Conversion, rewritten
@@ -90,10 +90,12 @@ def _save(
         if writes:
             write_folder(directory, writers, size_bytes=size_bytes, among_others=among_others)
     if writes and (source is None or owner.undo.graph is not None):
+        reason = why_none(root, plan, owner.rest) if source is None else None
         _LOG.warning(
-            "%s: nothing says how this %s is built again\n  load it into your own: acm.load(%r, base_model=…)",
+            "%s: nothing says how this %s is built again%s\n  load it into your own: acm.load(%r, base_model=…)",
             directory,
             type(root).__name__,
+            f" ({reason})" if reason else "",
             str(directory),
         )
 

@@ -39,13 +39,29 @@ def source_of(model: nn.Module, plan: Plan, rest: Sequence[str] = ()) -> Record 
     recorded = plan.model.source
     if recorded is not None and not _is_outdated(recorded, model, plan, rest):
         return recorded
+    return next((record for record, built in _candidates(model, plan, rest) if _unlike(model, built) is None), None)
+
+
+def why_none(model: nn.Module, plan: Plan, rest: Sequence[str] = ()) -> str | None:
+    """What keeps `source_of` from a record: the first difference of `model` from what its library builds."""
+    return next((_unlike(model, built) for _, built in _candidates(model, plan, rest)), None)
+
+
+def _candidates(model: nn.Module, plan: Plan, rest: Sequence[str]) -> Iterator[tuple[Record, nn.Module]]:
+    """Records of the library that the model's class is of, and what each builds, rewritten."""
     candidates = {"transformers": _transformers, "torchvision": _torchvision, "timm": _timm}
     library = type(model).__module__.partition(".")[0]
     for record in candidates[library](model) if library in candidates else ():
         built = _rewritten(record, plan, rest)
-        if built is not None and _shapes(built) == _shapes(model) and dict(_plain(model)) == dict(_plain(built)):
-            return record
-    return None
+        if built is not None:
+            yield record, built
+
+
+def _unlike(model: nn.Module, built: nn.Module) -> str | None:
+    """The first shape or plain attribute of `model` that is another in `built`; None if all agree."""
+    found, expected = (_shapes(part) | dict(_plain(part)) for part in (model, built))
+    name = next((name for name in found | expected if found.get(name) != expected.get(name)), None)
+    return None if name is None else f"{name} is {found.get(name)}, its configuration says {expected.get(name)}"
 
 
 def _is_outdated(record: Record, model: nn.Module, plan: Plan, rest: Sequence[str]) -> bool:

@@ -29,7 +29,7 @@ def kernels(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per call, which choose the tiles.")] = 25216,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or tf32 for rounded fp32 products.")] = "bf16",
-    arch: Annotated[list[int] | None, typer.Option(metavar="SM", help="80, 90, ...; repeatable.")] = None,
+    arch: Annotated[list[int] | None, typer.Option(min=80, metavar="SM", help="80, 90, ...; repeatable.")] = None,
     norm: Annotated[bool, typer.Option("--norm", help="As where the LayerNorm in front is folded in.")] = False,
     build: Annotated[bool, typer.Option("--build", help="Compile them, no GPU needed, and read the binaries.")] = False,
     json: JsonOption = False,

@@ -22,7 +22,8 @@ from acm_compiler.errors import PackageMissing, TrainingFailed, UsageError
 
 _WEIGHTS = ("w_in", "w_up", "w_out", "w_top")
 # of a LoraConfig: what an update of weights cannot do, or needs one weight for; and its value where it is off
-_OFF = {"lora_dropout": 0.0, "lora_bias": False, "use_dora": False, "fan_in_fan_out": False, "layer_replication": None}
+_OFF: dict[str, object] = {"lora_dropout": 0.0, "lora_bias": False, "bias": "none", "use_dora": False}
+_OFF |= {"fan_in_fan_out": False, "layer_replication": None}
 
 
 class AdaptedACM(nn.Module, LoraLayer):

@@ -285,6 +285,8 @@ def test_acmc_kernels_shows_tiles_and_what_was_built(tmp_path):
     assert table.exit_code == 0 and all(str(row) in table.stdout for row in TABLE)
     plan = tmp_path / "plan.json"
     plan.write_text(plan_of(planned_site("a"), planned_site("b")).to_json())
+    refused = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "12"])
+    assert refused.exit_code == 2 and "'--arch': found '12', expected at least 80" in refused.stderr
     listed = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "90"])
     assert listed.exit_code == 0 and "not built" in listed.stdout and "2 x mlp 8 -> 4 x 8" in listed.stdout
     folded = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "90", "--norm"])

@@ -208,6 +208,8 @@ def test_compiled():
         ({"lora_dropout": 0.1}, r"lora_dropout does not work on an ACM .*expected lora_dropout=0.0"),
         ({"use_dora": True}, "use_dora does not work"),
         ({"lora_bias": True}, "lora_bias does not work"),
+        ({"bias": "all"}, "bias does not work on an ACM .*expected bias=none"),
+        ({"bias": "lora_only"}, "bias does not work"),
         ({"init_lora_weights": "olora"}, "init_lora_weights does not work"),
     ],
 )

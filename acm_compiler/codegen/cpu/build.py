@@ -121,7 +121,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 def compile_library(command: list[str], target: Path) -> None:
     """Compile the sources by that call to `target`, whole or not at all. KernelUnavailable when that fails."""
-    _LOG.info("compiling the CPU kernel, once for this machine: takes about 20 seconds")
+    _LOG.warning("compiling the CPU kernel, once for this machine: it takes half a minute")  # somebody waits
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
+from acm_compiler.passes.survey import grouped_flops
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.usage import Usage
 from acm_compiler.sources.inputs import call_model
@@ -53,7 +54,9 @@ def _macs_are_torchs(one: cases.Case) -> None:
     plan = one.plan
     parts = sum(kept.macs for kept in plan.kept) + sum(cost.dense_macs for cost in plan.cost.sites)
     assert parts == plan.model.dense_macs
-    counter, fast_path = FlopCounterMode(display=False), torch.backends.mha.get_fastpath_enabled()
+    experts = {torch.ops.aten._grouped_mm: grouped_flops}  # which torch's counter does not know
+    counter = FlopCounterMode(display=False, custom_mapping=experts)
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it and fused attention are unknown to the counter
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:

@@ -15,10 +15,10 @@ from acm_compiler.acm import ACM
 from acm_compiler.errors import AlreadyRewritten, UsageError
 from acm_compiler.files import dump
 from acm_compiler.passes.capture.batch_axes import find_layouts
-from acm_compiler.passes.capture.capture import capture
+from acm_compiler.passes.capture.capture import capture, fake_mode
 from acm_compiler.passes.capture.isolate import preserve_state
 from acm_compiler.passes.capture.normalize import normalized
-from acm_compiler.passes.find.count_macs import not_counted
+from acm_compiler.passes.find.count_macs import grouped_macs, not_counted
 from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
 from acm_compiler.passes.find.find_sites import Match, match_sites
 from acm_compiler.passes.rewrite.conversion import refuse_no_module
@@ -67,20 +67,27 @@ def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, An
 
 
 def torch_macs(model: nn.Module, example_inputs: Inputs) -> int | None:
-    """MACs of one forward by torch's FlopCounterMode (FLOPs / 2), None where it cannot run this model."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """MACs of one forward by torch's FlopCounterMode (FLOPs / 2), None where it cannot run this model.
+
+    It does not know grouped_mm, the products of experts, which are counted for it.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_flops})
     products = sdpa_kernel(SDPBackend.MATH)  # attention's fused kernel for CPUs is unknown to the counter
     try:
-        with preserve_state(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), products, counter:
+        with preserve_state(model), torch.no_grad(), fake_mode(), products, counter:
             call_model(model, example_inputs)
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AssertionError, NotImplementedError) as error:
         _LOG.debug("FlopCounterMode does not run this model: %s", error)
         return None
     return counter.get_total_flops() // 2
+
+
+def grouped_flops(left: Any, right: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    """Count the FLOPs of grouped_mm, as FlopCounterMode asks for them."""
+    return 2 * grouped_macs(left, right, out_shape)
 
 
 def _layout(match: Match, layouts: Mapping[str, Layout | None]) -> Layout | None:

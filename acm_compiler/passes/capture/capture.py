@@ -88,7 +88,7 @@ def record(model: nn.Module, example_inputs: Inputs, *, fake: bool) -> Capture |
         if not fake:
             recorder = Recorder(model, existing=owned)
             return recorder.run(map_tensors(example_inputs, _copy), names)
-        with _fake_mode() as mode:
+        with fake_mode() as mode:
             stand_in = _StandIn(mode, _pretended_device(model, example_inputs))
             recorder = Recorder(model, stand_in=stand_in)
             return recorder.run(map_tensors(example_inputs, stand_in.fresh), names)
@@ -129,7 +129,7 @@ class _StandIn:
 
 
 @contextlib.contextmanager
-def _fake_mode() -> Iterator[Any]:
+def fake_mode() -> Iterator[Any]:
     """A mode for fake tensors that does not log what it refuses: another attempt may follow, or our own error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True

@@ -144,6 +144,17 @@ def _product(left: Shape, right: Shape, out: Shape) -> Work:
     return Work(macs=macs, rows=macs // max(1, math.prod(right if len(right) <= 2 else left)))
 
 
+def _grouped_product(call: Call) -> list[Work]:
+    """A product of matrices whose rows, columns or summed axis fall into groups, each with a matrix of its own."""
+    left, right = _operands(call)[:2]
+    return [Work(macs=grouped_macs(left, right, call.shape), rows=math.prod(left[:-1]))]
+
+
+def grouped_macs(left: Shape, right: Shape, out: Shape) -> int:
+    """Multiply-adds of grouped_mm: [T, k] @ [G, k, n], [G, m, k] @ [k, T], [G, m, k] @ [G, k, n] or [m, T] @ [T, n]."""
+    return math.prod(left) * right[-1] if len(left) == len(right) == 2 else math.prod(out) * left[-1]
+
+
 def _einsum(call: Call) -> list[Work]:
     """Operands are contracted from left to right; a step that contracts nothing is a plain product."""
     equation = call.args[0]
@@ -245,6 +256,7 @@ _COUNTS: dict[str, Callable[[Call], list[Work]]] = {
     "bmm": _matmul,
     "addmm": _added_matmul,
     "baddbmm": _added_matmul,
+    "grouped_mm": _grouped_product,
     "einsum": _einsum,
     "tensordot": _tensordot,
     "inner": _inner,

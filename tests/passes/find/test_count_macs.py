@@ -7,10 +7,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import acm_compiler as acm
 from acm_compiler.passes.capture.capture import capture
 from acm_compiler.passes.capture.export import capture_exported
 from acm_compiler.passes.capture.normalize import normalize
-from acm_compiler.passes.find.count_macs import count_macs, not_counted
+from acm_compiler.passes.find.count_macs import count_macs, grouped_macs, not_counted
 from acm_compiler.sources.inputs import call_model
 from tests.helpers import models
 
@@ -97,6 +98,38 @@ def test_an_operation_counts_as_torch_counts_it(name):
     assert sum(count_macs(capture(model, tensors)).values()) == expected
     if name != "linear of a vector":
         assert sum(count_macs(capture_exported(model, tensors)).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "out", "macs"),
+    [
+        ((6, 8), (3, 8, 16), (6, 16), 6 * 8 * 16),  # experts' tokens, sorted
+        ((3, 8, 16), (16, 6), (8, 6), 8 * 16 * 6),
+        ((3, 4, 8), (3, 8, 16), (3, 4, 16), 3 * 4 * 8 * 16),
+        ((8, 6), (6, 16), (3, 8, 16), 8 * 6 * 16),  # gradients of experts' weights
+    ],
+)
+def test_grouped_products_count_every_row_once(left, right, out, macs):
+    assert grouped_macs(left, right, out) == macs
+
+
+def test_experts_count_as_their_loop_does():
+    """A mixture whose experts are grouped products, beside the same as a loop that torch can count."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(vocab_size=20, num_key_value_heads=2, num_local_experts=4, **sizes)
+    model, inputs = transformers.MixtralForCausalLM(config).eval(), {"input_ids": torch.arange(12)[None]}
+    model.set_experts_implementation("grouped_mm")
+    plan = acm.plan(model, inputs)
+    assert "grouped_mm" not in plan.model.not_counted
+    rewritten = acm.rewrite(model, plan)
+    with torch.no_grad(), acm.record(rewritten) as usage:
+        rewritten(**inputs)
+    acm.revert(rewritten)
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        assert plan.model.dense_macs == float(usage.dense_macs.sum()) == torchs_macs(model, inputs)
 
 
 def test_what_is_not_counted_is_named_with_how_often_it_runs():

@@ -174,5 +174,5 @@ def _missed(found: Evaluation) -> list[str]:
             )
         if abs(b.reached - expected) > _NEAR:
             missed = f"{expected:.2f} was missed by {b.reached - expected:+.3f}"
-            lines.append(f"budget {missed}: the table of knobs was measured on other data")
+            lines.append(f"budget {missed}: the table of knobs was measured on other examples")
     return lines

@@ -15,6 +15,8 @@ from acm_compiler.baselines.method import Method
 from acm_compiler.data import Batch
 from acm_compiler.planning.plan import Plan
 
+VIT = "torchvision.models.vision_transformer.VisionTransformer"
+
 
 class OnVit(Method):
     """Acts on torchvision's `VisionTransformer`."""
@@ -23,8 +25,10 @@ class OnVit(Method):
     def refuses(cls, model: nn.Module, plan: Plan) -> str | None:
         """A reason for all models but torchvision's vision transformers."""
         module, name = type(model).__module__, type(model).__name__
-        if (module, name) == ("torchvision.models.vision_transformer", "VisionTransformer"):
+        if f"{module}.{name}" == VIT:
             return None
+        if name.endswith("ForCTC"):
+            return "it runs fewer tokens, and CTC reads a label from every frame"
         return f"it acts on torchvision's VisionTransformer, and this is a {name} of {module}"
 
     @classmethod
@@ -94,8 +98,13 @@ Count = TypeVar("Count", int, Tensor)
 
 def block_macs(model: nn.Module, tokens: Count) -> Count:
     """Multiply-adds of one block for so many tokens of each image."""
-    width = sizes_of(model)[1]
-    return tokens * (4 * width**2 + mlp_macs(model)) + 2 * tokens**2 * width
+    _, width, hidden, _ = sizes_of(model)
+    return layer_macs(width, hidden, tokens)
+
+
+def layer_macs(width: int, hidden: int, tokens: Count) -> Count:
+    """Multiply-adds of attention and an MLP of two layers for so many tokens of each example."""
+    return tokens * (4 * width**2 + 2 * width * hidden) + 2 * tokens**2 * width
 
 
 def mlp_macs(model: nn.Module) -> int:

@@ -1,5 +1,8 @@
 """Methods on audio: what is refused, and that padding of clips counts nowhere."""
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,6 +11,8 @@ from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.methods import METHODS, choose
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.baselines.trained import experts
+from acm_compiler.baselines.trained.blocks import SpeechBlocks
+from acm_compiler.baselines.trained.early_exit import Exits
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.recipe.schema import RunConfig
 from acm_compiler.tasks.ctc import Ctc
@@ -59,10 +64,11 @@ def speech(tmp_path_factory):
 
 def test_what_acts_on_images_or_gated_mlps_is_left_out_and_all_else_is_fitted(speech):
     chosen = choose(speech.dense, speech.plan, names=["all"], budgets=None, usual=(0.5, 0.95))
-    refused = {"cmoe", "tome", "ztw", "avit"}
+    refused = {"cmoe", "tome", "avit"}
     assert refused <= chosen.left_out.keys() and set(chosen.budgets) == METHODS.keys() - refused
     assert all(budgets == (0.95,) for budgets in chosen.budgets.values())
-    assert "VisionTransformer" in chosen.left_out["avit"] and "gated MLPs" in chosen.left_out["cmoe"]
+    assert all("every frame" in chosen.left_out[name] for name in ("avit", "tome"))
+    assert "gated MLPs" in chosen.left_out["cmoe"]
 
 
 @pytest.mark.parametrize("name", ["teal", "svd", "flap", "thin", "moefication", "d2dmoe"])
@@ -79,3 +85,53 @@ def test_a_clip_costs_what_it_costs_without_padding_and_all_clips_meet_the_budge
         least = method.run(alone, budget).macs_B
         assert ran[1] == pytest.approx(float(least), rel=0.02) and ran[1] < ran[2] < ran[0]
         assert float(ran.sum() / whole.sum()) == pytest.approx(budget, abs=0.05)
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_a_model_run_a_block_at_a_time_answers_and_costs_as_the_whole(speech, post_norm):
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    torch.manual_seed(3)
+    config = Wav2Vec2Config.from_dict({**speech.dense.config.to_dict(), "do_stable_layer_norm": not post_norm})
+    dense = Wav2Vec2ForCTC(config).eval()
+    plan = acm.plan(dense, {"input_values": torch.zeros(1, 900)}, sites="mlp", learners=2)
+    subject = dataclasses.replace(speech, dense=dense, plan=plan)
+    steps, batch = SpeechBlocks(dense), next(speech.held_out())
+    with torch.no_grad():
+        tokens = steps.embed(batch, speech.task)
+        for place in range(len(steps.blocks)):
+            tokens = dataclasses.replace(tokens, x_BSD=steps.block(place, tokens))
+        found, wanted = steps.answer(tokens.x_BSD), dense(**speech.task.inputs(batch)).logits
+    torch.testing.assert_close(found, wanted)
+    method = METHODS["ztw"](subject)
+    method.exits = Exits(len(steps.blocks), steps.seen, found.shape[-1])
+    costs, whole = method._exits(batch)[1], Dense(subject).run(batch, 1.0).macs_B
+    torch.testing.assert_close(costs[:, -1], whole)
+    assert (costs[:, :-1].diff(dim=1) > 0).all() and (costs[:, 0] < whole).all()
+    assert METHODS["ztw"].floor(dense, plan) < float((costs[:, 0] / whole)[0])
+
+
+def test_clips_leave_early_where_the_mean_frame_is_sure_and_keep_their_own_answers(speech):
+    torch.manual_seed(0)
+    method, batch = METHODS["ztw"](speech), next(speech.held_out())
+    method.exits = Exits(len(method.steps.blocks), method.steps.seen, 30)
+    with torch.no_grad():
+        tokens = method.steps.embed(batch, speech.task)
+        sure = method.steps.sureness(method._logits(tokens)[0], tokens)
+        wanted = [method.exits.together(place, method._logits(tokens)[: place + 1]) for place in range(2)]
+    method.thresholds[0.9] = float(sure.median()) + 1e-6
+    given = []
+    method.score = lambda output, batch: given.append(output) or torch.zeros(4)
+    macs = method.run(batch, 0.9).macs_B
+    early = method.steps.sureness(wanted[0], tokens) >= method.thresholds[0.9]
+    assert early.any() and not early.all()
+    torch.testing.assert_close(given[0], torch.where(early[:, None, None], *wanted))
+    costs = method._exits(batch)[1]
+    torch.testing.assert_close(macs, torch.where(early, costs[:, 0], costs[:, 1]))
+
+
+def test_models_with_an_adapter_after_their_blocks_are_no_such_models(speech):
+    dense = copy.deepcopy(speech.dense)
+    assert METHODS["ztw"].refuses(dense, speech.plan) is None
+    dense.config.add_adapter = True
+    assert "a block at a time" in METHODS["ztw"].refuses(dense, speech.plan)

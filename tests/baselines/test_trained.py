@@ -123,16 +123,17 @@ def test_images_leave_where_an_exit_is_sure_enough(subject, fitted):
     method, budgets, _ = fitted["ztw"]
     (batch, *_), threshold = subject.fit(), method.thresholds[budgets[0]]
     with torch.no_grad():
-        logits = method._logits(batch["image"])
+        logits = method._logits(method.steps.embed(batch, subject.task))
         exits = [method.exits.together(place, logits[: place + 1]) for place in range(3)]
     given = []
     method.score, score = lambda output, batch: given.append(output) or score(output, batch), method.score
     macs = method.run(batch, budgets[0]).macs_B
     del method.score
-    costs, left = method._costs().double(), set()
+    costs, left = method._exits(batch)[1], set()
+    assert costs[:, -1].tolist() == [subject.plan.model.dense_macs] * len(macs)
     for image in range(len(macs)):
         sure = [bool(part[image].softmax(-1).max() >= threshold) for part in exits[:-1]] + [True]
-        assert macs[image] == costs[sure.index(True)]
+        assert macs[image] == costs[image, sure.index(True)]
         torch.testing.assert_close(given[0][image], exits[sure.index(True)][image])
         left.add(sure.index(True))
     assert len(left) > 1

@@ -43,7 +43,7 @@ def source_of(model: nn.Module, plan: Plan, rest: Sequence[str] = ()) -> Record 
 
 
 def why_none(model: nn.Module, plan: Plan, rest: Sequence[str] = ()) -> str | None:
-    """What keeps `source_of` from a record: the first difference of `model` from what its library builds."""
+    """Name what keeps `source_of` from a record: the first difference of `model` from what its library builds."""
     return next((_unlike(model, built) for _, built in _candidates(model, plan, rest)), None)
 
 

@@ -25,7 +25,10 @@ FILE = "model.safetensors"
 _WIDTHS = ("intermediate", "inner", "ffn", "mlp", "hidden_dim", "d_ff", "feedforward", "feed_forward")
 # keys of transformers' configurations that give biases to linears of MLPs and of attention
 _BIASES = {"mlp_bias": False, "attention_bias": True}
-_INSTEAD = "formats pt2 and aoti take every budget as an input, and k by controls=('k_lo', 'k_hi')"
+_INSTEAD = (
+    "format onnx holds a k per site; formats pt2 and aoti take every budget as an input, "
+    "and k by controls=('k_lo', 'k_hi')"
+)
 _UNSAID = "the class cannot say how thin its layers are"
 _BY_LAYER = "per_layer_config"
 
@@ -72,9 +75,7 @@ def build(found: Rewritten, ks: Mapping[str, int]) -> nn.Module:
         if len(set(ks.values())) == 1:
             raise
         more: dict[str, Any] = {"where": error.where, "found": error.found, "expected": error.expected}
-        raise UsageError(
-            error.what, **more, fix=f"{_one_k(found, ks)}format onnx holds a k per site; {_INSTEAD}"
-        ) from error
+        raise UsageError(error.what, **more, fix=f"{_one_k(found, ks)}{_INSTEAD}") from error
 
 
 def _merged(found: Rewritten, ks: Mapping[str, int]) -> dict[str, Tensor]:
@@ -191,7 +192,7 @@ def _filled(model: Any, config: Any, given: dict[str, Tensor]) -> nn.Module:
     with attempt, torch.random.fork_rng():
         built = type(model)(config).to(next(model.parameters()))
     if attempt.error is not None:
-        reason = f"{type(model).__name__} is built of one width ({type(attempt.error).__name__})"
+        reason = f"{type(model).__name__} is built of one width"
         raise UsageError(_UNSAID, found=reason, fix=_INSTEAD) from attempt.error
     expected = built.state_dict()
     for name, tensor in expected.items():

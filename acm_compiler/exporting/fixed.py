@@ -50,9 +50,9 @@ def fixed_ks(found: Rewritten, k: Any) -> dict[str, int]:
     _refuse_unfitted(found)
     most = max(acm.count for acm in found.acms.values())
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
-        raise UsageError(
-            "this export needs one k", where="fixed_k (--fixed-k)", found=repr(k), expected=f"from 1 to {most}"
-        )
+        fix = "or budget=0.5 (--budget 0.5): a k per site, as its gates choose there" if k is None else None
+        where, expected = "fixed_k (--fixed-k)", f"from 1 to {most}"
+        raise UsageError("this export needs one k", where=where, found=repr(k), expected=expected, fix=fix)
     return {name: acm.within(k, k)[0] for name, acm in found.acms.items()}
 
 

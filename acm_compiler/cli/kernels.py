@@ -43,7 +43,10 @@ def kernels(
         hint = did_you_mean(dtype, _DTYPES)
         raise UsageError(f"unknown dtype {dtype!r}{hint}", expected=f"one of {', '.join(_DTYPES)}")
     if what is None:
-        _show_table(out, build)
+        if arch or build:
+            option = "--arch" if arch else "--build"
+            raise UsageError(f"{option} needs to know for which sites", fix="give a saved model or a plan")
+        _show_table(out)
         return
     if importlib.util.find_spec("triton") is None:
         raise PackageMissing("Triton is not installed, which the kernels are written in", fix="pip install triton")
@@ -58,12 +61,9 @@ def kernels(
     out.document({"kernels": rows, "tokens": tokens})
 
 
-def _show_table(out: Output, build: bool) -> None:
+def _show_table(out: Output) -> None:
     from acm_compiler.codegen.gpu.tiles import TABLE
-    from acm_compiler.errors import UsageError
 
-    if build:
-        raise UsageError("--build needs to know for which sites", fix="give a saved model or a plan")
     rows = [
         {
             "for": str(row),

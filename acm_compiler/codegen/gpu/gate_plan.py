@@ -87,7 +87,9 @@ def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str,
     """Constants of `gate_kernel`; fp32 gates multiply in three tf32 parts, which keeps fp32's digits."""
     width = max(_NARROWEST, triton.next_power_of_2(spec.width))
     width = width if width <= (_WIDE if spec.is_exact else _WIDEST) else _WIDE
-    step = 64 // (2 if spec.is_exact else 1) // (2 if width > _LARGE else 1) // (2 if spec.is_odd else 1)
+    step = 64 // (2 if spec.is_exact else 1) // (2 if width > _LARGE else 1)
+    if spec.is_odd and width >= _LARGE:
+        step //= 2
     # products of three parts and of normalised blocks take 32 rows: they stay off wgmma, whose register operands old
     # ptxas gets wrong
     rows = 32 if spec.is_exact or spec.norm or width > _LARGE // 2 else 64
@@ -151,7 +153,7 @@ def gate_options(spec: GateSpec, machine: Machine, constants: dict[str, Any]) ->
     stages = 3
     if spec.is_exact and "SPAN" in constants:
         stages = 5  # of shorter steps, so that as many bytes are on their way
-    elif spec.is_exact and spec.is_odd:
+    elif spec.is_exact and spec.is_odd and constants["GP"] >= _LARGE:
         stages = 2  # values that are read one by one wait in registers
     return kernel_options(warps=4, stages=1 if unsafe else stages)
 

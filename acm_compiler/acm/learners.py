@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -169,10 +169,20 @@ class OnlyK:
     not, and one graph serves all k.
     """
 
-    def __init__(self, written: dict[str, int], within: Callable[[int, int], tuple[int, int]]) -> None:
-        """Keep it, of the bounds that were written, as far as a site keeps them."""
+    def __init__(
+        self,
+        written: Mapping[str, int],
+        within: Callable[[int, int], tuple[int, int]],
+        buffers: Mapping[str, Tensor | None],
+    ) -> None:
+        """Keep it, of the bounds that were written into these buffers, as far as a site keeps them."""
         self._prefill = _only(*within(written["k_lo"], written["k_hi"]))
         self._decode = _only(*within(written["decode_k_lo"], written["decode_k_hi"]))
+        self._marks = _marks(buffers)
+
+    def is_of(self, buffers: Mapping[str, Tensor | None]) -> bool:
+        """True if nothing was written there since, and no other tensors took their place; without asking the device."""
+        return self._marks == _marks(buffers)
 
     def of(self, *, is_decode: bool) -> int | None:
         """The only k of that phase, None where gates have a choice."""
@@ -185,3 +195,9 @@ _PAST_SPECIAL = 2  # sizes 0 and 1, of which torch makes graphs of their own
 
 def _only(low: int, high: int) -> Tensor | None:
     return torch.empty(low + _PAST_SPECIAL, 0, device="cpu") if low == high else None
+
+
+def _marks(buffers: Mapping[str, Tensor | None]) -> list[tuple[int, int]]:
+    """Places of the bounds and how often they were written; inference tensors do not count that."""
+    bounds = [buffers["k_lo"], buffers["k_hi"], buffers["decode_k_lo"], buffers["decode_k_hi"]]
+    return [(id(t), 0 if t is None or t.is_inference() else t._version) for t in bounds]

@@ -91,10 +91,10 @@ class ACM(nn.Module):
         self.conversion: Any = None
         self.replaced: Any = None  # what the graft took out, for `revert`
         self.written = {name: 0 if name.endswith("knob") else self.count for name in RUN_TIME}
-        self.only_k = OnlyK(self.written, self.within)
         for name, start in self.written.items():
             scalar = torch.full((), start, dtype=torch.int32, device=learners.w_in.device)
             self.register_buffer(name, scalar, persistent=False)
+        self.only_k = OnlyK(self.written, self.within, self._buffers)
         self.register_buffer(COUNTS, None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class ACM(nn.Module):
             with torch.inference_mode(choice.is_inference() or torch.is_inference_mode_enabled()):
                 choice.fill_(value)
         self.written = self.written | values
-        self.only_k = OnlyK(self.written, self.within)
+        self.only_k = OnlyK(self.written, self.within, self._buffers)
 
     def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
         result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acm_compiler.acm.arguments import GateArguments, GateWeights
 from acm_compiler.acm.ops import cast_weights
-from acm_compiler.acm.reference import Weights, run_learners
+from acm_compiler.acm.reference import Weights, prefix_output, run_learners
 from acm_compiler.codegen.compare import Errors, relative_errors
 from acm_compiler.codegen.gpu.dispatch import Histogram
 from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
@@ -209,6 +209,13 @@ def compiled_dense(site: Site) -> Callable[[], Tensor]:
     return torch.compile(dense_call(site), mode="max-autotune-no-cudagraphs")
 
 
+def one_k_call(site: Site, fraction: float, run: Callable[..., Tensor] = prefix_output) -> Calls:
+    """All tokens at k = N * fraction, where that is a whole number: dense products, no gate; run: perhaps compiled."""
+    k = fraction * site.shape.learners
+    name = "ours, one k" if run is prefix_output else "ours, one k, compiled"
+    return {name: lambda: run(site.x, site.weights, int(k))} if k.is_integer() else {}
+
+
 def contenders(site: Site, fraction: float, k: Tensor) -> Calls:
     """Everybody but Inductor at one k/N; the first is the base of the ratios."""
     calls: Calls = {"dense, eager": dense_call(site)}
@@ -220,7 +227,7 @@ def contenders(site: Site, fraction: float, k: Tensor) -> Calls:
         calls["grouped_mm"] = grouped_call(site, k)
     calls["ours"] = gated_call(site, k)
     calls["ours, no gate"] = learners_call(site, k)
-    return calls
+    return calls | one_k_call(site, fraction)
 
 
 def exact_answer(site: Site, k: Tensor) -> Tensor:

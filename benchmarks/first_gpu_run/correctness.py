@@ -1,4 +1,6 @@
-"""Outputs of the kernels: every form, tokens that are NaN, sites of full size with the same bits every time."""
+"""Outputs of the kernels: every form, tokens that are NaN, gates, sites of full size with the same bits every time; and
+those of compiled ACMs without them, where all tokens run one k.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,11 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
+from acm_compiler.acm import ACM, context
 from acm_compiler.acm.arguments import GateArguments
+from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.ops import cast_weights
 from acm_compiler.acm.reference import Norm, normalised, run_learners, utilities
 from acm_compiler.codegen.compare import TOLERANCE, relative_errors
@@ -67,9 +72,10 @@ def not_a_number(device: Device) -> Iterator[Row]:
 
 def gates(device: Device) -> Iterator[Row]:
     """Gates of every width, of few tokens and of many, bare and behind a norm: what their choices lose in float64."""
-    widths, counts = ((432, 4096), (64, 768), (1000, 2048)), (1, 64, 3000)
-    for (width, d), tokens, kind in device.some(product(widths, counts, ("rms", "", "layer"))):
-        d, tokens = (d, tokens) if device.is_cuda else (1030, min(tokens, 70))
+    sizes, counts = ((432, 4096), (64, 768), (1000, 2048)), (1, 64, 3000)
+    if not device.is_cuda:
+        sizes, counts = ((270, 1030), (20, 70)), (1, 70)
+    for (width, d), tokens, kind in product(sizes, counts, ("rms", "", "layer")):
         draw = [torch.randn(size, device=device.kind) for size in ((tokens, d), (width, d), (width,), (5, width), (5,))]
         x, *weights = ((tensor / tensor.shape[-1] ** 0.5).bfloat16() for tensor in draw)
         norm = Norm(weight=torch.rand_like(x[0]) + 0.5, bias=None, eps=1e-5, centred=kind == "layer") if kind else None
@@ -84,6 +90,29 @@ def gates(device: Device) -> Iterator[Row]:
         u = utilities(F.linear(F.gelu(F.linear(z, w, b)), w2, b2), knob, price, CHOOSING["rule"])
         lost = float((u.max(1).values - u.gather(1, k.long()[:, None])[:, 0]).max())
         yield {"width": width, "tokens": tokens, "norm": kind, "lost": lost, "fine": lost <= 3e-2}
+
+
+def one_k(device: Device) -> Iterator[Row]:
+    """Compiled ACMs whose tokens all run one k, without gate and sort, and how many graphs serve every k."""
+    context.DENSE_PREFIXES.add(device.kind)  # as those of a GPU do
+    backend = "acm" if device.is_cuda else "eager"  # a dry run only traces
+    for form, act in device.mine(device.some({"mlp": "gelu", "gated": "silu", "linear": "identity"}.items())):
+        d, width, tokens = (768, 768, 3000) if device.is_cuda else (24, 8, 20)
+        learners = Learners(d, d, 4, width, form=form, act=act, bias_in=form == "mlp", dtype=torch.bfloat16)
+        learners.start_random()
+        learners.b_out.normal_()
+        options = {"name": form, "k_min": 0, "layout": None, "cost": 1.0, "dropout": 0.0}
+        site = ACM(Gate(d, 64, 5, dtype=torch.bfloat16), learners, **options).to(device.kind).eval()
+        exact = cast_weights(learners.weights(), torch.float64)
+        x = torch.randn(tokens, d, device=device.kind).bfloat16()
+        graphs, compiled = counters["stats"]["unique_graphs"], torch.compile(site, backend=backend, fullgraph=True)
+        for k in (4, 2, 0, 3, 1):
+            site.set_choices(knob=0.0, k_lo=k, k_hi=k)
+            all_k = torch.full((tokens,), k, dtype=torch.int32, device=device.kind)
+            errors = relative_errors(compiled(x), run_learners(x.double(), all_k, exact))
+            made = counters["stats"]["unique_graphs"] - graphs
+            fine = max(errors) <= TOLERANCE[x.dtype] and made <= 3
+            yield {"form": form, "k": k, **errors._asdict(), "graphs": made, "fine": fine}
 
 
 def answers(device: Device) -> Iterator[Row]:

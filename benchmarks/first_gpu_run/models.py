@@ -38,9 +38,12 @@ def host(device: Device) -> Iterator[Row]:
     with torch.no_grad():
         for name, call in calls.items():
             yield {"call": name, "host_us": started_us(lambda call=call: call(tokens), device)}
-        for name, call in whole.items():
-            spent = started_us(lambda call=call: call(x), device)
-            yield {"call": name, "host_us": spent, "per site_us": spent / len(acm.sites(converted))}
+        for k in (None, 2):
+            acm.set_k(converted, k)
+            for name, call in whole.items():
+                spent = started_us(lambda call=call: call(x), device)
+                facts = {"call": name, "k": "gates" if k is None else k}
+                yield {**facts, "host_us": spent, "per site_us": spent / len(acm.sites(converted))}
 
 
 def started_us(call: Callable[[], object], device: Device) -> float:

@@ -31,10 +31,11 @@ class Part:
 PARTS = {
     "correctness": (
         Part(name="forms", run="correctness.forms", seconds=150, vital=True, processes=8),
-        Part(name="nan", run="correctness.not_a_number", seconds=60, vital=True),
-        Part(name="gates", run="correctness.gates", seconds=60, vital=True),
+        Part(name="nan", run="correctness.not_a_number", seconds=45, vital=True),
+        Part(name="gates", run="correctness.gates", seconds=45, vital=True),
+        Part(name="one_k", run="correctness.one_k", seconds=45, vital=True, interpreted=False, processes=3),
         Part(name="gradients", run="gradients.exact", seconds=120, vital=True, differentiates=True, processes=4),
-        Part(name="answers", run="correctness.answers", seconds=150, vital=True, processes=4),
+        Part(name="answers", run="correctness.answers", seconds=135, vital=True, processes=4),
         Part(name="tests", run="sanitizer.tests", seconds=240, interpreted=False),
         Part(name="memcheck", run="sanitizer.sanitized", given=("memcheck",), seconds=120),
         Part(name="initcheck", run="sanitizer.sanitized", given=("initcheck",), seconds=120),

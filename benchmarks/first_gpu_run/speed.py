@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.acm.reference import prefix_output
 from acm_compiler.codegen.gpu.dispatch import sort_by_k
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.tiles import Tiles, choose_tiles, tile_of
@@ -28,6 +29,7 @@ from benchmarks.first_gpu_run.contenders import (
     gate_call,
     gated_call,
     learners_call,
+    one_k_call,
     site_of,
 )
 from benchmarks.first_gpu_run.device import Calls, Device, race
@@ -103,8 +105,11 @@ def decode(device: Device) -> Iterator[Row]:
 def _ratios(device: Device, shape: Shape, *, tuned: bool) -> Iterator[Row]:
     site = site_of(shape, device)
     extra: Calls = {"dense, Inductor max-autotune": compiled_dense(site)} if tuned else {}
+    prefix = torch.compile(prefix_output, backend="inductor" if device.is_cuda else "eager")
     for fraction in device.some(FRACTIONS):
         calls = contenders(site, fraction, draw_k(site, fraction)) | extra
+        if tuned:
+            calls |= one_k_call(site, fraction, prefix)
         facts = {"site": shape.name, "shape": site.shape.sizes, "tokens": site.shape.tokens, "k/N": fraction}
         yield from [{**facts, **row} for row in race(calls, device.rounds, device)]
 

@@ -39,6 +39,8 @@ def require_good(spec, arch: int, kernels) -> None:
     for kernel in kernels:
         built = build(kernel, spec.dtype, arch)
         assert built.spills == 0 and built.resident >= kernel.tile.resident, built
+        if kernel.name == "bias":  # sums, no products
+            continue
         assert built.instructions["LDGSTS"], built
         found = {name for name, count in built.instructions.items() if count}
         assert found & {"HMMA", "HGMMA"} or (spec.dtype == "fp32" and not spec.tf32), built

@@ -10,6 +10,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from acm_compiler.acm.reference import prefix_output
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu import start
 from acm_compiler.codegen.gpu.calls import kept, sites, traced
@@ -102,6 +103,25 @@ def test_one_k_for_all_starts_no_kernel_of_ours(stub, small):
     assert launches(stub, lambda: small(rows(7))) == 0
     small.set_choices(knob=0.0, k_lo=1, k_hi=2)
     assert launches(stub, lambda: small(rows(7))) == 3
+
+
+def test_bounds_that_a_host_writes_or_puts_there_by_itself_are_followed(stub, small, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # the stub has no streams
+    small.set_choices(knob=0.0, k_lo=2, k_hi=2)
+    x = rows(7)
+    small(x)
+    small.k_lo.fill_(1)
+    assert launches(stub, lambda: small(x)) == 3  # a choice: gate and learners
+    small.k_hi = torch.ones((), dtype=torch.int32)
+    assert launches(stub, lambda: small(x)) == 0
+    torch.testing.assert_close(small(x), prefix_output(x, small.learners.weights(), 1))
+    asked = []
+    monkeypatch.setattr(small, "run_time", lambda: asked.append(1))
+    small(x)
+    assert not asked  # nothing was written since
+    small.k_hi.fill_(3)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert sites.run_site(small, x) is None and not asked
 
 
 def test_weights_written_in_place_keep_their_plan_and_others_get_one(small):

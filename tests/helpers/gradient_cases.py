@@ -127,15 +127,21 @@ def test_every_activation_has_its_derivative(act):
     torch.testing.assert_close(found["x"], expected, rtol=1e-5, atol=2e-6)
 
 
-def test_a_token_of_nan_reaches_the_learners_that_it_runs_alone():
-    """Learners do not share blocks here: their width is a multiple of a block's rows."""
-    inputs = inputs_of(Case(**SMALL | {"width": 32}))
-    inputs.x[7], inputs.k[7] = torch.nan, 1
+@pytest.mark.parametrize("form", [{}, GATED, LINEAR], ids=["mlp", "gated", "linear"])
+@pytest.mark.parametrize("width", [5, 20, 32])
+def test_a_token_of_nan_or_infinity_reaches_what_it_has_part_in_and_nothing_else(form, width):
+    """Up to seven learners share a block here; tokens are not finite coming in, going back, or both."""
+    inputs, machine = inputs_of(Case(**SMALL | {"width": width, "learners": 4}, **form)), replace(HOPPER, processors=9)
     dy = torch.randn(40, 33)
-    found = run_backward(dy, inputs.x, inputs.k, inputs.weights, wanted={"x", "w_in", "w_out"}, machine=HOPPER)
-    assert found["x"][7].isnan().all() and found["x"][torch.arange(40) != 7].isfinite().all()
-    assert found["w_in"][0].isnan().all() and found["w_in"][1:].isfinite().all()
-    assert found["w_out"][:, 0].isnan().all() and found["w_out"][:, 1:].isfinite().all()
+    inputs.x[7], inputs.k[7] = torch.nan, 1
+    dy[8], inputs.k[8] = torch.inf, 2
+    inputs.x[9], dy[9], inputs.k[9] = torch.inf, torch.nan, 0
+    exact, _ = exact_gradients(Case(**SMALL | {"width": width}, **form), inputs, dy)
+    found = run_backward(dy, inputs.x, inputs.k, inputs.weights, wanted=set(exact), machine=machine)
+    for name, grad in exact.items():
+        assert torch.equal(found[name].isfinite(), grad.isfinite()), name
+        assert not grad.isfinite().all(), name
+    assert found["w_in"][2:].isfinite().all() and found["b_out"][[1, 3, 4]].isfinite().all()
 
 
 def test_sums_over_tokens_have_the_same_bits_each_time_and_may_be_in_parts():

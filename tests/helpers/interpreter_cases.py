@@ -374,13 +374,12 @@ def test_a_whole_acm_by_its_kept_plans_follows_weights_and_k(tokens, monkeypatch
     learners = Learners(72, 80, 3, 40, form="mlp", act="gelu")
     acm = ACM(gate, learners, name="a", k_min=0, layout=None, cost=0.6, dropout=0.0).eval()
     x = torch.randn(tokens, 2, 72)[:, :1]  # rows apart are read as they lie by the operators, and not here
+    acm.set_choices(knob=0.0, k_lo=0, k_hi=3)
     with torch.no_grad():
         for parameter in acm.parameters():
             parameter.normal_(std=0.1)
         for turn, k in enumerate((3, 3, 3, 1, 0, 2)):
-            acm.set_choices(knob=0.0, k_lo=0, k_hi=3)  # as if the gate chose among all
-            acm.k_lo.fill_(k)
-            acm.k_hi.fill_(k)
+            gate.outer.bias.zero_()[k] = 100.0  # bounds that leave one k have no gate
             learners.w_in.mul_(1.1)
             rows = x.contiguous() if turn != 4 else x
             whole = sites.run_site(acm, rows)

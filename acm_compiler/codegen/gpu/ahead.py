@@ -25,7 +25,13 @@ from acm_compiler.codegen.gpu.dispatch import (
 )
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
-from acm_compiler.codegen.gpu.gate_plan import GateSpec, gate_constants, gate_options, part_constants, sum_constants
+from acm_compiler.codegen.gpu.gate_plan import (
+    GateSpec,
+    gate_constants,
+    gate_options,
+    part_constants,
+    sum_constants,
+)
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (
@@ -55,13 +61,17 @@ _INSTRUCTIONS = ("UTCHMMA", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel to be built: its function, what its operands are, its constants and options."""
+    """One kernel to be built: its function, what its operands are, its constants and options.
+
+    odd: numbers that are no multiples of 16.
+    """
 
     name: str
     function: Any
     constants: dict[str, Any]
     options: dict[str, Any]
     operands: dict[str, str] = field(default_factory=dict)
+    odd: tuple[str, ...] = ()
     tile: Tile | None = None
 
 
@@ -176,15 +186,18 @@ def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
     """The kernels that a gate of that many tokens starts on that architecture: one, or two where it is split."""
     machine, name = _machine(arch), "gate norm" if spec.norm else "gate"
     if not spec.is_split(tokens):
-        return [_gate_kernel(name, gate_kernel, gate_constants(spec, tokens, interpret=False), spec, machine)]
+        whole = gate_constants(spec, tokens, interpret=False)
+        return [_gate_kernel(name, gate_kernel, whole, gate_options(spec, machine, whole), spec)]
     parts, sums = (make(spec, tokens, interpret=False) for make in (part_constants, sum_constants))
     return [
-        _gate_kernel(f"{name} parts", gate_part_kernel, parts, spec, machine),
-        _gate_kernel("gate sum", gate_sum_kernel, sums, spec, machine),
+        _gate_kernel(f"{name} parts", gate_part_kernel, parts, gate_options(spec, machine, parts), spec),
+        _gate_kernel("gate sum", gate_sum_kernel, sums, kernel_options(warps=4), spec),
     ]
 
 
-def _gate_kernel(name: str, function: Any, constants: dict[str, Any], spec: GateSpec, machine: Machine) -> Kernel:
+def _gate_kernel(
+    name: str, function: Any, constants: dict[str, Any], options: dict[str, int], spec: GateSpec
+) -> Kernel:
     """A kernel of a gate; without a norm its weights are constants."""
     absent = () if spec.norm else ("norm_weight", "norm_bias")
     types = dict.fromkeys(("w_inner", "b_inner", "w_outer", "b_outer"), f"*{spec.gate_dtype}")
@@ -194,19 +207,20 @@ def _gate_kernel(name: str, function: Any, constants: dict[str, Any], spec: Gate
         name=name,
         function=function,
         constants=constants | {operand: None for operand in function.arg_names if operand in absent},
-        options=gate_options(machine, constants),
+        options=options,
         operands=types,
+        odd=("D_IN", "stride_x") if spec.is_odd else (),
     )
 
 
 def build(kernel: Kernel, dtype: str, arch: int) -> Built:
-    """Compile one kernel, for operands whose addresses and row strides are multiples of 16."""
-    names = kernel.function.arg_names
+    """Compile one kernel, for operands whose addresses and row strides are multiples of 16, but for odd ones."""
+    names, unaligned = kernel.function.arg_names, (*_UNALIGNED, *kernel.odd)
     signature = {name: _type_of(name, kernel, dtype) for name in names}
     aligned = [
         index
         for index, name in enumerate(names)
-        if signature[name] != "constexpr" and name not in _UNALIGNED and "tensordesc" not in signature[name]
+        if signature[name] != "constexpr" and name not in unaligned and "tensordesc" not in signature[name]
     ]
     source = ASTSource(
         kernel.function,

@@ -100,15 +100,20 @@ def _product(
 
 
 @triton.jit
-def _add_scores(
-    score, acc, b_inner, w_outer, inner, outer, G: tl.constexpr, C: tl.constexpr, INTERPRET: tl.constexpr
-):  # fmt: skip
-    """score + GELU(acc + b_inner) W_outer, of some of the G columns."""
+def _add_scores(score, acc, b_inner, w_outer, inner, outer, G: tl.constexpr, C: tl.constexpr, INTERPRET: tl.constexpr):
+    """score + GELU(acc + b_inner) W_outer, of some of the G columns.
+
+    Choice by choice, the next one's weight on its way: a product would hold all of h and of the weight in registers.
+    """
     acc += tl.load(b_inner + inner, mask=inner < G, other=0.0).to(tl.float32)[None, :]
     h = gelu(acc, False, INTERPRET)
-    real = (inner < G)[:, None] & (outer < C)[None, :]
-    w = tl.load(w_outer + outer[None, :] * G + inner[:, None], mask=real, other=0.0)
-    return tl.dot(h, w.to(tl.float32), score, input_precision="ieee")
+    w = tl.load(w_outer + inner, mask=inner < G, other=0.0)
+    for c in range(C):
+        following = tl.load(w_outer + (c + 1) * G + inner, mask=(inner < G) & (c + 1 < C), other=0.0)
+        total = tl.sum(h * w.to(tl.float32)[None, :], 1)
+        score = tl.where((outer == c)[None, :], score + total[:, None], score)
+        w = following
+    return score
 
 
 @triton.jit

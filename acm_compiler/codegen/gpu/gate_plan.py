@@ -22,7 +22,7 @@ from acm_compiler.codegen.gpu.tiles import bucket_of
 from acm_compiler.planning.decisions import PlannedSite
 
 _WIDEST = 256  # columns of the first product that a program takes at once
-_WIDE = 128  # of those of wider gates
+_WIDE = 128  # of those of wider gates, and of exact ones, whose operands need registers for their parts
 _NARROWEST = 16  # of a matrix product
 _LARGE = 128
 _FEW = 64  # tokens, whose gates are split if their first weight has as many elements as
@@ -50,6 +50,11 @@ class GateSpec:
     def is_exact(self) -> bool:
         """True if products are in fp32, of three tf32 parts."""
         return "fp32" in (self.dtype, self.gate_dtype)
+
+    @property
+    def is_odd(self) -> bool:
+        """True if rows begin anywhere, so that Triton reads them value by value, which takes registers."""
+        return self.d_in % 16 != 0
 
     def is_split(self, tokens: int) -> bool:
         """True if so few tokens take the first product in parts, as one program would read all of its weight."""
@@ -81,8 +86,10 @@ def gate_spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> G
 def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
     """Constants of `gate_kernel`; fp32 gates multiply in three tf32 parts, which keeps fp32's digits."""
     width = max(_NARROWEST, triton.next_power_of_2(spec.width))
-    width = width if width <= _WIDEST else _WIDE
+    width = width if width <= (_WIDE if spec.is_exact else _WIDEST) else _WIDE
     step = 64 // (2 if spec.is_exact else 1) // (2 if width > _LARGE else 1)
+    if spec.is_odd and width >= _LARGE:
+        step //= 2
     # products of three parts and of normalised blocks take 32 rows: they stay off wgmma, whose register operands old
     # ptxas gets wrong
     rows = 32 if spec.is_exact or spec.norm or width > _LARGE // 2 else 64
@@ -101,7 +108,8 @@ def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str,
 
 def part_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
     """Constants of `gate_part_kernel`."""
-    step, shared = 64 if spec.is_exact else 128, _shared_constants(spec, tokens)
+    step = (32 if spec.is_exact else 128) // (2 if spec.is_odd else 1)
+    shared = _shared_constants(spec, tokens)
     return {
         "G": spec.width,
         "SPAN": _PARTS[1],
@@ -139,10 +147,15 @@ def _choice_constants(spec: GateSpec, interpret: bool) -> dict[str, Any]:
     }
 
 
-def gate_options(machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
-    """Warps and pipeline stages (see Machine for `fenced`)."""
+def gate_options(spec: GateSpec, machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
+    """Warps and pipeline stages of `gate_kernel` and `gate_part_kernel` (see Machine for `fenced`)."""
     unsafe = machine.bulk_copies and not machine.fenced and constants["BM"] >= 64
-    return kernel_options(warps=4, stages=1 if unsafe else 3)
+    stages = 3
+    if spec.is_exact and "SPAN" in constants:
+        stages = 5  # of shorter steps, so that as many bytes are on their way
+    elif spec.is_exact and spec.is_odd and constants["GP"] >= _LARGE:
+        stages = 2  # values that are read one by one wait in registers
+    return kernel_options(warps=4, stages=1 if unsafe else stages)
 
 
 def run_gate(
@@ -193,7 +206,7 @@ class GatePlan:
         self._parts: Launcher | None = None
         if spec.is_split(1 << bucket):
             constants = part_constants(spec, 1 << bucket, interpret=INTERPRETED)
-            self._parts = Launcher(gate_part_kernel, constants, gate_options(machine, constants))
+            self._parts = Launcher(gate_part_kernel, constants, gate_options(spec, machine, constants))
             self._spans = blocks_in(spec.d_in, constants["SPAN"])
             self._room = rows, row = constants["ROWS"], constants["ROW"]
             self._programs = self._spans * (rows // constants["BM"]) * (row // constants["GP"])
@@ -201,7 +214,10 @@ class GatePlan:
             self._rows, self._start = sums["BM"], Launcher(gate_sum_kernel, sums, kernel_options(warps=4))
             return
         constants = gate_constants(spec, 1 << bucket, interpret=INTERPRETED)
-        self._rows, self._start = constants["BM"], Launcher(gate_kernel, constants, gate_options(machine, constants))
+        self._rows, self._start = (
+            constants["BM"],
+            Launcher(gate_kernel, constants, gate_options(spec, machine, constants)),
+        )
 
     def __call__(self, x_TD: Tensor, knob: Tensor, k_lo: Tensor, k_hi: Tensor) -> Choice:
         """The choice of T >= 1 tokens, whose rows are contiguous."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import is_nothing_open, is_plain_call
 from acm_compiler.acm.intact import refuse_changed
+from acm_compiler.acm.learners import OnlyK
 from acm_compiler.acm.reference import prefix_output
 from acm_compiler.acm.tokens import is_one_each
 from acm_compiler.codegen.gpu.calls.kept import ALIGNED, find_plan, rounding
@@ -60,6 +61,10 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
         return None
     shape, is_decode = x.shape, is_one_each(x.shape[:-1], acm.layout)
     tokens = x.numel() // shape[-1]
+    if not acm.only_k.is_of(acm.__dict__["_buffers"]):
+        if torch.cuda.is_current_stream_capturing():  # which may not wait for the device; a gate reads what is there
+            return None
+        _read_bounds(acm)
     k = acm.only_k.of(is_decode=is_decode)
     if k is not None:
         return _prefix(acm, x.view(tokens, shape[-1]), k, shape)
@@ -78,6 +83,12 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
         choice = plans[0](x_TD, *scalars)
         y_TO = plans[1](x_TD, choice.k, None, choice.histogram)
     return y_TO if len(shape) == 2 else y_TO.view(*shape[:-1], -1)
+
+
+def _read_bounds(acm: ACM) -> None:
+    """Read, from the device, the choices that something else than `set_choices` has written or put there."""
+    acm.written = acm.run_time()
+    acm.only_k = OnlyK(acm.written, acm.within, acm._buffers)
 
 
 def _prefix(acm: ACM, x_TD: Tensor, k: int, shape: torch.Size) -> Tensor | None:

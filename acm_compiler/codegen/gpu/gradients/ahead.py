@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from acm_compiler.codegen.gpu.ahead import Kernel
-from acm_compiler.codegen.gpu.gradients.kernels import hidden_kernel, tokens_kernel, weights_kernel
+from acm_compiler.codegen.gpu.gradients.kernels import (
+    bias_kernel,
+    hidden_kernel,
+    tokens_kernel,
+    weights_kernel,
+)
 from acm_compiler.codegen.gpu.gradients.launch import constants_of, gradient_tile
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import POINTERS, Machine, build_options, puts_fences
@@ -19,6 +24,7 @@ def gradient_kernels(spec: KernelSpec, arch: int) -> list[Kernel]:
     made.append(_kernel(spec, arch, "tokens", tokens_kernel, "tokens"))
     for name, one in (("weights", "stride_n"), ("weights turned", "stride_m")):
         made.append(_kernel(spec, arch, "weights", weights_kernel, name, BIAS=one == "stride_n", SPLIT=4, **{one: 1}))
+    made.append(_kernel(spec, arch, "bias", bias_kernel, "bias", SPLIT=4))
     return made
 
 

@@ -1,8 +1,9 @@
-"""Three products of the backward, over tokens sorted by k; every element is written once, and sums have a fixed order.
+"""The products of the backward, over tokens sorted by k; every element is written once, and sums have a fixed order.
 
 hidden:  h and what reaches the branches, of the learners that each token runs (EVERY: and what reaches the choice)
 tokens:  dx, from what reaches the branches
 weights: dW = left.T right, over the tokens that run a weight's learner, in parts that are added up afterwards
+bias:    db_out, sums of dy over the tokens of each k, in parts, too
 """
 
 from __future__ import annotations
@@ -156,20 +157,44 @@ def weights_kernel(
     n0 = tile % across * BN
     m = m0 + tl.arange(0, BM)
     n = n0 + tl.arange(0, BN)
-    run = tl.load(counts + m0 // H + 1)  # tokens that run the tile's first learner
-    length = ((run + BK - 1) // BK + SPLIT - 1) // SPLIT * BK
-    end = tl.minimum(run, (part + 1) * length)
+    fewest, most = m0 // H + 1, tl.minimum(m0 + BM - 1, M - 1) // H + 1  # k that run the tile's first learner, and all
+    length = ((tl.load(counts + fewest) + BK - 1) // BK + SPLIT - 1) // SPLIT * BK
     acc = tl.zeros((BM, BN), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    for first in range(part * length, end, BK):
-        rows = first + tl.arange(0, BK)
-        real = rows < end
-        token = tl.load(perm + rows, mask=real, other=0)
-        a = _block(left, rows, ROW, m, real, m < M)
-        acc = _dot(tl.trans(a), _block(right, token, stride_r, n, real, n < WIDE), acc, PRECISION, INTERPRET)
-        if BIAS:
-            total += tl.sum(a.to(tl.float32), 0)
+    for q in range(fewest, most + 1):
+        band = tl.load(counts + q + 1, mask=q < most, other=0)
+        end = tl.minimum(tl.load(counts + q), (part + 1) * length)
+        for first in range(tl.maximum(band, part * length), end, BK):
+            rows = first + tl.arange(0, BK)
+            real = rows < end
+            token = tl.load(perm + rows, mask=real, other=0)
+            a = _block(left, rows, ROW, m, real, m < M)
+            acc = _dot(tl.trans(a), _block(right, token, stride_r, n, real, n < WIDE), acc, PRECISION, INTERPRET)
+            if BIAS:
+                total += tl.sum(a.to(tl.float32), 0)
+        # the band's rows of learners beyond q are zero, but times NaN or infinity
+        acc = tl.where((m < q * H)[:, None], acc, 0.0)
     at = parts + part.to(tl.int64) * (M * WIDE) + m[:, None] * stride_m + n[None, :] * stride_n
     tl.store(at, acc, mask=(m < M)[:, None] & (n < WIDE)[None, :])
     if BIAS:
         tl.store(bias + part * M + m, total, mask=(m < M) & (n0 == 0))
+
+
+@triton.jit
+def bias_kernel(
+    parts, dy, perm, counts, WIDE, stride_y, N: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """parts [SPLIT, N + 1, WIDE] fp32: sums of dy [T, WIDE], in token order, over the tokens of each k."""
+    part = tl.program_id(0) % SPLIT
+    q = tl.program_id(0) // SPLIT % (N + 1)
+    n = tl.program_id(0) // (SPLIT * (N + 1)) * BN + tl.arange(0, BN)
+    band = tl.load(counts + q + 1, mask=q < N, other=0)
+    run = tl.load(counts + q)
+    length = ((run - band + BK - 1) // BK + SPLIT - 1) // SPLIT * BK
+    end = tl.minimum(run, band + (part + 1) * length)
+    acc = tl.zeros((BK, BN), tl.float32)
+    for first in range(band + part * length, end, BK):
+        rows = first + tl.arange(0, BK)
+        token = tl.load(perm + rows, mask=rows < end, other=0)
+        acc += _block(dy, token, stride_y, n, rows < end, n < WIDE).to(tl.float32)
+    tl.store(parts + (part * (N + 1) + q).to(tl.int64) * WIDE + n, tl.sum(acc, 0), mask=n < WIDE)

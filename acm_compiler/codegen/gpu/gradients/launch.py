@@ -12,7 +12,12 @@ from torch import Tensor
 from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.dispatch import Order, sort_by_k
-from acm_compiler.codegen.gpu.gradients.kernels import hidden_kernel, tokens_kernel, weights_kernel
+from acm_compiler.codegen.gpu.gradients.kernels import (
+    bias_kernel,
+    hidden_kernel,
+    tokens_kernel,
+    weights_kernel,
+)
 from acm_compiler.codegen.gpu.launch import by_rows
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.stages import POINTERS, Machine, build_options
@@ -26,13 +31,19 @@ _TILES = {
         "hidden gated": "64x64x32 w8 s3 r1",
         "tokens": "64x64x32 w4 s3 r3",
         "weights": "64x64x32 w4 s3 r3",
+        "bias": "1x64x32 w4 s3 r8",
     },
-    "fp32": {"hidden": "32x32x32 w4 s2 r2", "tokens": "32x64x32 w4 s2 r2", "weights": "32x32x32 w4 s2 r2"},
+    "fp32": {
+        "hidden": "32x32x32 w4 s2 r2",
+        "tokens": "32x64x32 w4 s2 r2",
+        "weights": "32x32x32 w4 s2 r2",
+        "bias": "1x64x32 w4 s3 r8",
+    },
 }
 
 
 def gradient_tile(spec: KernelSpec, kernel: str) -> Tile:
-    """The tile of a kernel: hidden, tokens or weights; compiled for sm_80 and sm_90 without spills, not timed.
+    """The tile of a kernel: hidden, tokens, weights or bias; compiled for sm_80 and sm_90 without spills, not timed.
 
     What `hidden` writes is read by parts of its blocks: `tokens` has no more rows, and its steps and the rows of
     `weights` divide the columns.
@@ -42,8 +53,10 @@ def gradient_tile(spec: KernelSpec, kernel: str) -> Tile:
 
 
 def constants_of(spec: KernelSpec, kernel: str, *, interpret: bool, **own: Any) -> dict[str, Any]:
-    """Constants of a kernel; own: EVERY of hidden, BIAS and SPLIT of weights."""
+    """Constants of a kernel; own: EVERY of hidden, BIAS of weights, SPLIT of these and bias."""
     tile = gradient_tile(spec, kernel)
+    if kernel == "bias":
+        return {"N": spec.learners, "BN": tile.n, "BK": tile.k} | own
     shape = {"N": spec.learners, "H": spec.width, "ROW": spec.hidden_row}
     blocks = {"BM": tile.m, "BN": tile.n, "BK": tile.k}
     rest = {"PRECISION": "tf32" if spec.tf32 else "ieee", "INTERPRET": interpret}
@@ -100,13 +113,27 @@ class _Backward:
         spec, tile = self.spec, gradient_tile(self.spec, "weights")
         m, wide = spec.learners * spec.width, right.shape[1]
         tiles = blocks_in(m, tile.m) * blocks_in(wide, tile.n)
-        split = max(1, min(_MOST_PARTS, self.machine.processors * tile.resident // tiles))
+        split = self.parts(tiles, tile)
         parts = right.new_empty(split, *((wide, m) if turned else (m, wide)), dtype=torch.float32)
         sums = right.new_empty(split, m, dtype=torch.float32) if bias else None
         strides = (1, m) if turned else (wide, 1)
         given = parts, sums, left, right, *self.order, wide, right.stride(0), *strides
         self.start("weights", weights_kernel, tiles * split, *given, BIAS=bias, SPLIT=split)
         return parts.sum(0).to(right.dtype), None if sums is None else sums.sum(0).to(right.dtype)
+
+    def bias(self) -> Tensor:
+        """Sums of dy over the tokens of each k, [N + 1, O]."""
+        spec, tile = self.spec, gradient_tile(self.spec, "bias")
+        tiles = (spec.learners + 1) * blocks_in(spec.d_out, tile.n)
+        split = self.parts(tiles, tile)
+        parts = self.dy.new_empty(split, spec.learners + 1, spec.d_out, dtype=torch.float32)
+        given = parts, self.dy, *self.order, spec.d_out, self.dy.stride(0)
+        self.start("bias", bias_kernel, tiles * split, *given, SPLIT=split)
+        return parts.sum(0).to(self.dy.dtype)
+
+    def parts(self, tiles: int, tile: Tile) -> int:
+        """Number of programs that share the tokens of a tile."""
+        return max(1, min(_MOST_PARTS, self.machine.processors * tile.resident // tiles))
 
 
 def run_backward(
@@ -140,9 +167,8 @@ def run_backward(
     if "w_out" in wanted:
         assert weights.w_out is not None
         found["w_out"] = run.product(h, dy, bias=False, turned=True)[0].view_as(weights.w_out)
-    if "b_out" in wanted:  # one of N + 1 rows for each token: a product, as sums by index have no fixed order
-        chosen = F.one_hot(k_T.long(), spec.learners + 1).to(dy.dtype)
-        found["b_out"] = chosen.T @ dy
+    if "b_out" in wanted:
+        found["b_out"] = run.bias()
     if choice is not None:
         assert reach_TN is not None
         found["nu"] = _of_choice(reach_TN, dy, weights, order, *choice)

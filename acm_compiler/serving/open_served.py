@@ -144,12 +144,15 @@ class Range:
 def budget_range(served: Served, directory: Path, budgets: str | None, most_loss: float | None, *, slo: bool) -> Range:
     """The budgets from --budgets and --max-loss. UsageError and BudgetUnreachable for what cannot be.
 
-    Without either a model that has an objective may use all that it can, and one without keeps the budget it has.
+    Without either a model that has an objective goes no lower than it was ever evaluated at, and one without keeps the
+    budget it has.
     """
     assert served.found is not None
-    owner = served.found.owner
+    owner, why = served.found.owner, "the lowest budget allowed"
     if budgets is None:
-        low = owner.table_min
+        low, found = owner.table_min, load_evaluation(directory)
+        if most_loss is None and found is not None and found.budgets:
+            low, why = max(low, min(row.asked for row in found.budgets)), "the lowest budget evaluated"
         kept = owner.budget if isinstance(owner.budget, float) else owner.default_budget
         high = 1.0 if slo or kept is None else kept
         if not slo:
@@ -157,7 +160,6 @@ def budget_range(served: Served, directory: Path, budgets: str | None, most_loss
     else:
         first, _, last = budgets.partition(":")
         low, high = (served.share(parse_budgets(text)[0]) for text in (first, last or first))
-    why = "the lowest budget allowed"
     if most_loss is not None:
         least = _least_budget(directory, most_loss)
         if least > high:

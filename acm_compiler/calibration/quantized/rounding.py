@@ -16,7 +16,7 @@ from torch import Tensor
 from acm_compiler.acm.quantized.int4 import GROUP, Grids, whole_range
 from acm_compiler.calibration.moments import cholesky, mean_diagonal
 
-# of the moments' diagonal, added to it: few tokens say little about how columns go together
+# of the moments' mean diagonal: few tokens say little about how columns go together
 _DAMPING = 0.01
 # passes over all columns once each was rounded
 _SWEEPS = 3
@@ -44,10 +44,12 @@ class Rounded:
 
 
 def damped(c_CC: Tensor) -> Tensor:
-    """The moments with a hundredth of each column's own added to it, so that they can be inverted."""
-    diagonal_C = c_CC.diagonal()
-    floor = 1e-6 * mean_diagonal(c_CC)  # columns that no token used
-    return c_CC + torch.diag(_DAMPING * diagonal_C + floor)
+    """The moments with a hundredth of their mean diagonal added to it, so that they can be inverted.
+
+    A part of each column's own, in place of it, keeps the largest columns from being made up for.
+    """
+    ridge_C = torch.full_like(c_CC.diagonal(), float(_DAMPING * mean_diagonal(c_CC)))
+    return c_CC + torch.diag(ridge_C)
 
 
 def error(w_RC: Tensor, rounded: Rounded, c_CC: Tensor) -> Tensor:

@@ -51,8 +51,9 @@ def test_a_dense_model_can_be_measured_too(texts):
     assert not served.skips_padding
 
 
-def test_learners_are_quantised_where_that_is_asked_for(texts):
-    served = open_served(texts, Given.read("embed", None, None), ServeOptions(device="cpu", quantized="int8"))
-    assert conversion(served.model).quantized == "int8"
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_learners_are_quantised_where_that_is_asked_for(texts, to):
+    served = open_served(texts, Given.read("embed", None, None), ServeOptions(device="cpu", quantized=to))
+    assert conversion(served.model).quantized == to
     (vector,) = served.run([served.reader.sample(5)], [None], 0.5)
     assert torch.isfinite(vector).all()

@@ -8,6 +8,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import CompiledModelError, DataError, SitesNotFitted, StorageError, TrainingFailed, UsageError
+from tests.helpers.decoders import drawn, gated_llama
 from tests.helpers.rewrite_cases import ALL, answer, rewritten
 from tests.helpers.tour_model import TOKENS, WIDTH, Classifier
 
@@ -224,3 +225,41 @@ def test_data_that_is_of_no_use_is_refused_and_changes_nothing(calibrated):
     acm.quantize(model, "int4", batches, tokens=100)
     with pytest.raises(UsageError, match="already"):
         acm.quantize(model, "int4", batches)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """(4-bit decoder rounded by data, with its rest, batch)."""
+    batch = {"input_ids": drawn(8, 20)}
+    return acm.quantize(gated_llama(), "int4", [batch] * 4, tokens=400, rest=True), batch
+
+
+@torch.no_grad()
+def test_a_decoder_of_4_bits_is_measured_anew_and_writes(decoder):
+    model, batch = decoder
+    acm.recalibrate(model, [batch], tokens=100, budgets=(0.5,))
+    assert acm.set_budget(model, 0.5) == pytest.approx(0.5, abs=0.1)
+    prompt = batch["input_ids"][:1]
+    ids = model.generate(prompt, do_sample=False, max_new_tokens=5)
+    assert ids.shape == (1, 25)
+    logits = model(ids).logits[0, 19:24]  # what is read at once is what was written step by step
+    chosen = logits.gather(1, ids[0, 20:, None])
+    assert (logits.amax(1, keepdim=True) - chosen).max() < 1e-2 * logits.std()
+    drafted = acm.generate(model, prompt, draft=0.3, max_new_tokens=5, do_sample=False)
+    assert drafted.shape == (1, 25)
+
+
+@torch.no_grad()
+def test_a_decoder_of_4_bits_is_compiled_and_exported(decoder, tmp_path):
+    model, batch = decoder
+    table = acm.explain(model, batch)
+    assert {site.implementation for site in table.sites} == {"cpu"}
+    acm.set_k(model, 2)
+    fast = torch.compile(copy.deepcopy(model), backend="acm")
+    expected = model(**batch).logits
+    assert (fast(**batch).logits - expected).norm() < 1e-2 * expected.norm()
+    acm.set_k(model, None)
+    program = torch.export.load(acm.export(model, tmp_path / "out", batch, format="pt2")).module()
+    acm.set_budget(model, 0.5)
+    found, expected = program(**batch, use_cache=False, budget=torch.tensor(0.5)), model(**batch).logits
+    assert (next(iter(found.values())) - expected).abs().max() < 2e-2 * expected.abs().max()

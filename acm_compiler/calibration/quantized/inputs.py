@@ -99,7 +99,7 @@ def _least(found: Rewritten, inputs: Mapping[str, Inputs]) -> int:
 
 
 def _settings(found: Rewritten) -> list[Callable[[], object]]:
-    """What sets each of the budgets: gates where budgets were measured, else a fixed k."""
+    """Setters of each budget: of the gates where budgets were measured, else of a fixed k."""
     owner = found.owner
     if owner.table is not None:
         return [partial(spend, found, budget) for budget in BUDGETS if budget >= owner.table_min]

@@ -116,7 +116,7 @@ def _in_order(w_RC: Tensor, c_CC: Tensor, bounds: list[tuple[int, int]]) -> Roun
 
 
 def _best_grid(w_RG: Tensor, weight_G: Tensor) -> Grids:
-    """Of some parts of each row's range, the one whose nearest numbers err least, squares weighed by column."""
+    """Lay 16 steps over that part of each row's range whose nearest numbers err least, squares weighed by column."""
     low_R, high_R = w_RG.amin(1), w_RG.amax(1)
     middle_R = (low_R + high_R) / 2
     best, least_R = whole_range(low_R, high_R), torch.full_like(low_R, torch.inf)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from acm_compiler import errors as errors
     from acm_compiler.backend.explanation import explain as explain
     from acm_compiler.calibration.calibrate import calibrate as calibrate
+    from acm_compiler.calibration.quantized.quantize import quantize as quantize
     from acm_compiler.calibration.recalibrate import recalibrate as recalibrate
     from acm_compiler.calibration.recalibrate import sensitivity as sensitivity
     from acm_compiler.checkpoint.load import load as load
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from acm_compiler.runtime.generate import generate as generate
     from acm_compiler.runtime.meter import Meter as Meter
     from acm_compiler.runtime.meter import meter as meter
-    from acm_compiler.runtime.quantize import quantize as quantize
     from acm_compiler.runtime.site_status import status as status
     from acm_compiler.runtime.sparsity.control import set_sparsity as set_sparsity
     from acm_compiler.runtime.sparsity.measure import measure_sparsity as measure_sparsity
@@ -75,7 +75,7 @@ _HOMES = {
     "Meter": "runtime.meter",
     "meter": "runtime.meter",
     "plan": "runs.pipeline",
-    "quantize": "runtime.quantize",
+    "quantize": "calibration.quantized.quantize",
     "recalibrate": "calibration.recalibrate",
     "record": "runtime.usage",
     "relax": "runtime.control",

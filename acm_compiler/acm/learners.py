@@ -90,15 +90,18 @@ class Learners(nn.Module):
         return Weights(*LearnerWeights(*held(LearnerWeights._fields, self)), act=self.act, form=self.form)
 
     @torch.no_grad()
-    def quantize(self, to: integers.To = "int8") -> None:
-        """Replace the weights by integers, in place (docs/semantics.md, Int8 learners, Int4 learners)."""
-        quantized = integers.quantized(self.weights(), to).tensors._asdict()
+    def quantize(self, to: integers.To = "int8", made: Weights | None = None) -> None:
+        """Replace the weights by integers, in place (docs/semantics.md, Int8 learners, Int4 learners).
+
+        made: the integers, and biases to match; where unset, every weight is rounded to nearest.
+        """
+        quantized = (made or integers.quantized(self.weights(), to)).tensors._asdict()
         for name in (*integers.WEIGHTS, *integers.SCALES):
             if quantized[name] is not None:
                 delattr(self, name)
                 self.register_buffer(name, quantized[name])
-        for parameter in self.parameters():
-            parameter.requires_grad_(False)
+        for name, parameter in self.named_parameters():
+            parameter.copy_(quantized[name]).requires_grad_(False)
 
     def _apply(self, fn, recurse=True):
         """Keep the type of scales, where others change a module's type."""

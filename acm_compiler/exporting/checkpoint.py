@@ -31,6 +31,7 @@ _INSTEAD = (
 )
 _UNSAID = "the class cannot say how thin its layers are"
 _BY_LAYER = "per_layer_config"
+_BEFORE = "export it before acm.quantize; the formats pt2 and aoti hold quantised learners"
 
 
 def usage(model: nn.Module) -> str:
@@ -43,6 +44,8 @@ def check_class(found: Rewritten, ks: Mapping[str, int]) -> None:
     """UsageError for sites whose first learners, `ks` of them, cannot be merged into layers of the class."""
     for name, acm in found.acms.items():
         site = found.plan.site(name)
+        if (kind := found.owner.quantized) is not None:
+            raise _refused(name, f"its learners are {kind}, and the class's layers floats", fix=_BEFORE)
         if site.kind != "linear" and site.learner_act != site.act:
             raise _refused(name, f"its learners' activation is {site.learner_act}, that of the class {site.act}")
         if site.kind == "linear" and site.learner_act != "identity" and (ks[name] < acm.count or not site.has_top):
@@ -56,10 +59,6 @@ def build(found: Rewritten, ks: Mapping[str, int]) -> nn.Module:
     UsageError where the class cannot say it.
     """
     model: Any = found.model
-    if found.owner.rest:
-        raise _refused(
-            found.owner.rest[0], "this linear outside of ACMs has quantised weights, that of the class floats"
-        )
     if not is_pretrained(model):
         expected = "a model of transformers, whose configuration names the width of its layers"
         raise UsageError(

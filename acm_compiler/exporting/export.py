@@ -84,6 +84,8 @@ def export(
     found = wholly_rewritten(rewritten_root(model), "an export")
     refuse_in_parts(model, "an export")
     refuse_skips(found.acms, "an export")
+    if format == "onnx":
+        onnx.check_weights(found)
     if format == "aoti":
         aoti.check_sites(found)
     if format == "checkpoint":
@@ -203,7 +205,14 @@ def _with_budgets(found: Rewritten, module: Controlled, inputs: Inputs, *, dynam
         return plain_output(model(*call[0], **call[1]))
 
     program = trace(with_signature(module.eval(), names), (args, kwargs), free_axes(names, (args, kwargs), dynamic))
-    return Traced(program=program, call=(args, kwargs), names=tuple(names), answer=answer, low=module.low)
+    return Traced(
+        program=program,
+        call=(args, kwargs),
+        names=tuple(names),
+        answer=answer,
+        low=module.low,
+        quantized=found.owner.quantized is not None,
+    )
 
 
 def _with_fixed_k(found: Rewritten, inputs: Inputs, ks: Mapping[str, int], *, dynamic: Axes | None) -> Traced:
@@ -218,7 +227,7 @@ def _with_fixed_k(found: Rewritten, inputs: Inputs, ks: Mapping[str, int], *, dy
 
     with as_dense_layers(found, ks):
         program = trace(with_signature(Plain(model).eval(), names), call, free_axes(names, call, dynamic))
-    return Traced(program=program, call=call, names=tuple(names), answer=answer, low=None)
+    return Traced(program=program, call=call, names=tuple(names), answer=answer, low=None, quantized=False)
 
 
 def _check_runs(model: nn.Module, call: Call) -> None:

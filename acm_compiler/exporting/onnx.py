@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from acm_compiler.errors import PackageMissing, UsageError
 from acm_compiler.exporting import standard
 from acm_compiler.exporting.traced import Traced, refused
+from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.sources.user_code import Attempt
 
 FILE = "model.onnx"
@@ -43,11 +44,15 @@ def usage(traced: Traced) -> str:
     return f"{first}; model = onnxruntime.InferenceSession('{FILE}'); model.run(None, {{{fed}}})"
 
 
+def check_weights(found: Rewritten) -> None:
+    """UsageError for a model with quantised learners."""
+    if (kind := found.owner.quantized) is not None:
+        fix = "export the float model, then onnxruntime.quantization.quantize_dynamic on the file (docs/export.md)"
+        raise UsageError(f"ONNX has no operator for this package's {kind} weights", fix=fix)
+
+
 def write(traced: Traced, aside: Path) -> None:
     """Write the files into the folder `aside`. UsageError, with torch's reason, for what is not in ONNX."""
-    if [t for t in traced.program.state_dict.values() if t.dtype == torch.int8]:
-        fix = "export the float model, then onnxruntime.quantization.quantize_dynamic on the file (docs/export.md)"
-        raise UsageError("ONNX has no operator for this package's int8 weights", fix=fix)
     if half := [t.name for t in traced.inputs if t.dtype == "bfloat16"] or _bfloat16(traced):
         fix = "export model.float()"
         raise UsageError("ONNX Runtime has no kernels of bfloat16 on CPUs", found=str(half[0]), fix=fix)

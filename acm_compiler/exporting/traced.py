@@ -18,6 +18,8 @@ from acm_compiler.sources.user_code import Attempt, first_line, with_frames
 
 # of outputs, relative to the largest value
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# the same for quantised learners: rounded otherwise, a value between two integers becomes the other one
+_QUANTIZED = 2e-2
 # at which a program is compared with the model
 _BUDGETS = 5
 Answer = Callable[[float], Any]
@@ -37,6 +39,7 @@ class Traced:
     """A program, the call that it was made with, and the model's output for that call at a budget.
 
     `names` are those of the call's inputs, in order. `low` is the least budget, None where there is no choice.
+    `quantized`: whether the model has quantised learners.
     """
 
     program: torch.export.ExportedProgram
@@ -44,6 +47,7 @@ class Traced:
     names: tuple[str, ...]
     answer: Answer
     low: float | None
+    quantized: bool
 
     @property
     def words(self) -> list[str]:
@@ -93,13 +97,14 @@ class Traced:
         """
         args, kwargs = self.call
         if self.low is None:
-            return check_answers(run(*args, **kwargs), self.answer(1.0), where=where)
+            return check_answers(run(*args, **kwargs), self.answer(1.0), where=where, quantized=self.quantized)
         errors = []
         for step in range(_BUDGETS):
             budget = self.low + (1 - self.low) * step / (_BUDGETS - 1)
             given = kwargs | {"budget": torch.full_like(kwargs["budget"], budget)}
             place = f"{where}, budget {budget:.3f}"
-            errors.append(check_answers(run(*args, **given), self.answer(budget), where=place))
+            found = run(*args, **given)
+            errors.append(check_answers(found, self.answer(budget), where=place, quantized=self.quantized))
         return max(errors)
 
 
@@ -160,11 +165,16 @@ def _size(size: Any, name: str, axis: int) -> int | str:
     return size if isinstance(size, int) else {0: "batch", 1: "length"}.get(axis, f"{name}_{axis}")
 
 
-def check_answers(found: Any, expected: Any, *, where: str) -> float:
-    """The largest difference of two outputs, relative to the largest value; VerificationFailed above the tolerance."""
+def check_answers(found: Any, expected: Any, *, where: str, quantized: bool = False) -> float:
+    """The largest difference of two outputs, relative to the largest value; VerificationFailed above the tolerance.
+
+    quantized: whether they are those of quantised learners.
+    """
     pairs = zip(_tensors(found), _tensors(expected), strict=True)
     error = max((_error(a.double(), b.double()) for a, b in pairs if b.numel()), default=0.0)
     limit = max((TOLERANCE.get(tensor.dtype, 0.0) for tensor in _tensors(expected)), default=0.0)
+    if quantized:
+        limit = max(limit, _QUANTIZED)
     if not error <= limit:
         raise VerificationFailed(
             "what was exported gives other outputs than the model",

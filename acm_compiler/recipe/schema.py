@@ -143,7 +143,7 @@ class RunConfig(Section):
     with instructions for it."""
     quantize: Literal["int8", "int4"] | QuantizeConfig | None = None
     """int8, int4: once the schedule is done, learners get such weights, and budgets are measured on these. `{rest:
-    true}`: linears outside of ACMs get them, too."""
+    true}`: linears outside of ACMs get them, too. int4 weights are rounded by the training data."""
     save_every: Interval = Every(amount=600, unit="second")
     """Interval between saves of the state for --resume."""
     eval_every: StepInterval = Every(amount=1, unit="epoch")

@@ -13,8 +13,9 @@ from torch import nn
 
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options
+from acm_compiler.calibration.quantized.quantize import quantize_on
 from acm_compiler.checkpoint import save
-from acm_compiler.data import BatchStream
+from acm_compiler.data import BatchStream, count_examples
 from acm_compiler.data.batch import Facts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
@@ -42,7 +43,6 @@ from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
-from acm_compiler.runtime.quantize import quantize
 from acm_compiler.runtime.site_status import status
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.from_hf import processor_files
@@ -197,8 +197,7 @@ class RecipeRun(OpenedRecipe):
 
     def measure_budgets(self, model: nn.Module, k_lo: int = 0) -> None:
         """Find the knob of every budget, from a lowest k on, on plain training examples, and set the recipe's own."""
-        batches = list(self.first(plain(self.data.train), _MEASURED_EXAMPLES, self.machine.device))
-        examples = [(self.task.inputs(batch), self.task.mask(batch)) for batch in batches]
+        examples = list(self._training_examples(_MEASURED_EXAMPLES))
         with Progress("budgets", say=self.say, shown=self.machine.is_main) as work:
             table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, k_lo=k_lo, progress=work)
             work.finish(f"from {table.points[0].share:.3f} on measured on {table.examples} examples")
@@ -211,7 +210,10 @@ class RecipeRun(OpenedRecipe):
         chosen = self.run.quantize
         if not isinstance(chosen, QuantizeConfig):
             chosen = QuantizeConfig(weights=chosen)
-        quantize(model, chosen.weights, rest=chosen.rest, include=chosen.include, exclude=chosen.exclude)
+        examples = self._training_examples() if chosen.weights == "int4" else None
+        rest, include, exclude = chosen.rest, chosen.include, chosen.exclude
+        with Progress("quantize", say=self.say, shown=self.machine.is_main) as work:
+            quantize_on(model, chosen.weights, examples, rest=rest, include=include, exclude=exclude, progress=work)
         self.say(status(model).weights)
         if (table := conversion(model).table) is not None:
             self.measure_budgets(model, table.points[0].k_lo)  # calibration may have found that none is too few
@@ -229,6 +231,12 @@ class RecipeRun(OpenedRecipe):
         )
         with Progress("calibrate", say=self.say, shown=self.machine.is_main) as work:
             calibrate_on(model, examples, options=options, progress=work)
+
+    def _training_examples(self, count: int | None = None) -> Iterator[Example]:
+        """So many examples to train on, None for all, drawn at random, plain, as inputs and padding mask."""
+        config = plain(self.data.train)
+        for batch in self.first(config, count or count_examples(self.dataset(config)), self.machine.device):
+            yield self.task.inputs(batch), self.task.mask(batch)
 
     def watch(self, model: nn.Module) -> Mapping[str, Any]:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,17 +39,15 @@ class QuantizedLinear(nn.Module):
     scales: Tensor
     biases: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, name: str, to: integers.To = "int8") -> None:
+    def __init__(self, made: Weights, *, name: str) -> None:
+        """Hold the one quantised learner `made` (`one_learner_of`); `name` is for messages."""
         super().__init__()
-        self.name = name
-        self.out_features, self.in_features = weight.shape
-        biases = weight.new_zeros(2, self.out_features)
-        if bias is not None:
-            biases[1] = bias
-        made = integers.quantized(_one_learner(weight.detach(), None, biases), to)
         assert made.s_in is not None
+        self.name = name
+        values_OD, biases_2O = made.w_in[0, :, 0], made.b_out
+        self.out_features, self.in_features = len(values_OD), values_OD.shape[1] * (2 if made.is_int4 else 1)
         scales = made.s_in.squeeze(0) if made.is_int4 else made.s_in
-        for key, tensor in (("values", made.w_in[0, :, 0]), ("scales", scales), ("biases", biases)):
+        for key, tensor in (("values", values_OD), ("scales", scales), ("biases", biases_2O)):
             self.register_buffer(key, tensor.detach())
 
     @property
@@ -89,6 +87,15 @@ class QuantizedLinear(nn.Module):
         return self
 
 
+def one_learner_of(linear: Any) -> Weights:
+    """A linear's weight, and its bias, zeros where it has none, as one learner."""
+    weight = (linear.weight.T if _is_conv1d(linear) else linear.weight).detach()
+    biases = weight.new_zeros(2, len(weight))
+    if linear.bias is not None:
+        biases[1] = linear.bias.detach()
+    return _one_learner(weight, None, biases)
+
+
 def _one_learner(weight: Tensor, scales: Tensor | None, biases: Tensor) -> Weights:
     """One learner, a slice of the whole input."""
     return Weights(
@@ -118,16 +125,21 @@ def choose_rest(found: Rewritten, include: Sequence[str], exclude: Sequence[str]
     return [name for name in wanted if not _matches_any(name, exclude)]
 
 
-def replace_linears(model: nn.Module, names: Iterable[str], to: integers.To = "int8") -> None:
-    """Put quantised linears in the place of these, in place, at every path that they have."""
-    names = list(names)
+def replace_linears(
+    model: nn.Module, names: Iterable[str], to: integers.To = "int8", made: Mapping[str, Weights] | None = None
+) -> None:
+    """Put quantised linears in the place of these, in place, at every path that they have.
+
+    made: their integers, by name; where there are none, weights are rounded to nearest.
+    """
+    names, ready = list(names), made or {}
     normalize(model, only=names)
-    made: dict[nn.Module, nn.Module] = {}
+    replaced: dict[nn.Module, nn.Module] = {}
     for name in names:
-        linear: Any = model.get_submodule(name)
-        weight = linear.weight.T if _is_conv1d(linear) else linear.weight
-        made[linear] = QuantizedLinear(weight.detach(), linear.bias, name=name, to=to).train(linear.training)
-    replace_children(model, made)
+        linear = model.get_submodule(name)
+        weights = ready.get(name) or integers.quantized(one_learner_of(linear), to)
+        replaced[linear] = QuantizedLinear(weights, name=name).train(linear.training)
+    replace_children(model, replaced)
     disable_fast_path(model, around=names)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm.quantized.integers import To
+from acm_compiler.calibration.quantized.quantize import quantize
 from acm_compiler.checkpoint import load
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.results import load_evaluation
@@ -22,7 +23,6 @@ from acm_compiler.recipe.datasets import DataConfig, ImageFolderData, TextData, 
 from acm_compiler.recipe.tasks import ClassifyTask, EmbedTask, TaskConfig
 from acm_compiler.runs.given import Given, check_folder, parse_budgets
 from acm_compiler.runtime.meter import meter
-from acm_compiler.runtime.quantize import quantize
 from acm_compiler.serving.readers import Images, Reader, Texts
 from acm_compiler.serving.recent_usage import RecentUsage
 from acm_compiler.serving.served import Kind, Served

@@ -211,14 +211,14 @@ def test_texts_of_any_length_and_budgets_of_examples_with_bounds(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 def test_weights_of_other_types(block, kind, tmp_path):
     _, x = block
     model = learned(Block().eval(), x)
     if kind == "bfloat16":
         model, x = model.bfloat16(), x.bfloat16()
     else:
-        acm.quantize(model)
+        acm.quantize(model, kind)
     package = torch._inductor.aoti_load_package(str(acm.export(model, tmp_path / "out", x, "aoti")))
     for budget in BUDGETS:
         acm.set_budget(model, budget)

@@ -273,3 +273,9 @@ def test_the_verb_copies_the_tokenizer(tmp_path):
     for more in (["--budget", "0.5"], ["--budget", "0.5,1"], ["--budget", "2"], ["--budget", "x"]):
         failed = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new"), *more])
         assert failed.exit_code in (2, 4) and not (tmp_path / "new").exists(), failed.output
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_quantised_learners_are_refused(to, tmp_path):
+    model, x = learned("hf_llama")
+    refused(acm.quantize(model, to), tmp_path / "out", x, f"are {to}", format="checkpoint", fixed_k=2)

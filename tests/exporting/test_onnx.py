@@ -1,5 +1,6 @@
 """ONNX files: the live model's outputs in ONNX Runtime, at every budget and with one k, for other lengths."""
 
+import copy
 import json
 import sys
 
@@ -215,8 +216,11 @@ def test_what_cannot_be_is_refused_and_nothing_written(vision, tmp_path, monkeyp
     with pytest.raises(UsageError, match="no kernels of bfloat16"):
         acm.export(half.bfloat16(), out, y.bfloat16(), format="onnx")
     small, y = learned(ALL["swiglu"])
-    with pytest.raises(UsageError, match="no operator for this package's int8 weights"):
-        acm.export(acm.quantize(small), out, y, format="onnx")
+    for to in ("int8", "int4"):
+        quantised = acm.quantize(copy.deepcopy(small), to)
+        for options in ({}, {"fixed_k": 1}):
+            with pytest.raises(UsageError, match=f"no operator for this package's {to} weights"):
+                acm.export(quantised, out, y, format="onnx", **options)
     _, y, unfitted = rewritten(ALL["swiglu"])
     with pytest.raises(UsageError, match="have not been measured"):
         acm.export(unfitted, out, y, format="onnx")

@@ -189,6 +189,19 @@ def test_the_rest_is_quantised_saved_and_evaluated_where_a_recipe_says_so(folder
     assert refused.exit_code == 2 and "rest: true" in said_by(refused)
 
 
+@pytest.mark.filterwarnings("ignore:too few tokens")
+def test_4_bits_are_rounded_by_the_data_that_a_recipe_trains_on(folder):
+    done = rewrite(folder, *TWO_PHASES, "--set", "run.quantize={weights: int4, rest: true}")
+    assert done.exit_code == 0, done.stderr
+    report = done.stderr
+    assert report.index("phase gate done") < report.index("quantize: inputs of") < report.index("layers rounded")
+    assert "budgets: " in report[report.index("layers rounded") :]
+    weights = load_file(folder / "out/model.safetensors")
+    assert {str(t.dtype) for name, t in weights.items() if name.endswith(("w_in", ".values"))} == {"torch.uint8"}
+    checked = CliRunner().invoke(app, ["eval", f"{folder}/out", "--allow-code", "--budgets", "0.7"])
+    assert checked.exit_code == 0, checked.stderr
+
+
 def test_the_lowest_k_of_the_budget_table_outlives_the_quantisation(folder):
     recipe = expand_paths(load_recipe(folder / "folder.yaml", ["run.quantize=int8"]))
     run = RecipeRun(recipe, open_machine("fp32", "cpu"), lambda _: None)

@@ -10,9 +10,10 @@ from torch import nn
 
 import acm_compiler as acm
 from acm_compiler.acm import ops
+from acm_compiler.acm.quantized import integers
 from acm_compiler.codegen.cpu import build
 from acm_compiler.errors import SelectionError, UsageError
-from acm_compiler.runtime.quantized_linear import QuantizedLinear
+from acm_compiler.runtime.quantized_linear import QuantizedLinear, one_learner_of
 from tests.helpers.rewrite_cases import ALL, answer, rewritten
 from tests.helpers.tour_model import TOKENS, WIDTH, Classifier
 
@@ -46,7 +47,7 @@ def exact(linear: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
 def drawn(d_in: int, d_out: int, bias: bool = True) -> QuantizedLinear:
     torch.manual_seed(d_in)
     dense = nn.Linear(d_in, d_out, bias=bias)
-    return QuantizedLinear(dense.weight.detach(), dense.bias, name="layer")
+    return QuantizedLinear(integers.quantized(one_learner_of(dense)), name="layer")
 
 
 @torch.no_grad()

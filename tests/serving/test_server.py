@@ -56,8 +56,9 @@ def test_classes_of_texts_have_the_names_that_the_data_give_them(texts):
     assert small.opened(texts, "classify", data).classes == {0: "prose", 1: "code"}
 
 
-def test_learners_are_quantised_where_that_is_asked_for(texts):
-    served = open_served(texts, Given.read("embed", None, None), ServeOptions(device="cpu", quantized="int8"))
-    assert conversion(served.model).quantized == "int8"
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_learners_are_quantised_where_that_is_asked_for(texts, to):
+    served = open_served(texts, Given.read("embed", None, None), ServeOptions(device="cpu", quantized=to))
+    assert conversion(served.model).quantized == to
     (vector,) = served.run([served.reader.sample(5)], [None], 0.5)
     assert torch.isfinite(vector).all()

@@ -98,12 +98,12 @@ def filled(found, prefix="model"):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [None, "int8", "int4"])
 def test_acms_in_their_places_compute_what_the_saved_model_does(model, tmp_path, quantized):
     if quantized:
         model = gated_llama(SITES)
         acm.set_budget(model, 0.5)
-        acm.quantize(model)
+        acm.quantize(model, quantized)
     acm.set_budget(model, 0.5)
     found = saved(model, tmp_path)
     built, tokens = filled(found)

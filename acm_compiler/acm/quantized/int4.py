@@ -6,6 +6,8 @@ The values that a product sums over fall into groups of 32, none of them of two 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,31 +18,54 @@ LEAST = 2.0**-100
 """A group of activations of a smaller scale counts as zeros: the scale's reciprocal must be finite."""
 
 
+class Grids(NamedTuple):
+    """The numbers that a group's integers stand for: scale s and least value m [..., groups], both float16 numbers."""
+
+    scale: Tensor
+    least: Tensor
+
+    def nearest(self, w: Tensor) -> Tensor:
+        """The integers q, as floats, whose q s + m are nearest to w [..., groups, any number]."""
+        scale, least = (t[..., None].to(w.dtype) for t in self)
+        return torch.where(scale > 0, (w - least) / scale, 0.0).round().nan_to_num().clamp(0, 15)
+
+    def floats(self, q: Tensor) -> Tensor:
+        """The numbers q s + m, of q [..., groups, any number]."""
+        scale, least = (t[..., None].to(q.dtype) for t in self)
+        return torch.addcmul(least, q, scale)
+
+
+def whole_range(low: Tensor, high: Tensor) -> Grids:
+    """16 equal steps from the least value of each group [..., groups] to its greatest, in the type of these."""
+    least = low.half().to(low.dtype)
+    return Grids(((high - least) / 15).half().to(low.dtype), least)
+
+
 def quantize_weight(w: Tensor, *, axes: int = 1, parts: int = 1) -> tuple[Tensor, Tensor]:
     """(values, scales) of a weight whose last `axes` axes are summed over, in so many equal parts of even length.
 
     Values are uint8, two in a byte, the earlier one in its low half, so that the last axis is half as long. Scales are
-    float16 [..., groups, 2]: s and m of every group.
+    float16 [..., groups, 2]: s and m of every group. Every number becomes the nearest that its group can stand for.
     """
-    inner = w.shape[-axes:]
-    grouped = _padded(w.detach().float().flatten(-axes).unflatten(-1, (parts, -1)), mode="replicate")
-    low, high = grouped.amin(-1, keepdim=True).half(), grouped.amax(-1, keepdim=True)
-    scale = ((high - low.float()) / 15).half()
-    q = torch.where(scale > 0, (grouped - low.float()) / scale.float(), 0.0).round().nan_to_num().clamp(0, 15)
-    length = inner.numel() // parts
-    pairs = q.to(torch.uint8).flatten(-2)[..., :length].flatten(-2).unflatten(-1, (-1, 2))
-    values = (pairs[..., 0] | pairs[..., 1] << 4).unflatten(-1, (*inner[:-1], -1))
-    return values.contiguous(), torch.cat([scale, low], -1).flatten(-3, -2)
+    length = w.shape[-axes:].numel() // parts
+    grouped = _padded(w.detach().float().flatten(-axes).unflatten(-1, (parts, length)), mode="replicate")
+    grids = whole_range(grouped.amin(-1), grouped.amax(-1))
+    q = grids.nearest(grouped).flatten(-2)[..., :length]
+    return pack(q.reshape(w.shape), Grids(*(t.flatten(-2) for t in grids)))
+
+
+def pack(q: Tensor, grids: Grids) -> tuple[Tensor, Tensor]:
+    """(values, scales) as `quantize_weight` gives them, of integers in the shape of the weight, and their grids."""
+    pairs = q.to(torch.uint8).unflatten(-1, (-1, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous(), torch.stack(grids, -1).half()
 
 
 def dequantize_weight(values: Tensor, scales: Tensor, *, axes: int = 1, parts: int = 1) -> Tensor:
     """The float32 numbers that 4-bit values stand for, in the shape that the weight had."""
     inner = (*values.shape[-axes:-1], 2 * values.shape[-1])
     pairs = torch.stack([values & 15, values >> 4], -1).flatten(-axes - 1).unflatten(-1, (parts, -1))
-    scale, least = scales.float().unflatten(-2, (parts, -1)).unbind(-1)
-    length = pairs.shape[-1]
-    q = _padded(pairs.float())
-    whole = torch.addcmul(least[..., None], q, scale[..., None]).flatten(-2)[..., :length]
+    grids = Grids(*scales.float().unflatten(-2, (parts, -1)).unbind(-1))
+    whole = grids.floats(_padded(pairs.float())).flatten(-2)[..., : pairs.shape[-1]]
     return whole.flatten(-2).unflatten(-1, inner)
 
 

@@ -270,10 +270,10 @@ def wholly_rewritten(model: nn.Module, request: str) -> Rewritten:
 
 
 def refuse_quantized(owner: Conversion, request: str) -> None:
-    """UsageError where `request` would fit or train learners that were quantised."""
+    """UsageError where `request` would fit or train learners that were quantised, or needs their floats."""
     if owner.quantized is not None:
         raise UsageError(
-            f"{request} fits learners or trains through them, and those of this model are {owner.quantized}",
+            f"{request} is for learners of floats, and those of this model are {owner.quantized}",
             fix="do it before acm.quantize; acm.recalibrate measures the budgets of a quantised model",
         )
 

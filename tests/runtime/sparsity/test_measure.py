@@ -82,8 +82,8 @@ def test_what_cannot_be_measured_is_refused(model):
         acm.measure_sparsity(model, {"input_ids": drawn(4, 20)})
     with pytest.raises(CompiledModelError):
         acm.measure_sparsity(torch.compile(model), [])
-    quantized = acm.quantize(gated_llama())
-    with pytest.raises(UsageError, match="int8"):
+    quantized = acm.quantize(gated_llama(), "int4")
+    with pytest.raises(UsageError, match="floats, and those of this model are int4"):
         acm.measure_sparsity(quantized, [])
     ids = {"input_ids": torch.ones(1, 9, dtype=torch.int64)}
     kept = acm.rewrite(llama(), acm.plan(llama(), ids, sites=[{"match": "mlp", "second_layer": "per_k"}]))

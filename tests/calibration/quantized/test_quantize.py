@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import acm_compiler as acm
-from acm_compiler.errors import CompiledModelError, SitesNotFitted, StorageError, UsageError
+from acm_compiler.errors import CompiledModelError, DataError, SitesNotFitted, StorageError, TrainingFailed, UsageError
+from tests.helpers.decoders import drawn, gated_llama
 from tests.helpers.rewrite_cases import ALL, answer, rewritten
 from tests.helpers.tour_model import TOKENS, WIDTH, Classifier
 
@@ -157,3 +158,108 @@ def test_what_cannot_be_quantised_is_refused(calibrated):
     fresh = rewritten(ALL["hf_vit"])[2]
     with pytest.raises(SitesNotFitted):
         acm.quantize(fresh)
+
+
+@pytest.fixture(scope="module")
+def rounded(calibrated):
+    """(4-bit weights rounded by data, 4-bit weights rounded to nearest), with the rest."""
+    floats, batches = calibrated
+    lines = []
+    model = acm.quantize(
+        copy.deepcopy(floats), "int4", batches, tokens=400, rest=True, include="head", progress=lines.append
+    )
+    assert any("inputs of 400 tokens" in line for line in lines) and any("layers rounded" in line for line in lines)
+    return model, acm.quantize(copy.deepcopy(floats), "int4", rest=True, include="head")
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_with_data_4_bits_lose_far_less(rounded, calibrated, k):
+    floats, batches = calibrated
+    for model in (floats, *rounded):
+        acm.set_k(model, k)
+    ours, nearest = (far(model, floats, batches[1]) for model in rounded)
+    assert 0 < ours < 0.7 * nearest
+    for model in (floats, *rounded):
+        acm.set_k(model, None)
+
+
+def test_rounding_by_data_is_the_same_every_time(rounded, calibrated):
+    floats, batches = calibrated
+    again = acm.quantize(copy.deepcopy(floats), "int4", iter(batches), tokens=400, rest=True, include="head")
+    assert all(torch.equal(one, other) for one, other in zip(again.buffers(), rounded[0].buffers(), strict=True))
+
+
+def test_rounded_weights_are_saved_and_loaded(rounded, calibrated, tmp_path):
+    model, x = rounded[0], calibrated[1][0]
+    acm.save(model, tmp_path / "out")
+    loaded = acm.load(tmp_path / "out", base_model=Classifier().eval())
+    assert acm.status(loaded).quantized == "int4" and acm.status(loaded).rest == acm.status(model).rest > 0
+    for budget in (0.5, 1):
+        acm.set_budget(model, budget), acm.set_budget(loaded, budget)
+        with torch.no_grad():
+            assert torch.equal(loaded(x), model(x))
+
+
+def test_data_that_is_of_no_use_is_refused_and_changes_nothing(calibrated):
+    floats, batches = calibrated
+    model, x = copy.deepcopy(floats), batches[0]
+    with torch.no_grad():
+        before = model(x)
+    wrong = [
+        (UsageError, "only 4-bit", "int8", batches),
+        (UsageError, "iterable", "int4", batches[0]),
+        (DataError, "no batches", "int4", []),
+        (UsageError, "raises on a batch", "int4", [x[..., :-1]]),
+        (TrainingFailed, "not finite", "int4", [x, x * torch.inf]),
+    ]
+    for error, words, to, data in wrong:
+        with pytest.raises(error, match=words):
+            acm.quantize(model, to, data, rest=True)
+    with pytest.raises(UsageError, match="tokens"):
+        acm.quantize(model, "int4", batches, tokens=0)
+    with pytest.raises(UsageError, match="mask"):
+        acm.quantize(model, "int4", batches, mask=3)
+    assert acm.status(model).quantized is None and not model.training
+    with torch.no_grad():
+        assert torch.equal(model(x), before)
+    acm.quantize(model, "int4", batches, tokens=100)
+    with pytest.raises(UsageError, match="already"):
+        acm.quantize(model, "int4", batches)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """(4-bit decoder rounded by data, with its rest, batch)."""
+    batch = {"input_ids": drawn(8, 20)}
+    return acm.quantize(gated_llama(), "int4", [batch] * 4, tokens=400, rest=True), batch
+
+
+@torch.no_grad()
+def test_a_decoder_of_4_bits_is_measured_anew_and_writes(decoder):
+    model, batch = decoder
+    acm.recalibrate(model, [batch], tokens=100, budgets=(0.5,))
+    assert acm.set_budget(model, 0.5) == pytest.approx(0.5, abs=0.1)
+    prompt = batch["input_ids"][:1]
+    ids = model.generate(prompt, do_sample=False, max_new_tokens=5)
+    assert ids.shape == (1, 25)
+    logits = model(ids).logits[0, 19:24]  # what is read at once is what was written step by step
+    chosen = logits.gather(1, ids[0, 20:, None])
+    assert (logits.amax(1, keepdim=True) - chosen).max() < 1e-2 * logits.std()
+    drafted = acm.generate(model, prompt, draft=0.3, max_new_tokens=5, do_sample=False)
+    assert drafted.shape == (1, 25)
+
+
+@torch.no_grad()
+def test_a_decoder_of_4_bits_is_compiled_and_exported(decoder, tmp_path):
+    model, batch = decoder
+    table = acm.explain(model, batch)
+    assert {site.implementation for site in table.sites} == {"cpu"}
+    acm.set_k(model, 2)
+    fast = torch.compile(copy.deepcopy(model), backend="acm")
+    expected = model(**batch).logits
+    assert (fast(**batch).logits - expected).norm() < 1e-2 * expected.norm()
+    acm.set_k(model, None)
+    program = torch.export.load(acm.export(model, tmp_path / "out", batch, format="pt2")).module()
+    acm.set_budget(model, 0.5)
+    found, expected = program(**batch, use_cache=False, budget=torch.tensor(0.5)), model(**batch).logits
+    assert (next(iter(found.values())) - expected).abs().max() < 2e-2 * expected.abs().max()

@@ -30,7 +30,7 @@ _TILES = {
         "hidden": "64x64x32 w4 s3 r2",
         "hidden gated": "64x64x32 w8 s3 r1",
         "tokens": "64x64x32 w4 s3 r3",
-        "weights": "64x64x32 w4 s3 r3",
+        "weights": "64x64x32 w4 s2 r3",
         "bias": "1x64x32 w4 s3 r8",
     },
     "fp32": {

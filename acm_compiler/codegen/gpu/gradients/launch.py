@@ -35,6 +35,7 @@ _TILES = {
     },
     "fp32": {
         "hidden": "32x32x32 w4 s2 r2",
+        "hidden linear": "32x32x32 w4 s3 r2",
         "tokens": "32x64x32 w4 s2 r2",
         "weights": "32x32x32 w4 s2 r2",
         "bias": "1x64x32 w4 s3 r8",

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _triton
 
 from acm_compiler.acm import ops
 from acm_compiler.codegen.gpu.stages import Machine, puts_fences
@@ -56,8 +57,11 @@ def faked_gpu(folder: Path) -> Iterator[ctypes.CDLL]:
             "get_device_capability": lambda device=None: (9, 0),
             "set_device": lambda device: None,
             "device": lambda device: contextlib.nullcontext(),
+            "is_current_stream_capturing": lambda: False,
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        # as an H200 has them; torch 2.11 asks when it traces a launch
+        stack.enter_context(mock.patch.object(_triton, "has_triton_tensor_descriptor_host_tma", lambda: True))
         driver = CudaDriver()
         driver.get_current_device = lambda: 0
         driver.get_current_stream = lambda device: 0

@@ -30,11 +30,12 @@ _TILES = {
         "hidden": "64x64x32 w4 s3 r2",
         "hidden gated": "64x64x32 w8 s3 r1",
         "tokens": "64x64x32 w4 s3 r3",
-        "weights": "64x64x32 w4 s3 r3",
+        "weights": "64x64x32 w4 s2 r3",
         "bias": "1x64x32 w4 s3 r8",
     },
     "fp32": {
         "hidden": "32x32x32 w4 s2 r2",
+        "hidden linear": "32x32x32 w4 s3 r2",
         "tokens": "32x64x32 w4 s2 r2",
         "weights": "32x32x32 w4 s2 r2",
         "bias": "1x64x32 w4 s3 r8",

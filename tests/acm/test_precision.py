@@ -22,11 +22,12 @@ def distance(found, expected):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(40, 33), (2, 16, 33)])
+@pytest.mark.parametrize("shape", [(256, 384), (2, 128, 384)])
 def test_answers_and_gradients_are_those_of_rounded_operands(shape, bias):
+    """Sizes at which torch 2.11 rounds, too: there it leaves small products exact."""
     torch.manual_seed(0)
-    layer, x = nn.Linear(33, 17, bias=bias), torch.randn(shape, requires_grad=True)
-    along = torch.randn(*shape[:-1], 17)
+    layer, x = nn.Linear(384, 512, bias=bias), torch.randn(shape, requires_grad=True)
+    along = torch.randn(*shape[:-1], 512)
     with FastLinears():
         y = layer(x)
     (grad,) = torch.autograd.grad(y, x, along)

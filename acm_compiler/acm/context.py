@@ -197,7 +197,7 @@ DENSE_PREFIXES = {"cuda"}
 
 def runs_prefixes(device: torch.device) -> bool:
     """True if the graph being made is such a one: not to be exported, to follow any bounds, nor under autocast."""
-    return device.type in DENSE_PREFIXES and autocast_type(device) is None and not torch.compiler.is_exporting()
+    return device.type in DENSE_PREFIXES and autocast_type(device) is None and not _is_exporting()
 
 
 def _inductor_freezes() -> bool:
@@ -206,9 +206,15 @@ def _inductor_freezes() -> bool:
     return config.freezing
 
 
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
 # Read while a graph is made and not guarded: the setting is the thread's own, so that a guard on it, made where
-# somebody had set it, would fail in every other thread and make a graph a call.
-setattr(_inductor_freezes, "_dynamo_marked_constant", True)  # noqa: B010
+# somebody had set it, would fail in every other thread and make a graph a call. Of exports torch 2.11 says, once its
+# own function is traced, that every graph is one.
+for _read in (_inductor_freezes, _is_exporting):
+    setattr(_read, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def transforms() -> tuple[bool, bool]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from acm_compiler.acm import ACM, Learners
@@ -19,7 +20,7 @@ from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, tensor_names
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert
 from acm_compiler.planning.plan import Plan
-from acm_compiler.runtime.quantized_linear import replace_linears
+from acm_compiler.runtime.quantized_linear import QuantizedLinear, replace_linears
 from acm_compiler.sources.build import build_from_record
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -85,12 +86,18 @@ def _rewritten(record: Record, plan: Plan, rest: Sequence[str]) -> nn.Module | N
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    # but for scales, which what was just built has not, whatever became of the model since
-    return {
-        name: tuple(slot.tensor.shape)
-        for name, slot in slots(model).items()
-        if not (isinstance(slot.owner, Learners) and slot.leaf in SCALES)
-    }
+    # as they were before weights became integers, which what was just built has not: without scales, two 4-bit values a
+    # byte
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, slot in slots(model).items():
+        if isinstance(slot.owner, Learners) and slot.leaf in SCALES:
+            continue
+        if isinstance(slot.owner, QuantizedLinear) and slot.leaf == "scales":
+            continue
+        *rows, last = slot.tensor.shape or (1,)
+        packed = isinstance(slot.owner, (Learners, QuantizedLinear)) and slot.tensor.dtype == torch.uint8
+        shapes[name] = (*rows, 2 * last if packed else last)
+    return shapes
 
 
 def _transformers(model: nn.Module) -> Iterator[Record]:

@@ -248,6 +248,16 @@ def test_a_model_that_was_changed_in_place_still_knows_how_to_be_built(change, w
     assert torch.equal(logits(getattr(transformers, auto_class).from_pretrained(tmp_path / "out")), logits(model))
 
 
+@pytest.mark.parametrize("rest", [False, True])
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_quantised_learners_still_know_how_to_be_built(to, rest, tmp_path):
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, num_labels=3)).eval()
+    model = acm.rewrite(model, acm.plan(model, X, sites="mlp"))
+    acm.quantize(model, to, rest=rest)
+    acm.save(model, tmp_path / "out")
+    assert torch.equal(logits(acm.load(tmp_path / "out")), logits(model))
+
+
 def test_a_head_that_no_config_knows_is_asked_for(tmp_path, caplog):
     config = transformers.BertConfig(**SMALL, num_labels=3)
     source = {"source": "hf", "name": "x", "auto_class": "AutoModelForSequenceClassification", "weights": None}

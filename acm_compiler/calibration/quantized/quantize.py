@@ -27,7 +27,7 @@ from acm_compiler.runtime.quantized_linear import choose_rest, one_learner_of, r
 from acm_compiler.sources.inputs import Inputs
 
 # of batches so many tokens are read
-_TOKENS = 8_000
+_TOKENS = 24_000
 
 
 def quantize(

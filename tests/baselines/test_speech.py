@@ -117,13 +117,13 @@ def test_clips_leave_early_where_the_mean_frame_is_sure_and_keep_their_own_answe
     method.exits = Exits(len(method.steps.blocks), method.steps.seen, 30)
     with torch.no_grad():
         tokens = method.steps.embed(batch, speech.task)
-        sure = method.steps.sureness(method._logits(tokens)[0], tokens)
+        sure = method.steps.confidence(method._logits(tokens)[0], tokens)
         wanted = [method.exits.together(place, method._logits(tokens)[: place + 1]) for place in range(2)]
     method.thresholds[0.9] = float(sure.median()) + 1e-6
     given = []
     method.score = lambda output, batch: given.append(output) or torch.zeros(4)
     macs = method.run(batch, 0.9).macs_B
-    early = method.steps.sureness(wanted[0], tokens) >= method.thresholds[0.9]
+    early = method.steps.confidence(wanted[0], tokens) >= method.thresholds[0.9]
     assert early.any() and not early.all()
     torch.testing.assert_close(given[0], torch.where(early[:, None, None], *wanted))
     costs = method._exits(batch)[1]

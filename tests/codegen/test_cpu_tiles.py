@@ -9,7 +9,16 @@ from acm_compiler.acm import Gate, ops
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from tests.helpers.kernel_cases import FORMS, ODD, Case, inputs_of, require_answer, to, weights_of
+from tests.helpers.kernel_cases import (
+    FORMS,
+    ODD,
+    Case,
+    inputs_of,
+    require_answer,
+    require_same_bits_by_threads,
+    to,
+    weights_of,
+)
 
 HALF = torch.bfloat16
 EDGES = (
@@ -77,15 +86,11 @@ def test_a_token_keeps_its_bits_whatever_its_neighbours(case, with_tiles):
 
 
 def test_threads_do_not_change_a_bit(with_tiles):
-    threads = torch.get_num_threads()
-    for tokens in (70, 600, 2500):
-        one = drawn(Case(form="gated", act="silu", tokens=tokens, width=70))
-        answers = []
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            answers.append(native(one.x, one.k, one.weights, one.residual))
-        torch.set_num_threads(threads)
-        assert torch.equal(*answers)
+    def call_of(case):
+        one = drawn(case)
+        return one.x, one.k, one.weights, one.residual
+
+    require_same_bits_by_threads(native, call_of, tokens=(70, 600, 2500))
 
 
 def test_what_is_not_finite_stays_with_its_token_and_its_learner(tiles):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -183,11 +183,13 @@ def require_answer(y: Tensor, inputs: Inputs) -> None:
     assert relative_error(y.cpu(), inputs.expected) <= TOLERANCE[y.dtype]
 
 
-def require_same_bits_by_threads(native: Callable[..., Tensor], drawn: Callable[[Case], tuple]) -> None:
+def require_same_bits_by_threads(
+    native: Callable[..., Tensor], drawn: Callable[[Case], tuple], tokens: Sequence[int] = (20, 70, 600)
+) -> None:
     """Fail where one thread and three differ, on few tokens, on one block of columns shared, and on several blocks."""
     threads = torch.get_num_threads()
-    for tokens in (20, 70, 600):
-        call = drawn(Case(form="gated", act="silu", tokens=tokens, width=70))
+    for number in tokens:
+        call = drawn(Case(form="gated", act="silu", tokens=number, width=70))
         answers = []
         for count in (1, 3):
             torch.set_num_threads(count)

@@ -89,8 +89,8 @@ class Blockwise(nn.Module, ABC):
         """The model's own logits, from tokens after the last block."""
 
     @abstractmethod
-    def sureness(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Sureness of an answer, 0 to 1, [B]."""
+    def confidence(self, logits: Tensor, tokens: Tokens) -> Tensor:
+        """Confidence in an answer, 0 to 1, [B]."""
 
     @abstractmethod
     def reads(self, tokens: Tokens) -> Tensor:
@@ -123,17 +123,17 @@ class VitBlocks(Blockwise):
 
     @classmethod
     def sizes(cls, model: nn.Module, plan: Plan) -> tuple[int, int, int, int]:
-        """Sizes that the model itself has."""
+        """Read them off the model's own layers."""
         return sizes_of(model)
 
     @property
     def seen(self) -> int:
-        """Two widths."""
+        """Twice the model's width: the class token and the mean of all tokens."""
         return 2 * sizes_of(self.model)[1]
 
     @property
     def own_head(self) -> nn.Module:
-        """Its heads."""
+        """The classification head."""
         return self.model.heads  # type: ignore[return-value]
 
     def enter(self, batch: Batch, task: Task) -> tuple[Tensor, Mapping[int, Tensor], Mapping[str, Any]]:
@@ -152,12 +152,12 @@ class VitBlocks(Blockwise):
         """Logits of the class token."""
         return self.steps.head(x_BSD[:, 0])
 
-    def sureness(self, logits: Tensor, tokens: Tokens) -> Tensor:
+    def confidence(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """The largest probability."""
         return logits.softmax(-1).amax(-1)
 
     def reads(self, tokens: Tokens) -> Tensor:
-        """Once."""
+        """One, for every image."""
         return torch.ones_like(tokens.real_B)
 
 
@@ -188,12 +188,12 @@ class SpeechBlocks(Blockwise):
 
     @property
     def seen(self) -> int:
-        """One width."""
+        """The model's width."""
         return self.model.config.hidden_size  # type: ignore
 
     @property
     def own_head(self) -> nn.Module:
-        """The layer that names labels."""
+        """The layer that maps frames to labels."""
         return self.model.lm_head  # type: ignore[return-value]
 
     def enter(self, batch: Batch, task: Task) -> tuple[Tensor, Mapping[int, Tensor], Mapping[str, Any]]:
@@ -216,31 +216,31 @@ class SpeechBlocks(Blockwise):
         return found.pop("x_BSD"), shares, found
 
     def block(self, place: int, tokens: Tokens) -> Tensor:
-        """One block."""
+        """One block, with the arguments that the model itself gave the first."""
         found = self.blocks[place](tokens.x_BSD, **tokens.given)
         return found if isinstance(found, Tensor) else found[0]
 
     def read(self, x_BSD: Tensor) -> Tensor:
-        """All frames."""
+        """All frames as they are, [B, S, D]."""
         return x_BSD
 
     def answer(self, x_BSD: Tensor) -> Tensor:
         """Logits of all frames, [B, S, C]."""
         return self.own_head(self.norm(x_BSD))
 
-    def sureness(self, logits: Tensor, tokens: Tokens) -> Tensor:
+    def confidence(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """The mean over real frames of the largest probability."""
         real_B = tokens.real_B.to(logits.device)
         is_real_BS = torch.arange(logits.shape[1], device=logits.device) < real_B[:, None]
         return (logits.softmax(-1).amax(-1) * is_real_BS).sum(1) / real_B.clamp_min(1)
 
     def reads(self, tokens: Tokens) -> Tensor:
-        """Once for every real frame."""
+        """One for every real frame."""
         return tokens.real_B
 
 
 def blockwise(model: nn.Module) -> type[Blockwise] | None:
-    """The way to run a model of this class a block at a time; None for all but those known here."""
+    """The class here that runs models of this one a block at a time; None where there is none."""
     name = f"{type(model).__module__}.{type(model).__name__}"
     has_adapter = bool(getattr(getattr(model, "config", None), "add_adapter", False))  # mixes frames after the blocks
     return next((kind for kind in (VitBlocks, SpeechBlocks) if name in kind.models and not has_adapter), None)

@@ -98,9 +98,9 @@ class EarlyExit(Method):
         self.exits = Exits(len(self.steps.blocks), self.steps.seen, classes).to(x_BSD.device)
         train("ztw", self.exits, self._loss, self.subject, lr=_LR, say=say)
         self.exits.eval().requires_grad_(False)
-        sureness, costs = zip(*(self._exits(batch) for batch in self.subject.fit()), strict=True)
+        confidences, costs = zip(*(self._exits(batch) for batch in self.subject.fit()), strict=True)
         for budget in budgets:
-            self.thresholds[budget] = self._threshold(torch.cat(sureness), torch.cat(costs), budget)
+            self.thresholds[budget] = self._threshold(torch.cat(confidences), torch.cat(costs), budget)
 
     def _logits(self, tokens: Tokens) -> list[Tensor]:
         """Logits of all heads, the network's own last."""
@@ -126,12 +126,12 @@ class EarlyExit(Method):
 
     @torch.no_grad()
     def _exits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sureness of each example at each exit [B, M], and `_costs`."""
+        """Confidence in each example at each exit [B, M], and `_costs`."""
         tokens = self.steps.embed(batch, self.subject.task)
         logits = self._logits(tokens)
         exits = [self.exits.together(place, logits[: place + 1]) for place in range(len(logits))]
-        sure_BM = torch.stack([self.steps.sureness(part, tokens) for part in exits], dim=1)
-        return sure_BM.cpu(), self._costs(tokens)
+        confidence_BM = torch.stack([self.steps.confidence(part, tokens) for part in exits], dim=1)
+        return confidence_BM.cpu(), self._costs(tokens)
 
     def _costs(self, tokens: Tokens) -> Tensor:
         """MACs of an example that leaves at each exit, and last those of the dense model, float64 [B, M + 1]."""
@@ -144,11 +144,11 @@ class EarlyExit(Method):
         return tokens.before_B[:, None] + each_B[:, None] * run_M + reads_B[:, None] * head_M
 
     @staticmethod
-    def _threshold(sure_EM: Tensor, costs_EM: Tensor, budget: float) -> float:
+    def _threshold(confidence_EM: Tensor, costs_EM: Tensor, budget: float) -> float:
         """The largest threshold at which the examples cost no more than the budget."""
 
         def cost(threshold: float) -> float:
-            leaves_EM = sure_EM >= threshold
+            leaves_EM = confidence_EM >= threshold
             leaves_EM[:, -1] = True
             return float(costs_EM.gather(1, leaves_EM.int().argmax(1, keepdim=True)).mean())
 
@@ -169,7 +169,7 @@ class EarlyExit(Method):
             logits.append(self.steps.answer(x_BSD) if is_last else self.exits.head(place, read, logits))
             exit_B = self.exits.together(place, logits)
             output = exit_B.clone() if output is None else output
-            leaves_B = (self.steps.sureness(exit_B, tokens) >= threshold) | is_last
+            leaves_B = (self.steps.confidence(exit_B, tokens) >= threshold) | is_last
             gone = left[leaves_B.cpu()]
             output[gone.to(output.device)] = exit_B[leaves_B]
             macs_B[gone] = costs_BM[gone, place]

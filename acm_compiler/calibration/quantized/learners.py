@@ -19,7 +19,7 @@ from acm_compiler.calibration.moments import Moments, solve
 from acm_compiler.calibration.quantized.inputs import Inputs
 from acm_compiler.calibration.quantized.rounding import damped, round_rows
 
-# fewer tokens that ran a number of learners say nothing of a mean: then all tokens do
+# least tokens of one k for a mean of their own; of fewer the mean is taken over all tokens
 _FEW = 64
 
 
@@ -32,7 +32,7 @@ def rounded_learners(weights: Weights, inputs: Inputs) -> Weights:
     """
     x_TD, k_T = inputs.x, inputs.k.long()
     floats = _in_float32(weights)
-    made = integers.quantized(floats, "int4")  # what nobody rounds otherwise
+    made = integers.quantized(floats, "int4")  # to nearest; what data decide takes the place of that
     made = _with_first_layers(floats, made, x_TD, k_T)
     made = _with_second_layers(floats, made, x_TD, k_T)
     b_out = floats.b_out.clone()

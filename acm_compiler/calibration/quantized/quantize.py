@@ -26,7 +26,7 @@ from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.runtime.quantized_linear import choose_rest, one_learner_of, replace_linears
 from acm_compiler.sources.inputs import Inputs
 
-# of batches so many tokens are read
+# tokens that are read of `batches`, unless said
 _TOKENS = 24_000
 
 

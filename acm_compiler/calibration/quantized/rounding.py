@@ -16,11 +16,11 @@ from torch import Tensor
 from acm_compiler.acm.quantized.int4 import GROUP, Grids, whole_range
 from acm_compiler.calibration.moments import cholesky, mean_diagonal
 
-# of the moments' mean diagonal: few tokens say little about how columns go together
+# ridge, as a part of the moments' mean diagonal: few tokens estimate correlations poorly
 _DAMPING = 0.01
-# passes over all columns once each was rounded
+# passes of coordinate descent after GPTQ
 _SWEEPS = 3
-# parts of a group's range, to either side of its middle, that 16 steps are laid over
+# parts of a group's range, below and above its middle, that are tried
 _RANGES = (1.0, 0.92, 0.84)
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -35,7 +35,7 @@ class Rounded:
 
     @property
     def floats(self) -> Tensor:
-        """The numbers that they stand for, [R, C]."""
+        """The dequantised rows, [R, C]."""
         parts = [self._grid(at).floats(self.q[:, a:b]) for at, (a, b) in enumerate(self.bounds)]
         return torch.cat(parts, 1)
 
@@ -78,7 +78,7 @@ def round_rows(w_RC: Tensor, c_CC: Tensor, *, parts: int = 1) -> Rounded:
 
 
 def _bounds(columns: int, parts: int) -> list[tuple[int, int]]:
-    """First and last-but-one column of each group."""
+    """First column of each group, and the one after its last."""
     length = columns // parts
     firsts = [(part * length, at) for part in range(parts) for at in range(0, length, GROUP)]
     return [(start + at, start + min(at + GROUP, length)) for start, at in firsts]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+from triton.errors import TritonError
 
 import acm_compiler
 from acm_compiler.codegen.gpu import current_machine
@@ -174,7 +175,7 @@ def _captured(calls: Calls, device: Device) -> tuple[Calls, dict[str, str]]:
     for name, call in calls.items():
         try:
             replays[name] = device.captured(call)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, TritonError) as error:
             refused[name] = next(iter(str(error).splitlines()), type(error).__name__)
     return replays, refused
 

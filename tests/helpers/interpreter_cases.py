@@ -111,7 +111,7 @@ def test_the_order_is_stable_and_descending(tokens, learners, monkeypatch):
     assert order.counts[: learners + 1].tolist() == [int((k >= n).sum()) for n in range(learners + 1)]
 
 
-@pytest.mark.parametrize(("tokens", "learners"), [(1025, 4), (3000, 4), (20, 16), (130, 19)])
+@pytest.mark.parametrize(("tokens", "learners"), [(1025, 4), (3000, 4), (100, 16), (130, 19)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_gates_histogram_gives_the_order_that_a_count_gives(tokens, learners, dtype):
     gate = [torch.randn(shape).to(dtype) for shape in ((24, 40), (24,), (learners, 24), (learners,))]

@@ -20,6 +20,7 @@ from acm_compiler.codegen.gpu.dispatch import (
     permute_constants,
     permute_kernel,
     permute_options,
+    place_constants,
     place_kernel,
     slots_of,
 )
@@ -48,7 +49,7 @@ from acm_compiler.codegen.gpu.stages import (
     products_of,
     puts_fences,
 )
-from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
 from acm_compiler.errors import PackageMissing
 
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")
@@ -99,7 +100,7 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     rows = [_rows_kernel(spec, in_order)] if in_order or spec.norm else []
     if not tiles.sorts:
         return rows + _few_kernels(spec, machine, tiles)
-    kernels = _dispatch_kernels(spec) + rows
+    kernels = _dispatch_kernels(spec, tokens) + rows
     if layer1_bands(spec):
         tile, loads = tiles.layer1, loads_of(spec, machine, None)
         made = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
@@ -155,10 +156,9 @@ def _product(
     )
 
 
-def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
-    slots = slots_of(spec.learners)
-    count = {"N": spec.learners, "SLOTS": slots, "BLOCK": 64}
-    place = {"SLOTS": slots, "BLOCK": 256, "CHUNK": 64}
+def _dispatch_kernels(spec: KernelSpec, tokens: int) -> list[Kernel]:
+    count = {"N": spec.learners, "SLOTS": slots_of(spec.learners), "BLOCK": 64}
+    place = place_constants(spec.learners, 1 << bucket_of(tokens))
     return [
         Kernel(name="count", function=count_kernel, constants=count, options=kernel_options(warps=2) | {"debug": True}),
         Kernel(name="place", function=place_kernel, constants=place, options=kernel_options(warps=4)),

@@ -13,7 +13,7 @@ from acm_compiler.acm.arguments import GateArguments, GateWeights, part
 from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.blocks import kernel_options
-from acm_compiler.codegen.gpu.dispatch import Histogram, is_counted, slots_of
+from acm_compiler.codegen.gpu.dispatch import Histogram, slots_of
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import Machine
@@ -202,7 +202,7 @@ class GatePlan:
         affine = (None, None) if norm is None else (norm.weight, norm.bias)
         self._norm = tuple(None if tensor is None else tensor.contiguous() for tensor in affine)
         self._d_in, self._cost, self._eps = spec.d_in, cost, 0.0 if norm is None else norm.eps
-        self._slots = slots_of(k_min + spec.columns - 1) if is_counted(bucket, k_min + spec.columns - 1) else 0
+        self._slots = slots_of(k_min + spec.columns - 1) if 1 << bucket > _FEW else 0
         self._parts: Launcher | None = None
         if spec.is_split(1 << bucket):
             constants = part_constants(spec, 1 << bucket, interpret=INTERPRETED)

@@ -19,7 +19,7 @@ BULK_COPY_BYTES = 16
 """Alignment of addresses and rows that tensor descriptors need."""
 _WGMMA_ROWS = 64
 _FENCED = (3, 7)
-_SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "GROUP")
+_SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "GROUP", "FLAT")
 
 
 def puts_fences() -> bool:
@@ -206,6 +206,7 @@ def _tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, 
         "BN": tile.n,
         "BK": tile.k,
         "GROUP": _GROUP,
+        "FLAT": tile.flat,
     }
 
 

@@ -19,14 +19,16 @@ _UNKNOWN_BUCKET = 11  # of as many tokens as a compiler traces as free: from her
 _COMPILED = (
     "compiled ahead of time for sm_{} by triton 3.8: no spills, as many CTAs per SM as r says; not timed on a device"
 )
+_TIMED = "the fastest of 15 to 20 pairs on an H100, torch 2.11, triton 3.6 (docs/results/h100.md)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """Rows, columns and reduction step of one block of work, and how a kernel is built for it.
 
-    `resident` CTAs are meant to share one multiprocessor; the grid is that many times their number.
-    Written "128x128x64 w4 s3 r2".
+    `resident` CTAs are meant to share one multiprocessor; the grid is that many times their number. flat: loops over
+    tiles and over the reduction are one, so that a tile's first loads start in the last one's end.
+    Written "128x128x64 w4 s3 r2", with " flat" behind.
     """
 
     m: int
@@ -35,9 +37,11 @@ class Tile:
     warps: int
     stages: int
     resident: int
+    flat: bool = False
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{self.k} w{self.warps} s{self.stages} r{self.resident}"
+        flat = " flat" if self.flat else ""
+        return f"{self.m}x{self.n}x{self.k} w{self.warps} s{self.stages} r{self.resident}{flat}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +65,8 @@ class Tiles:
 class Row:
     """Conditions of a row of the table: the oldest architecture, kind of dtype, kind of learners, most tokens.
 
-    is_small: for calls to which the row without gives fewer tiles, in one of the layers, than there are processors.
-
+    size: "", or "small" and "least" for calls to which the rows before give fewer tiles, in one of the layers, than
+    there are processors.
     kind: plain, gated, sliced, narrow (plain, of a width that wide tiles would round up), or few (one block of tokens
     that need no sorting; its rows are as many as there are tokens).
     """
@@ -72,23 +76,24 @@ class Row:
     kind: str
     tokens: int | None
     tiles: Tiles
-    is_small: bool = False
+    size: str = ""
 
     def __str__(self) -> str:
         """The kind of call, as the table writes it."""
-        most = (" small" if self.is_small else "") if self.tokens is None else f" <= {self.tokens}"
+        most = f" {self.size}".rstrip() if self.tokens is None else f" <= {self.tokens}"
         return f"sm_{self.arch} {self.dtype} {self.kind}{most}"
 
 
 def tile_of(text: str) -> Tile:
-    """A tile written as m x n x k, w warps, s stages, r resident: "128x128x64 w4 s3 r2"."""
-    shape, warps, stages, resident = text.split()
+    """A tile written as m x n x k, w warps, s stages, r resident: "128x128x64 w4 s3 r2", perhaps "flat"."""
+    shape, warps, stages, resident, *flat = text.split()
     m, n, k = (int(part) for part in shape.split("x"))
-    return Tile(m=m, n=n, k=k, warps=int(warps[1:]), stages=int(stages[1:]), resident=int(resident[1:]))
+    warps, stages, resident = (int(number[1:]) for number in (warps, stages, resident))
+    return Tile(m=m, n=n, k=k, warps=warps, stages=stages, resident=resident, flat=bool(flat))
 
 
 def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Row:
-    """A row for what is written as "sm_90 16 gated small", or with " <= 64"."""
+    """A row for what is written as "sm_90 16 gated", with " small", " least" or " <= 64" behind."""
     words = what.split()
     arch = int(words[0].removeprefix("sm_"))
     return Row(
@@ -96,40 +101,47 @@ def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Ro
         dtype=words[1],
         kind=words[2],
         tokens=int(words[-1]) if "<=" in words else None,
-        is_small="small" in words,
+        size=words[3] if len(words) == 4 else "",
         tiles=Tiles(
             layer1=tile_of(layer1), layer2=tile_of(layer2), provenance=provenance.format(arch), sorts=words[2] != "few"
         ),
     )
 
 
-# the first row that fits is taken
+# of the rows of an architecture, dtype and kind, large tiles first, the first is taken that fills the machine
 TABLE = (
     _row("sm_80 16 few <= 64", "64x32x128 w4 s3 r1", "64x16x128 w4 s4 r1"),
     _row("sm_80 tf32 few <= 64", "64x32x64 w4 s3 r1", "64x16x64 w4 s4 r1"),
     _row("sm_80 fp32 few <= 64", "64x32x32 w4 s3 r1", "64x16x32 w4 s4 r1"),
-    _row("sm_90 16 plain small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
-    _row("sm_90 16 gated small", "64x64x64 w4 s3 r3", "64x64x64 w4 s3 r4"),
     _row("sm_100 16 narrow", "128x64x64 w4 s3 r1", "128x128x64 w8 s3 r1"),
+    _row("sm_100 16 narrow small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
     _row("sm_100 16 plain", "128x128x64 w8 s3 r1", "128x128x64 w8 s3 r1"),
+    _row("sm_100 16 plain small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
     _row("sm_100 16 gated", "128x128x64 w8 s3 r1", "128x128x64 w8 s3 r1"),
+    _row("sm_100 16 gated small", "64x64x64 w4 s3 r3", "64x64x64 w4 s3 r4"),
     _row("sm_90 16 narrow", "128x64x64 w4 s3 r3", "128x128x64 w4 s3 r2"),
-    _row("sm_90 16 plain", "128x128x64 w4 s3 r2", "128x128x64 w4 s3 r2"),
-    _row("sm_90 16 gated", "128x128x64 w8 s3 r1", "128x128x64 w4 s3 r2"),
-    _row("sm_90 16 sliced small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
+    _row("sm_90 16 narrow small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
+    _row("sm_90 16 plain", "128x128x64 w4 s3 r2 flat", "128x128x64 w8 s3 r2", _TIMED),
+    _row("sm_90 16 plain small", "64x128x64 w4 s4 r2 flat", "64x128x64 w4 s4 r2 flat", _TIMED),
+    _row("sm_90 16 plain least", "64x128x64 w4 s4 r2", "64x64x128 w4 s4 r3", _TIMED),
+    _row("sm_90 16 gated", "128x128x64 w8 s4 r1", "128x128x64 w4 s3 r2 flat", _TIMED),
+    _row("sm_90 16 gated small", "64x128x64 w8 s4 r1", "64x128x64 w8 s4 r2", _TIMED),
+    _row("sm_90 16 gated least", "128x64x64 w8 s4 r2", "128x64x64 w8 s4 r2", _TIMED),
     _row("sm_90 16 sliced", "128x64x64 w4 s3 r3", "128x64x64 w4 s3 r3"),
-    _row("sm_90 tf32 plain small", "64x64x32 w4 s3 r4", "64x64x32 w4 s3 r4"),
-    _row("sm_90 tf32 gated small", "64x64x32 w4 s3 r3", "64x64x32 w4 s3 r4"),
+    _row("sm_90 16 sliced small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
     _row("sm_90 tf32 plain", "128x128x32 w4 s3 r2", "128x128x32 w8 s3 r1"),
+    _row("sm_90 tf32 plain small", "64x64x32 w4 s3 r4", "64x64x32 w4 s3 r4"),
     _row("sm_90 tf32 gated", "128x128x32 w8 s3 r1", "128x128x32 w8 s3 r1"),
+    _row("sm_90 tf32 gated small", "64x64x32 w4 s3 r3", "64x64x32 w4 s3 r4"),
     _row("sm_90 tf32 sliced", "64x64x32 w4 s3 r3", "64x64x32 w4 s3 r3"),
-    _row("sm_80 16 plain small", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
-    _row("sm_80 16 gated small", "64x64x32 w4 s3 r2", "64x64x32 w4 s4 r2"),
     _row("sm_80 16 narrow", "128x64x32 w4 s4 r2", "128x128x32 w8 s4 r1"),
+    _row("sm_80 16 narrow small", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
     _row("sm_80 16 plain", "128x128x32 w4 s4 r2", "128x128x32 w8 s4 r1"),
+    _row("sm_80 16 plain small", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
     _row("sm_80 16 gated", "128x64x32 w4 s3 r2", "128x128x32 w8 s4 r1"),
-    _row("sm_80 16 sliced small", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
+    _row("sm_80 16 gated small", "64x64x32 w4 s3 r2", "64x64x32 w4 s4 r2"),
     _row("sm_80 16 sliced", "128x64x32 w4 s4 r2", "128x64x32 w4 s4 r2"),
+    _row("sm_80 16 sliced small", "64x64x32 w4 s4 r3", "64x64x32 w4 s4 r3"),
     _row("sm_80 tf32 plain", "64x64x32 w4 s3 r2", "64x64x32 w4 s3 r2"),
     _row("sm_80 tf32 gated", "64x64x32 w4 s3 r2", "64x64x32 w4 s3 r2"),
     _row("sm_80 tf32 sliced", "64x64x32 w4 s3 r2", "64x64x32 w4 s3 r2"),
@@ -175,9 +187,9 @@ def choose_tiles(spec: KernelSpec, arch: int, tokens: int, processors: int | Non
     rows = [row for row in rows if row.tokens is None or tokens <= row.tokens]
     if not rows[0].tiles.sorts:
         return _cut(rows[0].tiles, tokens)
-    large = next(row for row in rows if not row.is_small)
-    fills = _fewest(spec, large.tiles, tokens) >= processors
-    return next(row.tiles for row in rows if not (row.is_small and fills))
+    first = rows[0]
+    group = [row.tiles for row in rows if (row.arch, row.kind) == (first.arch, first.kind)]
+    return next((tiles for tiles in group if _fewest(spec, tiles, tokens) >= processors), group[-1])
 
 
 def _fewest(spec: KernelSpec, tiles: Tiles, tokens: int) -> int:

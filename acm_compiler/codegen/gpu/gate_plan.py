@@ -153,12 +153,8 @@ def _power(number: int) -> int:
 
 def gate_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, Any]:
     """Constants of `gate_kernel`."""
-    return {
-        **_choice_constants(spec, interpret),
-        **_product_constants(spec, cut),
-        "NORM": spec.norm,
-        "CENTRED": spec.centred,
-    }
+    facts = {"NORM": spec.norm, "CENTRED": spec.centred}
+    return {**_choice_constants(spec, interpret), **_product_constants(spec, cut), **facts}
 
 
 def part_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, Any]:

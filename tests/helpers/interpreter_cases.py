@@ -317,11 +317,13 @@ def test_rows_far_from_zero_keep_their_digits(mean, kind, k, tokens):
 
 @pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [None, "affine", "rms"], ids=["plain", "norm", "rms"])
-@pytest.mark.parametrize(("tokens", "heavy"), [(3, 0), (64, 0), (64, 1 << 30), (70, 0)])
+@pytest.mark.parametrize(("tokens", "heavy"), [(3, 0), (64, 0), (64, 1 << 30), (70, 0), (70, 1 << 30)])
 def test_a_gate_may_be_wide_and_split_over_its_features(tokens, heavy, kind, dtype, lost, monkeypatch):
-    """Columns are taken in blocks; features of few tokens in parts, whose sums have an order."""
+    """Columns are taken in blocks, those of a sum, too; features in parts, whose sums have an order."""
     monkeypatch.setattr(gate_plan, "_HEAVY", heavy)
-    monkeypatch.setattr(gate_plan, "_PARTS", (32, 128))
+    monkeypatch.setattr(gate_plan, "_SPAN", 128)
+    monkeypatch.setattr(gate_plan, "_LEAST_SPAN", 128)
+    monkeypatch.setattr(gate_plan, "_SUMMED", 256)
     width, d_in = 270, 331
     weights = [torch.randn(width, d_in) * d_in**-0.5, torch.randn(width), torch.randn(5, width), torch.zeros(5)]
     weights = [tensor.to(dtype) for tensor in weights]

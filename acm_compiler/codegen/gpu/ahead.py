@@ -28,10 +28,11 @@ from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.gate_plan import (
     GateSpec,
+    cut_of,
     gate_constants,
-    gate_options,
     part_constants,
     sum_constants,
+    sum_options,
 )
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec
@@ -49,12 +50,12 @@ from acm_compiler.codegen.gpu.stages import (
     products_of,
     puts_fences,
 )
-from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
+from acm_compiler.codegen.gpu.tiles import PROCESSORS, Tile, Tiles, bucket_of, choose_tiles
 from acm_compiler.errors import PackageMissing
 
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")
-_NUMBERS = ("T", "D_IN", "BLOCKS", "PER", "SPANS", "stride_x", "stride_a", "stride_w", "stride_r")
-_UNALIGNED = ("T", "BLOCKS", "PER", "SPANS", "cost", "eps", "knob", "k_lo", "k_hi")
+_NUMBERS = ("T", "D_IN", "BLOCKS", "PER", "SPAN", "stride_x", "stride_a", "stride_w", "stride_r")
+_UNALIGNED = ("T", "BLOCKS", "PER", "cost", "eps", "knob", "k_lo", "k_hi")
 _SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 _REGISTERS = 65536
 _INSTRUCTIONS = ("UTCHMMA", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
@@ -97,7 +98,8 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     machine = _machine(arch)
     tiles = choose_tiles(spec, arch, tokens)
     in_order = tiles.sorts and permutes_rows(spec, machine)
-    rows = [_rows_kernel(spec, in_order)] if in_order or spec.norm else []
+    facts = {"in_order": in_order, "norm": spec.norm, "centred": spec.centred}
+    rows = [_rows_kernel(spec.d_in, **facts)] if in_order or spec.norm else []
     if not tiles.sorts:
         return rows + _few_kernels(spec, machine, tiles)
     kernels = _dispatch_kernels(spec, tokens) + rows
@@ -165,33 +167,37 @@ def _dispatch_kernels(spec: KernelSpec, tokens: int) -> list[Kernel]:
     ]
 
 
-def _rows_kernel(spec: KernelSpec, in_order: bool) -> Kernel:
-    operands = {"perm": in_order, "counts": in_order, "norm_weight": spec.norm, "norm_bias": spec.norm}
-    constants = permute_constants(spec.d_in, in_order=in_order, norm=spec.norm, centred=spec.centred)
+def _rows_kernel(d_in: int, *, in_order: bool, norm: bool, centred: bool) -> Kernel:
+    operands = {"perm": in_order, "counts": in_order, "norm_weight": norm, "norm_bias": norm}
+    constants = permute_constants(d_in, in_order=in_order, norm=norm, centred=centred)
     return Kernel(
-        name=" ".join(name for name, here in (("permute", in_order), ("norm", spec.norm)) if here),
+        name=" ".join(name for name, here in (("permute", in_order), ("norm", norm)) if here),
         function=permute_kernel,
         constants=constants | {name: None for name, here in operands.items() if not here},
-        options=permute_options(spec.d_in),
+        options=permute_options(d_in),
         operands={"eps": "fp32"},
     )
 
 
 def _machine(arch: int) -> Machine:
-    """Any machine of that architecture, with the Triton that is installed."""
-    return Machine(arch=arch, processors=1, fenced=puts_fences())
+    """The largest GPU of that architecture, with the Triton that is installed."""
+    processors = PROCESSORS[max(known for known in PROCESSORS if known <= arch)]
+    return Machine(arch=arch, processors=processors, fenced=puts_fences())
 
 
 def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
-    """The kernels that a gate of that many tokens starts on that architecture: one, or two where it is split."""
-    machine, name = _machine(arch), "gate norm" if spec.norm else "gate"
-    if not spec.is_split(tokens):
-        whole = gate_constants(spec, tokens, interpret=False)
-        return [_gate_kernel(name, gate_kernel, whole, gate_options(spec, machine, whole), spec)]
-    parts, sums = (make(spec, tokens, interpret=False) for make in (part_constants, sum_constants))
+    """The kernels that a gate of that many tokens starts on that architecture: one, or more where it is split."""
+    cut = cut_of(spec, tokens, _machine(arch))
+    options = kernel_options(warps=cut.tile.warps, stages=cut.tile.stages)
+    if not spec.is_split:
+        whole = gate_constants(spec, cut, interpret=False)
+        return [_gate_kernel("gate norm" if spec.norm else "gate", gate_kernel, whole, options, spec)]
+    parts, sums = part_constants(spec, cut, interpret=False), sum_constants(spec, cut, tokens, interpret=False)
+    norm = [_rows_kernel(spec.d_in, in_order=False, norm=True, centred=spec.centred)] if spec.norm else []
     return [
-        _gate_kernel(f"{name} parts", gate_part_kernel, parts, gate_options(spec, machine, parts), spec),
-        _gate_kernel("gate sum", gate_sum_kernel, sums, kernel_options(warps=4), spec),
+        *norm,
+        _gate_kernel("gate parts", gate_part_kernel, parts, options, spec),
+        _gate_kernel("gate sum", gate_sum_kernel, sums, sum_options(sums), spec),
     ]
 
 
@@ -203,6 +209,9 @@ def _gate_kernel(
     types = dict.fromkeys(("w_inner", "b_inner", "w_outer", "b_outer"), f"*{spec.gate_dtype}")
     types |= dict.fromkeys(("k_lo", "k_hi", "k_out"), "*i32")
     types |= dict.fromkeys(("parts", "knob"), "*fp32") | dict.fromkeys(("cost", "eps"), "fp32")
+    if constants.get("BULK"):
+        blocks = {"x": constants["BM"], "w_inner": constants["GP"]}
+        types |= {name: f"tensordesc<{{dtype}}[{rows},{constants['BK']}]>" for name, rows in blocks.items()}
     return Kernel(
         name=name,
         function=function,

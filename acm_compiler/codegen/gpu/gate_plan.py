@@ -13,21 +13,25 @@ from acm_compiler.acm.arguments import GateArguments, GateWeights, part
 from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.blocks import kernel_options
-from acm_compiler.codegen.gpu.dispatch import Histogram, slots_of
+from acm_compiler.codegen.gpu.dispatch import Histogram, Rows, slots_of
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
+from acm_compiler.codegen.gpu.launch import operand
 from acm_compiler.codegen.gpu.spec import DTYPES
-from acm_compiler.codegen.gpu.stages import Machine
-from acm_compiler.codegen.gpu.start import Launcher, blocks_in
-from acm_compiler.codegen.gpu.tiles import bucket_of
+from acm_compiler.codegen.gpu.stages import BULK_COPY_BYTES, Machine
+from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, is_tracing
+from acm_compiler.codegen.gpu.tiles import Tile, bucket_of
 from acm_compiler.planning.decisions import PlannedSite
 
 _WIDEST = 256  # columns of the first product that a program takes at once
 _WIDE = 128  # of those of wider gates, and of exact ones, whose operands need registers for their parts
 _NARROWEST = 16  # of a matrix product
-_LARGE = 128
-_FEW = 64  # tokens, whose gates are split if their first weight has as many elements as
-_HEAVY = 1 << 18
-_PARTS = (32, 512)  # columns and features of one program of a split gate
+_FEW = 64  # tokens, whose programs have few rows and columns
+_HEAVY = 1 << 18  # elements of the first weight, from which on its product is taken in parts
+_SPAN = 512  # features of a part of few tokens
+_LEAST_SPAN = 256  # of more
+_MOST_SPANS = 8
+_SUMMED = 512  # columns that are added up at once
+_AT_ONCE = 4  # choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +60,19 @@ class GateSpec:
         """True if rows begin anywhere, so that Triton reads them value by value, which takes registers."""
         return self.d_in % 16 != 0
 
-    def is_split(self, tokens: int) -> bool:
-        """True if so few tokens take the first product in parts, as one program would read all of its weight."""
-        return tokens <= _FEW and self.d_in * self.width >= _HEAVY
+    @property
+    def is_split(self) -> bool:
+        """True if the first product is taken in parts, by more programs than there are blocks of rows."""
+        return self.d_in * self.width >= _HEAVY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Blocks of the first product: their tile; bulk: read by tensor descriptors; span: features of a part."""
+
+    tile: Tile
+    bulk: bool
+    span: int
 
 
 class Choice(NamedTuple):
@@ -83,57 +97,100 @@ def gate_spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> G
     )
 
 
-def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
-    """Constants of `gate_kernel`; fp32 gates multiply in three tf32 parts, which keeps fp32's digits."""
-    width = max(_NARROWEST, triton.next_power_of_2(spec.width))
+def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = True) -> Cut:
+    """Blocks for about so many tokens; aligned: rows of x begin where bulk copies may.
+
+    Rows that are read by pointers, products of three parts and of normalised blocks stay off wgmma: before Triton 3.7
+    nothing orders asynchronous copies before it, and old ptxas gets its operands in registers wrong.
+    """
+    few = tokens <= _FEW
+    bulk = machine.bulk_copies and not few and not spec.is_exact and aligned and spec.d_in % 8 == 0
+    if not spec.is_split:
+        bulk = bulk and not spec.norm
+        return Cut(tile=_whole_tile(spec, tokens, bulk=bulk, arch=machine.arch), bulk=bulk, span=spec.d_in)
+    if few:
+        step = (32 if spec.is_exact else 128) // (2 if spec.is_odd else 1)
+        rows = min(32, _power(tokens))
+        stages = 5 if spec.is_exact else 3  # of shorter steps, so that as many bytes are on their way
+        return Cut(tile=Tile(m=rows, n=32, k=step, warps=4, stages=stages, resident=1), bulk=False, span=_SPAN)
+    tile = _part_tile(spec, tokens, machine, bulk=bulk)
+    tiles = blocks_in(tokens, tile.m) * blocks_in(spec.width, tile.n)
+    spans = min(_MOST_SPANS, max(1, machine.processors * tile.resident // tiles), blocks_in(spec.d_in, _LEAST_SPAN))
+    return Cut(tile=tile, bulk=bulk, span=blocks_in(spec.d_in, spans * tile.k) * tile.k)
+
+
+def _whole_tile(spec: GateSpec, tokens: int, *, bulk: bool, arch: int) -> Tile:
+    width = _power(spec.width)
     width = width if width <= (_WIDE if spec.is_exact else _WIDEST) else _WIDE
-    step = 64 // (2 if spec.is_exact else 1) // (2 if width > _LARGE else 1)
-    if spec.is_odd and width >= _LARGE:
+    if bulk:
+        return Tile(m=64, n=width, k=64, warps=8 if width > _WIDE else 4, stages=4 if width <= _WIDE else 3, resident=1)
+    step = 64 // (2 if spec.is_exact else 1) // (2 if width > _WIDE else 1)
+    if spec.is_odd and width >= _WIDE:
         step //= 2
-    # products of three parts and of normalised blocks take 32 rows: they stay off wgmma, whose register operands old
-    # ptxas gets wrong
-    rows = 32 if spec.is_exact or spec.norm or width > _LARGE // 2 else 64
+    rows = 32 if spec.is_exact or spec.norm or width > _WIDE // 2 or arch >= 90 else 64
+    # values that are read one by one wait in registers
+    stages = 2 if spec.is_exact and spec.is_odd and width >= _WIDE else 3
+    return Tile(m=min(rows, _power(tokens)), n=width, k=step, warps=4, stages=stages, resident=1)
+
+
+def _part_tile(spec: GateSpec, tokens: int, machine: Machine, *, bulk: bool) -> Tile:
+    width = min(_power(spec.width), _WIDEST)
+    if bulk and 2 * blocks_in(tokens, 128) * blocks_in(spec.width, width) >= machine.processors:
+        return Tile(m=128, n=width, k=64, warps=8 if width > 64 else 4, stages=4, resident=1)
+    width = min(width, _WIDE)
+    if bulk:
+        return Tile(m=128, n=width, k=64, warps=4, stages=3, resident=2)
+    if spec.is_exact or spec.is_odd or machine.bulk_copies:
+        step = 16 if spec.is_exact else 32
+        return Tile(m=32, n=width, k=step, warps=4, stages=2 if spec.is_exact and spec.is_odd else 3, resident=2)
+    return Tile(m=64, n=width, k=64, warps=4, stages=3, resident=2)
+
+
+def _power(number: int) -> int:
+    """The next power of two that a matrix product takes."""
+    return max(_NARROWEST, triton.next_power_of_2(number))
+
+
+def gate_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `gate_kernel`."""
+    facts = {"NORM": spec.norm, "CENTRED": spec.centred}
+    return {**_choice_constants(spec, interpret), **_product_constants(spec, cut), **facts}
+
+
+def part_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `gate_part_kernel`."""
+    return {"G": spec.width, "ROW": _row_of(spec), "INTERPRET": interpret, **_product_constants(spec, cut)}
+
+
+def sum_constants(spec: GateSpec, cut: Cut, tokens: int, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `gate_sum_kernel`: a program for each of few tokens."""
+    rows = 1 if tokens <= _FEW else 16 if tokens <= 16 * _FEW else 32
+    width, spans = _power(spec.width), blocks_in(spec.d_in, cut.span)
     return {
         **_choice_constants(spec, interpret),
-        "SLOTS": slots_of(spec.k_min + spec.columns - 1),
-        "EVEN": spec.d_in % step == 0,
-        "NORM": spec.norm,
-        "CENTRED": spec.centred,
-        "PRECISION": "tf32x3",
-        "GP": width,
-        "BM": min(rows, max(_NARROWEST, triton.next_power_of_2(tokens))),
-        "BK": step,
+        "SPANS": spans,
+        "SPANS_P": triton.next_power_of_2(spans),
+        "ROW": _row_of(spec),
+        "GP": width if width <= _SUMMED else _SUMMED // 2,
+        "BM": rows,
     }
 
 
-def part_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
-    """Constants of `gate_part_kernel`."""
-    step = (32 if spec.is_exact else 128) // (2 if spec.is_odd else 1)
-    shared = _shared_constants(spec, tokens)
+def _row_of(spec: GateSpec) -> int:
+    """Elements between rows of a part, so that every row is aligned."""
+    return blocks_in(spec.width, _NARROWEST) * _NARROWEST
+
+
+def _product_constants(spec: GateSpec, cut: Cut) -> dict[str, Any]:
+    """Constants of the first product; fp32 gates multiply in three tf32 parts, which keeps fp32's digits."""
     return {
-        "G": spec.width,
-        "SPAN": _PARTS[1],
-        "EVEN": spec.d_in % step == 0,
-        "NORM": spec.norm,
-        "CENTRED": spec.centred,
+        "BULK": cut.bulk,
+        "EVEN": spec.d_in % cut.tile.k == 0,
         "PRECISION": "tf32x3",
-        "INTERPRET": interpret,
-        **shared,
-        "BM": min(32, shared["ROWS"]) if spec.is_exact or spec.norm else shared["ROWS"],  # as in `gate_constants`
-        "BK": step,
+        "GP": cut.tile.n,
+        "BM": cut.tile.m,
+        "BK": cut.tile.k,
     }
-
-
-def sum_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
-    """Constants of `gate_sum_kernel`."""
-    return {**_choice_constants(spec, interpret), **_shared_constants(spec, tokens), "BM": _NARROWEST}
-
-
-def _shared_constants(spec: GateSpec, tokens: int) -> dict[str, Any]:
-    """Shape of the parts: rows and elements of a row, in blocks of GP."""
-    columns = _PARTS[0]
-    rows = max(_NARROWEST, triton.next_power_of_2(tokens))
-    return {"ROWS": rows, "ROW": blocks_in(spec.width, columns) * columns, "GP": columns}
 
 
 def _choice_constants(spec: GateSpec, interpret: bool) -> dict[str, Any]:
@@ -142,20 +199,22 @@ def _choice_constants(spec: GateSpec, interpret: bool) -> dict[str, Any]:
         "C": spec.columns,
         "K_MIN": spec.k_min,
         "RULE": spec.rule,
+        "SLOTS": slots_of(spec.k_min + spec.columns - 1),
         "INTERPRET": interpret,
-        "CP": max(_NARROWEST, triton.next_power_of_2(spec.columns)),
+        "AT_ONCE": _AT_ONCE,
+        "CP": _power(spec.columns),
     }
 
 
-def gate_options(spec: GateSpec, machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
-    """Warps and pipeline stages of `gate_kernel` and `gate_part_kernel` (see Machine for `fenced`)."""
-    unsafe = machine.bulk_copies and not machine.fenced and constants["BM"] >= 64
-    stages = 3
-    if spec.is_exact and "SPAN" in constants:
-        stages = 5  # of shorter steps, so that as many bytes are on their way
-    elif spec.is_exact and spec.is_odd and constants["GP"] >= _LARGE:
-        stages = 2  # values that are read one by one wait in registers
-    return kernel_options(warps=4, stages=1 if unsafe else stages)
+def _is_aligned(x_TD: Tensor) -> bool:
+    """True if bulk copies may read the rows; where one that is traced begins, Inductor keeps to the graph's offset."""
+    start = x_TD.storage_offset() * x_TD.itemsize if is_tracing() else x_TD.data_ptr()
+    return all(isinstance(n, int) and n % BULK_COPY_BYTES == 0 for n in (start, x_TD.stride(0) * x_TD.itemsize))
+
+
+def sum_options(constants: dict[str, Any]) -> dict[str, int]:
+    """Warps of `gate_sum_kernel`."""
+    return kernel_options(warps=max(4, constants["BM"] // 2))
 
 
 def run_gate(
@@ -203,35 +262,39 @@ class GatePlan:
         self._norm = tuple(None if tensor is None else tensor.contiguous() for tensor in affine)
         self._d_in, self._cost, self._eps = spec.d_in, cost, 0.0 if norm is None else norm.eps
         self._slots = slots_of(k_min + spec.columns - 1) if 1 << bucket > _FEW else 0
+        self._rows = Rows(spec.d_in, in_order=False, norm=norm) if spec.is_split and norm is not None else None
+        aligned = self._rows is not None or _is_aligned(call.x)
+        self._cut = cut = cut_of(spec, 1 << bucket, machine, aligned=aligned)
+        self._w_inner = operand(weights.w_inner, cut.tile.n, cut.tile.k, cut.bulk)
+        options = kernel_options(warps=cut.tile.warps, stages=cut.tile.stages)
         self._parts: Launcher | None = None
-        if spec.is_split(1 << bucket):
-            constants = part_constants(spec, 1 << bucket, interpret=INTERPRETED)
-            self._parts = Launcher(gate_part_kernel, constants, gate_options(spec, machine, constants))
-            self._spans = blocks_in(spec.d_in, constants["SPAN"])
-            self._room = rows, row = constants["ROWS"], constants["ROW"]
-            self._programs = self._spans * (rows // constants["BM"]) * (row // constants["GP"])
-            sums = sum_constants(spec, 1 << bucket, interpret=INTERPRETED)
-            self._rows, self._start = sums["BM"], Launcher(gate_sum_kernel, sums, kernel_options(warps=4))
+        if spec.is_split:
+            self._parts = Launcher(gate_part_kernel, part_constants(spec, cut, interpret=INTERPRETED), options)
+            self._columns = blocks_in(spec.width, cut.tile.n)
+            sums = sum_constants(spec, cut, 1 << bucket, interpret=INTERPRETED)
+            self._spans, self._row, self._block = sums["SPANS"], sums["ROW"], sums["BM"]
+            self._start = Launcher(gate_sum_kernel, sums, sum_options(sums))
             return
-        constants = gate_constants(spec, 1 << bucket, interpret=INTERPRETED)
-        self._rows, self._start = (
-            constants["BM"],
-            Launcher(gate_kernel, constants, gate_options(spec, machine, constants)),
-        )
+        self._block = cut.tile.m
+        self._start = Launcher(gate_kernel, gate_constants(spec, cut, interpret=INTERPRETED), options)
 
     def __call__(self, x_TD: Tensor, knob: Tensor, k_lo: Tensor, k_hi: Tensor) -> Choice:
         """The choice of T >= 1 tokens, whose rows are contiguous."""
-        tokens, stride, weights = x_TD.shape[0], x_TD.stride(0), self._weights
+        tokens, weights = x_TD.shape[0], self._weights
         k_T = x_TD.new_empty(tokens, dtype=torch.int32)
-        programs = blocks_in(tokens, self._rows)
-        if self._parts is not None:
-            parts = x_TD.new_empty(self._spans, *self._room, dtype=torch.float32)
-            self._parts(self._programs, parts, x_TD, weights[0], *self._norm, tokens, self._d_in, stride, self._eps)
-            self._start(programs, k_T, parts, *weights[1:], knob, k_lo, k_hi, tokens, self._spans, self._cost)
-            return Choice(k_T, None)
+        programs = blocks_in(tokens, self._block)
         counts = k_T.new_empty(programs * self._slots) if self._slots else None
-        self._start(
-            programs, k_T, counts, x_TD, *weights, knob, k_lo, k_hi, *self._norm, tokens, self._d_in, stride,
-            self._cost, self._eps,
-        )  # fmt: skip
-        return Choice(k_T, None if counts is None else Histogram(counts, self._rows))
+        x_TD = x_TD if self._rows is None else self._rows(x_TD, None)
+        cut, stride = self._cut, x_TD.stride(0)
+        x: Any = blocks_of(x_TD, cut.tile.m, cut.tile.k) if cut.bulk else x_TD
+        if self._parts is not None:
+            parts = x_TD.new_empty(self._spans, tokens, self._row, dtype=torch.float32)
+            tiles = self._spans * blocks_in(tokens, cut.tile.m) * self._columns
+            self._parts(tiles, parts, x, self._w_inner, tokens, self._d_in, cut.span, stride)
+            self._start(programs, k_T, counts, parts, *weights[1:], knob, k_lo, k_hi, tokens, self._cost)
+        else:
+            self._start(
+                programs, k_T, counts, x, self._w_inner, *weights[1:], knob, k_lo, k_hi, *self._norm, tokens,
+                self._d_in, stride, self._cost, self._eps,
+            )  # fmt: skip
+        return Choice(k_T, None if counts is None else Histogram(counts, self._block))

@@ -181,7 +181,7 @@ class _Layer1:
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
         self._grid = _Grid(machine, tile, spec.learners * spec.width)
         w_in, w_up = (
-            None if matrix is None else _operand(matrix.reshape(-1, spec.d_in), tile.n, tile.k, loads.w_desc)
+            None if matrix is None else operand(matrix.reshape(-1, spec.d_in), tile.n, tile.k, loads.w_desc)
             for matrix in (w.w_in, w.w_up)
         )
         self._weights = w_in, _flat(w.b_in), w_up, _flat(w.b_up)
@@ -217,7 +217,7 @@ class _Layer2:
         self.from_x = product.from_x
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
         self._grid = _Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
-        self._weights = _operand(w, tile.n, tile.k, loads.w_desc), weights.b_out.contiguous()
+        self._weights = operand(w, tile.n, tile.k, loads.w_desc), weights.b_out.contiguous()
         self._d_in, self._stride_w = spec.d_in, w.stride(0)
         self._start = Launcher(
             layer2_kernel,
@@ -251,7 +251,7 @@ def _matrix(spec: KernelSpec, product: Product, weights: Weights) -> Tensor:
     return w.contiguous().reshape(-1, reduction * (spec.learners if product.reduce == "learners" else 1))
 
 
-def _operand(matrix: Tensor, rows: int, columns: int, descriptor: bool) -> Any:
+def operand(matrix: Tensor, rows: int, columns: int, descriptor: bool) -> Any:
     """Weights as a kernel takes them: their pointer, or a descriptor of blocks."""
     matrix = by_rows(matrix)
     if not descriptor:

@@ -16,7 +16,7 @@ from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.reference import Norm, choose_k, normalised, run_learners, utilities
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from acm_compiler.codegen.gpu import dispatch, gate_plan, launch
+from acm_compiler.codegen.gpu import dispatch, gate_plan, launch, tiles
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.calls import operators, sites
 from acm_compiler.codegen.gpu.gate_plan import GatePlan, run_gate
@@ -71,6 +71,18 @@ def test_every_form_equals_the_reference_on_every_machine(case, dtype, machine):
 def test_odd_counts_and_shapes_equal_the_reference(case):
     inputs = inputs_of(case)
     require_answer(run(inputs), inputs)
+
+
+@pytest.mark.parametrize("case", [case for case in FEW if case.form != "rows"], ids=str)
+def test_few_tokens_split_sums_of_large_machines(case, monkeypatch):
+    """Programs that share an inner product, and one more kernel; some have none of it, or a step that is cut."""
+    monkeypatch.setattr(tiles, "_SHORT", 0)
+    inputs = inputs_of(dataclasses.replace(case, width=72, dtype=torch.bfloat16))
+    spec = spec_of(inputs.x, inputs.weights, inputs.residual)
+    choose_tiles.cache_clear()
+    assert choose_tiles(spec, 90, case.tokens, 132).splits > 1
+    require_answer(run(inputs, dataclasses.replace(HOPPER, processors=132)), inputs)
+    choose_tiles.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

@@ -24,7 +24,7 @@ from acm_compiler.codegen.gpu.dispatch import (
     place_kernel,
     slots_of,
 )
-from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
+from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel, few_sum_kernel
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.gate_plan import (
     GateSpec,
@@ -37,11 +37,12 @@ from acm_compiler.codegen.gpu.gate_plan import (
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (
-    POINTERS,
     Machine,
     build_options,
     few1_constants,
     few2_constants,
+    few_options,
+    few_sum_constants,
     layer1_bands,
     layer1_constants,
     layer2_constants,
@@ -49,6 +50,7 @@ from acm_compiler.codegen.gpu.stages import (
     permutes_rows,
     products_of,
     puts_fences,
+    sum_options,
 )
 from acm_compiler.codegen.gpu.tiles import PROCESSORS, Tile, Tiles, bucket_of, choose_tiles
 from acm_compiler.errors import PackageMissing
@@ -101,7 +103,7 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     facts = {"in_order": in_order, "norm": spec.norm, "centred": spec.centred}
     rows = [_rows_kernel(spec.d_in, **facts)] if in_order or spec.norm else []
     if not tiles.sorts:
-        return rows + _few_kernels(spec, machine, tiles)
+        return rows + _few_kernels(spec, tiles)
     kernels = _dispatch_kernels(spec, tokens) + rows
     if layer1_bands(spec):
         tile, loads = tiles.layer1, loads_of(spec, machine, None)
@@ -123,15 +125,25 @@ def _layer2_kernels(spec: KernelSpec, machine: Machine, tile: Tile) -> list[Kern
     return kernels
 
 
-def _few_kernels(spec: KernelSpec, machine: Machine, tiles: Tiles) -> list[Kernel]:
-    layers = {
-        "few1": (few1_kernel, few1_constants(spec, tiles.layer1, interpret=False), tiles.layer1),
-        "few2": (few2_kernel, few2_constants(spec, tiles.layer2, interpret=False), tiles.layer2),
-    }
-    return [
-        _product(name, *made, spec=spec, tile=tile, options=build_options(spec, tile, POINTERS, machine), blocks={})
-        for name, (*made, tile) in layers.items()
-    ]
+def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
+    one, two, splits = tiles.layer1, tiles.layer2, tiles.splits
+    made = few1_kernel, few1_constants(spec, one, interpret=False)
+    kernels = [_product("few1", *made, spec=spec, tile=one, options=few_options(one), blocks={})]
+    made = few2_kernel, few2_constants(spec, two, splits, interpret=False)
+    types = {} if splits == 1 else {"y": "*fp32"}
+    kernels.append(_product("few2", *made, spec=spec, tile=two, options=few_options(two), blocks={}, types=types))
+    if splits > 1:
+        constants, absent = few_sum_constants(spec, splits), {} if spec.residual else {"residual": None}
+        kernels.append(
+            Kernel(
+                name="few sum",
+                function=few_sum_kernel,
+                constants=constants | absent,
+                options=sum_options(),
+                operands={"parts": "*fp32"},
+            )
+        )
+    return kernels
 
 
 def _product(
@@ -143,16 +155,20 @@ def _product(
     tile: Tile,
     options: dict[str, Any],
     blocks: dict[str, int],
+    types: dict[str, str] | None = None,
 ) -> Kernel:
     """A kernel of layer 1 or 2; operands that the spec does not have are constants.
 
-    blocks: rows of the blocks by which operands are read, if by tensor descriptors; 0: by pointers.
+    blocks: rows of the blocks by which operands are read, if by tensor descriptors; 0: by pointers. types: of operands
+    that are not of the spec's.
     """
     gated = spec.form == "gated"
     top = {"x": spec.second == "top", "w_top": spec.second == "top"} if function is few2_kernel else {}
-    here = top | {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in, "residual": spec.residual}
+    here = top | {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in}
+    here["residual"] = constants.get("RESIDUAL", True)
     absent = {operand: None for operand in function.arg_names if not here.get(operand, True)}
     operands = {operand: f"tensordesc<{{dtype}}[{rows},{tile.k}]>" for operand, rows in blocks.items() if rows}
+    operands |= types or {}
     return Kernel(
         name=name, function=function, constants=constants | absent, options=options, operands=operands, tile=tile
     )

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.dispatch import Histogram, Order, Rows, Sort
-from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
+from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel, few_sum_kernel
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.stages import (
     BULK_COPY_BYTES,
-    POINTERS,
     Machine,
     Product,
     build_options,
     few1_constants,
     few2_constants,
+    few_options,
+    few_sum_constants,
     layer1_bands,
     layer1_constants,
     layer2_constants,
     loads_of,
     permutes_rows,
     products_of,
+    sum_options,
 )
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, fewer, is_tracing
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
@@ -79,15 +82,13 @@ def plan_of(spec: KernelSpec, weights: Weights, norm: Norm | None, machine: Mach
     tiles = choose_tiles(spec, machine.arch, 1 << bucket, machine.processors)
     if tiles.sorts:
         return SortedPlan(spec, weights, norm, machine=machine, tiles=tiles, bucket=bucket)
-    return FewPlan(spec, weights, norm, machine=machine, tiles=tiles)
+    return FewPlan(spec, weights, norm, tiles=tiles)
 
 
 class FewPlan:
     """Tokens that fit one row tile, which nothing sorts."""
 
-    def __init__(
-        self, spec: KernelSpec, weights: Weights, norm: Norm | None, *, machine: Machine, tiles: Tiles
-    ) -> None:
+    def __init__(self, spec: KernelSpec, weights: Weights, norm: Norm | None, *, tiles: Tiles) -> None:
         w = weights
         assert w.w_out is not None
         self._spec = spec
@@ -95,32 +96,33 @@ class FewPlan:
         self._first = w.w_in.contiguous(), _flat(w.b_in), _contiguous(w.w_up), _flat(w.b_up)
         self._second = w.w_out.contiguous(), w.b_out.contiguous()
         self._top = _contiguous(w.w_top)
-        self._programs = (
-            blocks_in(spec.learners * spec.width, tiles.layer1.n),
-            blocks_in(spec.d_out, tiles.layer2.n),
-        )
-        self._start1 = Launcher(
-            few1_kernel,
-            few1_constants(spec, tiles.layer1, interpret=INTERPRETED),
-            build_options(spec, tiles.layer1, POINTERS, machine),
-        )
-        self._start2 = Launcher(
-            few2_kernel,
-            few2_constants(spec, tiles.layer2, interpret=INTERPRETED),
-            build_options(spec, tiles.layer2, POINTERS, machine),
-        )
+        self._splits, columns = tiles.splits, spec.learners * spec.width
+        self._programs = blocks_in(columns, tiles.layer1.n), blocks_in(spec.d_out, tiles.layer2.n) * tiles.splits
+        constants = few1_constants(spec, tiles.layer1, interpret=INTERPRETED)
+        self._start1 = Launcher(few1_kernel, constants, few_options(tiles.layer1))
+        constants = few2_constants(spec, tiles.layer2, tiles.splits, interpret=INTERPRETED)
+        self._start2 = Launcher(few2_kernel, constants, few_options(tiles.layer2))
+        if tiles.splits > 1:
+            constants = few_sum_constants(spec, tiles.splits)
+            self._blocks = blocks_in(spec.d_out, constants["BN"])
+            self._sum = Launcher(few_sum_kernel, constants, sum_options())
 
     def __call__(
         self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, histogram: Histogram | None = None
     ) -> Tensor:
-        spec, tokens = self._spec, x_TD.shape[0]
+        spec, tokens, splits = self._spec, x_TD.shape[0], self._splits
         x_TD = x_TD if self._rows is None else self._rows(x_TD, None)
         h, y_TO = x_TD.new_empty(tokens, spec.hidden_row), x_TD.new_empty(tokens, spec.d_out)
         self._start1(self._programs[0], h, x_TD, *self._first, k_T, tokens, spec.d_in, x_TD.stride(0))
         stride_r = 0 if residual is None else residual.stride(0)
         top = (None, None) if self._top is None else (x_TD, self._top)
-        sizes = tokens, spec.d_in, x_TD.stride(0), stride_r
-        self._start2(self._programs[1], y_TO, h, *self._second, *top, residual, k_T, *sizes)
+        sizes = tokens, spec.d_in, x_TD.stride(0)
+        if splits == 1:
+            self._start2(self._programs[1], y_TO, h, *self._second, *top, residual, k_T, *sizes, stride_r)
+            return y_TO
+        parts = y_TO.new_empty(splits, tokens, spec.d_out, dtype=torch.float32)
+        self._start2(self._programs[1], parts, h, *self._second, *top, None, k_T, *sizes, 0)
+        self._sum(tokens * self._blocks, y_TO, parts, self._second[1], residual, k_T, tokens, stride_r)
         return y_TO
 
 

@@ -19,6 +19,7 @@ BULK_COPY_BYTES = 16
 """Alignment of addresses and rows that tensor descriptors need."""
 _WGMMA_ROWS = 64
 _FENCED = (3, 7)
+_SUMMED = 256  # columns of a token that one program adds up
 _SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "GROUP", "FLAT")
 
 
@@ -182,7 +183,7 @@ def few1_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str
 
 
 @lru_cache
-def few2_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str, Any]:
+def few2_constants(spec: KernelSpec, tile: Tile, splits: int, *, interpret: bool) -> dict[str, Any]:
     """Constants of `few2_kernel`."""
     return {
         "N": spec.learners,
@@ -191,9 +192,22 @@ def few2_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str
         "D_OUT": spec.d_out,
         "SECOND": spec.second,
         "FROM_X": spec.form == "linear",
-        "RESIDUAL": spec.residual,
+        "RESIDUAL": spec.residual and splits == 1,
+        "SPLITS": splits,
         "EVEN": spec.width % tile.k == 0,
         **{name: value for name, value in _tile_constants(spec, tile, interpret).items() if name not in _SORTED_ONLY},
+    }
+
+
+@lru_cache
+def few_sum_constants(spec: KernelSpec, splits: int) -> dict[str, Any]:
+    """Constants of `few_sum_kernel`."""
+    return {
+        "N": spec.learners,
+        "D_OUT": spec.d_out,
+        "RESIDUAL": spec.residual,
+        "SPLITS": splits,
+        "BN": _SUMMED,
     }
 
 
@@ -217,3 +231,13 @@ def build_options(spec: KernelSpec, tile: Tile, loads: Loads, machine: Machine) 
     by_wgmma = machine.bulk_copies and on_tensor_cores(spec) and tile.m >= _WGMMA_ROWS
     unsafe = by_wgmma and by_pointer and not machine.fenced
     return kernel_options(warps=tile.warps, stages=1 if unsafe else tile.stages)
+
+
+def few_options(tile: Tile) -> dict[str, int]:
+    """Warps and pipeline stages of kernels for few tokens, whose products are none of wgmma's."""
+    return kernel_options(warps=tile.warps, stages=tile.stages)
+
+
+def sum_options() -> dict[str, int]:
+    """Warps of `few_sum_kernel`: 16 bytes of each part for every thread."""
+    return kernel_options(warps=_SUMMED // 128)

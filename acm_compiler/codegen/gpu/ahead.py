@@ -43,6 +43,7 @@ from acm_compiler.codegen.gpu.stages import (
     few2_constants,
     few_options,
     few_sum_constants,
+    few_sum_options,
     layer1_bands,
     layer1_constants,
     layer2_constants,
@@ -50,7 +51,6 @@ from acm_compiler.codegen.gpu.stages import (
     permutes_rows,
     products_of,
     puts_fences,
-    sum_options,
 )
 from acm_compiler.codegen.gpu.tiles import PROCESSORS, Tile, Tiles, bucket_of, choose_tiles
 from acm_compiler.errors import PackageMissing
@@ -139,7 +139,7 @@ def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
                 name="few sum",
                 function=few_sum_kernel,
                 constants=constants | absent,
-                options=sum_options(),
+                options=few_sum_options(),
                 operands={"parts": "*fp32"},
             )
         )

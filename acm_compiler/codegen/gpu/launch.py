@@ -26,13 +26,13 @@ from acm_compiler.codegen.gpu.stages import (
     few2_constants,
     few_options,
     few_sum_constants,
+    few_sum_options,
     layer1_bands,
     layer1_constants,
     layer2_constants,
     loads_of,
     permutes_rows,
     products_of,
-    sum_options,
 )
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, fewer, is_tracing
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
@@ -105,7 +105,7 @@ class FewPlan:
         if tiles.splits > 1:
             constants = few_sum_constants(spec, tiles.splits)
             self._blocks = blocks_in(spec.d_out, constants["BN"])
-            self._sum = Launcher(few_sum_kernel, constants, sum_options())
+            self._sum = Launcher(few_sum_kernel, constants, few_sum_options())
 
     def __call__(
         self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, histogram: Histogram | None = None

@@ -238,6 +238,6 @@ def few_options(tile: Tile) -> dict[str, int]:
     return kernel_options(warps=tile.warps, stages=tile.stages)
 
 
-def sum_options() -> dict[str, int]:
+def few_sum_options() -> dict[str, int]:
     """Warps of `few_sum_kernel`: 16 bytes of each part for every thread."""
     return kernel_options(warps=_SUMMED // 128)

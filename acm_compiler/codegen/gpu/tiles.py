@@ -5,6 +5,7 @@ Every row says where it comes from. A row that was timed on a device names the c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -89,10 +90,8 @@ class Row:
 
 def tile_of(text: str) -> Tile:
     """A tile written as m x n x k, w warps, s stages, r resident: "128x128x64 w4 s3 r2", perhaps "flat"."""
-    shape, warps, stages, resident, *flat = text.split()
-    m, n, k = (int(part) for part in shape.split("x"))
-    warps, stages, resident = (int(number[1:]) for number in (warps, stages, resident))
-    return Tile(m=m, n=n, k=k, warps=warps, stages=stages, resident=resident, flat=bool(flat))
+    m, n, k, warps, stages, resident = (int(number) for number in re.findall(r"\d+", text))
+    return Tile(m=m, n=n, k=k, warps=warps, stages=stages, resident=resident, flat=text.endswith(" flat"))
 
 
 def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Row:

@@ -133,9 +133,15 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
 def _prefix_sums(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     w, b_O = weights, weights.b_out[k]
     if w.form == "rows":
-        s_R = None if w.s_in is None else w.s_in[:k].flatten(0, 2)
-        rows_RD = w.w_in.flatten(0, 2)[: k * w.w_in[0, ..., 0].numel()]
-        return _slices_of_output(_linear(x_TD, rows_RD, s_R, None), w) + b_O
+        heads, width = w.w_in.shape[1:3]
+        s_R = None if w.s_in is None else w.s_in[:k].movedim(0, 1).flatten(0, 2)
+        y_TR = _linear(x_TD, w.w_in[:k].movedim(0, 1).flatten(0, 2), s_R, None)  # head by head: rows of a weight are few
+        if k < w.learners:
+            y_TR = F.pad(y_TR.unflatten(1, (heads, -1)), (0, (w.learners - k) * width)).flatten(1)
+        return y_TR + b_O
+    if w.form == "cols" and not w.is_quantized:
+        x_TGR = x_TD.unflatten(1, (w.w_in.shape[2], -1))[..., : k * w.w_in.shape[3]]
+        return F.linear(x_TGR.flatten(1), w.w_in[:k].permute(1, 2, 0, 3).flatten(1), b_O)
     if w.form == "cols":
         x_TNGh = _slices_of_input(x_TD, w)[:, :k]
         s_O = w.s_in[:k].movedim(0, 1).flatten(1, 2) if w.s_in is not None and w.is_int4 else w.s_in

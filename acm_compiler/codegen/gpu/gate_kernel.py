@@ -153,7 +153,6 @@ def gate_kernel(
     row = tl.program_id(0) * BM
     rows = row + tl.arange(0, BM)
     outer = tl.arange(0, CP)
-    bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
     source = tl.minimum(rows, T - 1)
     x_at = x if BULK else row_pointers(x, source, stride_x, BK)
     shift, mean, scale = 0.0, 0.0, 0.0
@@ -170,6 +169,7 @@ def gate_kernel(
             NORM, PRECISION, INTERPRET, BM, GP, BK,
         )  # fmt: skip
         score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, AT_ONCE, INTERPRET)
+    bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
     _choose(k_out, histogram, score, bias, price, low, high, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)
 
 

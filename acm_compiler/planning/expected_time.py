@@ -42,8 +42,8 @@ DENSE_RATE, OUR_RATE = 0.8, 0.72
 """Shares of the data sheet's rate that the best dense products, and these kernels, are expected to reach."""
 _BYTES = 2  # of a bfloat16
 _TILES, _FEWEST = (128, 64), 16  # sides of tiles; rows of the narrowest
-_SORTED = 64  # tokens beyond which a launch sorts them; up to here one more adds up a gate whose first weight has
-_SPLIT = 1 << 18  # so many elements
+_SORTED = 64  # tokens beyond which a launch sorts them
+_SPLIT = 1 << 18  # elements of a gate's first weight from which on one more launch adds up its parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def acm_s(site: PlannedSite, device: Device, share: float) -> float:
     tokens, hidden = site.tokens, site.learners * site.width
     touched = 1 - (1 - share) ** tokens
     rest = {"share": share, "touched": touched}
-    further = tokens > _SORTED or site.gate_width * site.d_in >= _SPLIT
+    further = (tokens > _SORTED) + (site.gate_width * site.d_in >= _SPLIT)
     spent = _launch_s(device, OUR_RATE, tokens, site.gate_width, site.d_in) + further * LAUNCH_S
     if site.is_sliced:
         return spent + _launch_s(device, OUR_RATE, tokens, site.d_out, site.d_in, **rest)

@@ -135,7 +135,7 @@ def _prefix_sums(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     if w.form == "rows":
         heads, width = w.w_in.shape[1:3]
         s_R = None if w.s_in is None else w.s_in[:k].movedim(0, 1).flatten(0, 2)
-        y_TR = _linear(x_TD, w.w_in[:k].movedim(0, 1).flatten(0, 2), s_R, None)  # head by head: rows of a weight are few
+        y_TR = _linear(x_TD, w.w_in[:k].movedim(0, 1).flatten(0, 2), s_R, None)  # head by head
         if k < w.learners:
             y_TR = F.pad(y_TR.unflatten(1, (heads, -1)), (0, (w.learners - k) * width)).flatten(1)
         return y_TR + b_O

@@ -1,8 +1,8 @@
 """Expected times of sites on a GPU, dense and as ACMs: a roofline whose rates were measured on an H100 (docs/gpu.md).
 
-A launch takes a time of its own and the longer of two more: of its products at the device's rate, in whole waves of tiles,
-and of its operands through memory. Products are bfloat16; launches follow each other as in a CUDA graph, and find
-nothing in the cache.
+A launch takes a time of its own and the longer of two more: of its products at the device's rate, in whole waves of
+tiles, and of its operands through memory. Products are bfloat16; launches follow each other as in a CUDA graph, and
+find nothing in the cache.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from acm_compiler.planning.expected_time import (
     DEVICES,
     LAUNCH_S,
     MEMORY_RATE,
-    OUR_RATE,
     acm_s,
     device_of,
     expected_times,

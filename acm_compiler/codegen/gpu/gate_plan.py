@@ -142,7 +142,7 @@ class GatePlan:
         affine = (None, None) if norm is None else (norm.weight, norm.bias)
         self._norm = tuple(None if tensor is None else tensor.contiguous() for tensor in affine)
         self._d_in, self._cost, self._eps = spec.d_in, cost, 0.0 if norm is None else norm.eps
-        self._slots = slots_of(k_min + spec.columns - 1) if 1 << bucket > _FEW else 0
+        self._slots = slots_of(k_min + spec.columns - 1) if 1 << bucket > FEW else 0
         self._rows = Rows(spec.d_in, in_order=False, norm=norm) if spec.is_split and norm is not None else None
         aligned = self._rows is not None or _is_aligned(call.x)
         self._cut = cut = cut_of(spec, 1 << bucket, machine, aligned=aligned)

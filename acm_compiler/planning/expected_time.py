@@ -165,7 +165,7 @@ def time_table(times: Sequence[ExpectedTime], device: Device, shares: Sequence[f
         facts = [kind, len(same), f"{d_in} -> {d_out}", tokens, "measured" if known else "expected"]
         rows.append([*facts, f"{1e6 * same[0].dense_s:.1f}", *(f"{ratio:.2f}" for ratio in same[0].ratios)])
     headers = ["kind", "sites", "shape", "tokens", "times are", "dense us", *(f"at {share:.2f}" for share in shares)]
-    title = f"time of each site's ACM over dense on {device.name}, bfloat16; expected: by roofline, not measured"
+    title = f"time of each site's ACM over dense on {device.name}, bfloat16; expected: by roofline, not measured there"
     return "\n".join([title, tabulate(rows, headers=headers, disable_numparse=True), *_slower(found, shares)])
 
 

@@ -133,7 +133,7 @@ def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
     kernels.append(_product("few2", *made, spec=spec, tile=two, options=few_options(two), blocks={}, types=types))
     if splits > 1:
         constants, absent = few_sum_constants(spec, splits), {} if spec.residual else {"residual": None}
-        facts = {"constants": constants | absent, "options": few_sum_options(), "operands": {"parts": "*fp32"}}
+        facts: Any = {"constants": constants | absent, "options": few_sum_options(), "operands": {"parts": "*fp32"}}
         kernels.append(Kernel(name="few sum", function=few_sum_kernel, **facts))
     return kernels
 

@@ -163,13 +163,6 @@ def out_layer(weights: Weights, k: int) -> Tensor:
     return w_ONH.flatten(1)[:, : k * w_ONH.shape[2]]
 
 
-def _slices_of_output(y_TR: Tensor, weights: Weights) -> Tensor:
-    """Rows of the first k learners, learner by learner, put into their places of an output [T, O]; zeros elsewhere."""
-    parts = weights.w_in.shape[:3]
-    y_TNGh = F.pad(y_TR, (0, parts.numel() - y_TR.shape[1])).unflatten(1, parts)
-    return y_TNGh.movedim(1, 2).flatten(1)
-
-
 def _slices_of_input(x_TD: Tensor, weights: Weights) -> Tensor:
     """The input as [T, N, G, h], what each learner reads; a view."""
     return x_TD.unflatten(1, (weights.w_in.shape[2], weights.learners, -1)).movedim(1, 2)
@@ -194,7 +187,7 @@ def learner_outputs(x_TD: Tensor, weights: Weights) -> Tensor:
         heads, width = weights.w_in.shape[1:3]
         n_N = torch.arange(weights.learners, device=x_TD.device)
         owner_O = n_N[None, :, None].expand(heads, -1, width).flatten()
-        y_TO = _slices_of_output(F.linear(x_TD, weights.w_in.flatten(0, 2)), weights)
+        y_TO = F.linear(x_TD, weights.w_in.movedim(0, 1).flatten(0, 2))
         return y_TO * (owner_O == n_N[:, None])[:, None]
     if weights.form == "cols":
         return torch.einsum("tngh,nogh->nto", _slices_of_input(x_TD, weights), weights.w_in)
@@ -253,8 +246,9 @@ def branchless_output(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
 def _weighed_slices(x_TD: Tensor, m_TN: Tensor, weights: Weights) -> Tensor:
     """sum_n m_n s_n(x) of slices, [T, O]."""
     if weights.form == "rows":
-        y_TNGh = F.linear(x_TD, weights.w_in.flatten(0, 2)).unflatten(1, weights.w_in.shape[:3])
-        return _slices_of_output((y_TNGh * m_TN[..., None, None]).flatten(1), weights)
+        w_GNhD = weights.w_in.movedim(0, 1)
+        y_TGNh = F.linear(x_TD, w_GNhD.flatten(0, 2)).unflatten(1, w_GNhD.shape[:3])
+        return (y_TGNh * m_TN[:, None, :, None]).flatten(1)
     x_TNGh = _slices_of_input(x_TD, weights) * m_TN[..., None, None]
     return F.linear(x_TNGh.flatten(1), weights.w_in.movedim(0, 1).flatten(1))
 

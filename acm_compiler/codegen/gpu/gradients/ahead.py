@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from acm_compiler.codegen.gpu.ahead import Kernel, layer1_built, layer2_built, machine_of_arch
 from acm_compiler.codegen.gpu.gradients.kernels import branches_kernel, sums_kernel, weights_kernel
 from acm_compiler.codegen.gpu.gradients.launch import (
     branches_constants,
     branches_options,
+    first_spec,
     of_tokens,
     product_tiles,
-    products_spec,
+    second_spec,
     sums_constants,
     sums_options,
     weights_constants,
@@ -25,25 +24,22 @@ from acm_compiler.codegen.gpu.stages import Machine, build_options
 def gradient_kernels(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     """All kernels of a backward, fixed choices and relaxed ones; of learners that share one second layer."""
     machine = machine_of_arch(arch)
-    tiles = product_tiles(spec, machine, tokens)
-    firsts = [products_spec(spec, d_in=spec.d_in, bias=spec.bias_in), products_spec(spec, d_in=spec.d_out)]
-    kernels = [layer1_built(first, machine, tiles.layer1, in_order=True) for first in firsts]
-    kernels += [_branches(spec, every=every) for every in (False, True)]
-    for residual in {False, spec.form == "gated"}:
-        second = products_spec(spec, d_in=spec.d_in, residual=residual)
-        kernels.append(layer2_built(second, machine, tiles.layer2, of_tokens(spec)))
-    kernels.append(_weights(spec, machine, spec.d_in, split=4, turned=False))
-    kernels.append(_weights(spec, machine, spec.d_out, split=1, turned=True))
-    return kernels + [_sums(spec, name, in_order=name != "sums of dy") for name in ("sums", "sums of dy")]
+    first, second, tiles = first_spec(spec), second_spec(spec), product_tiles(spec, machine, tokens)
+    return [
+        *(layer1_built(layer, machine, tiles.layer1, in_order=True) for layer in (first, second)),
+        *(_branches(spec, every=every) for every in (False, True)),
+        layer2_built(first, machine, tiles.layer2, of_tokens(first)),
+        _weights(first, machine, spec.d_in, split=4, turned=False),
+        _weights(spec, machine, spec.d_out, split=1, turned=True),
+        *(_sums(first, in_order=in_order) for in_order in (True, False)),
+    ]
 
 
 def _branches(spec: KernelSpec, *, every: bool) -> Kernel:
-    constants: dict[str, Any] = branches_constants(spec, every=every, interpret=False)
-    constants |= {"up": None} if spec.form != "gated" else {}
     return Kernel(
         name=f"branches {'every' if every else 'run'}",
         function=branches_kernel,
-        constants=constants | ({} if every else {"reach": None}),
+        constants=branches_constants(spec, every=every, interpret=False) | ({} if every else {"reach": None}),
         options=branches_options(),
         operands={"reach": "*fp32"},
     )
@@ -68,12 +64,11 @@ def _weights(spec: KernelSpec, machine: Machine, wide: int, *, split: int, turne
     )
 
 
-def _sums(spec: KernelSpec, name: str, *, in_order: bool) -> Kernel:
-    constants: dict[str, Any] = sums_constants(spec, 4)
+def _sums(spec: KernelSpec, *, in_order: bool) -> Kernel:
     return Kernel(
-        name=name,
+        name="sums" if in_order else "sums of dy",
         function=sums_kernel,
-        constants=constants | ({"perm": None} if in_order else {}),
+        constants=sums_constants(spec, 4) | ({"perm": None} if in_order else {}),
         options=sums_options(),
         operands={"parts": "*fp32"} | dict.fromkeys(("WIDE", "stride"), "i32"),
     )

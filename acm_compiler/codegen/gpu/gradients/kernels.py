@@ -1,6 +1,6 @@
 """The kernels of the backward beside those of the forward, over tokens sorted by k; sums have a fixed order.
 
-branches: h and what reaches the branches, from their products and what reaches h; what reaches a relaxed choice
+branches: h and what reaches its branches, of their products and what reaches h; what reaches a relaxed choice
 weights:  dW = left.T right, over the tokens that run a weight's learner, in parts that are added up afterwards
 sums:     of rows, over the tokens of each k, in parts, too: gradients of biases
 """
@@ -15,44 +15,47 @@ from acm_compiler.codegen.gpu.activation import activate, derive
 
 @triton.jit(do_not_specialize=["T"])
 def branches_kernel(
-    a, up, dh, reach, counts, T,
-    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, EVERY: tl.constexpr,
-    SHORT: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    first, dh, reach, counts, T,
+    N: tl.constexpr, H: tl.constexpr, FIRST_ROW: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr,
+    GATED: tl.constexpr, EVERY: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """a, up, dh [T, ROW] in sorted order become h, dup, da; reach [T, N]: sums of h dh over each learner, fp32.
+    """first [T, FIRST_ROW], in sorted order, becomes what reaches it, dh [T, ROW] becomes h.
 
-    A program has rows of one learner. What runs no such learner is left, or, where EVERY learner was computed for
-    every token, summed and then zero.
+    first holds H products of each learner, GATED: H of either branch, the activated one first. reach [T, N]: sums of
+    h dh over each learner, fp32. A program has rows of one learner. What runs no such learner is left, or, where EVERY
+    learner was computed for every token, summed and then zero.
     """
+    WIDTH: tl.constexpr = 2 * H if GATED else H
     n = tl.program_id(0) % N
     rows = tl.program_id(0) // N * BM + tl.arange(0, BM)
     runs = rows < tl.load(counts + n + 1)
     real = runs
     if EVERY:
         real = rows < T
-    start = rows.to(tl.int64)[:, None] * ROW + n * H
     total = tl.zeros((BM,), tl.float32)
-    for first in range(0, H, BN):
-        columns = first + tl.arange(0, BN)
-        at = start + columns[None, :]
+    for start in range(0, H, BN):
+        columns = start + tl.arange(0, BN)
         mask = real[:, None] & (columns < H)[None, :]
-        before = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
-        of_h = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
+        first_at = first + rows.to(tl.int64)[:, None] * FIRST_ROW + (n * WIDTH + columns)[None, :]
+        at = dh + rows.to(tl.int64)[:, None] * ROW + (n * H + columns)[None, :]
+        before = tl.load(first_at, mask=mask, other=0.0).to(tl.float32)
+        of_h = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         value, reached = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT)
-        if up is not None:
-            other = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            up = tl.load(first_at + H, mask=mask, other=0.0).to(tl.float32)
             of_up = of_h * value
             if EVERY:
                 of_up = tl.where(runs[:, None], of_up, 0.0)
-            tl.store(up + at, of_up.to(up.dtype.element_ty), mask=mask)
-            value *= other
-            reached *= other
+            tl.store(first_at + H, of_up.to(first.dtype.element_ty), mask=mask)
+            value *= up
+            reached *= up
         if EVERY:
             total += tl.sum(tl.where(mask, value * of_h, 0.0), 1)
             value = tl.where(runs[:, None], value, 0.0)
             reached = tl.where(runs[:, None], reached, 0.0)
-        tl.store(a + at, value.to(a.dtype.element_ty), mask=mask)
-        tl.store(dh + at, reached.to(dh.dtype.element_ty), mask=mask)
+        tl.store(first_at, reached.to(first.dtype.element_ty), mask=mask)
+        tl.store(at, value.to(dh.dtype.element_ty), mask=mask)
     if EVERY:
         tl.store(reach + rows.to(tl.int64) * N + n, total, mask=real)
 

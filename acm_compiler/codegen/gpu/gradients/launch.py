@@ -17,7 +17,6 @@ from acm_compiler.codegen.gpu.gradients.kernels import branches_kernel, sums_ker
 from acm_compiler.codegen.gpu.launch import Layer1, Layer2, by_rows
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.stages import (
-    POINTERS,
     Loads,
     Machine,
     Product,
@@ -40,11 +39,17 @@ _SUMS = tile_of("1x64x32 w4 s3 r8")
 _ROWS, _COLUMNS = 8, 256  # of a block of branches
 
 
-def products_spec(spec: KernelSpec, *, d_in: int, bias: bool = False, residual: bool = False) -> KernelSpec:
-    """The backward's products as layers without an activation: from d_in to hidden values, from these to x."""
+def first_spec(spec: KernelSpec) -> KernelSpec:
+    """The first layer without an activation, and its transpose: branches of a learner are neighbours."""
+    width = 2 * spec.width if spec.form == "gated" else spec.width
     return replace(
-        spec, form="mlp", act="identity", d_in=d_in, d_out=spec.d_in, bias_in=bias, residual=residual, second="shared"
+        spec, form="mlp", act="identity", width=width, d_out=spec.d_in, residual=False, norm=False, second="shared"
     )
+
+
+def second_spec(spec: KernelSpec) -> KernelSpec:
+    """The second layer's transpose, as a first layer without an activation."""
+    return replace(first_spec(spec), d_in=spec.d_out, width=spec.width, bias_in=False)
 
 
 def of_tokens(spec: KernelSpec) -> Product:
@@ -55,7 +60,7 @@ def of_tokens(spec: KernelSpec) -> Product:
 def product_tiles(spec: KernelSpec, machine: Machine, tokens: int) -> Tiles:
     """Tiles of the products that are layers: those of a forward of as many tokens."""
     bucket = max(bucket_of(tokens), _LEAST_BUCKET)
-    return choose_tiles(products_spec(spec, d_in=spec.d_in), machine.arch, 1 << bucket, machine.processors)
+    return choose_tiles(first_spec(spec), machine.arch, 1 << bucket, machine.processors)
 
 
 def weights_loads(spec: KernelSpec, machine: Machine, wide: int) -> Loads:
@@ -92,8 +97,10 @@ def branches_constants(spec: KernelSpec, *, every: bool, interpret: bool) -> dic
     return {
         "N": spec.learners,
         "H": spec.width,
+        "FIRST_ROW": first_spec(spec).hidden_row,
         "ROW": spec.hidden_row,
         "ACT": spec.act,
+        "GATED": spec.form == "gated",
         "EVERY": every,
         "SHORT": spec.dtype == "bf16",
         "INTERPRET": interpret,
@@ -129,58 +136,44 @@ def parts_of(tiles: int, slots: int, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Backward:
-    """One backward on a machine: weights in one piece, the order of tokens, and x and dy in that order.
+    """One backward on a machine: its spec, the first layer's (of both branches), tiles, and the order of tokens.
 
     whole: the same order as if every token ran every learner, where all are to be computed, else the order.
     """
 
     spec: KernelSpec
-    weights: Weights
+    first: KernelSpec
     machine: Machine
     tiles: Tiles
     order: Order
     whole: Order
-    x: Tensor
-    dy: Tensor
 
-    def first(self, rows: Tensor, w: Tensor, b_NH: Tensor | None) -> Tensor:
-        """Products [T, ROW] of sorted rows with a matrix of a row for every hidden value, of what tokens run."""
-        spec = products_spec(self.spec, d_in=rows.shape[1], bias=b_NH is not None)
-        weights = replace(self.weights, w_in=w, b_in=b_NH, w_up=None, b_up=None)
+    def layer(self, spec: KernelSpec, rows: Tensor, weights: Weights) -> Tensor:
+        """Products [T, ROW] of sorted rows with a matrix of a row for every value, of learners that tokens run."""
         return Layer1(spec, weights, self.machine, self.tiles.layer1, in_order=True)(rows, self.whole)
 
-    def hidden(self, *, every: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """h, da and dup [T, ROW], and, where every learner counts, the sums of h dh over each [T, N]; sorted."""
-        spec, w, tokens = self.spec, self.weights, self.x.shape[0]
-        assert w.w_out is not None
-        a = self.first(self.x, w.w_in, w.b_in)
-        up = None if w.w_up is None else self.first(self.x, w.w_up, w.b_up)
-        dh = self.first(self.dy, w.w_out.reshape(spec.d_out, -1).T.contiguous(), None)
-        reach = self.x.new_empty(tokens, spec.learners, dtype=torch.float32) if every else None
-        if every or up is not None or spec.act != "identity":
-            constants = branches_constants(spec, every=every, interpret=INTERPRETED)
-            programs = blocks_in(tokens, constants["BM"]) * spec.learners
-            start = Launcher(branches_kernel, constants, branches_options())
-            start(programs, a, up, dh, reach, self.order.counts, tokens)
-        return a, dh, up, reach
+    def branches(self, first: Tensor, dh: Tensor, *, every: bool) -> Tensor | None:
+        """Make first what reaches it, and dh h; the sums of h dh over each learner [T, N], where every one counts."""
+        spec, tokens = self.spec, first.shape[0]
+        reach = first.new_empty(tokens, spec.learners, dtype=torch.float32) if every else None
+        constants = branches_constants(spec, every=every, interpret=INTERPRETED)
+        programs = blocks_in(tokens, constants["BM"]) * spec.learners
+        start = Launcher(branches_kernel, constants, branches_options())
+        start(programs, first, dh, reach, self.order.counts, tokens)
+        return reach
 
-    def tokens(self, da: Tensor, dup: Tensor | None) -> Tensor:
+    def tokens(self, first: Tensor, weights: Weights) -> Tensor:
         """dx [T, D] in token order."""
-        spec, w, tile = self.spec, self.weights, self.tiles.layer2
-        dx, shape = da.new_empty(da.shape[0], spec.d_in), (spec.d_in, spec.learners, spec.width)
-        for left, matrix in ((da, w.w_in), (dup, w.w_up)):
-            if left is None or matrix is None:
-                continue
-            sums = None if left is da else dx  # each element is read where it is written
-            weights = replace(w, w_out=matrix.reshape(-1, spec.d_in).T.contiguous().view(shape))
-            of_layer = products_spec(spec, d_in=spec.d_in, residual=sums is not None)
-            layer2 = Layer2(of_layer, weights, self.machine, tile, of_tokens(spec), misplaced=False)
-            layer2(dx, left, sums, self.order)
+        d_in = self.spec.d_in
+        turned = weights.w_in.reshape(-1, d_in).T.contiguous().view(d_in, *weights.w_in.shape[:2])
+        dx, layer = first.new_empty(first.shape[0], d_in), replace(weights, w_out=turned)
+        product, tile = of_tokens(self.first), self.tiles.layer2
+        Layer2(self.first, layer, self.machine, tile, product, misplaced=False)(dx, first, None, self.order)
         return dx
 
-    def product(self, left: Tensor, right: Tensor, *, turned: bool) -> Tensor:
+    def product(self, spec: KernelSpec, left: Tensor, right: Tensor, *, turned: bool) -> Tensor:
         """left.T right, [N * H, W] or turned, of the tokens that run each learner."""
-        spec, m, wide = self.spec, self.spec.learners * self.spec.width, right.shape[1]
+        m, wide = spec.learners * spec.width, right.shape[1]
         loads = weights_loads(spec, self.machine, wide)
         tile = weights_tile(spec, loads)
         tiles = blocks_in(m, tile.m) * blocks_in(wide, tile.n)
@@ -196,8 +189,8 @@ class _Backward:
         return parts[0] if split == 1 else parts.sum(0).to(right.dtype)
 
     def sums(self, rows: Tensor, *, columns: int, in_order: bool) -> Tensor:
-        """Sums of rows over the tokens of each k, [N + 1, columns] fp32; in_order: of their learners' values."""
-        spec = self.spec
+        """Sums of rows over the tokens of each k, [N + 1, columns] fp32; in_order: of their learners' products."""
+        spec = self.first
         tiles = (spec.learners + 1) * blocks_in(columns, _SUMS.n)
         split = max(1, min(_MOST_PARTS, self.machine.processors * _SUMS.resident // tiles))
         parts = rows.new_empty(split, spec.learners + 1, columns, dtype=torch.float32)
@@ -225,29 +218,42 @@ def run_backward(
     order = sort_by_k(k_T.contiguous(), spec.learners)
     whole = Order(order.perm, torch.full_like(order.counts, x_TD.shape[0])) if every else order
     x, dy = (Rows(rows.shape[1], in_order=True, norm=None)(by_rows(rows), whole) for rows in (x_TD, dy_TO))
-    pieces: Any = (None if tensor is None else tensor.contiguous() for tensor in weights.tensors)
-    weights = Weights(*pieces, act=weights.act, form=weights.form)
-    tiles = product_tiles(spec, machine, x_TD.shape[0])
-    run = _Backward(spec, weights, machine, tiles, order, whole, x, dy)
-    h, da, dup, reach_TN = run.hidden(every=every)
+    first, layer = first_spec(spec), _both_branches(weights)
+    run = _Backward(spec, first, machine, product_tiles(spec, machine, x_TD.shape[0]), order, whole)
+    assert weights.w_out is not None
+    second = replace(layer, w_in=weights.w_out.reshape(spec.d_out, -1).T.contiguous(), b_in=None)
+    of_first, h = run.layer(first, x, layer), run.layer(second_spec(spec), dy, second)
+    reach_TN = None
+    if every or spec.form != "linear":
+        reach_TN = run.branches(of_first, h, every=every)
+    else:  # h is the product itself, and what reaches it is dh
+        of_first, h = h, of_first
     found: dict[str, Tensor] = {}
     if "x" in wanted:
-        found["x"] = run.tokens(da, dup)
-    for name, left in (("in", da), ("up", dup)):
-        if left is not None and f"w_{name}" in wanted:
-            found[f"w_{name}"] = run.product(left, x, turned=False).view_as(weights.w_in)
-        if left is not None and f"b_{name}" in wanted:
-            of_bias = run.sums(left, columns=spec.learners * spec.width, in_order=True).sum(0)
-            found[f"b_{name}"] = of_bias.to(x.dtype).view(weights.w_in.shape[:2])
+        found["x"] = run.tokens(of_first, layer)
+    if wanted & {"w_in", "w_up"}:
+        of_weights = run.product(first, of_first, x, turned=False).view_as(layer.w_in)
+        found |= zip(("w_in", "w_up"), of_weights.split(spec.width, 1), strict=False)
+    if wanted & {"b_in", "b_up"} and layer.b_in is not None:
+        of_biases = run.sums(of_first, columns=layer.b_in.numel(), in_order=True).sum(0).to(x.dtype).view_as(layer.b_in)
+        found |= zip(("b_in", "b_up"), of_biases.split(spec.width, 1), strict=False)
     if "w_out" in wanted:
-        assert weights.w_out is not None
-        found["w_out"] = run.product(h, dy, turned=True).view_as(weights.w_out)
+        found["w_out"] = run.product(spec, h, dy, turned=True).view_as(weights.w_out)
     if "b_out" in wanted:
         found["b_out"] = run.sums(by_rows(dy_TO), columns=spec.d_out, in_order=False).to(dy.dtype)
     if choice is not None:
         assert reach_TN is not None
         found["nu"] = _of_choice(reach_TN, dy_TO, weights, order, *choice)
-    return found
+    return {name: grad for name, grad in found.items() if name in wanted}
+
+
+def _both_branches(weights: Weights) -> Weights:
+    """The first layer with the rows of both branches of a learner, one below the other, if it is gated."""
+    w_in, b_in = weights.w_in, weights.b_in
+    if weights.w_up is not None:
+        w_in = torch.cat([w_in, weights.w_up], 1)
+        b_in = None if b_in is None or weights.b_up is None else torch.cat([b_in, weights.b_up], 1)
+    return replace(weights, w_in=w_in.contiguous(), b_in=b_in, w_up=None, b_up=None)
 
 
 def _of_choice(reach_TN: Tensor, dy: Tensor, weights: Weights, order: Order, dtype: torch.dtype, k_min: int) -> Tensor:

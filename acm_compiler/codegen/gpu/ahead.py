@@ -37,6 +37,7 @@ from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (
     Machine,
+    Product,
     build_options,
     few1_constants,
     few2_constants,
@@ -96,7 +97,7 @@ class Built:
 
 def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     """The kernels that a call of that many tokens starts on that architecture, in order."""
-    machine = _machine(arch)
+    machine = machine_of_arch(arch)
     tiles = choose_tiles(spec, arch, tokens)
     in_order = tiles.sorts and permutes_rows(spec, machine)
     facts = {"in_order": in_order, "norm": spec.norm, "centred": spec.centred}
@@ -105,23 +106,28 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
         return rows + _few_kernels(spec, tiles)
     kernels = _dispatch_kernels(spec, tokens) + rows
     if layer1_bands(spec):
-        tile, loads = tiles.layer1, loads_of(spec, machine, None)
-        made = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
-        blocks = {"x": loads.a_desc and tile.m, "w_in": loads.w_desc and tile.n, "w_up": loads.w_desc and tile.n}
-        options = build_options(spec, tile, loads, machine)
-        kernels.append(_product("layer1", *made, spec=spec, tile=tile, options=options, blocks=blocks))
-    return kernels + _layer2_kernels(spec, machine, tiles.layer2)
+        kernels.append(layer1_built(spec, machine, tiles.layer1))
+    return kernels + [layer2_built(spec, machine, tiles.layer2, product) for product in products_of(spec)]
 
 
-def _layer2_kernels(spec: KernelSpec, machine: Machine, tile: Tile) -> list[Kernel]:
-    kernels = []
-    for product in products_of(spec):
-        loads = loads_of(spec, machine, product)
-        made = layer2_kernel, layer2_constants(spec, tile, loads, product, interpret=False)
-        blocks = {"a": loads.a_desc and tile.m, "w": loads.w_desc and tile.n}
-        options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
-        kernels.append(_product(name, *made, spec=spec, tile=tile, options=options, blocks=blocks))
-    return kernels
+def layer1_built(spec: KernelSpec, machine: Machine, tile: Tile, *, in_order: bool = False) -> Kernel:
+    """Layer 1; in_order: x is given in sorted order."""
+    loads = loads_of(spec, machine, None, in_order=in_order)
+    made = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
+    blocks = {"x": loads.a_desc and tile.m, "w_in": loads.w_desc and tile.n, "w_up": loads.w_desc and tile.n}
+    options = build_options(spec, tile, loads, machine)
+    return _product("layer1", *made, spec=spec, tile=tile, options=options, blocks=blocks)
+
+
+def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Product) -> Kernel:
+    """A product of layer 2."""
+    loads = loads_of(spec, machine, product)
+    constants = layer2_constants(spec, tile, loads, product, interpret=False) | (
+        {} if product.bias else {"b_out": None}
+    )
+    blocks = {"a": loads.a_desc and tile.m, "w": loads.w_desc and tile.n}
+    options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
+    return _product(name, layer2_kernel, constants, spec=spec, tile=tile, options=options, blocks=blocks)
 
 
 def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
@@ -187,7 +193,7 @@ def _rows_kernel(d_in: int, *, in_order: bool, norm: bool, centred: bool) -> Ker
     )
 
 
-def _machine(arch: int) -> Machine:
+def machine_of_arch(arch: int) -> Machine:
     """The largest GPU of that architecture, with the Triton that is installed."""
     processors = PROCESSORS[max(known for known in PROCESSORS if known <= arch)]
     return Machine(arch=arch, processors=processors, fenced=puts_fences())
@@ -195,7 +201,7 @@ def _machine(arch: int) -> Machine:
 
 def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
     """The kernels that a gate of that many tokens starts on that architecture: one, or more where it is split."""
-    cut = cut_of(spec, tokens, _machine(arch))
+    cut = cut_of(spec, tokens, machine_of_arch(arch))
     options = kernel_options(warps=cut.tile.warps, stages=cut.tile.stages)
     if not spec.is_split:
         whole = gate_constants(spec, cut, interpret=False)

@@ -143,9 +143,9 @@ class SortedPlan:
         self._d_out = spec.d_out
         self._sort = Sort(spec.learners, bucket)
         self._rows = Rows(spec.d_in, in_order=in_order, norm=norm) if in_order or norm else None
-        self._layer1 = _Layer1(spec, weights, machine, tiles.layer1) if layer1_bands(spec) else None
+        self._layer1 = Layer1(spec, weights, machine, tiles.layer1) if layer1_bands(spec) else None
         self._products = [
-            _Layer2(spec, weights, machine, tiles.layer2, product, misplaced=product.from_x and self._rows is None)
+            Layer2(spec, weights, machine, tiles.layer2, product, misplaced=product.from_x and self._rows is None)
             for product in products_of(spec)
         ]
 
@@ -174,11 +174,16 @@ class _Grid:
         return fewer(self._most, (blocks_in(tokens, self._rows) + self._extra) * self._columns)
 
 
-class _Layer1:
-    """The hidden buffer [T, hidden_row] in sorted order; what no token of a row tile needs stays unwritten."""
+class Layer1:
+    """The hidden buffer [T, hidden_row] in sorted order; what no token of a row tile needs stays unwritten.
 
-    def __init__(self, spec: KernelSpec, weights: Weights, machine: Machine, tile: Tile) -> None:
-        loads, w = loads_of(spec, machine, None), weights
+    in_order: x is given in sorted order on any machine.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, weights: Weights, machine: Machine, tile: Tile, *, in_order: bool = False
+    ) -> None:
+        loads, w = loads_of(spec, machine, None, in_order=in_order), weights
         self._row, self._d_in = spec.hidden_row, spec.d_in
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
         self._grid = _Grid(machine, tile, spec.learners * spec.width)
@@ -201,7 +206,7 @@ class _Layer1:
         return h
 
 
-class _Layer2:
+class Layer2:
     """One product of layer 2, into rows of y. misplaced: it reads x as it was given, which may lie anywhere."""
 
     def __init__(
@@ -219,7 +224,8 @@ class _Layer2:
         self.from_x = product.from_x
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
         self._grid = _Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
-        self._weights = operand(w, tile.n, tile.k, loads.w_desc), weights.b_out.contiguous()
+        b_out = weights.b_out.contiguous() if product.bias else None
+        self._weights = operand(w, tile.n, tile.k, loads.w_desc), b_out
         self._d_in, self._stride_w = spec.d_in, w.stride(0)
         self._start = Launcher(
             layer2_kernel,

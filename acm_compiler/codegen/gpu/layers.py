@@ -158,7 +158,7 @@ def layer2_kernel(
 
     w [D_OUT, reduction], or STACKED: one such matrix per k. OWN: no tile serves two k.
     REDUCE "learners": k * H columns of a; "all": D_IN; "rows": D_IN for output rows of the first k learners; "cols":
-    k * H columns of x, which lie apart, against w [N, D_OUT, H].
+    k * H columns of x, which lie apart, against w [N, D_OUT, H]. b_out may be absent where not OWN.
     """
     _, _, _, _, _, _, _, tiles = find_band(0, counts, Q_HI, Q_LO, N, 0, D_OUT, OWN, BM, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLAT):
@@ -172,7 +172,7 @@ def layer2_kernel(
         token = tl.load(perm + rows, mask=mine, other=0).to(tl.int64)
         source = token if GATHER else tl.minimum(rows, T - 1).to(tl.int64)
         w_rows = tl.minimum(columns, D_OUT - 1)
-        if OWN:
+        if OWN or b_out is None:
             acc = tl.zeros((BM, BN), tl.float32)
         else:
             acc = _start(b_out, rows, columns, counts, m0 + BM <= tl.load(counts + q), q, N, D_OUT, BM, BN)

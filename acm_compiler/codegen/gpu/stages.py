@@ -51,7 +51,7 @@ class Product:
     """One launch of layer 2: tokens with k in [q_lo, q_hi], `weight` the name of its matrix in Weights.
 
     own: no tile serves two k; reduce: how long the inner product is; stacked: one matrix per k; from_x: it reads x,
-    not the hidden layer.
+    not the hidden layer; bias: b_out(k) is added.
     """
 
     weight: str
@@ -61,6 +61,7 @@ class Product:
     reduce: str = "learners"
     stacked: bool = False
     from_x: bool = False
+    bias: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +101,17 @@ def layer1_bands(spec: KernelSpec) -> int:
 
 
 @lru_cache
-def loads_of(spec: KernelSpec, machine: Machine, product: Product | None) -> Loads:
-    """Loads for the operands of a product of layer 2, or of layer 1 (None)."""
+def loads_of(spec: KernelSpec, machine: Machine, product: Product | None, *, in_order: bool = False) -> Loads:
+    """Loads for the operands of a product of layer 2, or of layer 1 (None); in_order: x is given in sorted order."""
     from_x = product is None or product.from_x
     reduction = spec.d_in if from_x else spec.learners * spec.width
     bulk = machine.bulk_copies and on_tensor_cores(spec) and spec.form != "cols"
-    permuted = permutes_rows(spec, machine)
+    permuted = in_order or permutes_rows(spec, machine)
     row = spec.d_in if from_x else spec.hidden_row
     return Loads(
         gather=from_x and not permuted,
-        a_desc=bulk and (permuted or not from_x) and _aligned(row, spec),
-        w_desc=bulk and _aligned(reduction, spec),
+        a_desc=bulk and (permuted or not from_x) and is_aligned(row, spec),
+        w_desc=bulk and is_aligned(reduction, spec),
     )
 
 
@@ -118,7 +119,7 @@ def permutes_rows(spec: KernelSpec, machine: Machine) -> bool:
     """True if x is first copied in sorted order; rows that are normalised first are written in that order."""
     if spec.norm:
         return spec.form != "cols"
-    plain = on_tensor_cores(spec) and spec.form != "cols" and _aligned(spec.d_in, spec)
+    plain = on_tensor_cores(spec) and spec.form != "cols" and is_aligned(spec.d_in, spec)
     return machine.bulk_copies and not machine.fenced and plain
 
 
@@ -127,7 +128,8 @@ def on_tensor_cores(spec: KernelSpec) -> bool:
     return spec.dtype != "fp32" or spec.tf32
 
 
-def _aligned(columns: int, spec: KernelSpec) -> bool:
+def is_aligned(columns: int, spec: KernelSpec) -> bool:
+    """True if bulk copies may begin at every row of a matrix of so many columns."""
     return columns * spec.itemsize % BULK_COPY_BYTES == 0
 
 

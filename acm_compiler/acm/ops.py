@@ -139,10 +139,14 @@ def as_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
 
 
 def observed() -> bool:
-    """True under someone's dispatch mode (a FLOP counter, a logger): it should see plain operations."""
+    """True under someone's dispatch mode (a FLOP counter, a logger): it should see plain operations.
+
+    Not under one that says `takes_operators`.
+    """
     if not torch._C._len_torch_dispatch_stack():
         return False
-    return any(getattr(mode, "_mode_key", None) is None for mode in _get_current_dispatch_mode_stack())
+    modes = _get_current_dispatch_mode_stack()
+    return any(getattr(m, "_mode_key", None) is None and not getattr(m, "takes_operators", False) for m in modes)
 
 
 def cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:

@@ -28,6 +28,7 @@ from acm_compiler.passes.rewrite.conversion import (
 )
 from acm_compiler.passes.rewrite.dense_region import broken_weights_named, read_dense
 from acm_compiler.passes.rewrite.offload import offloading
+from acm_compiler.passes.rewrite.streaming import streaming
 from acm_compiler.planning.check_schedule import check_closed_form
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
@@ -76,7 +77,9 @@ def calibrate(
     their probabilities), else `last_hidden_state`, else all floating outputs; so give one where pooling follows.
     offload: a folder, or "disk" for the system's own for temporary files, for models that memory does not hold:
     statistics and learners lie in files there, without names, whose pages come and go. The result is the same. Give
-    `rewrite` the same; models read from safetensors lie in their files already.
+    `rewrite` the same; models read from safetensors lie in their files already. "cpu", for a GPU that does not hold
+    them: weights and statistics lie in the memory of the CPU, and the GPU has one weight at a time. The model may be on
+    either, and stays there; without a GPU the same is done with copies in the CPU's memory.
     precision: bf16 multiplies the linear layers of a float32 model in bfloat16 while it is read, on CPUs with
     instructions for that; statistics, closed forms and the budget table keep their own types.
     progress: called with a line of text after each step, such as "calibrate: site 7 of 60, 2 min left"; when unset, a
@@ -119,7 +122,7 @@ def calibrate_on(
     with (
         torch.inference_mode(False),
         own_types(),
-        offloading(options.offload),
+        streaming(found.model) if options.offload == "cpu" else offloading(options.offload),
         progress_of("calibrate", progress) as work,
         ExitStack() as undo,
     ):
@@ -150,11 +153,11 @@ def _fittable(model: nn.Module, options: Options) -> Rewritten:
     refuse_inference_tensors(model)
     refuse_quantized(found.owner, "calibration")
     device = next(iter(found.acms.values())).k_lo.device
-    if options.offload is not None and device.type != "cpu":
+    if options.offload not in (None, "cpu") and device.type != "cpu":
         raise UsageError(
             "only what is calibrated on the CPU can be offloaded to files",
             found=f"a model on {device}",
-            fix="calibrate it on the CPU: model.cpu(), or run.device: cpu; or leave offload out",
+            fix="offload to the memory of the CPU: offload='cpu'; or calibrate there: model.cpu(), run.device: cpu",
         )
     refuse_adapted(found.acms, "calibration")
     refuse_skips(found.acms, "calibration")

@@ -119,8 +119,9 @@ class Options:
     for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what the
     statistics of all sites may take at once; beyond it the data is passed over more than once. local_steps: of training
     for the learners of each MLP whose k share one second layer, on inputs of its own; local_tokens: how many of these.
-    offload: where statistics and learners lie in files, as of `offloading`; None: in memory. precision: of the products
-    of linear layers while the model is read: bf16 on CPUs with instructions for it, else their own type.
+    offload: where statistics and learners lie in files, as of `offloading`; None: where the model is; "cpu": in host
+    memory, and so does the model, see `streaming`. precision: of the products of linear layers while the model is read:
+    bf16 on CPUs with instructions for it, else their own type.
     """
 
     tokens: int = 20_000

@@ -16,6 +16,7 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import choose_k, utilities
 from acm_compiler.calibration.answer import Answer, answers, answers_with, energy, mask_in, run
 from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.passes.rewrite.offload import device_of
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -69,7 +70,7 @@ class _Student:
         self.unit = damage_TC.mean().clamp_min(1e-30)
         self.target_TC = (damage_TC / self.unit).float()
         self.target_TC += _FLOOR * self.target_TC.mean(0) + _FLOOR_OF_ALL
-        inner, device = gate.inner, damage_TC.device
+        inner, device = gate.inner, device_of(damage_TC)
         self.gate = skip_init(Gate, inner.in_features, inner.out_features, damage_TC.shape[1], device=device)
         self.generator = torch.Generator().manual_seed(seed)
         self._start()

@@ -146,7 +146,7 @@ class Reservoir:
         """Move what was drawn since the last call into the sample; tokens without a weight weigh nothing."""
         for call in self._pending:
             self._make_room(call.vectors)
-            slots = call.slots.to(call.vectors.device)
+            slots = call.slots.to(self._vectors.device)
             self._vectors[slots] = call.vectors
             self._weights[slots] = 0.0 if call.weights is None else call.weights
         self._pending.clear()
@@ -225,7 +225,7 @@ class SymmetricSum:
         if not self._blocks:
             self.replace(torch.zeros(features, features, dtype=torch.float64, device=home))
         for first, block in zip(range(0, features, _ROWS), self._blocks, strict=True):
-            block += (a_TF[:, first : first + _ROWS].T @ b_TF[:, first:]).to(home)
+            block += (a_TF[:, first : first + _ROWS].T @ b_TF[:, first:]).to(block.device)
 
     def value(self, features: int, home: torch.device) -> Tensor:
         """The sum; zeros, on `home`, where nothing was added."""

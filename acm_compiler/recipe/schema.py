@@ -160,7 +160,8 @@ class RunConfig(Section):
     """Each of several processes holds a part of weights, gradients and optimizer state while a phase trains them."""
     offload: str | None = None
     """A folder, or disk for the system's own for temporary files: what conversion and calibration make lies in files
-    there, for models that memory does not hold. On the CPU alone."""
+    there, for models that memory does not hold. On the CPU alone. Or cpu: weights and statistics of a calibration on a
+    GPU lie in the CPU's memory."""
 
     @field_validator("device")
     @classmethod

@@ -1,13 +1,15 @@
 """The share of learner MACs that gates would spend at any knob, expected from their scores in one forward.
 
 It is exact for the knob of that forward. With another one sites read what other numbers of learners made before them,
-so what is expected only says where to measure next.
-Shapes: T tokens, C choices of k from the lowest allowed one to N.
+so what is expected only says where to measure next. And by how much it errs is nearly the same for all batches, which
+spend very different shares: so a few that are measured tell what all would spend.
+Shapes: T tokens, C choices of k from the lowest allowed one to N, E examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +18,14 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import GateRule
+from acm_compiler.errors import TrainingFailed
 
 STRONGEST_KNOB = 2.0**12
 _LEVELS = 1025
+# the batches that are measured first are every third one, and at least so many, with so many tokens
+_STRIDE, _FEWEST, _TOKENS = 3, 4, 1365
+# enough are measured once the standard error of the share of all is no larger
+_SURE = 0.0015
 
 
 @torch.no_grad()
@@ -38,6 +45,18 @@ def turning_knobs(score_TC: Tensor, cost_C: Tensor, rule: GateRule) -> Tensor:
     knob_Tn = price_Tn.clamp_min(0).log() + scale_T1 if rule == "damage" else price_Tn
     knob_Tn = torch.where(score_TC.isfinite().all(1, keepdim=True), knob_Tn, torch.nan)
     return knob_Tn.clamp(-STRONGEST_KNOB, STRONGEST_KNOB)
+
+
+def refuse_broken(name: str, knobs_Rn: Tensor, which: str) -> None:
+    """TrainingFailed where the score of a real token is not finite; `which` batch it was."""
+    count = int(knobs_Rn.isnan().any(1).sum())
+    if count:
+        raise TrainingFailed(
+            "the gate's scores are not finite, so what it chooses is chance",
+            where=name,
+            found=f"nan or infinity at {count:,} of {len(knobs_Rn):,} tokens of {which}",
+            fix="look for such values in the data and in the model's weights, or run it in a wider floating type",
+        )
 
 
 def quantiles(knobs: Iterable[tuple[Tensor, float]]) -> Tensor:
@@ -100,3 +119,51 @@ def corners(knobs: np.ndarray, shares: np.ndarray, within: float, first: int = 0
         return []
     left = corners(knobs[: most + 1], shares[: most + 1], within, first)
     return [first + most, *left, *corners(knobs[most:], shares[most:], within, first + most)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One batch at one knob: the shares of its examples [E], real tokens, and its tokens' knobs as `quantiles` takes
+    them.
+    """
+
+    shares: Tensor
+    tokens: int
+    turning: list[tuple[Tensor, float]]
+
+
+class Whole:
+    """All batches, by number, at one knob, and what that lets expect of each at any other."""
+
+    def __init__(self, parts: Mapping[int, Part], knob: float, least: float) -> None:
+        self._examples = {number: len(part.shares) for number, part in parts.items() if len(part.shares)}
+        self._probes = {
+            number: Probe(
+                knob=knob,
+                share=float(parts[number].shares.mean()),
+                turning=quantiles(parts[number].turning).numpy(),
+                least=least,
+            )
+            for number in self._examples
+        }
+        self.order = sorted(parts, key=lambda number: number % _STRIDE)
+
+    def expected(self, knob: float) -> dict[int, float]:
+        """The share of each batch that holds a real token."""
+        return {number: float(probe.expected(np.array([knob]))[0]) for number, probe in self._probes.items()}
+
+    def of_examples(self, expected: Mapping[int, float]) -> Tensor:
+        """The share expected of every example, which is that of its batch, float64 [E]."""
+        each = [share for number, share in expected.items() for _ in range(self._examples[number])]
+        return torch.tensor(each, dtype=torch.float64)
+
+    def is_known_by(self, parts: Mapping[int, Part], expected: Mapping[int, float]) -> bool:
+        """True if these batches, by how they differ from what is expected of them, tell the share of all."""
+        seen = [number for number in parts if number in expected]
+        if len(seen) < _FEWEST or sum(part.tokens for part in parts.values()) < _TOKENS:
+            return False
+        weights = [self._examples[number] for number in seen]
+        errors = np.array([float(parts[number].shares.mean()) - expected[number] for number in seen])
+        spread = np.average((errors - np.average(errors, weights=weights)) ** 2, weights=weights)
+        unseen = 1 - len(seen) / len(expected)
+        return math.sqrt(spread / (len(seen) - 1) * unseen) <= _SURE

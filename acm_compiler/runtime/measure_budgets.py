@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, pairwise
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
-from acm_compiler.errors import DataError, TrainingFailed
+from acm_compiler.errors import DataError
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.progress import Progress
@@ -25,10 +25,13 @@ from acm_compiler.runtime.budgets import NEAR
 from acm_compiler.runtime.control import refuse_unfitted
 from acm_compiler.runtime.expected_share import (
     STRONGEST_KNOB,
+    Part,
     Probe,
+    Whole,
     corners,
     expected_between,
     quantiles,
+    refuse_broken,
     turning_knobs,
 )
 from acm_compiler.runtime.usage import PADDING, recorded
@@ -44,6 +47,8 @@ _JUMP = 0.02
 # budgets between two measured rows are reached by what both expect of them, in straight pieces that miss it by _CLOSE,
 # if they differ by no more than _APART at any knob; else by one straight line that is expected to miss by no more
 _APART, _CLOSE = 0.008, 0.004
+# so many knobs, the strongest and the weakest, are tried on all batches; the digits of a share that are no rounding
+_WHOLE, _DIGITS = 2, 12
 # a search ends after so many probes; the first keeps this far from its neighbours, each later one four times as far
 _STEPS, _MARGIN = 14, 1e-4
 # tokens of each site, in whole examples, whose scores say where to look next
@@ -62,9 +67,10 @@ def measure_budgets(
 ) -> BudgetTable:
     """Find the knob of each budget by trial forwards and keep the table in the model's conversion.
 
-    batches: (inputs, mask or None) pairs; all are run at every step, in eval mode, so a few hundred examples are
-    enough. k_lo: the lowest k of every row; a site's own k_min holds where it is above. The mode and the choices of
-    the model are restored, and a table from before stays where this raises: SitesNotFitted where learners are missing,
+    batches: (inputs, mask or None) pairs, run in eval mode; a few hundred examples are enough. All are run with the
+    first two knobs; with others, of many, as many as tell the share of all to a standard error of .0015. k_lo: the
+    lowest k of every row; a site's own k_min holds where it is above. The mode and the choices of the model are
+    restored, and a table from before stays where this raises: SitesNotFitted where learners are missing,
     TrainingFailed where gates score a real token nan or infinity.
     """
     found = rewritten(model)
@@ -76,8 +82,7 @@ def fill_table(
     found: Rewritten, batches: Iterable[Example], *, budgets: Sequence[float], k_lo: int, progress: Progress | None
 ) -> BudgetTable:
     """`measure_budgets` of a model whose ACMs are known, and have learners."""
-    examples = list(batches)
-    if not examples:
+    if not (examples := list(batches)):
         raise DataError("no examples to measure budgets on")
     progress = progress or Progress("budgets", shown=False)
     search = _Search(found, examples, k_lo)
@@ -112,6 +117,7 @@ class _Search:
         self.expected: dict[float, float] = {}
         self.missed: list[float] = []
         self.calls = defaultdict[int, list[int]](list)
+        self.whole: Whole | None = None
         self.count = self.tokens = 0
 
     def probe(self, knob: float) -> float:
@@ -119,19 +125,39 @@ class _Search:
         if knob not in self.probes:
             for acm in self.found.acms.values():
                 acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
-            shares, turning = zip(*(self._run(number) for number in range(len(self.examples))), strict=True)
-            self.count = sum(len(part) for part in shares)
-            self.probes[knob] = Probe(
-                knob=knob,
-                share=_mean_over_ranks(torch.cat(shares), self.device),
-                turning=_averaged_over_ranks(quantiles(chain.from_iterable(turning)), self.device).numpy(),
-                least=self.least,
-            )
-            _LOG.debug("knob %+.3f: budget %.3f", knob, self.probes[knob].share)
+            expected = {} if self.whole is None else self.whole.expected(knob)
+            parts = self._measured(expected)
+            knobs = quantiles(chain.from_iterable(part.turning for part in parts.values()))
+            turning = ranks.averaged(knobs, self.device).numpy()
+            share = self._share(parts, expected)
+            self.probes[knob] = Probe(knob=knob, share=share, turning=turning, least=self.least)
+            if len(self.probes) == _WHOLE:
+                self.whole = Whole(parts, knob, self.least)
+                self.count = sum(len(part.shares) for part in parts.values())
+            _LOG.debug("knob %+.3f: budget %.3f, %d batches", knob, share, len(parts))
         return self.probes[knob].share
 
-    def _run(self, number: int) -> tuple[Tensor, list[tuple[Tensor, float]]]:
-        """The shares of one batch's examples, and by site the knobs at which its tokens turn, see `quantiles`.
+    def _measured(self, expected: Mapping[int, float]) -> dict[int, Part]:
+        """Batches with the knob that is set: all, or as many as tell what all would spend."""
+        if self.whole is None:
+            return {number: self._run(number) for number in range(len(self.examples))}
+        parts: dict[int, Part] = {}
+        for number in self.whole.order:
+            parts[number] = self._run(number)
+            if self.whole.is_known_by(parts, expected):
+                break
+        return parts
+
+    def _share(self, parts: Mapping[int, Part], expected: Mapping[int, float]) -> float:
+        """The share of all batches: what is expected of them, and how those that were run differ from it."""
+        beyond = [part.shares - expected.get(number, 0.0) for number, part in parts.items()]
+        share = _mean_over_ranks(torch.cat(beyond), self.device)
+        if self.whole is not None:
+            share += _mean_over_ranks(self.whole.of_examples(expected), self.device)
+        return round(share, _DIGITS)
+
+    def _run(self, number: int) -> Part:
+        """The shares of one batch's examples, and by site the knobs at which its tokens turn.
 
         What comes after the last call of an ACM is not run: once two forwards have made as many calls, the next end
         there. TrainingFailed for scores that are not finite: all are looked at with the first knob, as nan and infinity
@@ -159,11 +185,12 @@ class _Search:
         turning = []
         for name, parts in calls.items():
             knobs_Rn = torch.cat(parts, dim=1)[usage.k[name][::every] != PADDING]
-            _refuse_broken(name, knobs_Rn, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
+            refuse_broken(name, knobs_Rn, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
             turning.append((knobs_Rn.flatten(), float(macs_per_learner(self.found.plan.site(name)))))
         if not self.probes:
             self.tokens += max(k_BS.numel() for k_BS in usage.k.values())
-        return usage.real_shares, turning
+        real = max(int((k_BS != PADDING).sum()) for k_BS in usage.k.values())
+        return Part(shares=usage.real_shares, tokens=real, turning=turning)
 
     def bisect(self, target: float, within: float) -> None:
         """Add probes until one lies `within` of `target` or the steps are used up.
@@ -249,18 +276,6 @@ class _Search:
         return tuple(rows)
 
 
-def _refuse_broken(name: str, knobs_Rn: Tensor, which: str) -> None:
-    """TrainingFailed where the score of a real token is not finite; `which` batch it was."""
-    count = int(knobs_Rn.isnan().any(1).sum())
-    if count:
-        raise TrainingFailed(
-            "the gate's scores are not finite, so what it chooses is chance",
-            where=name,
-            found=f"nan or infinity at {count:,} of {len(knobs_Rn):,} tokens of {which}",
-            fix="look for such values in the data and in the model's weights, or run it in a wider floating type",
-        )
-
-
 @contextmanager
 def undisturbed(found: Rewritten) -> Iterator[None]:
     """Eval mode without gradients; the mode, the choices, the budget and the cap set come back at the end."""
@@ -277,18 +292,7 @@ def undisturbed(found: Rewritten) -> Iterator[None]:
 
 def _mean_over_ranks(shares: Tensor, device: torch.device) -> float:
     """The mean over all processes."""
-    total = _added_over_ranks(torch.stack([shares.sum(), shares.new_tensor(float(shares.numel()))]), device)
+    total = ranks.added(torch.stack([shares.sum(), shares.new_tensor(float(shares.numel()))]), device)
     if not total[1]:
         raise DataError("the examples to measure budgets on hold no real token", fix="give batches that are not empty")
     return float(total[0] / total[1])
-
-
-def _averaged_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """The mean of each value over all processes, on the CPU: all of them are to search alike."""
-    total = _added_over_ranks(torch.cat([values, values.new_ones(1)]), device)
-    return total[:-1] / total[-1]
-
-
-def _added_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """The sum over all processes, on the CPU; they talk to each other by tensors on `device`: NCCL knows no others."""
-    return ranks.total(values.to(device)).cpu()

@@ -32,6 +32,17 @@ def total(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def added(values: Tensor, device: torch.device) -> Tensor:
+    """`total`, on the CPU, of what is sent by tensors on `device`: NCCL knows no others."""
+    return total(values.to(device)).cpu()
+
+
+def averaged(values: Tensor, device: torch.device) -> Tensor:
+    """The mean of each value over all processes, on the CPU; `device` as of `added`."""
+    sums = added(torch.cat([values, values.new_ones(1)]), device)
+    return sums[:-1] / sums[-1]
+
+
 def gathered(value: Any) -> list[Any]:
     """The value of every process, in the order of ranks; its tensors on the CPU."""
     if world() == 1:

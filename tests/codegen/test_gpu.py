@@ -189,18 +189,21 @@ def test_a_compiled_model_answers_as_eager_at_every_k():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_was_calibrated_there_serves_its_budgets():
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_model_that_was_calibrated_there_serves_its_budgets(offload, monkeypatch):
     for package in ("pydantic", "ruamel.yaml", "tabulate"):  # kernels need none of them
         pytest.importorskip(package)
     from acm_compiler.calibration.calibrate import calibrate
+    from acm_compiler.passes.rewrite import offload as offloading
     from acm_compiler.runtime.usage import record
     from tests.helpers.calibration_tiny import make_tiny, texts
 
+    monkeypatch.setattr(offloading, "_SMALL", 1)
     model = make_tiny(second_layer="shared_top", lossless=True).cuda()
     batches = [{name: value.cuda() for name, value in batch.items()} for batch in texts(batches=60)]
     with torch.no_grad():
         dense = model(**batches[0])
-    calibrate(model, batches, budgets=(0.5,))
+    calibrate(model, batches, budgets=(0.5,), offload=offload)
     assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
     lost, real = [], batches[0]["attention_mask"].bool()
     with torch.no_grad():

@@ -26,7 +26,7 @@ from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.gpu import gate_not_covered, not_covered, take_over
 from acm_compiler.codegen.gpu.ahead import build, gate_kernels_of, kernels_of
 from acm_compiler.codegen.gpu.calls import operators
-from acm_compiler.codegen.gpu.gate_plan import GateSpec, cut_of
+from acm_compiler.codegen.gpu.gate_spec import GateSpec, cut_of
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.gpu.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
 from acm_compiler.codegen.gpu.start import Launcher

@@ -16,7 +16,7 @@ from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.reference import Norm, choose_k, normalised, run_learners, utilities
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from acm_compiler.codegen.gpu import dispatch, gate_plan, launch, tiles
+from acm_compiler.codegen.gpu import dispatch, gate_plan, gate_spec, launch, tiles
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.calls import operators, sites
 from acm_compiler.codegen.gpu.gate_plan import GatePlan, run_gate
@@ -332,9 +332,8 @@ def test_rows_far_from_zero_keep_their_digits(mean, kind, k, tokens):
 @pytest.mark.parametrize(("tokens", "heavy"), [(3, 0), (64, 0), (64, 1 << 30), (70, 0), (70, 1 << 30)])
 def test_a_gate_may_be_wide_and_split_over_its_features(tokens, heavy, kind, dtype, lost, monkeypatch):
     """Columns are taken in blocks, those of a sum, too; features in parts, whose sums have an order."""
-    monkeypatch.setattr(gate_plan, "_HEAVY", heavy)
-    monkeypatch.setattr(gate_plan, "_SPAN", 128)
-    monkeypatch.setattr(gate_plan, "_LEAST_SPAN", 128)
+    for name, number in {"_HEAVY": heavy, "_SPAN": 128, "_LEAST_SPAN": 128}.items():
+        monkeypatch.setattr(gate_spec, name, number)
     monkeypatch.setattr(gate_plan, "_SUMMED", 256)
     width, d_in = 270, 331
     weights = [torch.randn(width, d_in) * d_in**-0.5, torch.randn(width), torch.randn(5, width), torch.zeros(5)]

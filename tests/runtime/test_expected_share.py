@@ -8,7 +8,9 @@ from acm_compiler.acm.reference import choice_costs, choose_k, utilities
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.runtime.expected_share import (
     STRONGEST_KNOB,
+    Part,
     Probe,
+    Whole,
     corners,
     expected_between,
     quantiles,
@@ -93,3 +95,31 @@ def test_a_line_through_the_corners_of_a_curve_misses_it_by_no_more_than_allowed
     line = np.interp(knobs, knobs[[0, -1]], shares[[0, -1]])
     assert found[0] == abs(line - shares).argmax()
     assert corners(knobs, knobs * 0.0, 0.0) == []
+
+
+def part(share, *, tokens=100, examples=4):
+    """A batch whose tokens turn evenly between the knobs 0 and 2 share."""
+    knobs = torch.linspace(0, 2 * share, tokens, dtype=torch.float64)
+    return Part(shares=torch.full((examples,), share, dtype=torch.float64), tokens=tokens, turning=[(knobs, 1.0)])
+
+
+def test_batches_are_expected_to_differ_as_they_did():
+    whole = Whole({0: part(0.2, examples=1), 1: part(0.4), 2: part(0.0, examples=0)}, knob=0.1, least=0.0)
+    expected = whole.expected(0.2)
+    assert expected == {0: pytest.approx(-0.05, abs=3e-3), 1: pytest.approx(0.275, abs=3e-3)}
+    assert whole.of_examples(expected).tolist() == [expected[0], *[expected[1]] * 4]
+    assert whole.expected(0.1) == {0: pytest.approx(0.2), 1: pytest.approx(0.4)}
+
+
+def test_a_part_is_enough_once_it_errs_alike_everywhere():
+    shares = [0.2 + 0.02 * number for number in range(30)]
+    whole = Whole({number: part(share) for number, share in enumerate(shares)}, knob=0.1, least=0.0)
+    expected = whole.expected(0.1)
+    assert whole.order[:3] == [0, 3, 6] and sorted(whole.order) == list(range(30))
+    first = whole.order[:15]
+    beyond = {number: part(shares[number] - 0.05) for number in first}  # as far from what was expected in all
+    assert whole.is_known_by(beyond, expected)
+    assert not whole.is_known_by(dict(list(beyond.items())[:3]), expected)
+    assert not whole.is_known_by({number: part(0.3, tokens=10) for number in first}, expected)
+    assert not whole.is_known_by({number: part(0.3) for number in first}, expected)
+    assert whole.is_known_by({number: part(0.3) for number in range(30)}, expected)

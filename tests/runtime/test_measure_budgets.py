@@ -138,6 +138,26 @@ def test_most_budgets_are_found_by_the_first_forward_that_looks_for_them(model):
     assert sum(point.measured for point in table.points) * len(data) == len(calls)
 
 
+def unlike_batches(count=30):
+    """Batches whose tokens are the larger the later, so that gates spend other shares on each."""
+    return [(torch.randn(8, 12, 8) * (0.2 + 3 * number / count), None) for number in range(count)]
+
+
+def test_some_of_many_batches_tell_what_all_would_spend(model):
+    for acm in sites(model).values():
+        acm.gate.rule = "damage"
+    data, calls = unlike_batches(), []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    table = measure_budgets(model, data, budgets=(0.2, 0.33, 0.6))
+    handle.remove()
+    probes = sum(point.measured for point in table.points)
+    assert table.examples == 240 and probes > 6
+    assert len(calls) < 2 * len(data) + 0.75 * (probes - 2) * len(data)
+    for budget in (0.2, 0.33, 0.6):
+        set_budget(model, budget)
+        assert reached_on(model, data) == pytest.approx(budget, abs=NEAR + 3 * 0.0015)
+
+
 class _WithHead(torch.nn.Module):
     """A model that does something after its last ACM, and calls the first one `more` times."""
 

@@ -27,13 +27,12 @@ from acm_compiler.codegen.gpu.dispatch import (
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel, few_sum_kernel
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.gate_plan import (
-    GateSpec,
-    cut_of,
     gate_constants,
     part_constants,
     sum_constants,
     sum_options,
 )
+from acm_compiler.codegen.gpu.gate_spec import GateSpec, cut_of
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (
@@ -140,15 +139,8 @@ def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
     kernels.append(_product("few2", *made, spec=spec, tile=two, options=few_options(two), blocks={}, types=types))
     if splits > 1:
         constants, absent = few_sum_constants(spec, splits), {} if spec.residual else {"residual": None}
-        kernels.append(
-            Kernel(
-                name="few sum",
-                function=few_sum_kernel,
-                constants=constants | absent,
-                options=few_sum_options(),
-                operands={"parts": "*fp32"},
-            )
-        )
+        facts: Any = {"constants": constants | absent, "options": few_sum_options(), "operands": {"parts": "*fp32"}}
+        kernels.append(Kernel(name="few sum", function=few_sum_kernel, **facts))
     return kernels
 
 

@@ -23,6 +23,14 @@ def _bias(bias, columns, real, HERE: tl.constexpr):
 
 
 @triton.jit
+def _prefetch(pointers, INTERPRET: tl.constexpr):
+    """Send for what is read after a product, so that nobody waits for it; a load here would be waited for here."""
+    if not INTERPRET:
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r, l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _k_of(k_of, rows, T):
     return tl.load(k_of + rows, mask=rows < T, other=0).to(tl.int32)
 
@@ -66,9 +74,9 @@ def few1_kernel(
     mine2 = _k_of(k_of, HALF + rows, T) if BM > HALF else mine
     most = tl.max(tl.maximum(tl.where(mine > Q_HI, 0, mine), tl.where(mine2 > Q_HI, 0, mine2)), 0)
     if tl.program_id(0) * BN < tl.minimum(most, N) * H:
-        bias = _bias(b_in, columns, real, BIAS)
-        bias_up = _bias(b_up, columns, real, BIAS and GATED)
         w_rows = tl.minimum(columns, N * H - 1)
+        if BIAS:
+            _prefetch(b_in + w_rows, INTERPRET)
         in_at = row_pointers(w_in, w_rows, D_IN, BK)
         acc = tl.zeros((HALF, BN), tl.float32)
         up, acc2, up2 = acc, acc, acc
@@ -84,6 +92,8 @@ def few1_kernel(
                 up = multiply(a, w, up, PRECISION, INTERPRET)
                 if BM > HALF:
                     up2 = multiply(a2, w, up2, PRECISION, INTERPRET)
+        bias = _bias(b_in, columns, real, BIAS)
+        bias_up = _bias(b_up, columns, real, BIAS and GATED)
         _store_hidden(
             h, acc, up, bias, bias_up, rows, mine, columns, T, N, H, ROW, Q_HI, ACT, GATED, SHORT, INTERPRET
         )  # fmt: skip
@@ -147,9 +157,38 @@ def _beside(
 
 
 @triton.jit
-def _store(to, value, rows, columns, T, D_OUT: tl.constexpr):
+def _finish(
+    y, acc, b_out, residual, k_of, rows, columns, T, stride_r, N: tl.constexpr, D_OUT: tl.constexpr,
+    RESIDUAL: tl.constexpr, IS_PART: tl.constexpr,
+):  # fmt: skip
+    """Write rows of y: of a part nothing but the sum."""
+    if not IS_PART:
+        acc += _beside(b_out, residual, k_of, rows, columns, T, stride_r, N, D_OUT, RESIDUAL)
     real = (rows < T)[:, None] & (columns < D_OUT)[None, :]
-    tl.store(to + rows[:, None] * D_OUT + columns[None, :], value.to(to.dtype.element_ty), mask=real)
+    tl.store(y + rows[:, None] * D_OUT + columns[None, :], acc.to(y.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _add_top(
+    acc, acc2, h, x, w_top, w_rows, rows, mine, mine2, first, T, D_IN, stride_x, N: tl.constexpr, H: tl.constexpr,
+    ROW: tl.constexpr, FROM_X: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    STEP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc + h or, FROM_X, x times w_top, for tokens with k = N; nothing is read where there are none."""
+    runs_all = tl.minimum(_length(mine, mine2, N, N, 1), 1)
+    if FROM_X:
+        w_at = row_pointers(w_top, w_rows, D_IN, BK)
+        acc, acc2 = _add_product(
+            acc, acc2, x, w_at, rows, mine, mine2, N, N, first, D_IN * runs_all, T, stride_x, False, False, PRECISION,
+            INTERPRET, STEP, BM, BK,
+        )  # fmt: skip
+    else:
+        w_at = row_pointers(w_top, w_rows, N * H, BK)
+        acc, acc2 = _add_product(
+            acc, acc2, h, w_at, rows, mine, mine2, N, N, first, N * H * runs_all, T, ROW, False, EVEN, PRECISION,
+            INTERPRET, STEP, BM, BK,
+        )  # fmt: skip
+    return acc, acc2
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -177,10 +216,9 @@ def few2_kernel(
     w_rows = tl.minimum(columns, D_OUT - 1)
     acc = tl.zeros((HALF, BN), tl.float32)
     acc2 = acc
-    if SPLITS == 1:  # on their way while the product is computed
-        beside = _beside(b_out, residual, k_of, rows, columns, T, stride_r, N, D_OUT, RESIDUAL)
-        if BM > HALF:
-            beside2 = _beside(b_out, residual, k_of, HALF + rows, columns, T, stride_r, N, D_OUT, RESIDUAL)
+    if SPLITS == 1:
+        for q in tl.static_range(N + 1):
+            _prefetch(b_out + q * D_OUT + w_rows, INTERPRET)
     if SECOND == "per_k":
         for q in range(1, N + 1):
             w_at = row_pointers(w_out, (q - 1) * D_OUT + w_rows, N * H, BK)
@@ -197,27 +235,14 @@ def few2_kernel(
             SECOND == "shared", EVEN, PRECISION, INTERPRET, STEP, BM, BK,
         )  # fmt: skip
     if SECOND == "top":
-        runs_all = tl.minimum(_length(mine, mine2, N, N, 1), 1)
-        if FROM_X:
-            w_at = row_pointers(w_top, w_rows, D_IN, BK)
-            acc, acc2 = _add_product(
-                acc, acc2, x, w_at, rows, mine, mine2, N, N, first, D_IN * runs_all, T, stride_x, False, False,
-                PRECISION, INTERPRET, STEP, BM, BK,
-            )  # fmt: skip
-        else:
-            w_at = row_pointers(w_top, w_rows, N * H, BK)
-            acc, acc2 = _add_product(
-                acc, acc2, h, w_at, rows, mine, mine2, N, N, first, N * H * runs_all, T, ROW, False, EVEN, PRECISION,
-                INTERPRET, STEP, BM, BK,
-            )  # fmt: skip
-    if SPLITS == 1:
-        acc += beside
-        if BM > HALF:
-            acc2 += beside2
-    to = y + split.to(tl.int64) * T * D_OUT
-    _store(to, acc, rows, columns, T, D_OUT)
+        acc, acc2 = _add_top(
+            acc, acc2, h, x, w_top, w_rows, rows, mine, mine2, first, T, D_IN, stride_x, N, H, ROW, FROM_X, EVEN,
+            PRECISION, INTERPRET, STEP, BM, BK,
+        )  # fmt: skip
+    y += split.to(tl.int64) * T * D_OUT
+    _finish(y, acc, b_out, residual, k_of, rows, columns, T, stride_r, N, D_OUT, RESIDUAL, SPLITS > 1)
     if BM > HALF:
-        _store(to, acc2, HALF + rows, columns, T, D_OUT)
+        _finish(y, acc2, b_out, residual, k_of, HALF + rows, columns, T, stride_r, N, D_OUT, RESIDUAL, SPLITS > 1)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -229,9 +254,8 @@ def few_sum_kernel(
     BLOCKS: tl.constexpr = (D_OUT + BN - 1) // BN
     rows = tl.program_id(0) // BLOCKS + tl.arange(0, 1)
     columns = tl.program_id(0) % BLOCKS * BN + tl.arange(0, BN)
-    beside = _beside(b_out, residual, k_of, rows, columns, T, stride_r, N, D_OUT, RESIDUAL)
     total = tl.zeros((1, BN), tl.float32)
     for part in tl.static_range(SPLITS):
         at = parts + (part * T + rows)[:, None] * D_OUT + columns[None, :]
         total += tl.load(at, mask=(columns < D_OUT)[None, :], other=0.0)
-    _store(y, total + beside, rows, columns, T, D_OUT)
+    _finish(y, total, b_out, residual, k_of, rows, columns, T, stride_r, N, D_OUT, RESIDUAL, False)

@@ -116,7 +116,7 @@ def _add_scores(
 
 @triton.jit
 def _terms(b_outer, knob, k_lo, k_hi, outer, C: tl.constexpr):
-    """What a choice needs beside scores, read before anything is waited for: b_outer in fp32, knob, bounds."""
+    """Terms of a choice beside scores: b_outer in fp32, knob, bounds; read before anything is waited for."""
     bias = tl.load(b_outer + outer, mask=outer < C, other=0.0).to(tl.float32)
     return bias, tl.load(knob), tl.load(k_lo), tl.load(k_hi)
 
@@ -153,7 +153,6 @@ def gate_kernel(
     row = tl.program_id(0) * BM
     rows = row + tl.arange(0, BM)
     outer = tl.arange(0, CP)
-    bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
     source = tl.minimum(rows, T - 1)
     x_at = x if BULK else row_pointers(x, source, stride_x, BK)
     shift, mean, scale = 0.0, 0.0, 0.0
@@ -170,6 +169,7 @@ def gate_kernel(
             NORM, PRECISION, INTERPRET, BM, GP, BK,
         )  # fmt: skip
         score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, AT_ONCE, INTERPRET)
+    bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
     _choose(k_out, histogram, score, bias, price, low, high, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)
 
 
@@ -179,7 +179,10 @@ def gate_part_kernel(
     EVEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """parts [spans, T, ROW] fp32: first products over SPAN features each; BULK as in `gate_kernel`."""
+    """parts [spans, T, ROW] fp32: first products over SPAN features each, zeros behind the G columns.
+
+    BULK as in `gate_kernel`.
+    """
     BLOCKS: tl.constexpr = (G + GP - 1) // GP
     tile = tl.program_id(0) // BLOCKS
     tiles = (T + BM - 1) // BM
@@ -195,6 +198,7 @@ def gate_part_kernel(
         None, D_IN, BULK, EVEN, False, PRECISION, INTERPRET, BM, GP, BK,
     )  # fmt: skip
     at = parts + (tl.cast(span, tl.int64) * T + rows)[:, None] * ROW + inner[None, :]
+    acc = tl.where((inner < G)[None, :], acc, 0.0)
     tl.store(at, acc, mask=(rows < T)[:, None] & (inner < ROW)[None, :])
 
 
@@ -209,7 +213,7 @@ def _scores_of_one(
     score = tl.zeros((CP,), tl.float32)
     for first in range(0, G, GP):
         inner = first + tl.arange(0, GP)
-        part = tl.load(at + inner[None, :], mask=(spans < SPANS)[:, None] & (inner < G)[None, :], other=0.0)
+        part = tl.load(at + inner[None, :], mask=(spans < SPANS)[:, None] & (inner < ROW)[None, :], other=0.0)
         mask = (outer < C)[:, None] & (inner < G)[None, :]
         w = tl.load(w_outer + outer[:, None] * G + inner[None, :], mask=mask, other=0.0)
         bias = tl.load(b_inner + inner, mask=inner < G, other=0.0).to(tl.float32)
@@ -236,7 +240,7 @@ def gate_sum_kernel(
         at = parts + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * ROW
         for first in range(0, G, GP):
             inner = first + tl.arange(0, GP)
-            here = (inner < G)[None, :]
+            here = (inner < ROW)[None, :]
             acc = tl.load(at + inner[None, :], mask=here, other=0.0)
             for span in tl.static_range(1, SPANS):
                 acc += tl.load(at + tl.cast(T, tl.int64) * (span * ROW) + inner[None, :], mask=here, other=0.0)

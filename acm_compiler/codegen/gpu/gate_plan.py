@@ -1,8 +1,7 @@
-"""The launches of one gate for calls of one kind: its spec, the constants of its kernels, and its plan."""
+"""The launches of one gate for calls of one kind: the constants of its kernels, and its plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,64 +14,15 @@ from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.dispatch import Histogram, Rows, slots_of
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
+from acm_compiler.codegen.gpu.gate_spec import FEW, NARROWEST, Cut, GateSpec, cut_of, power_of
 from acm_compiler.codegen.gpu.launch import operand
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import BULK_COPY_BYTES, Machine
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, is_tracing
-from acm_compiler.codegen.gpu.tiles import Tile, bucket_of
-from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.codegen.gpu.tiles import bucket_of
 
-_WIDEST = 256  # columns of the first product that a program takes at once
-_WIDE = 128  # of those of wider gates, and of exact ones, whose operands need registers for their parts
-_NARROWEST = 16  # of a matrix product
-_FEW = 64  # tokens, whose programs have few rows and columns
-_HEAVY = 1 << 18  # elements of the first weight, from which on its product is taken in parts
-_SPAN = 512  # features of a part of few tokens
-_LEAST_SPAN = 256  # of more
-_MOST_SPANS = 8
 _SUMMED = 512  # columns that are added up at once
-_AT_ONCE = 4  # choices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateSpec:
-    """One gate as its kernel sees it: dtype of the tokens and of the gate itself, sizes, rule; norm: tokens are
-    normalised first; centred: by a LayerNorm, else an RMSNorm.
-    """
-
-    d_in: int
-    width: int
-    columns: int
-    k_min: int
-    rule: str
-    dtype: str
-    gate_dtype: str
-    norm: bool
-    centred: bool = True
-
-    @property
-    def is_exact(self) -> bool:
-        """True if products are in fp32, of three tf32 parts."""
-        return "fp32" in (self.dtype, self.gate_dtype)
-
-    @property
-    def is_odd(self) -> bool:
-        """True if rows begin anywhere, so that Triton reads them value by value, which takes registers."""
-        return self.d_in % 16 != 0
-
-    @property
-    def is_split(self) -> bool:
-        """True if the first product is taken in parts, by more programs than there are blocks of rows."""
-        return self.d_in * self.width >= _HEAVY
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Blocks of the first product: their tile; bulk: read by tensor descriptors; span: features of a part."""
-
-    tile: Tile
-    bulk: bool
-    span: int
+_AT_ONCE = 2  # choices
 
 
 class Choice(NamedTuple):
@@ -80,75 +30,6 @@ class Choice(NamedTuple):
 
     k: Tensor
     histogram: Histogram | None
-
-
-def gate_spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> GateSpec:
-    """The spec of a planned site's gate, in the type of its tokens, by the rule of a calibrated one."""
-    kind = "fp32" if dtype == "tf32" else dtype
-    return GateSpec(
-        d_in=site.d_in,
-        width=site.gate_width,
-        columns=site.columns,
-        k_min=site.k_min,
-        rule="damage",
-        dtype=kind,
-        gate_dtype=kind,
-        norm=norm,
-    )
-
-
-def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = True) -> Cut:
-    """Blocks for about so many tokens; aligned: rows of x begin where bulk copies may.
-
-    Rows that are read by pointers, products of three parts and of normalised blocks stay off wgmma: before Triton 3.7
-    nothing orders asynchronous copies before it, and old ptxas gets its operands in registers wrong.
-    """
-    few = tokens <= _FEW
-    bulk = machine.bulk_copies and not few and not spec.is_exact and aligned and spec.d_in % 8 == 0
-    if not spec.is_split:
-        bulk = bulk and not spec.norm
-        return Cut(tile=_whole_tile(spec, tokens, bulk=bulk, arch=machine.arch), bulk=bulk, span=spec.d_in)
-    if few:
-        step = (32 if spec.is_exact else 128) // (2 if spec.is_odd else 1)
-        rows = min(32, _power(tokens))
-        stages = 5 if spec.is_exact else 3  # of shorter steps, so that as many bytes are on their way
-        return Cut(tile=Tile(m=rows, n=32, k=step, warps=4, stages=stages, resident=1), bulk=False, span=_SPAN)
-    tile = _part_tile(spec, tokens, machine, bulk=bulk)
-    tiles = blocks_in(tokens, tile.m) * blocks_in(spec.width, tile.n)
-    spans = min(_MOST_SPANS, max(1, machine.processors * tile.resident // tiles), blocks_in(spec.d_in, _LEAST_SPAN))
-    return Cut(tile=tile, bulk=bulk, span=blocks_in(spec.d_in, spans * tile.k) * tile.k)
-
-
-def _whole_tile(spec: GateSpec, tokens: int, *, bulk: bool, arch: int) -> Tile:
-    width = _power(spec.width)
-    width = width if width <= (_WIDE if spec.is_exact else _WIDEST) else _WIDE
-    if bulk:
-        return Tile(m=64, n=width, k=64, warps=8 if width > _WIDE else 4, stages=4 if width <= _WIDE else 3, resident=1)
-    step = 64 // (2 if spec.is_exact else 1) // (2 if width > _WIDE else 1)
-    if spec.is_odd and width >= _WIDE:
-        step //= 2
-    rows = 32 if spec.is_exact or spec.norm or width > _WIDE // 2 or arch >= 90 else 64
-    # values that are read one by one wait in registers
-    stages = 2 if spec.is_exact and spec.is_odd and width >= _WIDE else 3
-    return Tile(m=min(rows, _power(tokens)), n=width, k=step, warps=4, stages=stages, resident=1)
-
-
-def _part_tile(spec: GateSpec, tokens: int, machine: Machine, *, bulk: bool) -> Tile:
-    width = min(_power(spec.width), _WIDEST)
-    if bulk and 2 * blocks_in(tokens, 128) * blocks_in(spec.width, width) >= machine.processors:
-        return Tile(m=128, n=width, k=64, warps=8 if width > 64 else 4, stages=4, resident=1)
-    width = min(width, _WIDE)
-    if bulk:
-        return Tile(m=128, n=width, k=64, warps=4, stages=3, resident=2)
-    if spec.is_exact or spec.is_odd or machine.bulk_copies:
-        step = 16 if spec.is_exact else 32
-        return Tile(m=32, n=width, k=step, warps=4, stages=2 if spec.is_exact and spec.is_odd else 3, resident=2)
-    return Tile(m=64, n=width, k=64, warps=4, stages=3, resident=2)
-
-
-def _power(number: int) -> int:
-    """The next power of two that a matrix product takes."""
-    return max(_NARROWEST, triton.next_power_of_2(number))
 
 
 def gate_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, Any]:
@@ -164,8 +45,8 @@ def part_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, An
 
 def sum_constants(spec: GateSpec, cut: Cut, tokens: int, *, interpret: bool) -> dict[str, Any]:
     """Constants of `gate_sum_kernel`: a program for each of few tokens."""
-    rows = 1 if tokens <= _FEW else 16 if tokens <= 16 * _FEW else 32
-    width, spans = _power(spec.width), blocks_in(spec.d_in, cut.span)
+    rows = 1 if tokens <= FEW else 16 if tokens <= 16 * FEW else 32
+    width, spans = power_of(spec.width), blocks_in(spec.d_in, cut.span)
     return {
         **_choice_constants(spec, interpret),
         "SPANS": spans,
@@ -178,7 +59,7 @@ def sum_constants(spec: GateSpec, cut: Cut, tokens: int, *, interpret: bool) -> 
 
 def _row_of(spec: GateSpec) -> int:
     """Elements between rows of a part, so that every row is aligned."""
-    return blocks_in(spec.width, _NARROWEST) * _NARROWEST
+    return blocks_in(spec.width, NARROWEST) * NARROWEST
 
 
 def _product_constants(spec: GateSpec, cut: Cut) -> dict[str, Any]:
@@ -202,7 +83,7 @@ def _choice_constants(spec: GateSpec, interpret: bool) -> dict[str, Any]:
         "SLOTS": slots_of(spec.k_min + spec.columns - 1),
         "INTERPRET": interpret,
         "AT_ONCE": _AT_ONCE,
-        "CP": _power(spec.columns),
+        "CP": power_of(spec.columns),
     }
 
 
@@ -261,7 +142,7 @@ class GatePlan:
         affine = (None, None) if norm is None else (norm.weight, norm.bias)
         self._norm = tuple(None if tensor is None else tensor.contiguous() for tensor in affine)
         self._d_in, self._cost, self._eps = spec.d_in, cost, 0.0 if norm is None else norm.eps
-        self._slots = slots_of(k_min + spec.columns - 1) if 1 << bucket > _FEW else 0
+        self._slots = slots_of(k_min + spec.columns - 1) if 1 << bucket > FEW else 0
         self._rows = Rows(spec.d_in, in_order=False, norm=norm) if spec.is_split and norm is not None else None
         aligned = self._rows is not None or _is_aligned(call.x)
         self._cut = cut = cut_of(spec, 1 << bucket, machine, aligned=aligned)

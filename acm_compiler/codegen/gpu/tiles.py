@@ -115,14 +115,15 @@ def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Ro
 
 # of the rows of an architecture, dtype and kind, large tiles first, the first is taken that fills the machine
 TABLE = (
-    _row("sm_80 16 few-gated <= 16", "16x32x128 w4 s4 r1", "16x32x128 w4 s9 r1"),
-    _row("sm_80 16 few <= 16", "16x32x128 w4 s6 r1", "16x32x128 w4 s9 r1"),
+    _row("sm_80 16 few-gated <= 16", "16x32x128 w4 s4 r1", "16x32x128 w4 s8 r1"),
+    _row("sm_80 16 few <= 16", "16x32x128 w4 s7 r1", "16x32x128 w4 s8 r1"),
     _row("sm_80 16 few-gated <= 32", "32x32x128 w4 s4 r1", "32x64x128 w4 s4 r1"),
     _row("sm_80 16 few <= 32", "32x64x128 w4 s4 r1", "32x64x128 w4 s4 r1"),
     _row("sm_80 16 few-gated <= 64", "64x64x64 w4 s4 r1", "64x128x64 w4 s4 r1"),
     _row("sm_80 16 few <= 64", "64x64x64 w4 s6 r1", "64x128x64 w4 s4 r1"),
-    _row("sm_80 tf32 few <= 16", "16x32x64 w4 s4 r1", "16x32x64 w4 s6 r1"),
+    _row("sm_80 tf32 few <= 16", "16x32x64 w4 s4 r1", "16x32x32 w4 s9 r1"),
     _row("sm_80 tf32 few <= 32", "32x32x64 w4 s4 r1", "32x32x64 w4 s6 r1"),
+    _row("sm_80 tf32 few-gated <= 64", "64x32x32 w4 s5 r1", "64x64x32 w4 s4 r1"),
     _row("sm_80 tf32 few <= 64", "64x32x64 w4 s3 r1", "64x64x32 w4 s4 r1"),
     _row("sm_80 fp32 few <= 16", "16x32x32 w4 s3 r1", "16x32x32 w4 s4 r1"),
     _row("sm_80 fp32 few <= 64", "64x32x32 w4 s3 r1", "64x32x32 w4 s4 r1"),

@@ -20,7 +20,7 @@ from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.module import Tap
 from acm_compiler.errors import NoDenseRegion, PlanMismatch, TrainingFailed
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.passes.rewrite.offload import kept
+from acm_compiler.passes.rewrite.offload import device_of, kept
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.site import LinearRef, Site
 
@@ -169,8 +169,8 @@ class DenseWeights:
 
     @property
     def device(self):
-        """The device of the weights."""
-        return self.first[0][0].device
+        """The device on which the weights are computed with."""
+        return device_of(self.first[0][0])
 
     def hidden(self, x_TD: Tensor) -> Tensor:
         """Hidden activations [T, F] of an MLP."""

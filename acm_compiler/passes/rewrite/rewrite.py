@@ -68,7 +68,8 @@ def rewrite(
     Its tensors are ordinary ones also when this is called inside `torch.inference_mode`.
     A class of another name with the same parameters is the same model, renamed: the log warns of it.
     offload: a folder, or "disk" for the system's own for temporary files, for models that memory does not hold: what is
-    new lies in files there, without names, whose pages come and go; what the model has stays where it is.
+    new lies in files there, without names, whose pages come and go; what the model has stays where it is. "cpu" is for
+    `calibrate`: here all of it lies where the model does.
     Raises PlanMismatch for another model, AlreadyRewritten, NothingToConvert for a plan without sites, StorageError for
     a folder that cannot be written, and UsageError for inference tensors that `inplace` would keep.
     """
@@ -80,7 +81,7 @@ def rewrite(
         )
     if inplace:
         refuse_inference_tensors(model)
-    with offloading(offload):
+    with offloading(None if offload == "cpu" else offload):
         model = model if inplace else copied(model)
         convert(model, plan)
     return model

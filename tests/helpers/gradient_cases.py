@@ -79,7 +79,7 @@ def test_gradients_where_all_run_none_or_all_are_those_of_float64(k):
 
 @pytest.mark.parametrize("d_out", [33, 48])
 def test_gradients_in_bf16_stay_near_float64(d_out):
-    """Of 48 columns rows are read in bulk, of 33 through pointers."""
+    """Rows of 48 columns are read in bulk, of 33 through pointers."""
     case = Case(dtype=torch.bfloat16, **SMALL | {"d_out": d_out, "tokens": 70})
     check(case)
     check(case, k_min=0)

@@ -48,11 +48,11 @@ from acm_compiler.codegen.gpu.stages import (
     layer1_constants,
     layer2_constants,
     loads_of,
+    machine_of_arch,
     permutes_rows,
     products_of,
-    puts_fences,
 )
-from acm_compiler.codegen.gpu.tiles import PROCESSORS, Tile, Tiles, bucket_of, choose_tiles
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
 from acm_compiler.errors import PackageMissing
 
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")
@@ -191,12 +191,6 @@ def _rows_kernel(d_in: int, *, in_order: bool, norm: bool, centred: bool) -> Ker
         options=permute_options(d_in),
         operands={"eps": "fp32"},
     )
-
-
-def machine_of_arch(arch: int) -> Machine:
-    """The largest GPU of that architecture, with the Triton that is installed."""
-    processors = PROCESSORS[max(known for known in PROCESSORS if known <= arch)]
-    return Machine(arch=arch, processors=processors, fenced=puts_fences())
 
 
 def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:

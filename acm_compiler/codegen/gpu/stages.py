@@ -12,7 +12,7 @@ from typing import Any
 
 from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.spec import KernelSpec
-from acm_compiler.codegen.gpu.tiles import Tile
+from acm_compiler.codegen.gpu.tiles import PROCESSORS, Tile
 
 _GROUP = 8
 BULK_COPY_BYTES = 16
@@ -44,6 +44,12 @@ class Machine:
     def bulk_copies(self) -> bool:
         """True if tensor descriptors are worth it (TMA)."""
         return self.arch >= 90
+
+
+def machine_of_arch(arch: int) -> Machine:
+    """The largest GPU of that architecture, with the Triton that is installed."""
+    processors = PROCESSORS[max(known for known in PROCESSORS if known <= arch)]
+    return Machine(arch=arch, processors=processors, fenced=puts_fences())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from acm_compiler.codegen.gpu.ahead import Kernel, layer1_built, layer2_built, machine_of_arch
+from acm_compiler.codegen.gpu.ahead import Kernel, layer1_built, layer2_built
 from acm_compiler.codegen.gpu.gradients.kernels import branches_kernel, sums_kernel, weights_kernel
 from acm_compiler.codegen.gpu.gradients.launch import (
     branches_constants,
@@ -18,7 +18,7 @@ from acm_compiler.codegen.gpu.gradients.launch import (
     weights_tile,
 )
 from acm_compiler.codegen.gpu.spec import KernelSpec
-from acm_compiler.codegen.gpu.stages import Machine, build_options
+from acm_compiler.codegen.gpu.stages import Machine, build_options, machine_of_arch
 
 
 def gradient_kernels(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:

@@ -36,7 +36,7 @@ _WEIGHTS = {
     "fp32": "32x32x32 w4 s2 r2",
 }
 _SUMS = tile_of("1x64x32 w4 s3 r8")
-_ROWS, _COLUMNS = 8, 256  # of a block of branches
+_ROWS, _ROW_BYTES = 8, 512  # of a block of branches
 
 
 def first_spec(spec: KernelSpec) -> KernelSpec:
@@ -105,7 +105,7 @@ def branches_constants(spec: KernelSpec, *, every: bool, interpret: bool) -> dic
         "SHORT": spec.dtype == "bf16",
         "INTERPRET": interpret,
         "BM": _ROWS,
-        "BN": min(_COLUMNS, max(16, triton.next_power_of_2(spec.width))),
+        "BN": min(_ROW_BYTES // spec.itemsize, max(16, triton.next_power_of_2(spec.width))),
     }
 
 

@@ -60,7 +60,7 @@ def launches(stub, call) -> int:
 
 def test_kept_plans_start_what_operators_start_and_sort_by_the_gates_histogram(stub, small):
     copies = not puts_fences()  # then rows are copied in sorted order first
-    for tokens, apart, together in ((5, 3, 3), (200, 4 + copies, 4 + copies), (1500, 5 + copies, 4 + copies)):
+    for tokens, apart, together in ((5, 3, 3), (200, 5 + copies, 4 + copies), (1500, 5 + copies, 4 + copies)):
         x = rows(tokens)
         assert [launches(stub, lambda x=x: small(x)) for _ in range(4)] == [apart] * 2 + [together] * 2
         assert small(x.view(tokens, 1, D)).shape == (tokens, 1, D)

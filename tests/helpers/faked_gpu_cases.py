@@ -211,7 +211,7 @@ def test_a_large_gate_is_split_whatever_the_tokens(stub):
     assert [launches(stub, lambda: acm(x)) for _ in range(3)] == [4] * 3
     x = torch.randn(100, 2048, dtype=torch.bfloat16)
     expected = 5 if puts_fences() else 6  # parts, sum, sort, two layers, and a copy of rows in sorted order
-    assert [launches(stub, lambda: acm(x)) for _ in range(3)] == [expected + 1, expected + 1, expected]  # apart: counted
+    assert [launches(stub, lambda: acm(x)) for _ in range(3)] == [expected + 1, expected + 1, expected]
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ The folder is a finished run. Dense eager, dense Inductor, ACMs eager and ACMs c
 reading (prefill: all tokens of the prompt at once) and one for writing (decode: one more token after as many as the
 prompt has, from the cache, the same step again and again). The texts are those that the run is judged by, one after
 the other, so that gates choose as they do in use. What a budget cannot shorten is in the share of the dense MACs.
-`--llama-cpp` adds llama.cpp on the GGUF file that the run's model came from (package llama-cpp-python), batch 1 alone.
+`--llama-cpp` adds llama.cpp on the GGUF file that the run's model came from, and on others that it names: thinner ones,
+as `benchmarks.llama_cpp_model` says how to make (package llama-cpp-python).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from acm_compiler.recipe.gguf import gguf_file
 from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
 
 HEADINGS = ("phase", "batch", "budget", "contender", "tokens/s", "to dense Inductor", "q1", "q3", "MACs")
-BASE = "dense inductor"
+BASE, LLAMA_CPP = "dense inductor", "llama.cpp"
+_DENSE = (BASE, "dense eager", LLAMA_CPP)
 
 
 def main() -> None:
@@ -41,17 +43,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 0.75, 0.6, 0.4])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--llama-cpp", action="store_true", help="one contender more")
+    parser.add_argument("--llama-cpp", type=Path, nargs="*", metavar="FILE", help="a contender more, and one for each")
     chosen = parser.parse_args()
-    if chosen.llama_cpp and chosen.batch != 1:
-        parser.error("--llama-cpp goes with --batch 1")
     warnings.simplefilter("ignore")
     print(machine(), flush=True)
     run = open_saved_run(chosen.run)
     prompt = prompts(run, chosen.batch, chosen.prompt)
     with torch.no_grad():
-        rival = llama_cpp(run, prompt) if chosen.llama_cpp else None
-        rows = list(measured(run, prompt, chosen.budgets, chosen.rounds, rival))
+        rivals = {} if chosen.llama_cpp is None else llama_cpp(run, prompt, chosen.llama_cpp)
+        rows = list(measured(run, prompt, chosen.budgets, chosen.rounds, rivals))
     print(tabulate(rows, headers=HEADINGS, tablefmt="github", disable_numparse=True))
 
 
@@ -67,10 +67,12 @@ def prompts(run: SavedRun, batch: int, tokens: int) -> Tensor:
     return ids[: batch * tokens].reshape(batch, tokens)
 
 
-def measured(run: SavedRun, prompt: Tensor, budgets: list[float], rounds: int, rival: Any) -> Iterator[list[str]]:
+def measured(
+    run: SavedRun, prompt: Tensor, budgets: list[float], rounds: int, rivals: dict[str, Any]
+) -> Iterator[list[str]]:
     """A row for every phase, budget and contender; the dense ones, llama.cpp's too, stand in the first budget's turns.
 
-    rival: the model in llama.cpp, or None.
+    rivals: models in llama.cpp by what a row calls them.
     """
     assert run.dense is not None
     dense, converted = run.dense.eval(), run.model.eval()
@@ -84,21 +86,22 @@ def measured(run: SavedRun, prompt: Tensor, budgets: list[float], rounds: int, r
             acm.set_budget(converted, budget)
             shown = models if place else {**models, "dense eager": dense}
             calls = {name: call(model, dense, prompt) for name, model in shown.items()}
-            if rival is not None and not place:
-                calls["llama.cpp"] = partial(rival_step, rival, prompt, phase)
+            if not place:
+                calls |= {name: rival_step(rival, prompt, phase) for name, rival in rivals.items()}
             with acm.record(converted) as usage:
                 calls["acm eager"]()
             for name, timing in interleave(calls, base=BASE, rounds=rounds).items():
                 if name.startswith("acm"):
                     yield row(phase, len(prompt), f"{budget:g}", name, timing, tokens, usage.model_share)
                 elif not place:
-                    yield row(phase, len(prompt), "", name, timing, tokens, 1.0)
+                    yield row(phase, len(prompt), "", name, timing, tokens, 1.0 if name in _DENSE else None)
 
 
-def row(phase: str, batch: int, budget: str, name: str, timing: Timing, tokens: int, share: float) -> list[str]:
-    """Tokens per second, and how often that is what dense Inductor does."""
+def row(phase: str, batch: int, budget: str, name: str, timing: Timing, tokens: int, share: float | None) -> list[str]:
+    """Tokens per second, and how often that is what dense Inductor does; share: of the dense MACs, if known."""
     numbers = (1000 * tokens / timing.time_ms, 1 / timing.ratio, 1 / timing.ratio_q3, 1 / timing.ratio_q1)
-    return [phase, str(batch), budget, name, *(f"{number:.3g}" for number in numbers), f"{share:.0%}"]
+    shown = "" if share is None else f"{share:.0%}"
+    return [phase, str(batch), budget, name, *(f"{number:.3g}" for number in numbers), shown]
 
 
 def read(model: Any, dense: Any, prompt: Tensor) -> Callable[[], object]:
@@ -120,24 +123,31 @@ def write(model: Any, dense: Any, prompt: Tensor) -> Callable[[], object]:
     return step
 
 
-def llama_cpp(run: SavedRun, prompt: Tensor) -> Any:
-    """The same GGUF file in llama.cpp, with as many threads as torch uses."""
-    from llama_cpp import Llama
+def llama_cpp(run: SavedRun, prompt: Tensor, others: list[Path]) -> dict[str, Any]:
+    """The same GGUF file in llama.cpp, and others, each by what a row calls it."""
+    from benchmarks.llama_cpp_model import LlamaCppModel
 
     assert run.recipe is not None
-    threads, room = torch.get_num_threads(), prompt.numel() + 8
-    sizes: dict[str, Any] = {"n_ctx": room, "n_batch": room, "n_threads": threads, "n_threads_batch": threads}
-    return Llama(str(gguf_file(run.recipe.model)), verbose=False, **sizes)
+    batch, tokens = prompt.shape
+    files = {LLAMA_CPP: gguf_file(run.recipe.model), **{f"{LLAMA_CPP} {path.stem}": path for path in others}}
+    return {name: LlamaCppModel(path, sequences=batch, tokens=tokens) for name, path in files.items()}
 
 
-def rival_step(rival: Any, prompt: Tensor, phase: str) -> None:
-    """Read the prompt, or write one token after it."""
-    if phase == "prefill" or rival.n_tokens < prompt.numel():
-        rival.reset()
-        rival.eval(prompt.flatten().tolist())
+def rival_step(rival: Any, prompt: Tensor, phase: str) -> Callable[[], object]:
+    """A call that reads the prompt, or writes one token after it."""
+    ids, (batch, tokens) = prompt.tolist(), prompt.shape
+
+    def read_prompt() -> None:
+        rival.forget()
+        rival.read(ids)
+
+    def write_token() -> None:
+        rival.read([row[-1:] for row in ids], behind=tokens)
+        rival.drop(tokens, batch)
+
     if phase == "decode":
-        rival.n_tokens = prompt.numel()
-        rival.eval([int(prompt[0, -1])])
+        read_prompt()
+    return read_prompt if phase == "prefill" else write_token
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ from acm_compiler.acm.context import keep_graph_order
 from acm_compiler.codegen import cpu
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.files import dump
-from acm_compiler.passes.lower.acm_nodes import learners_nodes
+from acm_compiler.passes.lower.acm_nodes import GATED, acm_nodes, learners_nodes
 from acm_compiler.passes.lower.bfloat16_attention import lower_attention
 from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
 from acm_compiler.passes.lower.fuse_norm import fold_norm
 from acm_compiler.passes.lower.fuse_residual import fuse_residual
+from acm_compiler.passes.lower.join_calls import join_calls
 from acm_compiler.passes.lower.merge_gates import merge_gates
 from acm_compiler.passes.lower.verify import Call, Lowered, verify
 
@@ -35,6 +36,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "fuse_gate": (True, False),
     "fold_norm": (True, False),
     "bfloat16_attention": (False, True),
+    "join_calls": (True, False),
 }
 """Our options, their values, the default first; every other option is Inductor's."""
 
@@ -117,6 +119,10 @@ def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, .
         if own[name] and not (rewrite in _INFERENCE_ALONE and torch.is_grad_enabled()):
             _LOG.debug("%s: %d", name, rewrite(graph))
     lowered = verify(graph, choose_implementation, expected=count)
+    if own["join_calls"] and not torch.is_grad_enabled():
+        nodes = zip(acm_nodes(graph), lowered, strict=True)
+        native = [node for node, acm in nodes if node.target in GATED and acm.implementation == "cpu"]
+        _LOG.debug("join_calls: %d", join_calls(graph, native))
     graph_module.recompile()
     return lowered
 

@@ -16,6 +16,7 @@ from torch import fx
 from acm_compiler import env
 from acm_compiler.acm import ops
 from acm_compiler.acm.context import keep_graph_order
+from acm_compiler.acm.steps import STEPS
 from acm_compiler.codegen import cpu
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.files import dump
@@ -48,6 +49,8 @@ _PASSES: dict[str, Callable[[fx.Graph], int]] = {
     "bfloat16_attention": lower_attention,
 }
 _INFERENCE_ALONE = (fuse_gate, lower_attention)
+_UNASKED = {"size_asserts": False, "alignment_asserts": False}
+"""Options of Inductor for graphs of joined calls: what it checks of each tensor, at each call, Dynamo's guards say too."""
 _LOG = logging.getLogger("acm_compiler.backend")
 
 
@@ -90,6 +93,8 @@ def _compile(graph_module: fx.GraphModule, example_inputs: list[Any], mode: str 
     if lowered and patches.get("freezing", torch._inductor.config.freezing) and not torch.is_grad_enabled():
         _announce_freezing(any(True for _ in graph_module.parameters()))
     dump("40_lowered.py", lambda: f"# {len(lowered)} ACMs, by the passes of backend 'acm'\n{graph_module.code}")
+    if any(node.target is STEPS for node in graph_module.graph.nodes):
+        patches = {**_UNASKED, **patches}
     if _lacks_compiler(example_inputs, patches, own["fallback"]):
         return graph_module.forward
     return compile_fx(graph_module, example_inputs, config_patches=patches)

@@ -45,16 +45,23 @@ struct AttentionHead {
   // scores of the first `seen` keys -> weights, not yet divided by their sum, which is the result; zeros beyond them.
   // NaN where a score is NaN or infinite, as the division of infinities by each other would be
   float weigh(float* scores, int64_t seen) const {
-    std::fill(scores + seen, scores + keys(), -std::numeric_limits<float>::infinity());
-    Vec highest = Vec::loadu(scores);
-    for (int64_t j = kLanes; j < seen; j += kLanes) highest = at::vec::maximum(highest, Vec::loadu(scores + j));
+    const auto at = [&](int64_t j, float beyond) ACM_INLINED {
+      const Vec v = Vec::loadu(scores + j);
+      return seen - j < kLanes ? Vec::set(Vec(beyond), v, seen - j) : v;
+    };
+    Vec highest = at(0, -std::numeric_limits<float>::infinity()), sum(0.f);
+    for (int64_t j = kLanes; j < seen; j += kLanes)
+      highest = at::vec::maximum(highest, at(j, -std::numeric_limits<float>::infinity()));
     const float most = at::vec::vec_reduce_all<float>(
         [](const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }, highest);
     if (!std::isfinite(most)) return std::numeric_limits<float>::quiet_NaN();
-    for (int64_t j = 0; j < seen; j += kLanes) (Vec::loadu(scores + j) - Vec(most)).exp_u20().store(scores + j);
-    std::fill(scores + seen, scores + keys(), 0.f);
-    Vec sum(0.f);
-    for (int64_t j = 0; j < seen; j += kLanes) sum = sum + Vec::loadu(scores + j);
+    int64_t j = 0;
+    for (; j < seen; j += kLanes) {
+      const Vec weights = (at(j, most) - Vec(most)).exp_u20();
+      const Vec kept = seen - j < kLanes ? Vec::set(Vec(0.f), weights, seen - j) : weights;
+      kept.store(scores + j), sum = sum + kept;
+    }
+    for (; j < keys(); j += kLanes) Vec(0.f).store(scores + j);
     return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, sum);
   }
 

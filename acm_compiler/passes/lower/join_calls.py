@@ -59,7 +59,9 @@ class _Group:
         """True if a node cannot join because what it reads, or what is between, must run after the others."""
         if not self.drafts or not self._is_candidate(node):
             return False
-        return self._is_late(node) or keeps_apart(next(reversed(self.drafts)), node)
+        if self._is_late(node) or keeps_apart(next(reversed(self.drafts)), node):
+            return True
+        return node in self.acms and self._draft(node) is None
 
     def take(self, node: fx.Node) -> None:
         """Take a node in, or note what it does with results."""

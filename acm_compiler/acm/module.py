@@ -134,8 +134,10 @@ class ACM(nn.Module):
             if x.dtype != weights.b_out.dtype:
                 refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
-            # the one k of a graph that runs dense products of so many learners, where it need not follow gate and bounds
-            dense = compiling and said is None and not weights.is_quantized and self.split is None and self.skips is None
+            # the one k of a graph that runs dense products of so many learners, where it need not follow the gate
+            dense = (
+                compiling and said is None and not weights.is_quantized and self.split is None and self.skips is None
+            )
             dense = dense and runs_prefixes(x.device)
             k = self.only_k.of(is_decode=tokens.is_one_each(x.shape[:-1], self.axis_of_ones)) if dense else None
             k_T = self.choose(x_TD, x.shape[:-1], said) if k is None else x_TD.new_full(x_TD.shape[:1], k).int()

@@ -58,7 +58,9 @@ class Step:
             eps, centred = self.options
             return normalised(x, Norm(weight=others[0], bias=others[1], eps=eps, centred=centred))
         heads, length, causal, scale = self.options
-        q, k, v = (t.reshape(-1, length, heads, t.shape[1] // heads).transpose(1, 2) for t in (x, *others) if t is not None)
+        q, k, v = (
+            t.reshape(-1, length, heads, t.shape[1] // heads).transpose(1, 2) for t in (x, *others) if t is not None
+        )
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(1, 2).reshape(x.shape)
 
 

@@ -50,7 +50,7 @@ _PASSES: dict[str, Callable[[fx.Graph], int]] = {
 }
 _INFERENCE_ALONE = (fuse_gate, lower_attention)
 _UNASKED = {"size_asserts": False, "alignment_asserts": False}
-"""Options of Inductor for graphs of joined calls: what it checks of each tensor, at each call, Dynamo's guards say too."""
+"""Options of Inductor for graphs of joined calls: what it would check of each tensor at each call, guards have."""
 _LOG = logging.getLogger("acm_compiler.backend")
 
 

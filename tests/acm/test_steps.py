@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
+from acm_compiler.acm import flops as _counted  # noqa: F401
 from acm_compiler.acm import ops
 from acm_compiler.acm.arguments import GatedArguments
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.steps import STEPS, Program, Step, gated_options, read_program
 from tests.helpers.build import acm_for, planned_site
-
 
 RESIDUAL = GatedArguments._fields.index("residual")
 
@@ -92,3 +93,14 @@ def test_operators_give_no_alias_of_what_they_were_given():
     tensors, program, _ = two_sites(5)
     given = {t.data_ptr() for t in tensors}
     assert not given & {y.data_ptr() for y in STEPS(tensors, program.text())}
+
+
+def test_flops_are_those_of_the_acms_among_the_steps():
+    ops.load_kernels("cpu")
+    tensors, program, _ = two_sites(35)
+    totals = []
+    for run in (lambda: STEPS(tensors, program.text()), lambda: program.run(tensors, GATED)):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        totals.append(counter.get_flop_counts()["Global"])
+    assert totals[0][STEPS] == totals[1][GATED] > 0

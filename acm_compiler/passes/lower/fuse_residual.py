@@ -55,8 +55,10 @@ def _fuse(learners: fx.Node) -> bool:
 def _chain(learners: fx.Node) -> list[fx.Node]:
     """The operator and what only reshapes its result (or is a dropout that does nothing), each read once."""
     chain = [learners]
-    while (user := only_user(chain[-1])) is not None and user.args[0] is chain[-1] and (
-        is_reshape(user) or is_idle_dropout(user)
+    while (
+        (user := only_user(chain[-1])) is not None
+        and user.args[0] is chain[-1]
+        and (is_reshape(user) or is_idle_dropout(user))
     ):
         chain.append(user)
     return chain

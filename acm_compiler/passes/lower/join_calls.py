@@ -24,6 +24,8 @@ from acm_compiler.passes.lower.acm_nodes import call_of, is_idle_dropout, is_res
 from acm_compiler.passes.lower.norms import norm_at
 
 FEW_TOKENS = 256
+SMALL_HEAD = 1024
+"""Keys of a sequence times values of one: of larger heads torch's own attention is as fast (37 x 16: half as fast)."""
 ATTENTIONS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 _VIEWS = (RESHAPES - {"view_as", "reshape_as"}) | {"transpose", "permute", "movedim"}
 _MISFIT = object()
@@ -73,7 +75,8 @@ class _Group:
             self.places[node] = (node, _layout(value, draft[0]))
             return
         source = next((read for read in node.all_input_nodes if read in self.places), None)
-        if source is not None and not self._is_late(node) and (moved := _moved(node, self.places[source][1])) is not None:
+        moved = None if source is None or self._is_late(node) else _moved(node, self.places[source][1])
+        if source is not None and moved is not None:
             self.places[node] = (self.places[source][0], moved)
         elif source is not None or self._is_late(node):
             self.late.add(node)
@@ -91,7 +94,9 @@ class _Group:
             return False
         if node.target in ATTENTIONS:
             return value.dim() == 4 and value.shape[0] * value.shape[2] <= FEW_TOKENS
-        return value.numel() <= FEW_TOKENS * value.shape[-1] and norm_at(node) is not None and _is_read_by(node, self.acms)
+        return (
+            value.numel() <= FEW_TOKENS * value.shape[-1] and norm_at(node) is not None and _is_read_by(node, self.acms)
+        )
 
     def _draft(self, node: fx.Node) -> tuple[str, list[Any], dict[str, Any]] | None:
         if node in self.acms:
@@ -103,7 +108,9 @@ class _Group:
         else:
             norm = norm_at(node)
             assert norm is not None
-            if len(norm.nodes) != 1 or len(norm.shape) != 1 or value_of(norm.x) is None:
+            weights = [value_of(weight) for weight in (norm.weight, norm.bias) if weight is not None]
+            plain = all(weight is not None and weight.dtype == torch.float32 for weight in weights)
+            if len(norm.nodes) != 1 or len(norm.shape) != 1 or value_of(norm.x) is None or not plain:
                 return None
             kind, options = "norm", {"eps": norm.eps, "centred": norm.centred}
             operands = [self._rows(norm.x) if norm.x in self.places else norm.x, norm.weight, norm.bias]
@@ -231,6 +238,8 @@ def _attention_options(attention: fx.Node) -> dict[str, Any]:
     mask, dropout, causal, scale, shared = given
     query, key = (value_of(argument(attention, i, name)) for i, name in enumerate(("query", "key")))
     if query is None or key is None or query.shape != key.shape or mask is not None or dropout or shared:
+        return {}
+    if query.shape[2] * query.shape[3] > SMALL_HEAD:
         return {}
     return {
         "heads": query.shape[1],

@@ -109,7 +109,7 @@ def test_another_attention_stays_torchs(module):
 
 @pytest.mark.parametrize("kind", [HeadsSwapped, TokensSwapped])
 def test_what_moves_values_between_two_operators_stays_between_them(kind):
-    graph, programs, before, after = joined(kind(), torch.randn(3, 5, 8))
+    _, programs, before, after = joined(kind(), torch.randn(3, 5, 8))
     assert [step for program in programs for step in program].count("gated") == 5 and len(programs) == 2
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
 

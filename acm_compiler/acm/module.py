@@ -99,7 +99,7 @@ class ACM(nn.Module):
 
     @property
     def layout(self) -> Layout | None:
-        """Where the examples of a batch lie in the site's input."""
+        """Axes of the site's input along which examples and tokens lie."""
         return self._layout
 
     @layout.setter
@@ -134,8 +134,7 @@ class ACM(nn.Module):
             if x.dtype != weights.b_out.dtype:
                 refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
-            # the one k of a graph that runs dense products of so many learners, where it need not follow the gate
-            dense = (
+            dense = (  # a graph of one k may run dense products of so many learners
                 compiling and said is None and not weights.is_quantized and self.split is None and self.skips is None
             )
             dense = dense and runs_prefixes(x.device)

@@ -201,7 +201,7 @@ def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
 
 
 def _layout(value: Tensor, kind: str) -> Tensor:
-    """Where the values of a result [T, O] of that kind lie in the tensor that the graph has in its place."""
+    """Places in a result [T, O] of that kind, by where the tensor that the graph has for it holds their values."""
     places = torch.arange(value.numel())
     if kind != "attention":
         return places.view(value.shape)
@@ -215,7 +215,7 @@ def _width(value: Tensor, kind: str) -> int:
 
 
 def _moved(view: fx.Node, places: Tensor) -> Tensor | None:
-    """Where a view of a tensor has its values, from where that has them; None for any other operation."""
+    """Places of the values of a view, from those of its tensor; None for any other operation."""
     if is_idle_dropout(view):
         return places
     if view.op not in ("call_function", "call_method") or name_of(view.target) not in _VIEWS or view.kwargs:

@@ -398,9 +398,8 @@ def test_a_whole_acm_by_its_kept_plans_follows_weights_and_k(tokens, monkeypatch
             whole = sites.run_site(acm, rows)
             assert (whole is None) == (turn < 2 or not rows.is_contiguous())
             flat, w = rows.reshape(-1, 72), learners.weights()
-            chosen = operators.gate(
-                flat, *gate.weights(), *acm._choices_for(x.shape[:-1]), cost=0.6, k_min=0, rule="logits"
-            )
+            bounds = acm.knob.view(torch.float32), acm.k_lo, acm.k_hi
+            chosen = operators.gate(flat, *gate.weights(), *bounds, cost=0.6, k_min=0, rule="logits")
             y = operators.learners(flat, chosen, *w.tensors, form="mlp", act="gelu")
             expected = run_learners(flat.double(), torch.full((tokens,), k), to(w, torch.float64))
             for found in (y, *(() if whole is None else (whole.reshape(-1, 80),))):

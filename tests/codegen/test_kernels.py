@@ -330,6 +330,21 @@ def test_few_tokens_keep_the_whole_device_busy(spec, tokens):
     assert tiles.splits == 1 or programs <= 132
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("second", ["shared", "top", "per_k"])
+@pytest.mark.parametrize("form", ["mlp", "gated", "linear"])
+@pytest.mark.parametrize("dtype", ["bf16", "tf32", "fp32"])
+def test_few_tokens_are_built_without_spills_and_fit_small_devices(dtype, form, second, arch):
+    """Devices with 99 KB of shared memory for a program take the same tiles."""
+    kind = {"dtype": "bf16" if dtype == "bf16" else "fp32", "tf32": dtype == "tf32", "form": form, "second": second}
+    for base, tokens in itertools.product((VIT, LLAMA, replace(VIT, d_in=771, width=200, d_out=770)), (1, 32, 64)):
+        spec = replace(base, **kind)
+        for kernel in kernels_of(spec, arch, tokens):
+            built = build(kernel, spec.dtype, arch)
+            assert built.spills == 0 and built.shared_bytes <= 99 << 10, (spec, built)
+
+
 def test_tiles_are_small_where_large_ones_would_not_fill_the_device():
     """Tiles are counted, so wide sites have large ones sooner, and so do smaller devices."""
     wide = replace(VIT, d_in=4096, width=3584, d_out=4096)

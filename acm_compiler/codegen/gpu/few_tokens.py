@@ -23,11 +23,17 @@ def _bias(bias, columns, real, HERE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(pointers, INTERPRET: tl.constexpr):
-    """Send for what is read after a product, so that nobody waits for it; a load here would be waited for here."""
-    if not INTERPRET:
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r, l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+def _prefetch(bias, columns, INTERPRET: tl.constexpr):
+    """The columns, once their biases are sent for: a load before a product would be waited for before it.
+
+    Given back by the instruction, so that it counts as pure: compilers know what such kernels read and write.
+    """
+    if INTERPRET:
+        return columns
+    else:
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, $2;"
+        at = (bias + columns).to(tl.int64)
+        return tl.inline_asm_elementwise(asm, "=r, l, r", [at, columns], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -76,7 +82,7 @@ def few1_kernel(
     if tl.program_id(0) * BN < tl.minimum(most, N) * H:
         w_rows = tl.minimum(columns, N * H - 1)
         if BIAS:
-            _prefetch(b_in + w_rows, INTERPRET)
+            w_rows = _prefetch(b_in, w_rows, INTERPRET)
         in_at = row_pointers(w_in, w_rows, D_IN, BK)
         acc = tl.zeros((HALF, BN), tl.float32)
         up, acc2, up2 = acc, acc, acc
@@ -218,7 +224,7 @@ def few2_kernel(
     acc2 = acc
     if SPLITS == 1:
         for q in tl.static_range(N + 1):
-            _prefetch(b_out + q * D_OUT + w_rows, INTERPRET)
+            w_rows = _prefetch(b_out + q * D_OUT, w_rows, INTERPRET)
     if SECOND == "per_k":
         for q in range(1, N + 1):
             w_at = row_pointers(w_out, (q - 1) * D_OUT + w_rows, N * H, BK)

@@ -126,6 +126,7 @@ TABLE = (
     _row("sm_80 tf32 few-gated <= 64", "64x32x32 w4 s5 r1", "64x64x32 w4 s4 r1"),
     _row("sm_80 tf32 few <= 64", "64x32x64 w4 s3 r1", "64x64x32 w4 s4 r1"),
     _row("sm_80 fp32 few <= 16", "16x32x32 w4 s3 r1", "16x32x32 w4 s4 r1"),
+    _row("sm_80 fp32 few-gated <= 64", "64x32x32 w8 s3 r1", "64x32x32 w4 s4 r1"),
     _row("sm_80 fp32 few <= 64", "64x32x32 w4 s3 r1", "64x32x32 w4 s4 r1"),
     _row("sm_100 16 narrow", "128x64x64 w4 s3 r1", "128x128x64 w8 s3 r1"),
     _row("sm_100 16 narrow small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),

@@ -38,7 +38,7 @@ PARTS = {
         Part(
             name="one_k",
             run="correctness.one_k",
-            seconds=90,
+            seconds=45,
             vital=True,
             interpreted=False,
             processes=3,

@@ -37,12 +37,13 @@ FRACTIONS = (0.5, 1.0, 0.25, 0.75, 0.0)
 PREFILL, FEW = (8192, 2048, 4096, 1024, 512, 256), (1, 4, 16, 64)
 CANDIDATES = (
     "128x128x64 w4 s3 r2",
-    "128x128x64 w8 s3 r1",
+    "128x128x64 w4 s3 r2 flat",
+    "128x128x64 w8 s3 r2",
     "128x256x64 w8 s2 r1",
     "128x256x32 w8 s4 r1",
     "128x128x32 w4 s4 r2",
     "64x64x64 w4 s3 r4",
-    "64x128x64 w4 s4 r2",
+    "64x128x64 w4 s4 r2 flat",
     "64x256x64 w4 s3 r1",
 )
 TILED = (VIT, MLPS["Llama-8B"], PROJECTIONS[0], replace(VIT, tokens=8 * 197))

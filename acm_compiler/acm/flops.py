@@ -17,6 +17,7 @@ from acm_compiler.acm.gradients.operators import LEARNERS_BACKWARD, RELAXED, REL
 from acm_compiler.acm.gradients.sorted_tokens import chosen, pays
 from acm_compiler.acm.ops import GATE, LEARNERS
 from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.steps import STEPS, read_program
 
 
 def learners_macs(x: Tensor, k: Tensor, *tensors: Any, form: str) -> int:
@@ -97,3 +98,16 @@ def gated_flops(*tensors, form, act, norm_eps=None, norm_centred=True, out_val=N
     gate = gate_call(call, tokens_of(call, norm_eps, norm_centred))
     k, weights = GATE(*gate, **choices), part(LearnerWeights, call)
     return gate_flops(*gate) + 2 * learners_macs(call.x, k, *weights, form=form)
+
+
+@register_flop_formula(STEPS, get_raw=True)
+def steps_flops(tensors, program, out_val=None) -> int:
+    """FLOPs of the ACMs among the steps, which run once more, as the cost of each follows from what it reads."""
+    counts = []
+
+    def gated(*operands: Any, **options: Any) -> Tensor:
+        counts.append(gated_flops(*operands, **options))
+        return GATED(*operands, **options)
+
+    read_program(program).run(tensors, gated)
+    return sum(counts)

@@ -97,6 +97,16 @@ class ACM(nn.Module):
         self.only_k = OnlyK(self.written, self.within, self._buffers)
         self.register_buffer(COUNTS, None, persistent=False)
 
+    @property
+    def layout(self) -> Layout | None:
+        """Axes of the site's input along which examples and tokens lie."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: Layout | None) -> None:
+        # compiled calls guard one number, which costs less than the layout's attributes
+        self._layout, self.axis_of_ones = layout, tokens.axis_of_ones(layout)
+
     def forward(self, x: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
         if not compiling and (run := ops.SITES.get(x.device.type)) is not None and (whole := run(self, x)) is not None:
@@ -124,11 +134,17 @@ class ACM(nn.Module):
             if x.dtype != weights.b_out.dtype:
                 refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
-            k = self._dense_k(x) if compiling and said is None and not weights.is_quantized else None
+            dense = (  # a graph of one k may run dense products of so many learners
+                compiling and said is None and not weights.is_quantized and self.split is None and self.skips is None
+            )
+            dense = dense and runs_prefixes(x.device)
+            k = self.only_k.of(is_decode=tokens.is_one_each(x.shape[:-1], self.axis_of_ones)) if dense else None
             k_T = self.choose(x_TD, x.shape[:-1], said) if k is None else x_TD.new_full(x_TD.shape[:1], k).int()
             k_T = tokens.skip(k_T, self.mask_of(x.shape[:-1])) if said is not None and said.skip_padding else k_T
             self._report(k_T, x)
-            learn = self._learn(x.shape[:-1])
+            learn = ops.learners if self.split is None else self.split(ops.learners)
+            if self.skips is not None and self.skipping(x.shape[:-1]):
+                learn = self.skips.learners
             y_TO = learn(x_TD, k_T, weights) if k is None else prefix_output(x_TD, weights, k)
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
@@ -149,7 +165,12 @@ class ACM(nn.Module):
             k_hi = said.most[self.count].to(self.k_lo.device).clamp(min=self.k_min)
             k_lo = self._of_examples(said.k_lo.clamp(self.k_min, self.count), shape)
             return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
-        knob, k_lo, k_hi = self._choices_for(shape)
+        names = RUN_TIME[3:] if tokens.is_one_each(shape, self.axis_of_ones) else RUN_TIME[:3]
+        if is_freezing():  # a graph that keeps what it reads: Dynamo guards on numbers, and others make another
+            bits, k_lo, k_hi = (torch.full_like(self.knob, self.written[name]) for name in names)
+        else:
+            bits, k_lo, k_hi = held(names, self, kind="_buffers")
+        knob = bits.view(torch.float32)
         if ops.gate_is_operator(x_TD):
             gate = self.gate
             tensors = (x_TD, *gate.weights(), knob, k_lo, k_hi)
@@ -159,21 +180,6 @@ class ACM(nn.Module):
     def _of_examples(self, values_B: Tensor, shape: torch.Size) -> Tensor:
         # a model may lie on several devices
         return tokens.of_examples(values_B.to(self.k_lo.device), shape, self.layout, site=self.name)
-
-    def _choices_for(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-        """knob, k_lo and k_hi for an input [*shape, D]."""
-        names = RUN_TIME[3:] if tokens.is_one_each(shape, self.layout) else RUN_TIME[:3]
-        if is_freezing():  # a graph that keeps what it reads: Dynamo guards on numbers, and others make another
-            knob, k_lo, k_hi = (torch.full_like(self.knob, self.written[name]) for name in names)
-        else:
-            knob, k_lo, k_hi = held(names, self, kind="_buffers")
-        return knob.view(torch.float32), k_lo, k_hi
-
-    def _dense_k(self, x: Tensor) -> int | None:
-        """The one k of a graph that runs dense products of so many learners; None where it follows gate and bounds."""
-        if self.split is not None or self.skips is not None or not runs_prefixes(x.device):
-            return None
-        return self.only_k.of(is_decode=tokens.is_one_each(x.shape[:-1], self.layout))
 
     def utilities(self, x_TD: Tensor, knob: Tensor) -> Tensor:
         """Utilities [T, C] of the allowed k; fp32 or float64."""
@@ -186,17 +192,11 @@ class ACM(nn.Module):
         """c_k of every choice, [C]: k times this site's cost of a learner."""
         return choice_costs(self.cost, k_min=self.k_min, n_learners=self.count, device=device)
 
-    def _learn(self, shape: torch.Size) -> Operator:
-        """The operator that runs the learners of a call with an input [*shape, D]."""
-        if self.skips is not None and self.skipping(shape):
-            return self.skips.learners
-        return ops.learners if self.split is None else self.split(ops.learners)
-
     def skipping(self, shape: torch.Size) -> bool:
         """True if a call with an input [*shape, D] skips small values."""
         if self.skips is None or self.training:
             return False
-        return self.skips.every_call or tokens.is_one_each(shape, self.layout)
+        return self.skips.every_call or tokens.is_one_each(shape, self.axis_of_ones)
 
     def _run_relaxed(self, x: Tensor, temperature: float) -> Tensor:
         shape, x_TD = x.shape[:-1], x.reshape(-1, x.shape[-1])

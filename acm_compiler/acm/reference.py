@@ -133,9 +133,15 @@ def prefix_output(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
 def _prefix_sums(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
     w, b_O = weights, weights.b_out[k]
     if w.form == "rows":
-        s_R = None if w.s_in is None else w.s_in[:k].flatten(0, 2)
-        rows_RD = w.w_in.flatten(0, 2)[: k * w.w_in[0, ..., 0].numel()]
-        return _slices_of_output(_linear(x_TD, rows_RD, s_R, None), w) + b_O
+        heads, width = w.w_in.shape[1:3]
+        s_R = None if w.s_in is None else w.s_in[:k].movedim(0, 1).flatten(0, 2)
+        y_TR = _linear(x_TD, w.w_in[:k].movedim(0, 1).flatten(0, 2), s_R, None)  # head by head
+        if k < w.learners:
+            y_TR = F.pad(y_TR.unflatten(1, (heads, -1)), (0, (w.learners - k) * width)).flatten(1)
+        return y_TR + b_O
+    if w.form == "cols" and not w.is_quantized:
+        x_TGR = x_TD.unflatten(1, (w.w_in.shape[2], -1))[..., : k * w.w_in.shape[3]]
+        return F.linear(x_TGR.flatten(1), w.w_in[:k].permute(1, 2, 0, 3).flatten(1), b_O)
     if w.form == "cols":
         x_TNGh = _slices_of_input(x_TD, w)[:, :k]
         s_O = w.s_in[:k].movedim(0, 1).flatten(1, 2) if w.s_in is not None and w.is_int4 else w.s_in
@@ -155,13 +161,6 @@ def out_layer(weights: Weights, k: int) -> Tensor:
     assert weights.w_out is not None
     w_ONH = weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out
     return w_ONH.flatten(1)[:, : k * w_ONH.shape[2]]
-
-
-def _slices_of_output(y_TR: Tensor, weights: Weights) -> Tensor:
-    """Rows of the first k learners, learner by learner, put into their places of an output [T, O]; zeros elsewhere."""
-    parts = weights.w_in.shape[:3]
-    y_TNGh = F.pad(y_TR, (0, parts.numel() - y_TR.shape[1])).unflatten(1, parts)
-    return y_TNGh.movedim(1, 2).flatten(1)
 
 
 def _slices_of_input(x_TD: Tensor, weights: Weights) -> Tensor:
@@ -188,7 +187,7 @@ def learner_outputs(x_TD: Tensor, weights: Weights) -> Tensor:
         heads, width = weights.w_in.shape[1:3]
         n_N = torch.arange(weights.learners, device=x_TD.device)
         owner_O = n_N[None, :, None].expand(heads, -1, width).flatten()
-        y_TO = _slices_of_output(F.linear(x_TD, weights.w_in.flatten(0, 2)), weights)
+        y_TO = F.linear(x_TD, weights.w_in.movedim(0, 1).flatten(0, 2))
         return y_TO * (owner_O == n_N[:, None])[:, None]
     if weights.form == "cols":
         return torch.einsum("tngh,nogh->nto", _slices_of_input(x_TD, weights), weights.w_in)
@@ -247,8 +246,9 @@ def branchless_output(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
 def _weighed_slices(x_TD: Tensor, m_TN: Tensor, weights: Weights) -> Tensor:
     """sum_n m_n s_n(x) of slices, [T, O]."""
     if weights.form == "rows":
-        y_TNGh = F.linear(x_TD, weights.w_in.flatten(0, 2)).unflatten(1, weights.w_in.shape[:3])
-        return _slices_of_output((y_TNGh * m_TN[..., None, None]).flatten(1), weights)
+        w_GNhD = weights.w_in.movedim(0, 1)
+        y_TGNh = F.linear(x_TD, w_GNhD.flatten(0, 2)).unflatten(1, w_GNhD.shape[:3])
+        return (y_TGNh * m_TN[:, None, :, None]).flatten(1)
     x_TNGh = _slices_of_input(x_TD, weights) * m_TN[..., None, None]
     return F.linear(x_TNGh.flatten(1), weights.w_in.movedim(0, 1).flatten(1))
 

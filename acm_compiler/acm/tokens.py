@@ -43,11 +43,25 @@ def skip(k_T: Tensor, mask_T: Tensor | None) -> Tensor:
     return k_T if mask_T is None else torch.where(mask_T, k_T, 0)
 
 
-def is_one_each(shape: torch.Size, layout: Layout | None) -> bool:
-    """True if an input [*shape, D] holds one token of every example, as when a decoder goes on from its cache."""
+NO_AXIS = -1
+
+
+def axis_of_ones(layout: Layout | None) -> int | None:
+    """The one axis along which inputs of one token of every example may be longer than 1, or NO_AXIS.
+
+    None where such inputs cannot be told.
+    """
     if layout is None or layout.folds != 1:
-        return False
-    return all(size == 1 for axis, size in enumerate(shape) if axis != layout.batch_axis)
+        return None
+    return NO_AXIS if layout.batch_axis is None else layout.batch_axis
+
+
+def is_one_each(shape: torch.Size, axis: int | None) -> bool:
+    """True if an input [*shape, D] holds one token of every example, as when a decoder goes on from its cache.
+
+    axis: `axis_of_ones` of the site's layout.
+    """
+    return axis is not None and all(size == 1 for at, size in enumerate(shape) if at != axis)
 
 
 def of_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:

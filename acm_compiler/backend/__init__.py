@@ -16,15 +16,17 @@ from torch import fx
 from acm_compiler import env
 from acm_compiler.acm import ops
 from acm_compiler.acm.context import keep_graph_order
+from acm_compiler.acm.steps import STEPS
 from acm_compiler.codegen import cpu
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.files import dump
-from acm_compiler.passes.lower.acm_nodes import learners_nodes
+from acm_compiler.passes.lower.acm_nodes import GATED, acm_nodes, learners_nodes
 from acm_compiler.passes.lower.bfloat16_attention import lower_attention
 from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
 from acm_compiler.passes.lower.fuse_norm import fold_norm
 from acm_compiler.passes.lower.fuse_residual import fuse_residual
+from acm_compiler.passes.lower.join_calls import join_calls
 from acm_compiler.passes.lower.merge_gates import merge_gates
 from acm_compiler.passes.lower.verify import Call, Lowered, verify
 
@@ -35,6 +37,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "fuse_gate": (True, False),
     "fold_norm": (True, False),
     "bfloat16_attention": (False, True),
+    "join_calls": (True, False),
 }
 """Our options, their values, the default first; every other option is Inductor's."""
 
@@ -46,6 +49,8 @@ _PASSES: dict[str, Callable[[fx.Graph], int]] = {
     "bfloat16_attention": lower_attention,
 }
 _INFERENCE_ALONE = (fuse_gate, lower_attention)
+_UNASKED = {"size_asserts": False, "alignment_asserts": False}
+"""Options of Inductor for graphs of joined calls: what it would check of each tensor at each call, guards have."""
 _LOG = logging.getLogger("acm_compiler.backend")
 
 
@@ -88,6 +93,8 @@ def _compile(graph_module: fx.GraphModule, example_inputs: list[Any], mode: str 
     if lowered and patches.get("freezing", torch._inductor.config.freezing) and not torch.is_grad_enabled():
         _announce_freezing(any(True for _ in graph_module.parameters()))
     dump("40_lowered.py", lambda: f"# {len(lowered)} ACMs, by the passes of backend 'acm'\n{graph_module.code}")
+    if any(node.target is STEPS for node in graph_module.graph.nodes):
+        patches = {**_UNASKED, **patches}
     if _lacks_compiler(example_inputs, patches, own["fallback"]):
         return graph_module.forward
     return compile_fx(graph_module, example_inputs, config_patches=patches)
@@ -117,6 +124,10 @@ def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, .
         if own[name] and not (rewrite in _INFERENCE_ALONE and torch.is_grad_enabled()):
             _LOG.debug("%s: %d", name, rewrite(graph))
     lowered = verify(graph, choose_implementation, expected=count)
+    if own["join_calls"] and not torch.is_grad_enabled():
+        nodes = zip(acm_nodes(graph), lowered, strict=True)
+        native = [node for node, acm in nodes if node.target in GATED and acm.implementation == "cpu"]
+        _LOG.debug("join_calls: %d", join_calls(graph, native))
     graph_module.recompile()
     return lowered
 

@@ -14,7 +14,7 @@ from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
     from acm_compiler.codegen.gpu.ahead import Kernel
-    from acm_compiler.codegen.gpu.gate_plan import GateSpec
+    from acm_compiler.codegen.gpu.gate_spec import GateSpec
     from acm_compiler.codegen.gpu.spec import KernelSpec
     from acm_compiler.planning.plan import Plan
 
@@ -79,7 +79,7 @@ def _show_table(out: Output) -> None:
 
 def _specs(what: Path, dtype: str, *, norm: bool) -> Counter[tuple[KernelSpec, GateSpec]]:
     """The specs of a model's sites and their gates, and how many sites have each."""
-    from acm_compiler.codegen.gpu.gate_plan import gate_spec_of_site
+    from acm_compiler.codegen.gpu.gate_spec import gate_spec_of_site
     from acm_compiler.codegen.gpu.spec import spec_of_site
 
     sites = _plan(what).sites

@@ -50,7 +50,7 @@ def plan(
     trust_remote_code: TrustOption = False,
     per_site: Annotated[bool, typer.Option("--per-site", help="Add a row for every site.")] = False,
     device: Annotated[
-        str | None, typer.Option(metavar="GPU", help="Add times expected on it, not measured: a100, h100, h200.")
+        str | None, typer.Option(metavar="GPU", help="Add times expected on it, by a roofline: a100, h100, h200.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
     overrides: SetOption = None,

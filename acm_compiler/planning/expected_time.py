@@ -1,7 +1,8 @@
-"""Expected times of sites on a GPU, dense and as ACMs: a roofline, nothing measured (docs/gpu.md has the formula).
+"""Expected times of sites on a GPU, dense and as ACMs: a roofline whose rates were measured on an H100 (docs/gpu.md).
 
-A launch takes `LAUNCH_S` and the longer of two times: of its products at the device's rate, in whole waves of tiles,
-and of its operands through memory. Products are bfloat16; launches follow each other as in a CUDA graph.
+A launch takes a time of its own and the longer of two more: of its products at the device's rate, in whole waves of
+tiles, and of its operands through memory. Products are bfloat16; launches follow each other as in a CUDA graph, and
+find nothing in the cache.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ DEVICES = {
     "h100": Device(name="H100", flops_per_s=989e12, bytes_per_s=3.35e12, processors=132),
     "h200": Device(name="H200", flops_per_s=989e12, bytes_per_s=4.8e12, processors=132),
 }
-LAUNCH_S = 2e-6
-"""Expected time of a launch by itself."""
-DENSE_RATE, OUR_RATE = 0.8, 0.72
-"""Shares of the data sheet's rate that the best dense products, and these kernels, are expected to reach."""
+LAUNCH_S, OUR_LAUNCH_S = 4e-6, 7e-6
+"""Expected times of a launch by itself, of torch's kernels and of these."""
+DENSE_RATE, OUR_RATE, MEMORY_RATE = 0.75, 0.65, 0.75
+"""Shares of the data sheet's rates that dense products, these kernels and memory are expected to reach."""
 _BYTES = 2  # of a bfloat16
 _TILES, _FEWEST = (128, 64), 16  # sides of tiles; rows of the narrowest
-_SORTED = 64  # tokens beyond which a launch sorts them; up to here one more adds up a gate whose first weight has
-_SPLIT = 1 << 18  # so many elements
+_SORTED = 64  # tokens beyond which one launch sorts them, and one copies their rows in that order
+_SPLIT = 1 << 18  # elements of a gate's first weight from which on a second launch adds up its parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +101,15 @@ def _expected(
 
 
 def _dense_s(site: PlannedSite, device: Device) -> float:
+    def product_s(columns: int, depth: int) -> float:
+        return LAUNCH_S + _product_s(device, DENSE_RATE, site.tokens, columns, depth)
+
     if site.dense_width is None:
-        return _launch_s(device, DENSE_RATE, site.tokens, site.d_out, site.d_in)
-    first = site.dense_width * (2 if site.kind == "gated_mlp" else 1)
-    wide = _launch_s(device, DENSE_RATE, site.tokens, first, site.d_in)
-    return wide + _launch_s(device, DENSE_RATE, site.tokens, site.d_out, site.dense_width)
+        return product_s(site.d_out, site.d_in)
+    gated = site.kind == "gated_mlp"
+    passes = [2, 3] if gated else [2]  # over the hidden values, of which a gated activation's second reads two
+    between = sum(LAUNCH_S + _copy_s(device, count * site.tokens * site.dense_width) for count in passes)
+    return product_s(site.dense_width * (1 + gated), site.d_in) + between + product_s(site.d_out, site.dense_width)
 
 
 def acm_s(site: PlannedSite, device: Device, share: float) -> float:
@@ -114,28 +119,33 @@ def acm_s(site: PlannedSite, device: Device, share: float) -> float:
     """
     share = max(share, site.k_min / site.learners)
     tokens, hidden = site.tokens, site.learners * site.width
-    touched = 1 - (1 - share) ** tokens
-    rest = {"share": share, "touched": touched}
-    further = tokens > _SORTED or site.gate_width * site.d_in >= _SPLIT
-    spent = _launch_s(device, OUR_RATE, tokens, site.gate_width, site.d_in) + further * LAUNCH_S
+    launches = 2 + (not site.is_sliced) + (site.gate_width * site.d_in >= _SPLIT)
+    spent = _product_s(device, OUR_RATE, tokens, site.gate_width, site.d_in)
+    if tokens > _SORTED:
+        launches += 2
+        spent += _copy_s(device, 2 * tokens * site.d_in)
+    spent += launches * OUR_LAUNCH_S
     if site.is_sliced:
-        return spent + _launch_s(device, OUR_RATE, tokens, site.d_out, site.d_in, **rest)
+        return spent + _product_s(device, OUR_RATE, tokens, site.d_out, site.d_in, share=share)
     first = hidden * (2 if site.kind == "gated_mlp" else 1)
-    spent += _launch_s(device, OUR_RATE, tokens, first, site.d_in, **rest)
-    return spent + _launch_s(device, OUR_RATE, tokens, site.d_out, hidden, **rest)
+    spent += _product_s(device, OUR_RATE, tokens, first, site.d_in, share=share)
+    return spent + _product_s(device, OUR_RATE, tokens, site.d_out, hidden, share=share)
 
 
-def _launch_s(
-    device: Device, rate: float, rows: int, columns: int, depth: int, *, share: float = 1.0, touched: float = 1.0
-) -> float:
-    """One product [rows, depth] x [depth, columns]; share of its FLOPs that are done, share of its weights read."""
+def _product_s(device: Device, rate: float, rows: int, columns: int, depth: int, *, share: float = 1.0) -> float:
+    """One product [rows, depth] x [depth, columns], of which so large a share is done; nothing for its launch."""
     if rows <= _SORTED:  # the processors share the depth
         done: float = ceil(rows / _FEWEST) * _FEWEST * columns
     else:
         done = rows * share * columns * min(_waves(rows * share, columns, tile, device) for tile in _TILES)
-    computed = 2 * done * depth / (rate * device.flops_per_s)
-    moved = _BYTES * (rows * depth + columns * depth * touched + rows * columns) / device.bytes_per_s
-    return LAUNCH_S + max(computed, moved)
+    touched = 1 - (1 - share) ** rows
+    moved = rows * min(depth, columns) + share * rows * max(depth, columns) + columns * depth * touched
+    return max(2 * done * depth / (rate * device.flops_per_s), _copy_s(device, moved))
+
+
+def _copy_s(device: Device, elements: float) -> float:
+    """So many elements through memory."""
+    return _BYTES * elements / (MEMORY_RATE * device.bytes_per_s)
 
 
 def _waves(rows: float, columns: int, tile: int, device: Device) -> float:
@@ -155,7 +165,7 @@ def time_table(times: Sequence[ExpectedTime], device: Device, shares: Sequence[f
         facts = [kind, len(same), f"{d_in} -> {d_out}", tokens, "measured" if known else "expected"]
         rows.append([*facts, f"{1e6 * same[0].dense_s:.1f}", *(f"{ratio:.2f}" for ratio in same[0].ratios)])
     headers = ["kind", "sites", "shape", "tokens", "times are", "dense us", *(f"at {share:.2f}" for share in shares)]
-    title = f"time of each site's ACM over dense on {device.name}, bfloat16; expected: by roofline, not measured"
+    title = f"time of each site's ACM over dense on {device.name}, bfloat16; expected: by roofline, not measured there"
     return "\n".join([title, tabulate(rows, headers=headers, disable_numparse=True), *_slower(found, shares)])
 
 

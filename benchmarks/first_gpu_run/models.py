@@ -148,7 +148,7 @@ def vit_of(device: Device, *, batch: int, layers: int = 12) -> tuple[nn.Module, 
     dense = VisionTransformer(**sizes, num_layers=layers)
     nn.init.normal_(dense.heads.head.weight, std=0.02)  # torchvision starts it at zero
     images = torch.randn(batch, 3, dense.image_size, dense.image_size)
-    return placed(dense, images, device, sites=None)
+    return placed(dense, images, device)
 
 
 def llama_of(device: Device, *, batch: int, layers: int = LAYERS) -> tuple[nn.Module, nn.Module, Inputs]:
@@ -158,7 +158,7 @@ def llama_of(device: Device, *, batch: int, layers: int = LAYERS) -> tuple[nn.Mo
     torch.manual_seed(0)
     sizes = LLAMA if device.is_cuda else TINY_LLAMA
     config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=VOCABULARY, use_cache=False)
-    return placed(LlamaForCausalLM(config), drawn_text(Device("cpu"), batch), device, sites="mlp")
+    return placed(LlamaForCausalLM(config), drawn_text(Device("cpu"), batch), device)
 
 
 def drawn_text(device: Device, length: int) -> Tensor:
@@ -166,15 +166,13 @@ def drawn_text(device: Device, length: int) -> Tensor:
     return torch.randint(VOCABULARY, (1, length), device=device.kind)
 
 
-def placed(
-    dense: nn.Module, inputs: Tensor, device: Device, *, sites: str | None
-) -> tuple[nn.Module, nn.Module, Inputs]:
-    """Both models and the inputs in bf16 where they run; gates spread tokens over all k."""
+def placed(dense: nn.Module, inputs: Tensor, device: Device) -> tuple[nn.Module, nn.Module, Inputs]:
+    """Both models and the inputs in bf16 where they run; MLPs are converted, gates spread tokens over all k."""
     warnings.simplefilter("ignore")
     dense = dense.eval().to(device.kind, torch.bfloat16)
     inputs = inputs.to(device.kind)
     inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
-    plan = acm.plan(dense, inputs[:1], learners=N, init="random", **({} if sites is None else {"sites": sites}))
+    plan = acm.plan(dense, inputs[:1], learners=N, init="random", sites="mlp")
     converted = acm.rewrite(dense, plan).eval()
     with torch.no_grad():
         for site in acm.sites(converted).values():

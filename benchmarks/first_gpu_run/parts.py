@@ -15,7 +15,8 @@ class Part:
     """Function `run` of a file beside this one yields the rows, called with the device and `given`.
 
     seconds: its limit. vital: correctness has not passed without it. interpreted: a dry run needs Triton's interpreter.
-    differentiates: it runs with gradients on. processes: so many at once, each for a share of the work.
+    differentiates: it runs with gradients on. processes: so many at once, each for a share of the work. beside: nothing
+    of it is timed, so that it runs at once with those before and behind it that are so, too.
     """
 
     name: str
@@ -26,17 +27,34 @@ class Part:
     interpreted: bool = True
     differentiates: bool = False
     processes: int = 1
+    beside: bool = False
 
 
 PARTS = {
     "correctness": (
-        Part(name="forms", run="correctness.forms", seconds=150, vital=True, processes=8),
-        Part(name="nan", run="correctness.not_a_number", seconds=45, vital=True),
-        Part(name="gates", run="correctness.gates", seconds=45, vital=True),
-        Part(name="one_k", run="correctness.one_k", seconds=45, vital=True, interpreted=False, processes=3),
-        Part(name="gradients", run="gradients.exact", seconds=120, vital=True, differentiates=True, processes=4),
+        Part(name="forms", run="correctness.forms", seconds=150, vital=True, processes=8, beside=True),
+        Part(name="nan", run="correctness.not_a_number", seconds=45, vital=True, beside=True),
+        Part(name="gates", run="correctness.gates", seconds=45, vital=True, beside=True),
+        Part(
+            name="one_k",
+            run="correctness.one_k",
+            seconds=45,
+            vital=True,
+            interpreted=False,
+            processes=3,
+            beside=True,
+        ),
+        Part(
+            name="gradients",
+            run="gradients.exact",
+            seconds=120,
+            vital=True,
+            differentiates=True,
+            processes=4,
+            beside=True,
+        ),
+        Part(name="tests", run="sanitizer.tests", seconds=240, interpreted=False, beside=True),
         Part(name="answers", run="correctness.answers", seconds=135, vital=True, processes=4),
-        Part(name="tests", run="sanitizer.tests", seconds=240, interpreted=False),
         Part(name="memcheck", run="sanitizer.sanitized", given=("memcheck",), seconds=120),
         Part(name="initcheck", run="sanitizer.sanitized", given=("initcheck",), seconds=120),
     ),

@@ -1,4 +1,4 @@
-"""Parts of a command, one process after another, each within its time; what they found, and what was wrong."""
+"""Parts of a command in processes of their own, each within its time; what they found, and what was wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from tabulate import tabulate
@@ -42,11 +44,10 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         for path in (self.rows, self.out / f"{self.command}.log"):
             path.unlink(missing_ok=True)
-        for part in parts:
-            left = end - time.monotonic()
-            ended: Row = {"ended": "not run: out of time"} if left < LEAST_S else self._run(part, left)
-            write_row(self.rows, {"part": part.name, **ended})
-            print(f"{self.command} {part.name}: {ended['ended']}", flush=True)
+        for _, group in groupby(enumerate(parts), lambda pair: -1 if pair[1].beside and not self.dry else pair[0]):
+            together = [part for _, part in group]
+            with ThreadPoolExecutor(len(together)) as pool:
+                list(pool.map(lambda part: self._finish(part, end), together))
         rows = rows_of(self.rows)
         faults = faults_of(rows)
         unfinished = [f"{row['part']} {row['ended']}" for row in rows if row.get("ended", "finished") != "finished"]
@@ -57,6 +58,13 @@ class Run:
             path.write_text(text + "\n", encoding="utf-8")
         print(text)
         return 1 if faults else 0
+
+    def _finish(self, part: Part, end: float) -> None:
+        """Run one part, if there is time, and write how it ended."""
+        left = end - time.monotonic()
+        ended: Row = {"ended": "not run: out of time"} if left < LEAST_S else self._run(part, left)
+        write_row(self.rows, {"part": part.name, **ended})
+        print(f"{self.command} {part.name}: {ended['ended']}", flush=True)
 
     def _run(self, part: Part, left: float) -> Row:
         """Run one part in a process of its own; how it ended."""

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.reference import prefix_output
-from acm_compiler.codegen.gpu.dispatch import sort_by_k
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.tiles import Tiles, choose_tiles, tile_of
 from benchmarks.first_gpu_run.contenders import (
@@ -26,7 +25,6 @@ from benchmarks.first_gpu_run.contenders import (
     contenders,
     dense_call,
     draw_k,
-    gate_call,
     gated_call,
     learners_call,
     one_k_call,
@@ -39,12 +37,13 @@ FRACTIONS = (0.5, 1.0, 0.25, 0.75, 0.0)
 PREFILL, FEW = (8192, 2048, 4096, 1024, 512, 256), (1, 4, 16, 64)
 CANDIDATES = (
     "128x128x64 w4 s3 r2",
-    "128x128x64 w8 s3 r1",
+    "128x128x64 w4 s3 r2 flat",
+    "128x128x64 w8 s3 r2",
     "128x256x64 w8 s2 r1",
     "128x256x32 w8 s4 r1",
     "128x128x32 w4 s4 r2",
     "64x64x64 w4 s3 r4",
-    "64x128x64 w4 s4 r2",
+    "64x128x64 w4 s4 r2 flat",
     "64x256x64 w4 s3 r1",
 )
 TILED = (VIT, MLPS["Llama-8B"], PROJECTIONS[0], replace(VIT, tokens=8 * 197))
@@ -168,19 +167,12 @@ def _named(pair: Tiles) -> str:
 
 
 def kernels(device: Device) -> Iterator[Row]:
-    """Times of each kernel of a call."""
-    for name, tokens in device.some((("ViT-B", VIT.tokens), ("Llama-8B", 1), ("Llama-8B", 8192), ("ViT-B", 16))):
-        shape = replace(MLPS[name], tokens=tokens)
+    """Each kernel's own time, of calls of ours and of the dense layers, as torch's profiler sees it."""
+    shapes = [(own, fraction) for own in MLPS.values() for fraction in (1.0, 0.5)]
+    few = [(replace(MLPS[name], tokens=tokens), 0.5) for name in ("ViT-B", "Llama-8B") for tokens in (1, 64)]
+    for shape, fraction in device.some([*shapes, *few]):
         site = site_of(shape, device)
-        k = draw_k(site, 0.5)
-        nothing = torch.zeros_like(k)
-        calls: Calls = {
-            "ours": gated_call(site, k),
-            "dense, eager": dense_call(site),
-            "learners": learners_call(site, k),
-            "learners, all k = 0": learners_call(site, nothing),
-            "gate": gate_call(site),
-            "dispatch": lambda k=k: sort_by_k(k, 4).perm,
-        }
-        facts = {"site": shape.name, "tokens": site.shape.tokens}
-        yield from [{**facts, **row} for row in race(calls, device.rounds, device)]
+        k = draw_k(site, fraction)
+        for name, call in {"ours": gated_call(site, k), "dense, eager": dense_call(site)}.items():
+            facts = {"site": shape.name, "tokens": site.shape.tokens, "k/N": fraction, "contender": name}
+            yield from [{**facts, **row} for row in device.profiled(call)]

@@ -1,5 +1,6 @@
 """Triton kernels and calibration on a GPU; `pytest -m gpu` on a machine that has one. Nothing else here needs it."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -80,8 +81,10 @@ def test_permuted_rows_and_unpipelined_pointers_are_right_too():
 def test_a_call_never_waits_for_the_device():
     inputs = inputs_of(VIT, "cuda")
     learners(inputs)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns once that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         learners(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -99,6 +102,7 @@ def test_a_captured_graph_follows_k():
         assert torch.equal(y, learners(inputs))
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("tokens", [20, 3000])
 def test_inductor_starts_the_kernels_itself_and_follows_k(tokens, mode):

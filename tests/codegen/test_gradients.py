@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 from acm_compiler.codegen.gpu.ahead import build
 from acm_compiler.codegen.gpu.gradients.ahead import gradient_kernels
-from acm_compiler.codegen.gpu.gradients.launch import gradient_tile
-from acm_compiler.codegen.gpu.stages import puts_fences
+from acm_compiler.codegen.gpu.gradients.launch import parts_of, weights_loads
+from acm_compiler.codegen.gpu.stages import Loads, Machine, loads_of, puts_fences
 from tests.codegen.test_kernels import PROJECTION, SWIGLU, VIT, interpret
 
 SPECS = {
@@ -28,33 +28,45 @@ def test_all_gradients_equal_float64_in_the_interpreter():
     interpret("gradient_cases", "-m", "slow")
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_blocks_read_only_what_was_written(name):
-    spec = SPECS[name]
-    hidden, tokens, weights = (gradient_tile(spec, kernel) for kernel in ("hidden", "tokens", "weights"))
-    assert hidden.m % tokens.m == 0 and hidden.n % tokens.k == 0 and hidden.n % weights.m == 0
+def test_parts_of_a_sum_fill_the_last_wave_where_there_are_rows_enough_to_pay_for_them():
+    assert parts_of(264, 264, 25216) == 1
+    assert parts_of(144, 264, 25216) > 1
+    assert parts_of(144, 264, 64) == 1
 
 
 def require_good(spec, arch: int, kernels) -> None:
     """Nothing spills, CTAs share a multiprocessor as tiles say, tensor cores are used where products may round."""
     for kernel in kernels:
         built = build(kernel, spec.dtype, arch)
-        assert built.spills == 0 and built.resident >= kernel.tile.resident, built
-        if kernel.name == "bias":  # sums, no products
+        assert built.spills == 0, built
+        if kernel.tile is None:  # sums and activations, no products
             continue
-        # without fences nothing is copied ahead of wgmma
-        assert built.instructions["LDGSTS"] or (built.instructions["HGMMA"] and not puts_fences()), built
+        assert built.resident >= kernel.tile.resident, built
+        # without fences nothing is copied ahead of wgmma but in bulk
         found = {name for name, count in built.instructions.items() if count}
+        assert found & {"LDGSTS", "UTMALDG"} or ("HGMMA" in found and not puts_fences()), built
         assert found & {"HMMA", "HGMMA"} or (spec.dtype == "fp32" and not spec.tf32), built
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_backward_of_a_vit_is_built_without_spills(arch):
-    require_good(SPECS["mlp bf16"], arch, gradient_kernels(SPECS["mlp bf16"], arch)[1:4])
+    spec = SPECS["mlp bf16"]
+    kernels = [kernel for kernel in gradient_kernels(spec, arch, 25216) if not kernel.name.startswith("layer")]
+    require_good(spec, arch, kernels)
+
+
+@pytest.mark.parametrize("spec", [SPECS["mlp bf16"], SPECS["gated bf16"]], ids=["mlp", "gated"])
+@pytest.mark.parametrize("fenced", [True, False])
+def test_products_of_sixteen_bits_are_read_in_bulk_on_hopper(spec, fenced):
+    machine = Machine(arch=90, processors=132, fenced=fenced)
+    bulk = Loads(gather=False, a_desc=True, w_desc=True)
+    assert weights_loads(spec, machine, spec.d_in) == loads_of(spec, machine, None, in_order=True) == bulk
+    assert not weights_loads(spec, machine, spec.d_in + 1).a_desc
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", SPECS)
 def test_every_backward_is_built_without_spills(name, arch):
-    require_good(SPECS[name], arch, gradient_kernels(SPECS[name], arch))
+    for tokens in (300, 25216):
+        require_good(SPECS[name], arch, gradient_kernels(SPECS[name], arch, tokens))

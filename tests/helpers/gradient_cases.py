@@ -77,9 +77,12 @@ def test_gradients_where_all_run_none_or_all_are_those_of_float64(k):
     check(Case(k=k, **SMALL))
 
 
-def test_gradients_in_bf16_stay_near_float64():
-    check(Case(dtype=torch.bfloat16, **SMALL))
-    check(Case(dtype=torch.bfloat16, **SMALL), k_min=0)
+@pytest.mark.parametrize("d_out", [33, 48])
+def test_gradients_in_bf16_stay_near_float64(d_out):
+    """Rows of 48 columns are read in bulk, of 33 through pointers."""
+    case = Case(dtype=torch.bfloat16, **SMALL | {"d_out": d_out, "tokens": 70})
+    check(case)
+    check(case, k_min=0)
 
 
 @pytest.mark.slow
@@ -129,14 +132,15 @@ def test_every_activation_has_its_derivative(act):
 
 @pytest.mark.parametrize("form", [{}, GATED, LINEAR], ids=["mlp", "gated", "linear"])
 @pytest.mark.parametrize("width", [5, 20, 32])
-def test_a_token_of_nan_or_infinity_reaches_what_it_has_part_in_and_nothing_else(form, width):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_token_of_nan_or_infinity_reaches_what_it_has_part_in_and_nothing_else(form, width, dtype):
     """Up to seven learners share a block here; tokens are not finite coming in, going back, or both."""
-    inputs, machine = inputs_of(Case(**SMALL | {"width": width, "learners": 4}, **form)), replace(HOPPER, processors=9)
-    dy = torch.randn(40, 33)
+    case, machine = Case(**SMALL | {"width": width, "learners": 4}, dtype=dtype, **form), replace(HOPPER, processors=9)
+    inputs, dy = inputs_of(case), torch.randn(40, 33).to(dtype)
     inputs.x[7], inputs.k[7] = torch.nan, 1
     dy[8], inputs.k[8] = torch.inf, 2
     inputs.x[9], dy[9], inputs.k[9] = torch.inf, torch.nan, 0
-    exact, _ = exact_gradients(Case(**SMALL | {"width": width}, **form), inputs, dy)
+    exact, _ = exact_gradients(case, inputs, dy)
     found = run_backward(dy, inputs.x, inputs.k, inputs.weights, wanted=set(exact), machine=machine)
     for name, grad in exact.items():
         assert torch.equal(found[name].isfinite(), grad.isfinite()), name
@@ -145,8 +149,9 @@ def test_a_token_of_nan_or_infinity_reaches_what_it_has_part_in_and_nothing_else
 
 
 def test_sums_over_tokens_have_the_same_bits_each_time_and_may_be_in_parts():
-    case = Case(**SMALL | {"tokens": 150})
-    inputs, dy, many = inputs_of(case), torch.randn(150, 33), Machine(arch=90, processors=12)
+    case = Case(**SMALL | {"tokens": 300, "d_in": 8, "d_out": 8})
+    inputs, dy, many = inputs_of(case), torch.randn(300, 8), Machine(arch=90, processors=12)
+    assert launch.parts_of(1, 24, 300) > 1
     call = {"wanted": {"w_in", "b_in", "w_out"}, "machine": many}
     first = run_backward(dy, inputs.x, inputs.k, inputs.weights, **call)
     again = run_backward(dy, inputs.x, inputs.k, inputs.weights, **call)

@@ -16,7 +16,7 @@ from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.reference import Norm, choose_k, normalised, run_learners, utilities
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
-from acm_compiler.codegen.gpu import dispatch, gate_plan, launch
+from acm_compiler.codegen.gpu import dispatch, gate_plan, gate_spec, launch, tiles
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.calls import operators, sites
 from acm_compiler.codegen.gpu.gate_plan import GatePlan, run_gate
@@ -73,6 +73,18 @@ def test_odd_counts_and_shapes_equal_the_reference(case):
     require_answer(run(inputs), inputs)
 
 
+@pytest.mark.parametrize("case", [case for case in FEW if case.form != "rows"], ids=str)
+def test_few_tokens_split_sums_of_large_machines(case, monkeypatch):
+    """Programs that share an inner product, and one more kernel; some have none of it, or a step that is cut."""
+    monkeypatch.setattr(tiles, "_SHORT", 0)
+    inputs = inputs_of(dataclasses.replace(case, width=72, dtype=torch.bfloat16))
+    spec = spec_of(inputs.x, inputs.weights, inputs.residual)
+    choose_tiles.cache_clear()
+    assert choose_tiles(spec, 90, case.tokens, 132).splits > 1
+    require_answer(run(inputs, dataclasses.replace(HOPPER, processors=132)), inputs)
+    choose_tiles.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize(
     "case",
@@ -111,7 +123,7 @@ def test_the_order_is_stable_and_descending(tokens, learners, monkeypatch):
     assert order.counts[: learners + 1].tolist() == [int((k >= n).sum()) for n in range(learners + 1)]
 
 
-@pytest.mark.parametrize(("tokens", "learners"), [(1025, 4), (3000, 4), (20, 16), (130, 19)])
+@pytest.mark.parametrize(("tokens", "learners"), [(1025, 4), (3000, 4), (100, 16), (130, 19)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_gates_histogram_gives_the_order_that_a_count_gives(tokens, learners, dtype):
     gate = [torch.randn(shape).to(dtype) for shape in ((24, 40), (24,), (learners, 24), (learners,))]
@@ -317,11 +329,12 @@ def test_rows_far_from_zero_keep_their_digits(mean, kind, k, tokens):
 
 @pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [None, "affine", "rms"], ids=["plain", "norm", "rms"])
-@pytest.mark.parametrize(("tokens", "heavy"), [(3, 0), (64, 0), (64, 1 << 30), (70, 0)])
+@pytest.mark.parametrize(("tokens", "heavy"), [(3, 0), (64, 0), (64, 1 << 30), (70, 0), (70, 1 << 30)])
 def test_a_gate_may_be_wide_and_split_over_its_features(tokens, heavy, kind, dtype, lost, monkeypatch):
-    """Columns are taken in blocks; features of few tokens in parts, whose sums have an order."""
-    monkeypatch.setattr(gate_plan, "_HEAVY", heavy)
-    monkeypatch.setattr(gate_plan, "_PARTS", (32, 128))
+    """Columns are taken in blocks, those of a sum, too; features in parts, whose sums have an order."""
+    for name, number in {"_HEAVY": heavy, "_SPAN": 128, "_LEAST_SPAN": 128}.items():
+        monkeypatch.setattr(gate_spec, name, number)
+    monkeypatch.setattr(gate_plan, "_SUMMED", 256)
     width, d_in = 270, 331
     weights = [torch.randn(width, d_in) * d_in**-0.5, torch.randn(width), torch.randn(5, width), torch.zeros(5)]
     weights = [tensor.to(dtype) for tensor in weights]
@@ -385,9 +398,8 @@ def test_a_whole_acm_by_its_kept_plans_follows_weights_and_k(tokens, monkeypatch
             whole = sites.run_site(acm, rows)
             assert (whole is None) == (turn < 2 or not rows.is_contiguous())
             flat, w = rows.reshape(-1, 72), learners.weights()
-            chosen = operators.gate(
-                flat, *gate.weights(), *acm._choices_for(x.shape[:-1]), cost=0.6, k_min=0, rule="logits"
-            )
+            bounds = acm.knob.view(torch.float32), acm.k_lo, acm.k_hi
+            chosen = operators.gate(flat, *gate.weights(), *bounds, cost=0.6, k_min=0, rule="logits")
             y = operators.learners(flat, chosen, *w.tensors, form="mlp", act="gelu")
             expected = run_learners(flat.double(), torch.full((tokens,), k), to(w, torch.float64))
             for found in (y, *(() if whole is None else (whole.reshape(-1, 80),))):

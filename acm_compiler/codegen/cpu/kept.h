@@ -5,6 +5,7 @@
 #include <ATen/MapAllocator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -64,16 +66,20 @@ struct Weight {
 // Some words of a weight, spread over all of it. Torch does not count what is written through `.data`, which is seldom
 // so little that none of these changes.
 inline uint64_t some_words(const at::Tensor& weight) {
-  constexpr int64_t kWords = 64, kBytes = sizeof(uint32_t);
+  constexpr int64_t kWords = 64, kBytes = sizeof(uint32_t), kChains = 4;  // which do not wait for each other
   const auto* bytes = static_cast<const char*>(weight.const_data_ptr());
   const int64_t last = static_cast<int64_t>(weight.nbytes()) / kBytes - 1;
-  uint64_t mixed = 0;
-  for (int64_t i = 0; i < kWords && last >= 0; i++) {
-    uint32_t word;
-    std::memcpy(&word, bytes + i * last / (kWords - 1) * kBytes, kBytes);
-    mixed = (mixed ^ word) * 0x9e3779b97f4a7c15u + i;
-  }
-  return mixed;
+  if (last < 0) return 0;
+  uint64_t mixed[kChains] = {};
+  for (int64_t i = 0; i < kWords; i += kChains)
+    for (int64_t c = 0; c < kChains; c++) {
+      uint32_t word;
+      std::memcpy(&word, bytes + (i + c) * last / (kWords - 1) * kBytes, kBytes);
+      mixed[c] = (mixed[c] ^ word) * 0x9e3779b97f4a7c15u + i;
+    }
+  return std::accumulate(mixed, mixed + kChains, uint64_t{0}, [](uint64_t all, uint64_t one) {
+    return (all ^ one) * 0x9e3779b97f4a7c15u + (all >> 32);
+  });
 }
 
 // Some words of the weights of one call, read once however many matrices are parts of a weight: they are spread over
@@ -83,11 +89,12 @@ class SomeWords {
   uint64_t of(const at::Tensor& weight) {
     for (const auto& [tensor, words] : read_)
       if (tensor == &weight) return words;
-    return read_.emplace_back(&weight, some_words(weight)).second;
+    read_.emplace_back(&weight, some_words(weight));
+    return read_.back().second;
   }
 
  private:
-  std::vector<std::pair<const at::Tensor*, uint64_t>> read_;
+  c10::SmallVector<std::pair<const at::Tensor*, uint64_t>, 16> read_;
 };
 
 // where a matrix is, its columns, depth, stride and pieces, and what its panels are of: `halves`: floats made of bfloat16;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "activations.h"
+#include "attention.h"
 #include "call.h"
 #include "gate.h"
 #include "norm.h"
@@ -20,6 +21,7 @@
 #include "quantized_call.h"
 #include "site.h"
 #include "sparse.h"
+#include "steps.h"
 
 namespace {
 
@@ -179,6 +181,50 @@ Tensor gated_learners(const Tensor& x, const Tensor& w_inner, const Tensor& b_in
   return run(x, &norm);
 }
 
+Tensor norm_rows(const Tensor& x, const Maybe& weight, const Maybe& bias, double eps, bool centred) {
+  const auto fits = [&](const Maybe& t) {
+    return !t || (t->scalar_type() == at::kFloat && t->sizes().equals(x.sizes().slice(1)));
+  };
+  TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat && fits(weight) && fits(bias),
+              "a norm's tokens must be float32 [T, D], and its weights [D], got ", x.sizes());
+  const Tensor rows = x.contiguous(), w = packed(weight).value_or(Tensor()), b = packed(bias).value_or(Tensor());
+  Tensor y = at::empty(rows.sizes(), rows.options());
+  const int64_t features = rows.size(1);
+  share_rows(0, rows.size(0), features, [&](int64_t i) {
+    const float* row = rows.const_data_ptr<float>() + i * features;
+    const Moments moments = moments_of(row, features, static_cast<float>(eps), centred);
+    normalise(row, moments, features, Norm::data_of<float>(w), Norm::data_of<float>(b),
+              y.mutable_data_ptr<float>() + i * features);
+  });
+  return y;
+}
+
+// runs a step whose operands are these; absent ones are none
+Tensor run_step(const Step& s, const Maybe* t) {
+  if (s.kind == Step::Kind::norm) return norm_rows(*t[0], t[1], t[2], *s.eps, s.centred);
+  if (s.kind == Step::Kind::attention) return attention(*t[0], *t[1], *t[2], s.heads, s.length, s.causal, s.scale);
+  return gated_learners(*t[0], *t[1], *t[2], *t[3], *t[4], *t[5], *t[6], *t[7], *t[8], t[9], t[10], t[11], t[12],
+                        *t[13], t[14], t[15], t[16], t[17], t[18], t[19], t[20], t[21], s.cost, s.k_min, s.rule, s.form,
+                        s.act, s.eps, s.centred);
+}
+
+std::vector<Tensor> steps(at::TensorList tensors, std::string_view text) {
+  const auto program = program_of(text);
+  const int64_t given = tensors.size();
+  TORCH_CHECK(given == program->tensors, "acm::steps takes ", program->tensors, " tensors, got ", given);
+  std::vector<Tensor> made;
+  for (const Step& s : program->steps) {
+    Maybe operands[kGatedOperands];
+    for (size_t i = 0; i < s.operands.size(); i++)
+      if (const int64_t n = s.operands[i]; n != kAbsent) operands[i] = n < given ? tensors[n] : made[n - given];
+    made.push_back(run_step(s, operands));
+    for (const int64_t n : s.done) made[n].reset();
+  }
+  std::vector<Tensor> results;
+  for (const int64_t n : program->results) results.push_back(made[n - given]);
+  return results;
+}
+
 #define ACM_LEARNER_TENSORS                                                                                     \
   "Tensor w_in, Tensor? b_in, Tensor? w_up, Tensor? b_up, Tensor? w_out, Tensor b_out, Tensor? w_top, "         \
   "Tensor? s_in, Tensor? s_up, Tensor? s_out, Tensor? s_top, Tensor? residual=None"
@@ -193,6 +239,8 @@ TORCH_LIBRARY_FRAGMENT(acm, m) {
   m.impl("learners_cpu", c10::DispatchKey::CPU, TORCH_FN(learners));
   m.def("sparse_learners_cpu(" ACM_SPARSE_TENSORS ", *, " ACM_FORM ") -> Tensor");
   m.impl("sparse_learners_cpu", c10::DispatchKey::CPU, TORCH_FN(sparse_learners));
+  m.def("steps_cpu(Tensor[] tensors, str program) -> Tensor[]");
+  m.impl("steps_cpu", c10::DispatchKey::CPU, TORCH_FN(steps));
   m.def("gate_cpu(" ACM_GATE_TENSORS ", *, " ACM_GATE_CHOICES ") -> Tensor");
   m.impl("gate_cpu", c10::DispatchKey::CPU, TORCH_FN(gate));
 }
@@ -221,6 +269,7 @@ extern "C" __attribute__((visibility("default"))) void acm_take_over() {
     library.impl("sparse_learners", TORCH_FN(sparse_learners));
     library.impl("gate", TORCH_FN(gate));
     library.impl("gated_learners", TORCH_FN(gated_learners));
+    library.impl("steps", TORCH_FN(steps));
     return true;
   }();
   (void)done;

@@ -68,12 +68,11 @@ Rule make_rule(int64_t choices, const at::Tensor& knob, const at::Tensor& k_lo, 
   const int64_t most = std::clamp<int64_t>(number<int32_t>(k_hi) - k_min, 0, choices - 1);
   const int64_t least = std::clamp<int64_t>(number<int32_t>(k_lo) - k_min, 0, most);
   const float strength = knob_of(knob);
-  Rule rule{k_min, least, most + 1, damage, {}};
+  Rule rule{k_min, least, most + 1, damage, std::vector<float>(round_up(choices, kLanes), 0.f)};
   for (int64_t c = 0; c < choices; c++) {
     const float cost_c = static_cast<float>(static_cast<double>(k_min + c) * cost);
-    rule.cost.push_back(damage ? strength + std::log(cost_c) : strength * cost_c);
+    rule.cost[c] = damage ? strength + std::log(cost_c) : strength * cost_c;
   }
-  rule.cost.resize(round_up(choices, kLanes), 0.f);
   return rule;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,17 +16,18 @@ constexpr int64_t kSortRows = 1 << 16;  // more tokens than these are sorted by 
 
 struct Sorted {
   int64_t tokens, learners;
-  std::vector<int64_t> order;     // token of each sorted place
-  std::vector<int64_t> at_least;  // [N + 2]: how many tokens run at least k learners
+  using Counts = c10::SmallVector<int64_t, 20>;  // of few learners without asking for memory
+  std::vector<int64_t> order;  // token of each sorted place
+  Counts at_least;             // [N + 2]: how many tokens run at least k learners
 
   // a counting sort, in ranges of tokens where there are many; false when some k lies outside [0, N]
   template <typename K>
   bool sort(const K* k) {
     const int64_t ranges = tokens > kSortRows ? at::get_num_threads() : 1, row = learners + 1;
-    std::vector<int64_t> place(ranges * row, 0);  // how many tokens of a range run k, then where its next one goes
+    Counts place(ranges * row, 0);  // how many tokens of a range run k, then where its next one goes
     std::atomic<bool> legal{true};
     each_range(ranges, [&](int64_t r, int64_t from, int64_t to) {
-      std::vector<int64_t> count(row, 0);  // apart from those of other threads
+      Counts count(row, 0);  // apart from those of other threads
       for (int64_t t = from; t < to && legal; t++) {
         if (k[t] < 0 || k[t] > learners) legal = false;
         else count[k[t]]++;
@@ -39,7 +41,7 @@ struct Sorted {
       for (int64_t r = 0; r < ranges; r++) sum += std::exchange(place[r * row + n], sum);
     order.resize(tokens);
     each_range(ranges, [&](int64_t r, int64_t from, int64_t to) {
-      std::vector<int64_t> next(place.begin() + r * row, place.begin() + (r + 1) * row);
+      Counts next(place.begin() + r * row, place.begin() + (r + 1) * row);
       for (int64_t t = from; t < to; t++) order[next[k[t]]++] = t;
     });
     return true;

@@ -20,40 +20,44 @@ from acm_compiler.codegen.gpu.dispatch import (
     permute_constants,
     permute_kernel,
     permute_options,
+    place_constants,
     place_kernel,
     slots_of,
 )
-from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
+from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel, few_sum_kernel
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.gate_plan import (
-    GateSpec,
     gate_constants,
-    gate_options,
     part_constants,
     sum_constants,
+    sum_options,
 )
+from acm_compiler.codegen.gpu.gate_spec import GateSpec, cut_of
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (
-    POINTERS,
     Machine,
+    Product,
     build_options,
     few1_constants,
     few2_constants,
+    few_options,
+    few_sum_constants,
+    few_sum_options,
     layer1_bands,
     layer1_constants,
     layer2_constants,
     loads_of,
+    machine_of_arch,
     permutes_rows,
     products_of,
-    puts_fences,
 )
-from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
 from acm_compiler.errors import PackageMissing
 
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")
-_NUMBERS = ("T", "D_IN", "BLOCKS", "PER", "SPANS", "stride_x", "stride_a", "stride_w", "stride_r")
-_UNALIGNED = ("T", "BLOCKS", "PER", "SPANS", "cost", "eps", "knob", "k_lo", "k_hi")
+_NUMBERS = ("T", "D_IN", "BLOCKS", "PER", "SPAN", "stride_x", "stride_a", "stride_w", "stride_r")
+_UNALIGNED = ("T", "BLOCKS", "PER", "cost", "eps", "knob", "k_lo", "k_hi")
 _SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 _REGISTERS = 65536
 _INSTRUCTIONS = ("UTCHMMA", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
@@ -93,42 +97,51 @@ class Built:
 
 def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     """The kernels that a call of that many tokens starts on that architecture, in order."""
-    machine = _machine(arch)
+    machine = machine_of_arch(arch)
     tiles = choose_tiles(spec, arch, tokens)
     in_order = tiles.sorts and permutes_rows(spec, machine)
-    rows = [_rows_kernel(spec, in_order)] if in_order or spec.norm else []
+    facts = {"in_order": in_order, "norm": spec.norm, "centred": spec.centred}
+    rows = [_rows_kernel(spec.d_in, **facts)] if in_order or spec.norm else []
     if not tiles.sorts:
-        return rows + _few_kernels(spec, machine, tiles)
-    kernels = _dispatch_kernels(spec) + rows
+        return rows + _few_kernels(spec, tiles)
+    kernels = _dispatch_kernels(spec, tokens) + rows
     if layer1_bands(spec):
-        tile, loads = tiles.layer1, loads_of(spec, machine, None)
-        made = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
-        blocks = {"x": loads.a_desc and tile.m, "w_in": loads.w_desc and tile.n, "w_up": loads.w_desc and tile.n}
-        options = build_options(spec, tile, loads, machine)
-        kernels.append(_product("layer1", *made, spec=spec, tile=tile, options=options, blocks=blocks))
-    return kernels + _layer2_kernels(spec, machine, tiles.layer2)
+        kernels.append(layer1_built(spec, machine, tiles.layer1))
+    return kernels + [layer2_built(spec, machine, tiles.layer2, product) for product in products_of(spec)]
 
 
-def _layer2_kernels(spec: KernelSpec, machine: Machine, tile: Tile) -> list[Kernel]:
-    kernels = []
-    for product in products_of(spec):
-        loads = loads_of(spec, machine, product)
-        made = layer2_kernel, layer2_constants(spec, tile, loads, product, interpret=False)
-        blocks = {"a": loads.a_desc and tile.m, "w": loads.w_desc and tile.n}
-        options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
-        kernels.append(_product(name, *made, spec=spec, tile=tile, options=options, blocks=blocks))
+def layer1_built(spec: KernelSpec, machine: Machine, tile: Tile, *, in_order: bool = False) -> Kernel:
+    """Layer 1; in_order: x is given in sorted order."""
+    loads = loads_of(spec, machine, None, in_order=in_order)
+    made = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
+    blocks = {"x": loads.a_desc and tile.m, "w_in": loads.w_desc and tile.n, "w_up": loads.w_desc and tile.n}
+    options = build_options(spec, tile, loads, machine)
+    return _product("layer1", *made, spec=spec, tile=tile, options=options, blocks=blocks)
+
+
+def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Product) -> Kernel:
+    """A product of layer 2."""
+    loads = loads_of(spec, machine, product)
+    constants = layer2_constants(spec, tile, loads, product, interpret=False) | (
+        {} if product.bias else {"b_out": None}
+    )
+    blocks = {"a": loads.a_desc and tile.m, "w": loads.w_desc and tile.n}
+    options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
+    return _product(name, layer2_kernel, constants, spec=spec, tile=tile, options=options, blocks=blocks)
+
+
+def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
+    one, two, splits = tiles.layer1, tiles.layer2, tiles.splits
+    made = few1_kernel, few1_constants(spec, one, interpret=False)
+    kernels = [_product("few1", *made, spec=spec, tile=one, options=few_options(one), blocks={})]
+    made = few2_kernel, few2_constants(spec, two, splits, interpret=False)
+    types = {} if splits == 1 else {"y": "*fp32"}
+    kernels.append(_product("few2", *made, spec=spec, tile=two, options=few_options(two), blocks={}, types=types))
+    if splits > 1:
+        constants, absent = few_sum_constants(spec, splits), {} if spec.residual else {"residual": None}
+        facts: Any = {"constants": constants | absent, "options": few_sum_options(), "operands": {"parts": "*fp32"}}
+        kernels.append(Kernel(name="few sum", function=few_sum_kernel, **facts))
     return kernels
-
-
-def _few_kernels(spec: KernelSpec, machine: Machine, tiles: Tiles) -> list[Kernel]:
-    layers = {
-        "few1": (few1_kernel, few1_constants(spec, tiles.layer1, interpret=False), tiles.layer1),
-        "few2": (few2_kernel, few2_constants(spec, tiles.layer2, interpret=False), tiles.layer2),
-    }
-    return [
-        _product(name, *made, spec=spec, tile=tile, options=build_options(spec, tile, POINTERS, machine), blocks={})
-        for name, (*made, tile) in layers.items()
-    ]
 
 
 def _product(
@@ -140,58 +153,59 @@ def _product(
     tile: Tile,
     options: dict[str, Any],
     blocks: dict[str, int],
+    types: dict[str, str] | None = None,
 ) -> Kernel:
     """A kernel of layer 1 or 2; operands that the spec does not have are constants.
 
-    blocks: rows of the blocks by which operands are read, if by tensor descriptors; 0: by pointers.
+    blocks: rows of the blocks by which operands are read, if by tensor descriptors; 0: by pointers. types: of operands
+    that are not of the spec's.
     """
     gated = spec.form == "gated"
     top = {"x": spec.second == "top", "w_top": spec.second == "top"} if function is few2_kernel else {}
-    here = top | {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in, "residual": spec.residual}
+    here = top | {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in}
+    here["residual"] = constants.get("RESIDUAL", True)
     absent = {operand: None for operand in function.arg_names if not here.get(operand, True)}
     operands = {operand: f"tensordesc<{{dtype}}[{rows},{tile.k}]>" for operand, rows in blocks.items() if rows}
+    operands |= types or {}
     return Kernel(
         name=name, function=function, constants=constants | absent, options=options, operands=operands, tile=tile
     )
 
 
-def _dispatch_kernels(spec: KernelSpec) -> list[Kernel]:
-    slots = slots_of(spec.learners)
-    count = {"N": spec.learners, "SLOTS": slots, "BLOCK": 64}
-    place = {"SLOTS": slots, "BLOCK": 256, "CHUNK": 64}
+def _dispatch_kernels(spec: KernelSpec, tokens: int) -> list[Kernel]:
+    count = {"N": spec.learners, "SLOTS": slots_of(spec.learners), "BLOCK": 64}
+    place = place_constants(spec.learners, 1 << bucket_of(tokens))
     return [
         Kernel(name="count", function=count_kernel, constants=count, options=kernel_options(warps=2) | {"debug": True}),
         Kernel(name="place", function=place_kernel, constants=place, options=kernel_options(warps=4)),
     ]
 
 
-def _rows_kernel(spec: KernelSpec, in_order: bool) -> Kernel:
-    operands = {"perm": in_order, "counts": in_order, "norm_weight": spec.norm, "norm_bias": spec.norm}
-    constants = permute_constants(spec.d_in, in_order=in_order, norm=spec.norm, centred=spec.centred)
+def _rows_kernel(d_in: int, *, in_order: bool, norm: bool, centred: bool) -> Kernel:
+    operands = {"perm": in_order, "counts": in_order, "norm_weight": norm, "norm_bias": norm}
+    constants = permute_constants(d_in, in_order=in_order, norm=norm, centred=centred)
     return Kernel(
-        name=" ".join(name for name, here in (("permute", in_order), ("norm", spec.norm)) if here),
+        name=" ".join(name for name, here in (("permute", in_order), ("norm", norm)) if here),
         function=permute_kernel,
         constants=constants | {name: None for name, here in operands.items() if not here},
-        options=permute_options(spec.d_in),
+        options=permute_options(d_in),
         operands={"eps": "fp32"},
     )
 
 
-def _machine(arch: int) -> Machine:
-    """Any machine of that architecture, with the Triton that is installed."""
-    return Machine(arch=arch, processors=1, fenced=puts_fences())
-
-
 def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
-    """The kernels that a gate of that many tokens starts on that architecture: one, or two where it is split."""
-    machine, name = _machine(arch), "gate norm" if spec.norm else "gate"
-    if not spec.is_split(tokens):
-        whole = gate_constants(spec, tokens, interpret=False)
-        return [_gate_kernel(name, gate_kernel, whole, gate_options(spec, machine, whole), spec)]
-    parts, sums = (make(spec, tokens, interpret=False) for make in (part_constants, sum_constants))
+    """The kernels that a gate of that many tokens starts on that architecture: one, or more where it is split."""
+    cut = cut_of(spec, tokens, machine_of_arch(arch))
+    options = kernel_options(warps=cut.tile.warps, stages=cut.tile.stages)
+    if not spec.is_split:
+        whole = gate_constants(spec, cut, interpret=False)
+        return [_gate_kernel("gate norm" if spec.norm else "gate", gate_kernel, whole, options, spec)]
+    parts, sums = part_constants(spec, cut, interpret=False), sum_constants(spec, cut, tokens, interpret=False)
+    norm = [_rows_kernel(spec.d_in, in_order=False, norm=True, centred=spec.centred)] if spec.norm else []
     return [
-        _gate_kernel(f"{name} parts", gate_part_kernel, parts, gate_options(spec, machine, parts), spec),
-        _gate_kernel("gate sum", gate_sum_kernel, sums, kernel_options(warps=4), spec),
+        *norm,
+        _gate_kernel("gate parts", gate_part_kernel, parts, options, spec),
+        _gate_kernel("gate sum", gate_sum_kernel, sums, sum_options(sums), spec),
     ]
 
 
@@ -203,6 +217,9 @@ def _gate_kernel(
     types = dict.fromkeys(("w_inner", "b_inner", "w_outer", "b_outer"), f"*{spec.gate_dtype}")
     types |= dict.fromkeys(("k_lo", "k_hi", "k_out"), "*i32")
     types |= dict.fromkeys(("parts", "knob"), "*fp32") | dict.fromkeys(("cost", "eps"), "fp32")
+    if constants.get("BULK"):
+        blocks = {"x": constants["BM"], "w_inner": constants["GP"]}
+        types |= {name: f"tensordesc<{{dtype}}[{rows},{constants['BK']}]>" for name, rows in blocks.items()}
     return Kernel(
         name=name,
         function=function,

@@ -18,10 +18,9 @@ from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in
 from acm_compiler.codegen.gpu.tiles import bucket_of
 
-_ONE_PROGRAM = 1024
-_SMALL = 128
 _COUNTED = 64  # tokens per row of the histogram
 _PLACED = 256  # tokens per program of the sort
+_CHUNK = 8192  # numbers of the histogram that a program holds at once
 _MANY = 1 << 18  # from here on four times as many: each program reads the whole histogram
 
 
@@ -40,22 +39,6 @@ class Histogram(NamedTuple):
 
 
 # debug=True keeps the assertion: a k outside [0, N] stops the kernel instead of reading what is not there
-@triton.jit(debug=True, do_not_specialize=["T"])
-def sort_kernel(perm, counts, k, T, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The whole order in one program, for T <= BLOCK."""
-    tokens = tl.arange(0, BLOCK)
-    slots = tl.arange(0, SLOTS)
-    real = tokens < T
-    mine = tl.load(k + tokens, mask=real, other=0).to(tl.int32)
-    tl.device_assert((mine >= 0) & (mine <= N), "k outside [0, N]")
-    is_slot = ((mine[:, None] == slots[None, :]) & real[:, None]).to(tl.int32)
-    histogram = tl.sum(is_slot, 0)
-    start = T - tl.cumsum(histogram, 0)
-    rank = start[None, :] + tl.cumsum(is_slot, 0) - 1
-    tl.store(perm + tl.sum(is_slot * rank, 1), tokens, mask=real)
-    tl.store(counts + slots, start + histogram)
-
-
 @triton.jit(debug=True, do_not_specialize=["T"])
 def count_kernel(histogram, k, T, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """histogram [blocks, SLOTS]: how many of each BLOCK tokens have each k."""
@@ -96,21 +79,14 @@ def place_kernel(
 
 
 class Sort:
-    """Launches that sort the tokens of a bucket: one kernel for few, else two; a gate's histogram saves the first."""
+    """Launches that sort the tokens of a bucket: count and place, or place alone where a gate wrote the histogram."""
 
     def __init__(self, learners: int, bucket: int) -> None:
         self._slots = slots = slots_of(learners)
-        self._one: Launcher | None = None
-        if not is_counted(bucket, learners):
-            # two kernels serve all buckets up to here
-            block = _SMALL if 1 << bucket <= _SMALL else _ONE_PROGRAM
-            constants = {"N": learners, "SLOTS": slots, "BLOCK": block}
-            self._one = Launcher(sort_kernel, constants, kernel_options(warps=8))
-            return
-        self._placed = _PLACED if 1 << bucket <= _MANY else 4 * _PLACED
         constants = {"N": learners, "SLOTS": slots, "BLOCK": _COUNTED}
         self._count = Launcher(count_kernel, constants, kernel_options(warps=2))
-        constants = {"SLOTS": slots, "BLOCK": self._placed, "CHUNK": 64}
+        constants = place_constants(learners, 1 << bucket)
+        self._placed = constants["BLOCK"]
         self._place = Launcher(place_kernel, constants, kernel_options(warps=4))
 
     def __call__(self, k_T: Tensor, histogram: Histogram | None = None) -> Order:
@@ -118,9 +94,6 @@ class Sort:
         tokens, slots = k_T.shape[0], self._slots
         perm = k_T.new_empty(tokens, dtype=torch.int32)
         counts = k_T.new_empty(slots, dtype=torch.int32)
-        if self._one is not None:
-            self._one(1, perm, counts, k_T, tokens)
-            return Order(perm=perm, counts=counts)
         if histogram is None:
             blocks = blocks_in(tokens, _COUNTED)
             histogram = Histogram(k_T.new_empty(blocks * slots, dtype=torch.int32), _COUNTED)
@@ -130,9 +103,11 @@ class Sort:
         return Order(perm=perm, counts=counts)
 
 
-def is_counted(bucket: int, learners: int) -> bool:
-    """True if the tokens of a bucket are sorted by a histogram of their k, not in one program."""
-    return 1 << bucket > _ONE_PROGRAM or slots_of(learners) > 16
+def place_constants(learners: int, tokens: int) -> dict[str, int]:
+    """Constants of `place_kernel` for so many tokens; of few it reads the whole histogram at once."""
+    slots, rows = slots_of(learners), tokens // 32  # gates write rows for 32 tokens and more
+    placed = _PLACED if tokens <= _MANY else 4 * _PLACED
+    return {"SLOTS": slots, "BLOCK": placed, "CHUNK": min(max(rows, _COUNTED), _CHUNK // slots)}
 
 
 def sort_by_k(k_T: Tensor, learners: int) -> Order:

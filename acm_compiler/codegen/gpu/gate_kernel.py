@@ -1,6 +1,7 @@
 """The gate: linear, GELU, linear, utilities, choice; of T tokens k is written, and how many tokens of a block run each.
 
-One kernel, or for few tokens of a large gate two: products over parts of x, and what follows from their sums.
+One kernel, or for a large gate two: the first product in parts, by blocks of rows, of columns and of features, and what
+follows from their sums.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 
 from acm_compiler.codegen.gpu.activation import gelu
+from acm_compiler.codegen.gpu.blocks import load_block, multiply, row_pointers
 
 
 @triton.jit
@@ -77,55 +79,57 @@ def _best(u, choice, k_lo, k_hi, K_MIN: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _product(
-    x_at, w_at, first, end, steps, shift, mean, scale, norm_weight, norm_bias, D_IN, EVEN: tl.constexpr,
-    NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr, GP: tl.constexpr,
-    BK: tl.constexpr,
+    x, x_at, w, w_at, row, column, first, end, shift, mean, scale, norm_weight, norm_bias, D_IN, BULK: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr,
+    GP: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x times columns of the first weight over features [first, end), fp32 [BM, GP]; EVEN: whole steps."""
+    """Rows of x times columns of the first weight over features [first, end), fp32 [BM, GP].
+
+    BULK: both are descriptors, read from a row and a column on; else pointers lead there. EVEN: whole steps.
+    """
     acc = tl.zeros((BM, GP), tl.float32)
     for k in range(first, end, BK):
-        if EVEN:
-            a = tl.load(x_at + k)
-            b = tl.load(w_at + k)
-        else:
-            a = tl.load(x_at + k, mask=(k + steps < end)[None, :], other=0.0)
-            b = tl.load(w_at + k, mask=(k + steps < end)[:, None], other=0.0)
+        a = load_block(x, x_at, row, k, end, BULK, EVEN, BK)
+        b = load_block(w, w_at, column, k, end, BULK, EVEN, BK)
         if NORM:
-            a = _normalised(a, shift, mean, scale, norm_weight, norm_bias, k + steps, D_IN)
-        if INTERPRET:  # the interpreter's dot takes bf16 for its bit pattern
-            acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
+            a = _normalised(a, shift, mean, scale, norm_weight, norm_bias, k + tl.arange(0, BK), D_IN)
+        acc = multiply(a.to(b.dtype), b, acc, PRECISION, INTERPRET)
     return acc
 
 
 @triton.jit
-def _add_scores(score, acc, b_inner, w_outer, inner, outer, G: tl.constexpr, C: tl.constexpr, INTERPRET: tl.constexpr):
+def _add_scores(
+    score, acc, b_inner, w_outer, inner, outer, G: tl.constexpr, C: tl.constexpr, AT_ONCE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
     """score + GELU(acc + b_inner) W_outer, of some of the G columns.
 
-    Choice by choice, the next one's weight on its way: a product would hold all of h and of the weight in registers.
+    Choice by choice, AT_ONCE of them: a product would hold all of h and of the weight in registers.
     """
     acc += tl.load(b_inner + inner, mask=inner < G, other=0.0).to(tl.float32)[None, :]
     h = gelu(acc, False, INTERPRET)
-    w = tl.load(w_outer + inner, mask=inner < G, other=0.0)
-    for c in range(C):
-        following = tl.load(w_outer + (c + 1) * G + inner, mask=(inner < G) & (c + 1 < C), other=0.0)
-        total = tl.sum(h * w.to(tl.float32)[None, :], 1)
-        score = tl.where((outer == c)[None, :], score + total[:, None], score)
-        w = following
+    for c in tl.range(0, C, loop_unroll_factor=AT_ONCE):
+        w = tl.load(w_outer + c * G + inner, mask=inner < G, other=0.0).to(tl.float32)
+        score = tl.where((outer == c)[None, :], score + tl.sum(h * w[None, :], 1)[:, None], score)
     return score
 
 
 @triton.jit
+def _terms(b_outer, knob, k_lo, k_hi, outer, C: tl.constexpr):
+    """Terms of a choice beside scores: b_outer in fp32, knob, bounds; read before anything is waited for."""
+    bias = tl.load(b_outer + outer, mask=outer < C, other=0.0).to(tl.float32)
+    return bias, tl.load(knob), tl.load(k_lo), tl.load(k_hi)
+
+
+@triton.jit
 def _choose(
-    k_out, histogram, score, b_outer, knob, k_lo, k_hi, rows, outer, T, cost, C: tl.constexpr, K_MIN: tl.constexpr,
+    k_out, histogram, score, bias, knob, k_lo, k_hi, rows, outer, T, cost, C: tl.constexpr, K_MIN: tl.constexpr,
     RULE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Write k of rows from their scores, and, into this program's row of the histogram, how many have each."""
-    score += tl.load(b_outer + outer, mask=outer < C, other=0.0).to(tl.float32)[None, :]
     choice = outer + K_MIN
-    u = _utility(score, choice[None, :], tl.load(knob), cost, RULE)
-    best = _best(u, choice, tl.load(k_lo), tl.load(k_hi), K_MIN, C)
+    u = _utility(score + bias[None, :], choice[None, :], knob, cost, RULE)
+    best = _best(u, choice, k_lo, k_hi, K_MIN, C)
     if histogram is not None:
         slots = tl.arange(0, SLOTS)
         is_slot = (best[:, None] == slots[None, :]) & (rows < T)[:, None]
@@ -137,75 +141,108 @@ def _choose(
 def gate_kernel(
     k_out, histogram, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, norm_weight, norm_bias, T, D_IN,
     stride_x, cost, eps, G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr,
-    SLOTS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    SLOTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, AT_ONCE: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """k_out [T]; w_inner [G, D_IN], w_outer [C, G]; knob fp32, k_lo and k_hi int32 scalars in memory.
 
     histogram [programs, SLOTS] or None. Columns of the first product are taken GP at a time; x is read again for each,
-    and once more before for NORM, from a cache.
+    and once more before for NORM, from a cache. BULK: x and w_inner are descriptors of blocks [BM, BK], [GP, BK].
     """
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    row = tl.program_id(0) * BM
+    rows = row + tl.arange(0, BM)
     outer = tl.arange(0, CP)
-    steps = tl.arange(0, BK)
-    x_at = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * stride_x + steps[None, :]
+    source = tl.minimum(rows, T - 1)
+    x_at = x if BULK else row_pointers(x, source, stride_x, BK)
     shift, mean, scale = 0.0, 0.0, 0.0
     if NORM:
-        source = tl.minimum(rows, T - 1).to(tl.int64)
-        shift, mean, scale = _moments(x, x_at, source, stride_x, steps, D_IN, eps, CENTRED, BM, BK)
+        shift, mean, scale = _moments(
+            x, x_at, source.to(tl.int64), stride_x, tl.arange(0, BK), D_IN, eps, CENTRED, BM, BK
+        )
     score = tl.zeros((BM, CP), tl.float32)
     for first in range(0, G, GP):
         inner = first + tl.arange(0, GP)
-        w_at = w_inner + tl.minimum(inner, G - 1)[None, :] * D_IN + steps[:, None]
+        w_at = w_inner if BULK else row_pointers(w_inner, tl.minimum(inner, G - 1), D_IN, BK)
         acc = _product(
-            x_at, w_at, 0, D_IN, steps, shift, mean, scale, norm_weight, norm_bias, D_IN, EVEN, NORM, PRECISION,
-            INTERPRET, BM, GP, BK,
+            x, x_at, w_inner, w_at, row, first, 0, D_IN, shift, mean, scale, norm_weight, norm_bias, D_IN, BULK, EVEN,
+            NORM, PRECISION, INTERPRET, BM, GP, BK,
         )  # fmt: skip
-        score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, INTERPRET)
-    _choose(k_out, histogram, score, b_outer, knob, k_lo, k_hi, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)
+        score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, AT_ONCE, INTERPRET)
+    bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
+    _choose(k_out, histogram, score, bias, price, low, high, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)
 
 
-@triton.jit(do_not_specialize=["T", "eps"])
+@triton.jit(do_not_specialize=["T"])
 def gate_part_kernel(
-    parts, x, w_inner, norm_weight, norm_bias, T, D_IN, stride_x, eps, G: tl.constexpr, SPAN: tl.constexpr,
-    EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    ROWS: tl.constexpr, ROW: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    parts, x, w_inner, T, D_IN, SPAN, stride_x, G: tl.constexpr, ROW: tl.constexpr, BULK: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """parts [spans, ROWS, ROW] fp32: first products of T <= ROWS rows over SPAN features each."""
-    BLOCKS: tl.constexpr = ROW // GP
+    """parts [spans, T, ROW] fp32: first products over SPAN features each, zeros behind the G columns.
+
+    BULK as in `gate_kernel`.
+    """
+    BLOCKS: tl.constexpr = (G + GP - 1) // GP
     tile = tl.program_id(0) // BLOCKS
-    rows = tile % (ROWS // BM) * BM + tl.arange(0, BM)
-    steps = tl.arange(0, BK)
-    inner = tl.program_id(0) % BLOCKS * GP + tl.arange(0, GP)
-    span = tile // (ROWS // BM)
-    x_at = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * stride_x + steps[None, :]
-    w_at = w_inner + tl.minimum(inner, G - 1)[None, :] * D_IN + steps[:, None]
-    shift, mean, scale = 0.0, 0.0, 0.0
-    if NORM:
-        source = tl.minimum(rows, T - 1).to(tl.int64)
-        shift, mean, scale = _moments(x, x_at, source, stride_x, steps, D_IN, eps, CENTRED, BM, BK)
+    tiles = (T + BM - 1) // BM
+    span = tile // tiles
+    row = tile % tiles * BM
+    column = tl.program_id(0) % BLOCKS * GP
+    rows = row + tl.arange(0, BM)
+    inner = column + tl.arange(0, GP)
+    x_at = x if BULK else row_pointers(x, tl.minimum(rows, T - 1), stride_x, BK)
+    w_at = w_inner if BULK else row_pointers(w_inner, tl.minimum(inner, G - 1), D_IN, BK)
     acc = _product(
-        x_at, w_at, span * SPAN, tl.minimum((span + 1) * SPAN, D_IN), steps, shift, mean, scale, norm_weight, norm_bias,
-        D_IN, EVEN, NORM, PRECISION, INTERPRET, BM, GP, BK,
+        x, x_at, w_inner, w_at, row, column, span * SPAN, tl.minimum((span + 1) * SPAN, D_IN), 0.0, 0.0, 0.0, None,
+        None, D_IN, BULK, EVEN, False, PRECISION, INTERPRET, BM, GP, BK,
     )  # fmt: skip
-    tl.store(parts + (span * ROWS + rows)[:, None] * ROW + inner[None, :], acc)
+    at = parts + (tl.cast(span, tl.int64) * T + rows)[:, None] * ROW + inner[None, :]
+    acc = tl.where((inner < G)[None, :], acc, 0.0)
+    tl.store(at, acc, mask=(rows < T)[:, None] & (inner < ROW)[None, :])
+
+
+@triton.jit
+def _scores_of_one(
+    parts, b_inner, w_outer, outer, T, SPANS: tl.constexpr, G: tl.constexpr, ROW: tl.constexpr, C: tl.constexpr,
+    INTERPRET: tl.constexpr, SPANS_P: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    """Scores [1, CP] of a program's only row: all parts and weights are on their way before the first is used."""
+    spans = tl.arange(0, SPANS_P)
+    at = parts + (spans.to(tl.int64) * T + tl.program_id(0))[:, None] * ROW
+    score = tl.zeros((CP,), tl.float32)
+    for first in range(0, G, GP):
+        inner = first + tl.arange(0, GP)
+        part = tl.load(at + inner[None, :], mask=(spans < SPANS)[:, None] & (inner < ROW)[None, :], other=0.0)
+        mask = (outer < C)[:, None] & (inner < G)[None, :]
+        w = tl.load(w_outer + outer[:, None] * G + inner[None, :], mask=mask, other=0.0)
+        bias = tl.load(b_inner + inner, mask=inner < G, other=0.0).to(tl.float32)
+        h = gelu(tl.sum(part, 0) + bias, False, INTERPRET)
+        score += tl.sum(h[None, :] * w.to(tl.float32), 1)
+    return score[None, :]
 
 
 @triton.jit(do_not_specialize=["T", "cost"], do_not_specialize_on_alignment=["knob", "k_lo", "k_hi"])
 def gate_sum_kernel(
-    k_out, parts, b_inner, w_outer, b_outer, knob, k_lo, k_hi, T, SPANS, cost, G: tl.constexpr, C: tl.constexpr,
-    K_MIN: tl.constexpr, RULE: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr,
-    GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr,
+    k_out, histogram, parts, b_inner, w_outer, b_outer, knob, k_lo, k_hi, T, cost, SPANS: tl.constexpr,
+    G: tl.constexpr, ROW: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr,
+    SLOTS: tl.constexpr, INTERPRET: tl.constexpr, AT_ONCE: tl.constexpr, SPANS_P: tl.constexpr, GP: tl.constexpr,
+    CP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """k_out [T] from the parts [SPANS, ROWS, ROW] of the first product, which are added in their order."""
+    """k_out [T] and histogram, as `gate_kernel` gives them, from the parts [SPANS, T, ROW] of the first product."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     outer = tl.arange(0, CP)
-    score = tl.zeros((BM, CP), tl.float32)
-    for first in range(0, G, GP):
-        inner = first + tl.arange(0, GP)
-        here = (rows < T)[:, None] & (inner < G)[None, :]
-        acc = tl.zeros((BM, GP), tl.float32)
-        for span in range(0, SPANS):
-            acc += tl.load(parts + (span * ROWS + rows)[:, None] * ROW + inner[None, :], mask=here, other=0.0)
-        score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, INTERPRET)
-    _choose(k_out, None, score, b_outer, knob, k_lo, k_hi, rows, outer, T, cost, C, K_MIN, RULE, 1)
+    bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
+    if BM == 1:
+        score = _scores_of_one(parts, b_inner, w_outer, outer, T, SPANS, G, ROW, C, INTERPRET, SPANS_P, GP, CP)
+    else:
+        score = tl.zeros((BM, CP), tl.float32)
+        at = parts + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * ROW
+        for first in range(0, G, GP):
+            inner = first + tl.arange(0, GP)
+            here = (inner < ROW)[None, :]
+            acc = tl.load(at + inner[None, :], mask=here, other=0.0)
+            for span in tl.static_range(1, SPANS):
+                acc += tl.load(at + tl.cast(T, tl.int64) * (span * ROW) + inner[None, :], mask=here, other=0.0)
+            score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, AT_ONCE, INTERPRET)
+    _choose(k_out, histogram, score, bias, price, low, high, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)

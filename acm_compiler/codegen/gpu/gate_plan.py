@@ -1,8 +1,7 @@
-"""The launches of one gate for calls of one kind: its spec, the constants of its kernels, and its plan."""
+"""The launches of one gate for calls of one kind: the constants of its kernels, and its plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,52 +12,17 @@ from acm_compiler.acm.arguments import GateArguments, GateWeights, part
 from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.blocks import kernel_options
-from acm_compiler.codegen.gpu.dispatch import Histogram, is_counted, slots_of
+from acm_compiler.codegen.gpu.dispatch import Histogram, Rows, slots_of
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
+from acm_compiler.codegen.gpu.gate_spec import FEW, NARROWEST, Cut, GateSpec, cut_of, power_of
+from acm_compiler.codegen.gpu.launch import operand
 from acm_compiler.codegen.gpu.spec import DTYPES
-from acm_compiler.codegen.gpu.stages import Machine
-from acm_compiler.codegen.gpu.start import Launcher, blocks_in
+from acm_compiler.codegen.gpu.stages import BULK_COPY_BYTES, Machine
+from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, is_tracing
 from acm_compiler.codegen.gpu.tiles import bucket_of
-from acm_compiler.planning.decisions import PlannedSite
 
-_WIDEST = 256  # columns of the first product that a program takes at once
-_WIDE = 128  # of those of wider gates, and of exact ones, whose operands need registers for their parts
-_NARROWEST = 16  # of a matrix product
-_LARGE = 128
-_FEW = 64  # tokens, whose gates are split if their first weight has as many elements as
-_HEAVY = 1 << 18
-_PARTS = (32, 512)  # columns and features of one program of a split gate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateSpec:
-    """One gate as its kernel sees it: dtype of the tokens and of the gate itself, sizes, rule; norm: tokens are
-    normalised first; centred: by a LayerNorm, else an RMSNorm.
-    """
-
-    d_in: int
-    width: int
-    columns: int
-    k_min: int
-    rule: str
-    dtype: str
-    gate_dtype: str
-    norm: bool
-    centred: bool = True
-
-    @property
-    def is_exact(self) -> bool:
-        """True if products are in fp32, of three tf32 parts."""
-        return "fp32" in (self.dtype, self.gate_dtype)
-
-    @property
-    def is_odd(self) -> bool:
-        """True if rows begin anywhere, so that Triton reads them value by value, which takes registers."""
-        return self.d_in % 16 != 0
-
-    def is_split(self, tokens: int) -> bool:
-        """True if so few tokens take the first product in parts, as one program would read all of its weight."""
-        return tokens <= _FEW and self.d_in * self.width >= _HEAVY
+_SUMMED = 512  # columns that are added up at once
+_AT_ONCE = 2  # choices
 
 
 class Choice(NamedTuple):
@@ -68,72 +32,46 @@ class Choice(NamedTuple):
     histogram: Histogram | None
 
 
-def gate_spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> GateSpec:
-    """The spec of a planned site's gate, in the type of its tokens, by the rule of a calibrated one."""
-    kind = "fp32" if dtype == "tf32" else dtype
-    return GateSpec(
-        d_in=site.d_in,
-        width=site.gate_width,
-        columns=site.columns,
-        k_min=site.k_min,
-        rule="damage",
-        dtype=kind,
-        gate_dtype=kind,
-        norm=norm,
-    )
+def gate_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `gate_kernel`."""
+    facts = {"NORM": spec.norm, "CENTRED": spec.centred}
+    return {**_choice_constants(spec, interpret), **_product_constants(spec, cut), **facts}
 
 
-def gate_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
-    """Constants of `gate_kernel`; fp32 gates multiply in three tf32 parts, which keeps fp32's digits."""
-    width = max(_NARROWEST, triton.next_power_of_2(spec.width))
-    width = width if width <= (_WIDE if spec.is_exact else _WIDEST) else _WIDE
-    step = 64 // (2 if spec.is_exact else 1) // (2 if width > _LARGE else 1)
-    if spec.is_odd and width >= _LARGE:
-        step //= 2
-    # products of three parts and of normalised blocks take 32 rows: they stay off wgmma, whose register operands old
-    # ptxas gets wrong
-    rows = 32 if spec.is_exact or spec.norm or width > _LARGE // 2 else 64
+def part_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `gate_part_kernel`."""
+    return {"G": spec.width, "ROW": _row_of(spec), "INTERPRET": interpret, **_product_constants(spec, cut)}
+
+
+def sum_constants(spec: GateSpec, cut: Cut, tokens: int, *, interpret: bool) -> dict[str, Any]:
+    """Constants of `gate_sum_kernel`: a program for each of few tokens."""
+    rows = 1 if tokens <= FEW else 16 if tokens <= 16 * FEW else 32
+    width, spans = power_of(spec.width), blocks_in(spec.d_in, cut.span)
     return {
         **_choice_constants(spec, interpret),
-        "SLOTS": slots_of(spec.k_min + spec.columns - 1),
-        "EVEN": spec.d_in % step == 0,
-        "NORM": spec.norm,
-        "CENTRED": spec.centred,
-        "PRECISION": "tf32x3",
-        "GP": width,
-        "BM": min(rows, max(_NARROWEST, triton.next_power_of_2(tokens))),
-        "BK": step,
+        "SPANS": spans,
+        "SPANS_P": triton.next_power_of_2(spans),
+        "ROW": _row_of(spec),
+        "GP": width if width <= _SUMMED else _SUMMED // 2,
+        "BM": rows,
     }
 
 
-def part_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
-    """Constants of `gate_part_kernel`."""
-    step = (32 if spec.is_exact else 128) // (2 if spec.is_odd else 1)
-    shared = _shared_constants(spec, tokens)
+def _row_of(spec: GateSpec) -> int:
+    """Elements between rows of a part, so that every row is aligned."""
+    return blocks_in(spec.width, NARROWEST) * NARROWEST
+
+
+def _product_constants(spec: GateSpec, cut: Cut) -> dict[str, Any]:
+    """Constants of the first product; fp32 gates multiply in three tf32 parts, which keeps fp32's digits."""
     return {
-        "G": spec.width,
-        "SPAN": _PARTS[1],
-        "EVEN": spec.d_in % step == 0,
-        "NORM": spec.norm,
-        "CENTRED": spec.centred,
+        "BULK": cut.bulk,
+        "EVEN": spec.d_in % cut.tile.k == 0,
         "PRECISION": "tf32x3",
-        "INTERPRET": interpret,
-        **shared,
-        "BM": min(32, shared["ROWS"]) if spec.is_exact or spec.norm else shared["ROWS"],  # as in `gate_constants`
-        "BK": step,
+        "GP": cut.tile.n,
+        "BM": cut.tile.m,
+        "BK": cut.tile.k,
     }
-
-
-def sum_constants(spec: GateSpec, tokens: int, *, interpret: bool) -> dict[str, Any]:
-    """Constants of `gate_sum_kernel`."""
-    return {**_choice_constants(spec, interpret), **_shared_constants(spec, tokens), "BM": _NARROWEST}
-
-
-def _shared_constants(spec: GateSpec, tokens: int) -> dict[str, Any]:
-    """Shape of the parts: rows and elements of a row, in blocks of GP."""
-    columns = _PARTS[0]
-    rows = max(_NARROWEST, triton.next_power_of_2(tokens))
-    return {"ROWS": rows, "ROW": blocks_in(spec.width, columns) * columns, "GP": columns}
 
 
 def _choice_constants(spec: GateSpec, interpret: bool) -> dict[str, Any]:
@@ -142,20 +80,22 @@ def _choice_constants(spec: GateSpec, interpret: bool) -> dict[str, Any]:
         "C": spec.columns,
         "K_MIN": spec.k_min,
         "RULE": spec.rule,
+        "SLOTS": slots_of(spec.k_min + spec.columns - 1),
         "INTERPRET": interpret,
-        "CP": max(_NARROWEST, triton.next_power_of_2(spec.columns)),
+        "AT_ONCE": _AT_ONCE,
+        "CP": power_of(spec.columns),
     }
 
 
-def gate_options(spec: GateSpec, machine: Machine, constants: dict[str, Any]) -> dict[str, int]:
-    """Warps and pipeline stages of `gate_kernel` and `gate_part_kernel` (see Machine for `fenced`)."""
-    unsafe = machine.bulk_copies and not machine.fenced and constants["BM"] >= 64
-    stages = 3
-    if spec.is_exact and "SPAN" in constants:
-        stages = 5  # of shorter steps, so that as many bytes are on their way
-    elif spec.is_exact and spec.is_odd and constants["GP"] >= _LARGE:
-        stages = 2  # values that are read one by one wait in registers
-    return kernel_options(warps=4, stages=1 if unsafe else stages)
+def _is_aligned(x_TD: Tensor) -> bool:
+    """True if bulk copies may read the rows; where one that is traced begins, Inductor keeps to the graph's offset."""
+    start = x_TD.storage_offset() * x_TD.itemsize if is_tracing() else x_TD.data_ptr()
+    return all(isinstance(n, int) and n % BULK_COPY_BYTES == 0 for n in (start, x_TD.stride(0) * x_TD.itemsize))
+
+
+def sum_options(constants: dict[str, Any]) -> dict[str, int]:
+    """Warps of `gate_sum_kernel`."""
+    return kernel_options(warps=max(4, constants["BM"] // 2))
 
 
 def run_gate(
@@ -202,36 +142,40 @@ class GatePlan:
         affine = (None, None) if norm is None else (norm.weight, norm.bias)
         self._norm = tuple(None if tensor is None else tensor.contiguous() for tensor in affine)
         self._d_in, self._cost, self._eps = spec.d_in, cost, 0.0 if norm is None else norm.eps
-        self._slots = slots_of(k_min + spec.columns - 1) if is_counted(bucket, k_min + spec.columns - 1) else 0
+        self._slots = slots_of(k_min + spec.columns - 1) if 1 << bucket > FEW else 0
+        self._rows = Rows(spec.d_in, in_order=False, norm=norm) if spec.is_split and norm is not None else None
+        aligned = self._rows is not None or _is_aligned(call.x)
+        self._cut = cut = cut_of(spec, 1 << bucket, machine, aligned=aligned)
+        self._w_inner = operand(weights.w_inner, cut.tile.n, cut.tile.k, cut.bulk)
+        options = kernel_options(warps=cut.tile.warps, stages=cut.tile.stages)
         self._parts: Launcher | None = None
-        if spec.is_split(1 << bucket):
-            constants = part_constants(spec, 1 << bucket, interpret=INTERPRETED)
-            self._parts = Launcher(gate_part_kernel, constants, gate_options(spec, machine, constants))
-            self._spans = blocks_in(spec.d_in, constants["SPAN"])
-            self._room = rows, row = constants["ROWS"], constants["ROW"]
-            self._programs = self._spans * (rows // constants["BM"]) * (row // constants["GP"])
-            sums = sum_constants(spec, 1 << bucket, interpret=INTERPRETED)
-            self._rows, self._start = sums["BM"], Launcher(gate_sum_kernel, sums, kernel_options(warps=4))
+        if spec.is_split:
+            self._parts = Launcher(gate_part_kernel, part_constants(spec, cut, interpret=INTERPRETED), options)
+            self._columns = blocks_in(spec.width, cut.tile.n)
+            sums = sum_constants(spec, cut, 1 << bucket, interpret=INTERPRETED)
+            self._spans, self._row, self._block = sums["SPANS"], sums["ROW"], sums["BM"]
+            self._start = Launcher(gate_sum_kernel, sums, sum_options(sums))
             return
-        constants = gate_constants(spec, 1 << bucket, interpret=INTERPRETED)
-        self._rows, self._start = (
-            constants["BM"],
-            Launcher(gate_kernel, constants, gate_options(spec, machine, constants)),
-        )
+        self._block = cut.tile.m
+        self._start = Launcher(gate_kernel, gate_constants(spec, cut, interpret=INTERPRETED), options)
 
     def __call__(self, x_TD: Tensor, knob: Tensor, k_lo: Tensor, k_hi: Tensor) -> Choice:
         """The choice of T >= 1 tokens, whose rows are contiguous."""
-        tokens, stride, weights = x_TD.shape[0], x_TD.stride(0), self._weights
+        tokens, weights = x_TD.shape[0], self._weights
         k_T = x_TD.new_empty(tokens, dtype=torch.int32)
-        programs = blocks_in(tokens, self._rows)
-        if self._parts is not None:
-            parts = x_TD.new_empty(self._spans, *self._room, dtype=torch.float32)
-            self._parts(self._programs, parts, x_TD, weights[0], *self._norm, tokens, self._d_in, stride, self._eps)
-            self._start(programs, k_T, parts, *weights[1:], knob, k_lo, k_hi, tokens, self._spans, self._cost)
-            return Choice(k_T, None)
+        programs = blocks_in(tokens, self._block)
         counts = k_T.new_empty(programs * self._slots) if self._slots else None
-        self._start(
-            programs, k_T, counts, x_TD, *weights, knob, k_lo, k_hi, *self._norm, tokens, self._d_in, stride,
-            self._cost, self._eps,
-        )  # fmt: skip
-        return Choice(k_T, None if counts is None else Histogram(counts, self._rows))
+        x_TD = x_TD if self._rows is None else self._rows(x_TD, None)
+        cut, stride = self._cut, x_TD.stride(0)
+        x: Any = blocks_of(x_TD, cut.tile.m, cut.tile.k) if cut.bulk else x_TD
+        if self._parts is not None:
+            parts = x_TD.new_empty(self._spans, tokens, self._row, dtype=torch.float32)
+            tiles = self._spans * blocks_in(tokens, cut.tile.m) * self._columns
+            self._parts(tiles, parts, x, self._w_inner, tokens, self._d_in, cut.span, stride)
+            self._start(programs, k_T, counts, parts, *weights[1:], knob, k_lo, k_hi, tokens, self._cost)
+        else:
+            self._start(
+                programs, k_T, counts, x, self._w_inner, *weights[1:], knob, k_lo, k_hi, *self._norm, tokens,
+                self._d_in, stride, self._cost, self._eps,
+            )  # fmt: skip
+        return Choice(k_T, None if counts is None else Histogram(counts, self._block))

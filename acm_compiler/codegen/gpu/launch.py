@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.dispatch import Histogram, Order, Rows, Sort
-from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel
+from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel, few_sum_kernel
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.stages import (
     BULK_COPY_BYTES,
-    POINTERS,
     Machine,
     Product,
     build_options,
     few1_constants,
     few2_constants,
+    few_options,
+    few_sum_constants,
+    few_sum_options,
     layer1_bands,
     layer1_constants,
     layer2_constants,
@@ -79,15 +82,13 @@ def plan_of(spec: KernelSpec, weights: Weights, norm: Norm | None, machine: Mach
     tiles = choose_tiles(spec, machine.arch, 1 << bucket, machine.processors)
     if tiles.sorts:
         return SortedPlan(spec, weights, norm, machine=machine, tiles=tiles, bucket=bucket)
-    return FewPlan(spec, weights, norm, machine=machine, tiles=tiles)
+    return FewPlan(spec, weights, norm, tiles=tiles)
 
 
 class FewPlan:
     """Tokens that fit one row tile, which nothing sorts."""
 
-    def __init__(
-        self, spec: KernelSpec, weights: Weights, norm: Norm | None, *, machine: Machine, tiles: Tiles
-    ) -> None:
+    def __init__(self, spec: KernelSpec, weights: Weights, norm: Norm | None, *, tiles: Tiles) -> None:
         w = weights
         assert w.w_out is not None
         self._spec = spec
@@ -95,32 +96,33 @@ class FewPlan:
         self._first = w.w_in.contiguous(), _flat(w.b_in), _contiguous(w.w_up), _flat(w.b_up)
         self._second = w.w_out.contiguous(), w.b_out.contiguous()
         self._top = _contiguous(w.w_top)
-        self._programs = (
-            blocks_in(spec.learners * spec.width, tiles.layer1.n),
-            blocks_in(spec.d_out, tiles.layer2.n),
-        )
-        self._start1 = Launcher(
-            few1_kernel,
-            few1_constants(spec, tiles.layer1, interpret=INTERPRETED),
-            build_options(spec, tiles.layer1, POINTERS, machine),
-        )
-        self._start2 = Launcher(
-            few2_kernel,
-            few2_constants(spec, tiles.layer2, interpret=INTERPRETED),
-            build_options(spec, tiles.layer2, POINTERS, machine),
-        )
+        self._splits, columns = tiles.splits, spec.learners * spec.width
+        self._programs = blocks_in(columns, tiles.layer1.n), blocks_in(spec.d_out, tiles.layer2.n) * tiles.splits
+        constants = few1_constants(spec, tiles.layer1, interpret=INTERPRETED)
+        self._start1 = Launcher(few1_kernel, constants, few_options(tiles.layer1))
+        constants = few2_constants(spec, tiles.layer2, tiles.splits, interpret=INTERPRETED)
+        self._start2 = Launcher(few2_kernel, constants, few_options(tiles.layer2))
+        if tiles.splits > 1:
+            constants = few_sum_constants(spec, tiles.splits)
+            self._blocks = blocks_in(spec.d_out, constants["BN"])
+            self._sum = Launcher(few_sum_kernel, constants, few_sum_options())
 
     def __call__(
         self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, histogram: Histogram | None = None
     ) -> Tensor:
-        spec, tokens = self._spec, x_TD.shape[0]
+        spec, tokens, splits = self._spec, x_TD.shape[0], self._splits
         x_TD = x_TD if self._rows is None else self._rows(x_TD, None)
         h, y_TO = x_TD.new_empty(tokens, spec.hidden_row), x_TD.new_empty(tokens, spec.d_out)
         self._start1(self._programs[0], h, x_TD, *self._first, k_T, tokens, spec.d_in, x_TD.stride(0))
         stride_r = 0 if residual is None else residual.stride(0)
         top = (None, None) if self._top is None else (x_TD, self._top)
-        sizes = tokens, spec.d_in, x_TD.stride(0), stride_r
-        self._start2(self._programs[1], y_TO, h, *self._second, *top, residual, k_T, *sizes)
+        sizes = tokens, spec.d_in, x_TD.stride(0)
+        if splits == 1:
+            self._start2(self._programs[1], y_TO, h, *self._second, *top, residual, k_T, *sizes, stride_r)
+            return y_TO
+        parts = y_TO.new_empty(splits, tokens, spec.d_out, dtype=torch.float32)
+        self._start2(self._programs[1], parts, h, *self._second, *top, None, k_T, *sizes, 0)
+        self._sum(tokens * self._blocks, y_TO, parts, self._second[1], residual, k_T, tokens, stride_r)
         return y_TO
 
 
@@ -141,9 +143,9 @@ class SortedPlan:
         self._d_out = spec.d_out
         self._sort = Sort(spec.learners, bucket)
         self._rows = Rows(spec.d_in, in_order=in_order, norm=norm) if in_order or norm else None
-        self._layer1 = _Layer1(spec, weights, machine, tiles.layer1) if layer1_bands(spec) else None
+        self._layer1 = Layer1(spec, weights, machine, tiles.layer1) if layer1_bands(spec) else None
         self._products = [
-            _Layer2(spec, weights, machine, tiles.layer2, product, misplaced=product.from_x and self._rows is None)
+            Layer2(spec, weights, machine, tiles.layer2, product, misplaced=product.from_x and self._rows is None)
             for product in products_of(spec)
         ]
 
@@ -172,16 +174,21 @@ class _Grid:
         return fewer(self._most, (blocks_in(tokens, self._rows) + self._extra) * self._columns)
 
 
-class _Layer1:
-    """The hidden buffer [T, hidden_row] in sorted order; what no token of a row tile needs stays unwritten."""
+class Layer1:
+    """The hidden buffer [T, hidden_row] in sorted order; what no token of a row tile needs stays unwritten.
 
-    def __init__(self, spec: KernelSpec, weights: Weights, machine: Machine, tile: Tile) -> None:
-        loads, w = loads_of(spec, machine, None), weights
+    in_order: x is given in sorted order on any machine.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, weights: Weights, machine: Machine, tile: Tile, *, in_order: bool = False
+    ) -> None:
+        loads, w = loads_of(spec, machine, None, in_order=in_order), weights
         self._row, self._d_in = spec.hidden_row, spec.d_in
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
         self._grid = _Grid(machine, tile, spec.learners * spec.width)
         w_in, w_up = (
-            None if matrix is None else _operand(matrix.reshape(-1, spec.d_in), tile.n, tile.k, loads.w_desc)
+            None if matrix is None else operand(matrix.reshape(-1, spec.d_in), tile.n, tile.k, loads.w_desc)
             for matrix in (w.w_in, w.w_up)
         )
         self._weights = w_in, _flat(w.b_in), w_up, _flat(w.b_up)
@@ -199,7 +206,7 @@ class _Layer1:
         return h
 
 
-class _Layer2:
+class Layer2:
     """One product of layer 2, into rows of y. misplaced: it reads x as it was given, which may lie anywhere."""
 
     def __init__(
@@ -217,7 +224,8 @@ class _Layer2:
         self.from_x = product.from_x
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
         self._grid = _Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
-        self._weights = _operand(w, tile.n, tile.k, loads.w_desc), weights.b_out.contiguous()
+        b_out = weights.b_out.contiguous() if product.bias else None
+        self._weights = operand(w, tile.n, tile.k, loads.w_desc), b_out
         self._d_in, self._stride_w = spec.d_in, w.stride(0)
         self._start = Launcher(
             layer2_kernel,
@@ -251,7 +259,7 @@ def _matrix(spec: KernelSpec, product: Product, weights: Weights) -> Tensor:
     return w.contiguous().reshape(-1, reduction * (spec.learners if product.reduce == "learners" else 1))
 
 
-def _operand(matrix: Tensor, rows: int, columns: int, descriptor: bool) -> Any:
+def operand(matrix: Tensor, rows: int, columns: int, descriptor: bool) -> Any:
     """Weights as a kernel takes them: their pointer, or a descriptor of blocks."""
     matrix = by_rows(matrix)
     if not descriptor:

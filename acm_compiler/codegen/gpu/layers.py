@@ -36,14 +36,14 @@ def layer1_kernel(
     N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, Q_HI: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, X_DESC: tl.constexpr, W_DESC: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """h [T, ROW] in sorted order; x [T, D_IN] in token order (GATHER) or sorted; w_in, w_up [N * H, D_IN].
 
     Bands Q_HI to 1. X_DESC, W_DESC: x, the weights are tensor descriptors of blocks [BM, BK], [BN, BK].
     """
     _, _, _, _, _, _, _, tiles = find_band(0, counts, Q_HI, 1, N, H, 0, False, BM, BN)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLAT):
         _, local, first, high, wide, _, _, _ = find_band(tile, counts, Q_HI, 1, N, H, 0, False, BM, BN)
         row_tile, column_tile = raster(local, high, wide, GROUP)
         m0 = (first + row_tile) * BM
@@ -152,16 +152,16 @@ def layer2_kernel(
     Q_LO: tl.constexpr, OWN: tl.constexpr, REDUCE: tl.constexpr, STACKED: tl.constexpr, RESIDUAL: tl.constexpr,
     GATHER: tl.constexpr, A_DESC: tl.constexpr, W_DESC: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """y [T, D_OUT] in token order for tokens with k in [Q_LO, Q_HI]; a in sorted order, or in token order (GATHER).
 
     w [D_OUT, reduction], or STACKED: one such matrix per k. OWN: no tile serves two k.
     REDUCE "learners": k * H columns of a; "all": D_IN; "rows": D_IN for output rows of the first k learners; "cols":
-    k * H columns of x, which lie apart, against w [N, D_OUT, H].
+    k * H columns of x, which lie apart, against w [N, D_OUT, H]. b_out may be absent where not OWN.
     """
     _, _, _, _, _, _, _, tiles = find_band(0, counts, Q_HI, Q_LO, N, 0, D_OUT, OWN, BM, BN)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLAT):
         q, local, first, high, wide, lo, hi, _ = find_band(tile, counts, Q_HI, Q_LO, N, 0, D_OUT, OWN, BM, BN)
         row_tile, column_tile = raster(local, high, wide, GROUP)
         m0 = (first + row_tile) * BM
@@ -172,7 +172,7 @@ def layer2_kernel(
         token = tl.load(perm + rows, mask=mine, other=0).to(tl.int64)
         source = token if GATHER else tl.minimum(rows, T - 1).to(tl.int64)
         w_rows = tl.minimum(columns, D_OUT - 1)
-        if OWN:
+        if OWN or b_out is None:
             acc = tl.zeros((BM, BN), tl.float32)
         else:
             acc = _start(b_out, rows, columns, counts, m0 + BM <= tl.load(counts + q), q, N, D_OUT, BM, BN)

@@ -12,14 +12,15 @@ from typing import Any
 
 from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.spec import KernelSpec
-from acm_compiler.codegen.gpu.tiles import Tile
+from acm_compiler.codegen.gpu.tiles import PROCESSORS, Tile
 
 _GROUP = 8
 BULK_COPY_BYTES = 16
 """Alignment of addresses and rows that tensor descriptors need."""
 _WGMMA_ROWS = 64
 _FENCED = (3, 7)
-_SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "GROUP")
+_SUMMED = 256  # columns of a token that one program adds up
+_SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "GROUP", "FLAT")
 
 
 def puts_fences() -> bool:
@@ -45,12 +46,18 @@ class Machine:
         return self.arch >= 90
 
 
+def machine_of_arch(arch: int) -> Machine:
+    """The largest GPU of that architecture, with the Triton that is installed."""
+    processors = PROCESSORS[max(known for known in PROCESSORS if known <= arch)]
+    return Machine(arch=arch, processors=processors, fenced=puts_fences())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
     """One launch of layer 2: tokens with k in [q_lo, q_hi], `weight` the name of its matrix in Weights.
 
     own: no tile serves two k; reduce: how long the inner product is; stacked: one matrix per k; from_x: it reads x,
-    not the hidden layer.
+    not the hidden layer; bias: b_out(k) is added.
     """
 
     weight: str
@@ -60,6 +67,7 @@ class Product:
     reduce: str = "learners"
     stacked: bool = False
     from_x: bool = False
+    bias: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,17 +107,17 @@ def layer1_bands(spec: KernelSpec) -> int:
 
 
 @lru_cache
-def loads_of(spec: KernelSpec, machine: Machine, product: Product | None) -> Loads:
-    """Loads for the operands of a product of layer 2, or of layer 1 (None)."""
+def loads_of(spec: KernelSpec, machine: Machine, product: Product | None, *, in_order: bool = False) -> Loads:
+    """Loads for the operands of a product of layer 2, or of layer 1 (None); in_order: x is given in sorted order."""
     from_x = product is None or product.from_x
     reduction = spec.d_in if from_x else spec.learners * spec.width
     bulk = machine.bulk_copies and on_tensor_cores(spec) and spec.form != "cols"
-    permuted = permutes_rows(spec, machine)
+    permuted = in_order or permutes_rows(spec, machine)
     row = spec.d_in if from_x else spec.hidden_row
     return Loads(
         gather=from_x and not permuted,
-        a_desc=bulk and (permuted or not from_x) and _aligned(row, spec),
-        w_desc=bulk and _aligned(reduction, spec),
+        a_desc=bulk and (permuted or not from_x) and is_aligned(row, spec),
+        w_desc=bulk and is_aligned(reduction, spec),
     )
 
 
@@ -117,7 +125,7 @@ def permutes_rows(spec: KernelSpec, machine: Machine) -> bool:
     """True if x is first copied in sorted order; rows that are normalised first are written in that order."""
     if spec.norm:
         return spec.form != "cols"
-    plain = on_tensor_cores(spec) and spec.form != "cols" and _aligned(spec.d_in, spec)
+    plain = on_tensor_cores(spec) and spec.form != "cols" and is_aligned(spec.d_in, spec)
     return machine.bulk_copies and not machine.fenced and plain
 
 
@@ -126,7 +134,8 @@ def on_tensor_cores(spec: KernelSpec) -> bool:
     return spec.dtype != "fp32" or spec.tf32
 
 
-def _aligned(columns: int, spec: KernelSpec) -> bool:
+def is_aligned(columns: int, spec: KernelSpec) -> bool:
+    """True if bulk copies may begin at every row of a matrix of so many columns."""
     return columns * spec.itemsize % BULK_COPY_BYTES == 0
 
 
@@ -182,7 +191,7 @@ def few1_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str
 
 
 @lru_cache
-def few2_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str, Any]:
+def few2_constants(spec: KernelSpec, tile: Tile, splits: int, *, interpret: bool) -> dict[str, Any]:
     """Constants of `few2_kernel`."""
     return {
         "N": spec.learners,
@@ -191,9 +200,22 @@ def few2_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str
         "D_OUT": spec.d_out,
         "SECOND": spec.second,
         "FROM_X": spec.form == "linear",
-        "RESIDUAL": spec.residual,
+        "RESIDUAL": spec.residual and splits == 1,
+        "SPLITS": splits,
         "EVEN": spec.width % tile.k == 0,
         **{name: value for name, value in _tile_constants(spec, tile, interpret).items() if name not in _SORTED_ONLY},
+    }
+
+
+@lru_cache
+def few_sum_constants(spec: KernelSpec, splits: int) -> dict[str, Any]:
+    """Constants of `few_sum_kernel`."""
+    return {
+        "N": spec.learners,
+        "D_OUT": spec.d_out,
+        "RESIDUAL": spec.residual,
+        "SPLITS": splits,
+        "BN": _SUMMED,
     }
 
 
@@ -206,6 +228,7 @@ def _tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, 
         "BN": tile.n,
         "BK": tile.k,
         "GROUP": _GROUP,
+        "FLAT": tile.flat,
     }
 
 
@@ -216,3 +239,13 @@ def build_options(spec: KernelSpec, tile: Tile, loads: Loads, machine: Machine) 
     by_wgmma = machine.bulk_copies and on_tensor_cores(spec) and tile.m >= _WGMMA_ROWS
     unsafe = by_wgmma and by_pointer and not machine.fenced
     return kernel_options(warps=tile.warps, stages=1 if unsafe else tile.stages)
+
+
+def few_options(tile: Tile) -> dict[str, int]:
+    """Warps and pipeline stages of kernels for few tokens, whose products are none of wgmma's."""
+    return kernel_options(warps=tile.warps, stages=tile.stages)
+
+
+def few_sum_options() -> dict[str, int]:
+    """Warps of `few_sum_kernel`: 16 bytes of each part for every thread."""
+    return kernel_options(warps=_SUMMED // 128)

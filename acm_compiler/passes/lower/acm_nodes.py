@@ -6,11 +6,12 @@ import re
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from acm_compiler.acm import gated_learners, ops
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments
-from acm_compiler.passes.capture.op_names import written_tensors
+from acm_compiler.passes.capture.op_names import argument, written_tensors
 from acm_compiler.sources.user_code import traced_line
 
 LEARNERS = (ops.LEARNERS, ops.LEARNERS.default)
@@ -30,6 +31,7 @@ _GRADIENT_SWITCHES = (
     torch.autograd.grad_mode._enter_inference_mode,
     torch.autograd.grad_mode._exit_inference_mode,
 )
+_DROPOUTS: dict[Any, tuple[int, str]] = {F.dropout: (2, "training"), torch.ops.aten.dropout.default: (2, "train")}
 NORM_EPS = "norm_eps"
 """The argument of `acm::gated_learners` that says whether a norm belongs to it."""
 NORM_CENTRED = "norm_centred"
@@ -81,6 +83,11 @@ def with_value(meta: dict[str, Any], value: Tensor) -> dict[str, Any]:
 def is_reshape(node: fx.Node) -> bool:
     """True for what keeps the values of its first argument, a tensor, in their order."""
     return node.target in _RESHAPES if node.op == "call_method" else node.target in _ATEN_RESHAPES
+
+
+def is_idle_dropout(node: fx.Node) -> bool:
+    """True for a dropout that drops nothing, as in eval mode."""
+    return node.target in _DROPOUTS and argument(node, *_DROPOUTS[node.target], True) is False
 
 
 def put_reshape(tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:

@@ -12,14 +12,13 @@ import operator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from acm_compiler.passes.capture.op_names import argument
 from acm_compiler.passes.lower.acm_nodes import (
     LEARNERS,
     call_of,
+    is_idle_dropout,
     is_reshape,
     keeps_apart,
     learners_nodes,
@@ -30,7 +29,6 @@ from acm_compiler.passes.lower.acm_nodes import (
 )
 
 _ADDS: tuple[Any, ...] = (operator.add, torch.add, torch.ops.aten.add.Tensor)
-_DROPOUTS: dict[Any, tuple[int, str]] = {F.dropout: (2, "training"), torch.ops.aten.dropout.default: (2, "train")}
 
 
 def fuse_residual(graph: fx.Graph) -> int:
@@ -57,15 +55,13 @@ def _fuse(learners: fx.Node) -> bool:
 def _chain(learners: fx.Node) -> list[fx.Node]:
     """The operator and what only reshapes its result (or is a dropout that does nothing), each read once."""
     chain = [learners]
-    while (user := only_user(chain[-1])) is not None and user.args[0] is chain[-1] and _passes_on(user):
+    while (
+        (user := only_user(chain[-1])) is not None
+        and user.args[0] is chain[-1]
+        and (is_reshape(user) or is_idle_dropout(user))
+    ):
         chain.append(user)
     return chain
-
-
-def _passes_on(node: fx.Node) -> bool:
-    if is_reshape(node):
-        return True
-    return node.target in _DROPOUTS and argument(node, *_DROPOUTS[node.target], True) is False
 
 
 def _is_plain_add(node: fx.Node) -> bool:

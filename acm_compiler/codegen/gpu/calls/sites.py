@@ -59,7 +59,7 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
     """y [..., O] of an input [..., D]; None where the call must go the usual way."""
     if not _is_plain(acm, x):
         return None
-    shape, is_decode = x.shape, is_one_each(x.shape[:-1], acm.layout)
+    shape, is_decode = x.shape, is_one_each(x.shape[:-1], acm.axis_of_ones)
     tokens = x.numel() // shape[-1]
     if not acm.only_k.is_of(acm.__dict__["_buffers"]):
         if torch.cuda.is_current_stream_capturing():  # which may not wait for the device; a gate reads what is there

@@ -334,7 +334,7 @@ def test_a_gate_may_be_wide_and_split_over_its_features(tokens, heavy, kind, dty
     """Columns are taken in blocks, those of a sum, too; features in parts, whose sums have an order."""
     for name, number in {"_HEAVY": heavy, "_SPAN": 128, "_LEAST_SPAN": 128}.items():
         monkeypatch.setattr(gate_spec, name, number)
-    monkeypatch.setattr(gate_plan, "_SUMMED", 256)
+    monkeypatch.setattr(gate_plan, "_SUM_COLUMNS", (256, 128))
     width, d_in = 270, 331
     weights = [torch.randn(width, d_in) * d_in**-0.5, torch.randn(width), torch.randn(5, width), torch.zeros(5)]
     weights = [tensor.to(dtype) for tensor in weights]

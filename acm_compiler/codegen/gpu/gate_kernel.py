@@ -99,24 +99,23 @@ def _product(
 
 @triton.jit
 def _add_scores(
-    score, acc, b_inner, w_outer, inner, outer, G: tl.constexpr, C: tl.constexpr, AT_ONCE: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    score, acc, b_inner, w_outer, place, outer, G: tl.constexpr, C: tl.constexpr, INTERPRET: tl.constexpr
 ):  # fmt: skip
-    """score + GELU(acc + b_inner) W_outer, of some of the G columns.
+    """score + GELU(acc + b_inner) W_outer, of some of the G columns, which lie at `place`, [1 or rows, columns].
 
-    Choice by choice, AT_ONCE of them: a product would hold all of h and of the weight in registers.
+    Choice by choice: a product would hold all of h and of the weight in registers.
     """
-    acc += tl.load(b_inner + inner, mask=inner < G, other=0.0).to(tl.float32)[None, :]
+    acc += tl.load(b_inner + place, mask=place < G, other=0.0).to(tl.float32)
     h = gelu(acc, False, INTERPRET)
-    for c in tl.range(0, C, loop_unroll_factor=AT_ONCE):
-        w = tl.load(w_outer + c * G + inner, mask=inner < G, other=0.0).to(tl.float32)
-        score = tl.where((outer == c)[None, :], score + tl.sum(h * w[None, :], 1)[:, None], score)
+    for c in range(C):
+        w = tl.load(w_outer + c * G + place, mask=place < G, other=0.0).to(tl.float32)
+        score = tl.where((outer == c)[None, :], score + tl.sum(h * w, 1)[:, None], score)
     return score
 
 
 @triton.jit
 def _terms(b_outer, knob, k_lo, k_hi, outer, C: tl.constexpr):
-    """Terms of a choice beside scores: b_outer in fp32, knob, bounds; read before anything is waited for."""
+    """Terms of a choice beside scores: b_outer in fp32, knob, bounds."""
     bias = tl.load(b_outer + outer, mask=outer < C, other=0.0).to(tl.float32)
     return bias, tl.load(knob), tl.load(k_lo), tl.load(k_hi)
 
@@ -142,8 +141,8 @@ def gate_kernel(
     k_out, histogram, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, norm_weight, norm_bias, T, D_IN,
     stride_x, cost, eps, G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr,
     SLOTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, AT_ONCE: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """k_out [T]; w_inner [G, D_IN], w_outer [C, G]; knob fp32, k_lo and k_hi int32 scalars in memory.
 
@@ -168,7 +167,7 @@ def gate_kernel(
             x, x_at, w_inner, w_at, row, first, 0, D_IN, shift, mean, scale, norm_weight, norm_bias, D_IN, BULK, EVEN,
             NORM, PRECISION, INTERPRET, BM, GP, BK,
         )  # fmt: skip
-        score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, AT_ONCE, INTERPRET)
+        score = _add_scores(score, acc, b_inner, w_outer, inner[None, :], outer, G, C, INTERPRET)
     bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
     _choose(k_out, histogram, score, bias, price, low, high, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)
 
@@ -226,23 +225,24 @@ def _scores_of_one(
 def gate_sum_kernel(
     k_out, histogram, parts, b_inner, w_outer, b_outer, knob, k_lo, k_hi, T, cost, SPANS: tl.constexpr,
     G: tl.constexpr, ROW: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr,
-    SLOTS: tl.constexpr, INTERPRET: tl.constexpr, AT_ONCE: tl.constexpr, SPANS_P: tl.constexpr, GP: tl.constexpr,
-    CP: tl.constexpr, BM: tl.constexpr,
+    SLOTS: tl.constexpr, INTERPRET: tl.constexpr, SPANS_P: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """k_out [T] and histogram, as `gate_kernel` gives them, from the parts [SPANS, T, ROW] of the first product."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     outer = tl.arange(0, CP)
-    bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
     if BM == 1:
+        bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
         score = _scores_of_one(parts, b_inner, w_outer, outer, T, SPANS, G, ROW, C, INTERPRET, SPANS_P, GP, CP)
     else:
         score = tl.zeros((BM, CP), tl.float32)
         at = parts + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * ROW
         for first in range(0, G, GP):
-            inner = first + tl.arange(0, GP)
-            here = (inner < ROW)[None, :]
-            acc = tl.load(at + inner[None, :], mask=here, other=0.0)
+            # for each row, as parts are read: so weights get there where they are needed, with nobody to wait for
+            place = first + tl.arange(0, GP)[None, :] + tl.zeros((BM, GP), tl.int32)
+            acc = tl.load(at + place, mask=place < ROW, other=0.0)
             for span in tl.static_range(1, SPANS):
-                acc += tl.load(at + tl.cast(T, tl.int64) * (span * ROW) + inner[None, :], mask=here, other=0.0)
-            score = _add_scores(score, acc, b_inner, w_outer, inner, outer, G, C, AT_ONCE, INTERPRET)
+                acc += tl.load(at + tl.cast(T, tl.int64) * (span * ROW) + place, mask=place < ROW, other=0.0)
+            score = _add_scores(score, acc, b_inner, w_outer, place, outer, G, C, INTERPRET)
+        bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
     _choose(k_out, histogram, score, bias, price, low, high, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)

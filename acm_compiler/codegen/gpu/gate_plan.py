@@ -21,8 +21,9 @@ from acm_compiler.codegen.gpu.stages import BULK_COPY_BYTES, Machine
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, is_tracing
 from acm_compiler.codegen.gpu.tiles import bucket_of
 
-_SUMMED = 512  # columns that are added up at once
-_AT_ONCE = 2  # choices
+_SUM_ROWS = (FEW, 1), (1 << 11, 8)  # most tokens, rows of a program that adds up
+_MOST_SUM_ROWS = 32
+_SUM_COLUMNS = 512, 128  # that are added up at once: of one row; of several, by one warp
 
 
 class Choice(NamedTuple):
@@ -44,15 +45,15 @@ def part_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, An
 
 
 def sum_constants(spec: GateSpec, cut: Cut, tokens: int, *, interpret: bool) -> dict[str, Any]:
-    """Constants of `gate_sum_kernel`: a program for each of few tokens."""
-    rows = 1 if tokens <= FEW else 16 if tokens <= 16 * FEW else 32
-    width, spans = power_of(spec.width), blocks_in(spec.d_in, cut.span)
+    """Constants of `gate_sum_kernel`: a program for each of few tokens; of more, each warp has rows of its own."""
+    rows = next((rows for most, rows in _SUM_ROWS if tokens <= most), _MOST_SUM_ROWS)
+    spans = blocks_in(spec.d_in, cut.span)
     return {
         **_choice_constants(spec, interpret),
         "SPANS": spans,
         "SPANS_P": triton.next_power_of_2(spans),
         "ROW": _row_of(spec),
-        "GP": width if width <= _SUMMED else _SUMMED // 2,
+        "GP": min(power_of(spec.width), _SUM_COLUMNS[rows > 1]),
         "BM": rows,
     }
 
@@ -82,7 +83,6 @@ def _choice_constants(spec: GateSpec, interpret: bool) -> dict[str, Any]:
         "RULE": spec.rule,
         "SLOTS": slots_of(spec.k_min + spec.columns - 1),
         "INTERPRET": interpret,
-        "AT_ONCE": _AT_ONCE,
         "CP": power_of(spec.columns),
     }
 
@@ -95,7 +95,7 @@ def _is_aligned(x_TD: Tensor) -> bool:
 
 def sum_options(constants: dict[str, Any]) -> dict[str, int]:
     """Warps of `gate_sum_kernel`."""
-    return kernel_options(warps=max(4, constants["BM"] // 2))
+    return kernel_options(warps=max(4, constants["BM"] // 4))
 
 
 def run_gate(

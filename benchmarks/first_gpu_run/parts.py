@@ -30,29 +30,14 @@ class Part:
     beside: bool = False
 
 
+_UNTIMED: Any = {"vital": True, "beside": True}
 PARTS = {
     "correctness": (
-        Part(name="forms", run="correctness.forms", seconds=150, vital=True, processes=8, beside=True),
-        Part(name="nan", run="correctness.not_a_number", seconds=45, vital=True, beside=True),
-        Part(name="gates", run="correctness.gates", seconds=45, vital=True, beside=True),
-        Part(
-            name="one_k",
-            run="correctness.one_k",
-            seconds=45,
-            vital=True,
-            interpreted=False,
-            processes=3,
-            beside=True,
-        ),
-        Part(
-            name="gradients",
-            run="gradients.exact",
-            seconds=120,
-            vital=True,
-            differentiates=True,
-            processes=4,
-            beside=True,
-        ),
+        Part(name="forms", run="correctness.forms", seconds=150, processes=8, **_UNTIMED),
+        Part(name="nan", run="correctness.not_a_number", seconds=45, **_UNTIMED),
+        Part(name="gates", run="correctness.gates", seconds=45, **_UNTIMED),
+        Part(name="one_k", run="correctness.one_k", seconds=45, interpreted=False, processes=3, **_UNTIMED),
+        Part(name="gradients", run="gradients.exact", seconds=120, differentiates=True, processes=4, **_UNTIMED),
         Part(name="tests", run="sanitizer.tests", seconds=240, interpreted=False, beside=True),
         Part(name="answers", run="correctness.answers", seconds=135, vital=True, processes=4),
         Part(name="memcheck", run="sanitizer.sanitized", given=("memcheck",), seconds=120),

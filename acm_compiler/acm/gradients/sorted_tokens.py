@@ -21,7 +21,6 @@ from acm_compiler.acm.reference import Weights, out_layer, relaxed_output, requi
 
 # hidden values of a call, T * M, from which on sorting pays, on a CPU; on an H100 it does from 3e7 at the latest
 _LEAST = 1 << 20
-_LEAST_ON_GPU = 1 << 20
 
 
 class Band(NamedTuple):
@@ -69,12 +68,11 @@ def pays(x_TD: Tensor, weights: Weights) -> bool:
     if not weights.is_nested or weights.is_quantized or x_TD.is_meta or type(x_TD) not in (Tensor, nn.Parameter):
         return False
     values = x_TD.shape[0] * weights.learners * weights.w_in.shape[1]
-    least = _LEAST_ON_GPU if x_TD.is_cuda else _LEAST
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_or_false  # there already when this is traced
 
-        return guard_or_false(values >= least)
-    return values >= least
+        return guard_or_false(values >= _LEAST)
+    return values >= _LEAST
 
 
 def sorted_output(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:

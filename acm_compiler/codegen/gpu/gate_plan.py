@@ -14,7 +14,7 @@ from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.dispatch import Histogram, Rows, slots_of
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
-from acm_compiler.codegen.gpu.gate_spec import FEW, NARROWEST, Cut, GateSpec, cut_of, power_of
+from acm_compiler.codegen.gpu.gate_spec import FEW, NARROWEST, Cut, GateSpec, cut_of, padded_size
 from acm_compiler.codegen.gpu.launch import operand
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import BULK_COPY_BYTES, Machine
@@ -53,7 +53,7 @@ def sum_constants(spec: GateSpec, cut: Cut, tokens: int, *, interpret: bool) -> 
         "SPANS": spans,
         "SPANS_P": triton.next_power_of_2(spans),
         "ROW": _row_of(spec),
-        "GP": min(power_of(spec.width), _SUM_COLUMNS[rows > 1]),
+        "GP": min(padded_size(spec.width), _SUM_COLUMNS[rows > 1]),
         "BM": rows,
     }
 
@@ -83,7 +83,7 @@ def _choice_constants(spec: GateSpec, interpret: bool) -> dict[str, Any]:
         "RULE": spec.rule,
         "SLOTS": slots_of(spec.k_min + spec.columns - 1),
         "INTERPRET": interpret,
-        "CP": power_of(spec.columns),
+        "CP": padded_size(spec.columns),
     }
 
 

@@ -93,7 +93,7 @@ def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = Tru
         return Cut(tile=_whole_tile(spec, tokens, bulk=bulk, arch=machine.arch), bulk=bulk, span=spec.d_in)
     if few:
         step = (32 if spec.is_exact else 128) // (2 if spec.is_odd else 1)
-        rows = min(32, power_of(tokens))
+        rows = min(32, padded_size(tokens))
         stages = 5 if spec.is_exact else 3  # of shorter steps, so that as many bytes are on their way
         return Cut(tile=Tile(m=rows, n=32, k=step, warps=4, stages=stages, resident=1), bulk=False, span=_SPAN)
     tile = _part_tile(spec, tokens, machine, bulk=bulk)
@@ -103,7 +103,7 @@ def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = Tru
 
 
 def _whole_tile(spec: GateSpec, tokens: int, *, bulk: bool, arch: int) -> Tile:
-    width = power_of(spec.width)
+    width = padded_size(spec.width)
     width = width if width <= (_WIDE if spec.is_exact else _WIDEST) else _WIDE
     if bulk:
         wide = width > _WIDE
@@ -116,11 +116,11 @@ def _whole_tile(spec: GateSpec, tokens: int, *, bulk: bool, arch: int) -> Tile:
     rows = 32 if spec.is_exact or spec.norm or width > _WIDE // 2 or arch >= 90 else 64
     # values that are read one by one wait in registers
     stages = 2 if spec.is_exact and spec.is_odd and width >= _WIDE else 3
-    return Tile(m=min(rows, power_of(tokens)), n=width, k=step, warps=4, stages=stages, resident=1)
+    return Tile(m=min(rows, padded_size(tokens)), n=width, k=step, warps=4, stages=stages, resident=1)
 
 
 def _part_tile(spec: GateSpec, tokens: int, machine: Machine, *, bulk: bool) -> Tile:
-    width = min(power_of(spec.width), _WIDEST)
+    width = min(padded_size(spec.width), _WIDEST)
     roomy = machine.arch < 120
     if bulk and roomy and 2 * blocks_in(tokens, 128) * blocks_in(spec.width, width) >= machine.processors:
         return Tile(m=128, n=width, k=64, warps=8 if width > 64 else 4, stages=4, resident=1)
@@ -133,6 +133,6 @@ def _part_tile(spec: GateSpec, tokens: int, machine: Machine, *, bulk: bool) -> 
     return Tile(m=64, n=width, k=64, warps=4, stages=3, resident=2)
 
 
-def power_of(number: int) -> int:
-    """The next power of two that a matrix product takes."""
+def padded_size(number: int) -> int:
+    """The power of two to which a side of a matrix product is padded."""
     return max(NARROWEST, triton.next_power_of_2(number))

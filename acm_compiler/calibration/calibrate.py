@@ -27,8 +27,7 @@ from acm_compiler.passes.rewrite.conversion import (
     wholly_rewritten,
 )
 from acm_compiler.passes.rewrite.dense_region import broken_weights_named, read_dense
-from acm_compiler.passes.rewrite.offload import offloading
-from acm_compiler.passes.rewrite.streaming import streaming
+from acm_compiler.passes.rewrite.offload import offloading, streaming
 from acm_compiler.planning.check_schedule import check_closed_form
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of

@@ -4,8 +4,8 @@ before:  z = layer_norm(x, (D,), w, b, eps); y = gated_learners(reshape(z), *w_g
 after:   y = gated_learners(reshape(x), *w_gate, ..., residual, w, b, norm_eps=eps)
 
 The normalised tokens are then never written as a tensor of their own: kernels normalise rows where they first read
-them. Only where nothing else reads the norm, as in front of an MLP of a pre-norm block. Norms are torch's own operators,
-and RMSNorm as transformers writes it out:
+them. Only where nothing else reads the norm, as in front of an MLP of a pre-norm block. Norms are torch's own
+operators, and RMSNorm as transformers writes it out:
 
 h = x.to(float32); z = weight * (h * rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 """

@@ -44,7 +44,7 @@ def test_files_hold_so_many_bytes_or_one_tensor():
     tensors = {name: torch.zeros(size) for name, size in (("a", 4), ("b", 4), ("c", 100), ("d", 1))}
     files = shards(tensors, 32, "model.safetensors")
     assert [sorted(part) for part in files.values()] == [["a", "b"], ["c"], ["d"]]
-    assert list(files)[0] == "model-00001-of-00003.safetensors"
+    assert next(iter(files)) == "model-00001-of-00003.safetensors"
     index = json.loads(index_of(files))
     assert index["metadata"]["total_size"] == 4 * 109 and index["weight_map"]["c"] == list(files)[1]
     assert list(shards(tensors, 10**6, "model.safetensors")) == ["model.safetensors"]

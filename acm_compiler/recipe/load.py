@@ -148,7 +148,7 @@ def installed_path(text: str) -> str:
         raise UsageError(f"the Python package {name!r} is not installed", found=text, fix=fix)
     path = Path(folders[0], rest)
     if not path.exists():
-        raise UsageError(f"the package {name!r} holds no {rest!r}", found=text)
+        raise UsageError(f"the package {name!r} holds no {rest!r}", found=text, fix=f"the files are in {folders[0]}")
     return str(path)
 
 
@@ -256,7 +256,7 @@ def _section(section: str, kinds: TypeAdapter[Any], given: str | Mapping[str, An
             fix=f"such as {_EXAMPLES[section]}; the keys are those of a recipe's {section}",
         ) from None
     for _, _, name in unset_in(found):
-        raise UsageError(f"the variable {name} is not set", where=where)
+        raise UsageError(f"the variable {name} is not set", where=where, fix=f"export {name}=..., or write the path")
     return expand(found)
 
 

@@ -132,10 +132,15 @@ def _config_of(record: Mapping[str, Any]) -> ModelConfig:
     try:
         config = ModelConfig.model_validate(known)
     except ValidationError as error:
-        raise StorageError("the saved record of the model is damaged", found=wrong_values(error)[0]) from error
+        raise _damaged(wrong_values(error)[0]) from error
     if config.source not in _BUILDERS:
-        raise StorageError("the saved record of the model is damaged", found=f"source {config.source}")
+        raise _damaged(f"source {config.source}")
     return config
+
+
+def _damaged(found: str) -> StorageError:
+    fix = "copy the folder again from where it is whole, or load it onto the model itself: base_model"
+    return StorageError("the saved record of the model is damaged", found=found, fix=fix)
 
 
 def _read_record(folder: Path) -> dict[str, Any]:

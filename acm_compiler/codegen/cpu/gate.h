@@ -17,7 +17,7 @@
 #include "activations.h"
 #include "norm.h"
 #include "package.h"
-#include "products.h"
+#include "products/products.h"
 #include "rule.h"
 
 #define ACM_GATE_TENSORS                                                                                  \

@@ -10,8 +10,8 @@
 #include <limits>
 #include <vector>
 
-#include "plan.h"
-#include "vectors.h"
+#include "products/plan.h"
+#include "products/vectors.h"
 
 namespace {
 

@@ -32,7 +32,7 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
     "div": torch.div,
     "pow": torch.pow,
 }
-_POINTWISE: dict[str, Callable[..., Tensor]] = {
+POINTWISE: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(F, name) for name, meaning in ACTIVATIONS.items() if meaning is None and name != "gelu_tanh"},
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "neg": torch.neg,
@@ -52,6 +52,7 @@ _POINTWISE: dict[str, Callable[..., Tensor]] = {
     "clamp": torch.clamp,
     "softsign": F.softsign,
 }
+"""Functions of one operand, and perhaps of numbers behind it, that an expression may call."""
 
 
 def resolve(act: str) -> Activation:
@@ -88,10 +89,10 @@ def _compile_call(name: str, args: list[ast.expr], act: str) -> Callable[[Tensor
         raise UsageError(f"activation {act!r}: {name} is applied to numbers only", expected="a use of x")
     if name in _BINARY and len(parts) == 2:
         return _binary(_BINARY[name], parts[0], parts[1])
-    if name in _POINTWISE and callable(parts[0]) and not any(callable(p) for p in parts[1:]):
-        inner, numbers, function = parts[0], parts[1:], _POINTWISE[name]
+    if name in POINTWISE and callable(parts[0]) and not any(callable(p) for p in parts[1:]):
+        inner, numbers, function = parts[0], parts[1:], POINTWISE[name]
         return lambda x: function(inner(x), *numbers)
-    functions = sorted(_POINTWISE.keys() | _BINARY.keys())
+    functions = sorted(POINTWISE.keys() | _BINARY.keys())
     raise UsageError(
         f"activation {act!r}: {name} with {len(parts)} arguments{did_you_mean(name, functions)}",
         expected=f"one of {', '.join(functions)}",
@@ -123,8 +124,8 @@ def _illegal(node: ast.expr, act: str) -> UsageError:
 
 
 NAMES: dict[str, Activation] = {
-    name: _POINTWISE[name] if meaning is None else _compile(ast.parse(meaning, mode="eval").body, meaning)
+    name: POINTWISE[name] if meaning is None else _compile(ast.parse(meaning, mode="eval").body, meaning)
     for name, meaning in ACTIVATIONS.items()
 }
-_POINTWISE |= {name: function for name, function in NAMES.items() if name != "identity"}
+POINTWISE |= {name: function for name, function in NAMES.items() if name != "identity"}
 _COMPILED: dict[str, Activation] = dict(NAMES)

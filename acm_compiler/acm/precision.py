@@ -48,7 +48,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def own_types() -> Iterator[None]:
+def no_autocast() -> Iterator[None]:
     """Autocast is off inside, on the CPU, where float64 may live, and on the accelerator, if there is one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     with ExitStack() as off:

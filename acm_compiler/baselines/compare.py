@@ -27,7 +27,7 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths
 from acm_compiler.recipe.resolved import installed_versions
-from acm_compiler.runs.folder import RunOptions, is_finished, one_run
+from acm_compiler.runs.folder import RunOptions, check_run_folder, one_run
 from acm_compiler.runs.pipeline import check_recipe, plan_recipe
 from acm_compiler.runs.recipe_run import OpenedRecipe
 from acm_compiler.runs.run_recipe import RecipeRun, plain, run_recipe
@@ -91,7 +91,7 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
     run_options = RunOptions(
         directory=options.directory, resume=True, force=options.force, judge=False, resume_command=options.command
     )
-    is_finished(recipe, run_options)
+    check_run_folder(recipe, run_options)
     if not options.force:
         scores.check()
     if any(name in OURS for name in chosen.budgets):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_skips
-from acm_compiler.acm.precision import own_types
+from acm_compiler.acm.precision import no_autocast
 from acm_compiler.calibration.answer import Answer, default_answer, run
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
 from acm_compiler.calibration.fit_all import fit_all, install
@@ -27,8 +27,7 @@ from acm_compiler.passes.rewrite.conversion import (
     wholly_rewritten,
 )
 from acm_compiler.passes.rewrite.dense_region import broken_weights_named, read_dense
-from acm_compiler.passes.rewrite.offload import offloading
-from acm_compiler.passes.rewrite.streaming import streaming
+from acm_compiler.passes.rewrite.offload import offloading, streaming
 from acm_compiler.planning.check_schedule import check_closed_form
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, progress_of
@@ -121,7 +120,7 @@ def calibrate_on(
     examples = Examples(_single(batches) if by_one else batches, tokens=options.tokens)
     with (
         torch.inference_mode(False),
-        own_types(),
+        no_autocast(),
         streaming(found.model) if options.offload == "cpu" else offloading(options.offload),
         progress_of("calibrate", progress) as work,
         ExitStack() as undo,

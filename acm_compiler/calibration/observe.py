@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from acm_compiler.acm import ACM, tokens
-from acm_compiler.acm.precision import FastLinears, exactly, own_types
+from acm_compiler.acm.precision import FastLinears, exactly, no_autocast
 from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, random_directions, run
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
@@ -158,7 +158,7 @@ class _Taps:
             self.examples = max(self.examples, int(example_T[-1:].sum()) + 1)
             self.calls += 1
             h_TF = self.hidden.pop(acm.name, None)
-            with own_types(), exactly():  # the model may autocast by itself
+            with no_autocast(), exactly():  # the model may autocast by itself
                 if self.forward_alone:
                     record.add_moments(x_TD, real_T, h_TF)
                 else:

@@ -173,7 +173,7 @@ def restore_choices(found: Rewritten, choices: dict[str, Any] | None, *, where: 
         return
     if choices["sites"].keys() != acms.keys():
         odd = min(choices["sites"].keys() ^ acms.keys())
-        raise StorageError("the choices are of a model with other sites", where=str(where), found=odd)
+        raise StorageError("the choices are of a model with other sites", where=str(where), found=odd, fix=_FIX)
     for name, acm in acms.items():
         for phase in PHASES:
             knob, k_lo, k_hi = choices["sites"][name][phase]

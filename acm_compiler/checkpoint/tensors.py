@@ -79,7 +79,8 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
                 "rest=True), whose weights are saved",
             )
         if tensor.is_meta:
-            raise StorageError("the model has no values to save", where=name, found="a tensor on the meta device")
+            found, fix = "a tensor on the meta device", "give the model its weights first"
+            raise StorageError("the model has no values to save", where=name, found=found, fix=fix)
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
         owner = first.setdefault(key, name)
         if owner == name:

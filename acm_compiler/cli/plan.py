@@ -92,7 +92,7 @@ def _cost_table(built: BuiltModel, made: Plan, named: Sequence[float | str], *, 
 
 def _target(device: str | None) -> TargetConfig | None:
     """The target of that name, for calls like the example; UsageError for an unknown one."""
-    from acm_compiler.planning.expected_time import device_of
+    from acm_compiler.planning.site_times import device_of
     from acm_compiler.recipe.schema import TargetConfig
 
     return None if device is None else TargetConfig.model_validate({"device": device_of(device).name.lower()})
@@ -103,7 +103,7 @@ def _times(made: Plan, config: TargetConfig | None) -> tuple[str, dict[str, Any]
     if config is None:
         return "", {}
     from acm_compiler.planning.cost_table import BUDGETS
-    from acm_compiler.planning.expected_time import time_table
+    from acm_compiler.planning.site_times import time_table
     from acm_compiler.planning.target import Target
 
     target = Target.of(config, share=1.0)
@@ -166,7 +166,7 @@ def read_what(text: str, overrides: Sequence[str] = (), **settings: Any) -> Reci
             )
         return load_recipe(text, overrides)
     if overrides:
-        raise UsageError("--set changes recipes, and this is none", where=text)
+        raise UsageError("--set changes recipes, and this is none", where=text, fix="leave it out, or give a recipe")
     if ":" not in text and not Path(text).is_dir():
         hint = did_you_mean(text, shipped_recipes())
         expected = f"a recipe ({', '.join(shipped_recipes())}, FILE.yaml), {FORMS}"

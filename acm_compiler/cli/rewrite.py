@@ -73,7 +73,7 @@ def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
     from acm_compiler.passes.rewrite.conversion import conversion
     from acm_compiler.planning.check_schedule import check_phase
     from acm_compiler.recipe import expand_paths, how_to_set, unset_variables
-    from acm_compiler.runs.folder import is_finished
+    from acm_compiler.runs.folder import check_run_folder
     from acm_compiler.runs.pipeline import check_recipe, plan_recipe
     from acm_compiler.runs.run_recipe import RecipeRun
     from acm_compiler.training.machine import open_machine
@@ -88,7 +88,7 @@ def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
         recipe = expand_paths(recipe)
         _, model = RecipeRun(recipe, machine, output.progress).prepare(options, report=output.say)
         made = conversion(model).plan
-    is_finished(recipe, options)
+    check_run_folder(recipe, options)
     for note in [*map(str, unset), *([how_to_set(recipe)] if unset else [])]:
         output.note(note)
     output.say(f"dry run: {'the plan was' if unset else 'model, data, plan and folder were'} checked, nothing written")

@@ -111,7 +111,8 @@ def _regex(match: str) -> re.Pattern[str]:
     try:
         return re.compile(match.removeprefix("re:"))
     except re.error as error:
-        raise SelectionError(f"{match!r} is no regular expression", found=str(error)) from None
+        fix = "a name, or a glob, is written without re:"
+        raise SelectionError(f"{match!r} is no regular expression", found=str(error), fix=fix) from None
 
 
 def _kinds(found: Iterable[Site]) -> str:

@@ -7,9 +7,17 @@ from dataclasses import dataclass, field, replace
 
 from acm_compiler.errors import a_few_of
 from acm_compiler.planning.decisions import PlannedSite
-from acm_compiler.planning.expected_time import Device, ExpectedTime, device_of, expected_times
-from acm_compiler.planning.measured_time import MEASURED, Key, MeasuredTime, read_measured
 from acm_compiler.planning.planner import plan_sites
+from acm_compiler.planning.site_times import (
+    MEASURED,
+    Device,
+    ExpectedTime,
+    Key,
+    MeasuredTime,
+    device_of,
+    expected_times,
+    read_measured,
+)
 from acm_compiler.recipe.schema import GateConfig, SiteRule, TargetConfig
 from acm_compiler.site import Site
 

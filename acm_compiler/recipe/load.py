@@ -1,7 +1,8 @@
 """Load a recipe: find it, read it, fill in variables and package paths, check it, report all its errors at once.
 
 A recipe is a file or the name of a shipped one; `${VAR}` stands for an environment variable in values that are paths,
-`package:NAME/FILE` for a file of an installed Python package.
+`package:NAME/FILE` for a file of an installed Python package. Single sections may be given outside of a recipe, as by
+`--data` and `--task`.
 """
 
 from __future__ import annotations
@@ -9,21 +10,24 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from acm_compiler.errors import RecipeError, StorageError, UsageError, did_you_mean
-from acm_compiler.recipe.document import Document, KeyPath, Problem, read_file, show_path
+from acm_compiler.recipe.datasets import DataConfig
+from acm_compiler.recipe.document import Document, KeyPath, Problem, read_file, read_value, show_path
 from acm_compiler.recipe.fields import PathLike
-from acm_compiler.recipe.messages import find_problems
+from acm_compiler.recipe.messages import find_problems, wrong_values
 from acm_compiler.recipe.overrides import apply_overrides
 from acm_compiler.recipe.schema import VERSION, Origin, Recipe
+from acm_compiler.recipe.tasks import TaskConfig
 
 _FREE_TEXT = ("description", "resolved")
+_EXAMPLES = {"data": "python:my_module:my_data, or '{kind: imagefolder, root: PATH}'", "task": "classify"}
 
 
 def load_recipe(path_or_name: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -144,7 +148,7 @@ def installed_path(text: str) -> str:
         raise UsageError(f"the Python package {name!r} is not installed", found=text, fix=fix)
     path = Path(folders[0], rest)
     if not path.exists():
-        raise UsageError(f"the package {name!r} holds no {rest!r}", found=text)
+        raise UsageError(f"the package {name!r} holds no {rest!r}", found=text, fix=f"the files are in {folders[0]}")
     return str(path)
 
 
@@ -212,3 +216,51 @@ def expand(section: Model) -> Model:
 def _expand_text(text: str) -> str:
     text = _VARIABLE.sub(lambda match: os.environ[match[1]], text)
     return os.path.expanduser(text) if text.startswith("~/") else text
+
+
+def task_section(given: str | Mapping[str, Any], *, where: str) -> TaskConfig:
+    """The task that a kind, or a section as in a recipe, describes; UsageError naming `where` it was given."""
+    return _section("task", TypeAdapter(TaskConfig), given, where)
+
+
+def data_section(given: str | Mapping[str, Any], *, where: str) -> DataConfig:
+    """The data set that a kind, or a section as in a recipe, describes; UsageError naming `where` it was given."""
+    return _section("data", TypeAdapter(DataConfig), given, where)
+
+
+def read_section(text: str, *, where: str) -> str | dict[str, Any]:
+    """Read a section that was typed: a kind, or `{kind: …, key: value}`. UsageError for anything else."""
+    try:
+        found = read_value(text) if text.lstrip().startswith("{") else text.strip()
+    except RecipeError as error:
+        raise UsageError("this cannot be read", where=where, found=text, fix="; ".join(error.problems)) from None
+    if not isinstance(found, (str, dict)) or not found:
+        raise UsageError("this cannot be read", where=where, found=repr(text), expected="a kind, or {kind: …}")
+    return found
+
+
+def _section(section: str, kinds: TypeAdapter[Any], given: str | Mapping[str, Any], where: str) -> Any:
+    values = {"kind": given} if isinstance(given, str) else dict(given)
+    if not isinstance(values.get("kind"), str):
+        raise UsageError(f"the {section} has no kind", where=where, found=values, fix=f"such as {_EXAMPLES[section]}")
+    try:
+        found = kinds.validate_python(values)
+    except ValidationError as error:
+        known = _known_kinds(error)
+        words = "; ".join(wrong_values(error)) if known is None else f"unknown kind {values['kind']!r}"
+        hint = did_you_mean(values["kind"], known or ())
+        raise UsageError(
+            f"no such {section}: {words}{hint}",
+            where=where,
+            expected=None if known is None else f"one of {', '.join(known)}, python:package.module:function",
+            fix=f"such as {_EXAMPLES[section]}; the keys are those of a recipe's {section}",
+        ) from None
+    for _, _, name in unset_in(found):
+        raise UsageError(f"the variable {name} is not set", where=where, fix=f"export {name}=..., or write the path")
+    return expand(found)
+
+
+def _known_kinds(error: ValidationError) -> list[str] | None:
+    """The kinds there are, where the error is that there is no such one."""
+    tags = [detail["ctx"]["expected_tags"] for detail in error.errors() if detail["type"] == "union_tag_invalid"]
+    return [tag.strip().strip("'") for tag in tags[0].split(",") if "python" not in tag] if tags else None

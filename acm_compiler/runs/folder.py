@@ -64,7 +64,7 @@ def one_run(directory: Path, machine: Machine, say: Say) -> Iterator[None]:
         yield
 
 
-def is_finished(recipe: Recipe, options: RunOptions) -> bool:
+def check_run_folder(recipe: Recipe, options: RunOptions) -> bool:
     """True if there is nothing to resume, because the folder holds the complete result of this very recipe.
 
     Raises StorageError for a folder that is not ours, and UsageError, but for `force`, for one whose content a run
@@ -91,8 +91,8 @@ def is_finished(recipe: Recipe, options: RunOptions) -> bool:
     return False
 
 
-def fate(options: RunOptions) -> str | None:
-    """Effect of a run that `is_finished` lets begin on what its folder holds; None where that is nothing."""
+def describe_existing(options: RunOptions) -> str | None:
+    """Effect of a run that `check_run_folder` lets begin on what its folder holds; None where that is nothing."""
     if has_state(options.directory):
         if options.resume:
             return f"continues the unfinished run in {options.directory}"
@@ -142,7 +142,7 @@ def drop_measured(directory: Path, say: Say, *, evaluated: bool) -> None:
 
 
 @contextmanager
-def in_words(options: RunOptions) -> Iterator[None]:
+def as_run_interrupted(options: RunOptions) -> Iterator[None]:
     """Work after the phases, which starts over in a resumed run: Ctrl-C ends it as RunInterrupted, if they are kept."""
     try:
         yield

@@ -50,7 +50,7 @@ class Given:
     @staticmethod
     def read(task: str | None, data: str | None, base_model: str | None) -> Given:
         """The values of --task, --data and --base-model. UsageError for what cannot be meant."""
-        from acm_compiler.recipe.sections import data_section, read_section, task_section
+        from acm_compiler.recipe.load import data_section, read_section, task_section
         from acm_compiler.sources.build import parse_reference
 
         return Given(

@@ -28,10 +28,10 @@ from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.recipe.schema import QuantizeConfig
 from acm_compiler.runs.folder import (
     RunOptions,
+    as_run_interrupted,
+    check_run_folder,
+    describe_existing,
     drop_measured,
-    fate,
-    in_words,
-    is_finished,
     judged,
     one_run,
     still_to_come,
@@ -74,10 +74,10 @@ def run_recipe(recipe: Recipe, options: RunOptions, *, say: Say) -> Evaluation |
 
 def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) -> Evaluation | None:
     """Carry out `run_recipe`, once no other run is in its folder."""
-    if is_finished(recipe, options):
+    if check_run_folder(recipe, options):
         say("finished before, and left as it is; --force does it again")
         return judged(load_evaluation(options.directory), options)
-    if before := fate(options):
+    if before := describe_existing(options):
         say(before)
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
@@ -90,7 +90,7 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
         return None
     if done == len(recipe.schedule):
         run.quantize(model)
-    with in_words(options):
+    with as_run_interrupted(options):
         evaluation = run.judge(model, dense) if options.judge and recipe.data and recipe.task else None
     if evaluation is not None:
         _note_budgets(model, evaluation)

@@ -188,4 +188,5 @@ def _matches(name: str, pattern: str) -> bool:
     try:
         return re.search(pattern.removeprefix("re:"), name) is not None
     except re.error as error:
-        raise UsageError(f"{pattern!r} is no regular expression", found=str(error)) from None
+        fix = "a name, or a glob, is written without re:"
+        raise UsageError(f"{pattern!r} is no regular expression", found=str(error), fix=fix) from None

@@ -88,7 +88,8 @@ class Usage:
     def k(self) -> dict[str, Tensor]:
         """Learners run per site, [batch, tokens]; NothingRecorded when no forward was seen."""
         if not self._calls:
-            raise NothingRecorded("no forward of the model ran inside acm.record")
+            fix = "call the model inside: with acm.record(model) as usage: model(...)"
+            raise NothingRecorded("no forward of the model ran inside acm.record", fix=fix)
         return {name: torch.cat(calls, dim=1) for name, calls in self._calls.items()}
 
     def load(self, tokens: int | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from acm_compiler.recipe.gguf import SUFFIX
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
-from acm_compiler.sources import from_hf, from_package, from_python, from_timm, from_torchvision
+from acm_compiler.sources import from_hf, from_python, from_shipped, from_timm, from_torchvision
 from acm_compiler.sources.built import Device, Found
 from acm_compiler.sources.examples import InputSpec, fit_to, make_inputs
 from acm_compiler.sources.inputs import Inputs
@@ -27,13 +27,13 @@ _BUILDERS: dict[str, Callable[..., Found]] = {
     "timm": from_timm.build,
     "hf": from_hf.build,
     "python": from_python.build,
-    "shipped": from_package.build,
+    "shipped": from_shipped.build,
 }
 _CHECKS: dict[str, Callable[[ModelConfig], None]] = {
     "torchvision": from_torchvision.check,
     "timm": from_timm.check,
     "hf": from_hf.check,
-    "shipped": from_package.check,
+    "shipped": from_shipped.check,
 }
 # what libraries raise for arguments and configs that do not fit
 _FAILURES = (
@@ -132,10 +132,15 @@ def _config_of(record: Mapping[str, Any]) -> ModelConfig:
     try:
         config = ModelConfig.model_validate(known)
     except ValidationError as error:
-        raise StorageError("the saved record of the model is damaged", found=wrong_values(error)[0]) from error
+        raise _damaged(wrong_values(error)[0]) from error
     if config.source not in _BUILDERS:
-        raise StorageError("the saved record of the model is damaged", found=f"source {config.source}")
+        raise _damaged(f"source {config.source}")
     return config
+
+
+def _damaged(found: str) -> StorageError:
+    fix = "copy the folder again from where it is whole, or load it onto the model itself: base_model"
+    return StorageError("the saved record of the model is damaged", found=found, fix=fix)
 
 
 def _read_record(folder: Path) -> dict[str, Any]:

@@ -91,7 +91,8 @@ def recorded_config(record: dict[str, Any]) -> Any:
         return transformers.AutoConfig.for_model(**settings)
     except (ValueError, StrictDataclassError) as error:
         found = " ".join(str(error).split())
-        raise ModelSourceError("transformers here does not know this model", found=found) from error
+        fix = "install a transformers that knows it: pip install -U transformers"
+        raise ModelSourceError("transformers here does not know this model", found=found, fix=fix) from error
 
 
 def _import_transformers() -> Any:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from acm_compiler.data.batch import Batch, Facts, size_of
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.recipe.sections import task_section
+from acm_compiler.recipe.load import task_section
 from acm_compiler.recipe.tasks import (
     TEXTS,
     CausalLMTask,

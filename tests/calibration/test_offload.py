@@ -13,7 +13,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import StorageError, UsageError
-from acm_compiler.passes.rewrite import offload, streaming
+from acm_compiler.passes.rewrite import offload
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.passes.rewrite.rewrite import copied
 from tests.helpers.calibration_tiny import make_tiny, texts
@@ -52,8 +52,8 @@ class Copies:
 
     def __init__(self, monkeypatch):
         self.now = self.most = self.count = 0
-        self.copy = streaming.onto
-        monkeypatch.setattr(streaming, "onto", self)
+        self.copy = offload.onto
+        monkeypatch.setattr(offload, "onto", self)
 
     def __call__(self, tensor, device):
         copied = self.copy(tensor, device)

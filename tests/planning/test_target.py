@@ -8,8 +8,7 @@ import torch
 
 from acm_compiler.evaluation.advice import advise
 from acm_compiler.passes.survey import analyze
-from acm_compiler.planning.expected_time import DEVICES
-from acm_compiler.planning.measured_time import MeasuredTime
+from acm_compiler.planning.site_times import DEVICES, MeasuredTime
 from acm_compiler.planning.target import Target, plan_sites_for
 from acm_compiler.recipe.schema import GateConfig, SiteRule, TargetConfig
 from acm_compiler.runs.pipeline import decide

@@ -10,7 +10,7 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_skips
-from acm_compiler.acm.precision import own_types
+from acm_compiler.acm.precision import no_autocast
 from acm_compiler.acm.quantized.int8 import DEEPEST
 from acm_compiler.acm.quantized.integers import To
 from acm_compiler.acm.reference import Weights
@@ -103,7 +103,7 @@ def quantize_on(
     names = choose_rest(found, include, exclude, to) if rest else []
     made: Mapping[str, Weights] = {}
     if examples is not None:
-        with own_types(), progress_of("quantize", progress) as work:
+        with no_autocast(), progress_of("quantize", progress) as work:
             made = _rounded(found, names, examples, tokens, work)
     for name, acm in found.acms.items():
         acm.learners.quantize(to, made.get(name))

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string_view>
 
-#include "vectors.h"
+#include "products/vectors.h"
 
 namespace {
 

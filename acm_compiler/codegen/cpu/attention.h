@@ -12,8 +12,8 @@
 #include <cstdint>
 #include <limits>
 
-#include "share.h"
-#include "vectors.h"
+#include "products/share.h"
+#include "products/vectors.h"
 
 namespace {
 

@@ -23,7 +23,7 @@ from acm_compiler.codegen.cpu.levels import Level, find_prebuilt, levels_here
 from acm_compiler.errors import KernelUnavailable
 
 SOURCE = Path(__file__).with_name("learners.cpp")
-_HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
+_HEADERS = tuple(sorted(SOURCE.parent.rglob("*.h")))
 _COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT_S = 900
 _LOG = logging.getLogger("acm_compiler.backend")

@@ -6,9 +6,9 @@
 // one product per learner over its prefix, the second one product over the first k H hidden values of each token.
 #pragma once
 
-#include "multiply.h"
 #include "operation.h"
-#include "products.h"
+#include "products/multiply.h"
+#include "products/products.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "vectors.h"
+#include "products/vectors.h"
 
 namespace {
 

@@ -6,7 +6,7 @@
 
 #include "activations.h"
 #include "norm.h"
-#include "share.h"
+#include "products/share.h"
 #include "sorted.h"
 
 namespace {

@@ -10,7 +10,7 @@
 #include "activations.h"
 #include "norm.h"
 #include "operation.h"
-#include "quantized_call.h"
+#include "quantized/quantized_call.h"
 
 namespace {
 

@@ -10,8 +10,8 @@
 #include <array>
 #include <cmath>
 
-#include "multiply.h"
 #include "operation.h"
+#include "products/multiply.h"
 
 namespace {
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from acm_compiler.passes.capture.graph import tensors
+from acm_compiler.site import ACTIVATIONS as NAMED
 
 
 def op_set(text: str) -> frozenset[str]:
@@ -94,7 +95,7 @@ ACTIVATIONS = op_set(
     "softplus pow square exp exp2 expm1 erf logsigmoid prelu rrelu threshold clamp clamp_min clamp_max "
     "abs sqrt rsqrt log log1p softsign softshrink hardshrink tanhshrink glu sin cos maximum minimum "
     "reciprocal rpow rdiv"
-)
+) | {name for name, meaning in NAMED.items() if meaning is None}
 SUMS = op_set("add sub rsub")
 PRODUCTS = op_set("matmul rmatmul mm bmm baddbmm einsum addmm addbmm tensordot inner")
 ATTENTION = frozenset(["scaled_dot_product_attention"])

@@ -24,10 +24,6 @@ _NUMBERS: dict[str, tuple[tuple[str, float], ...]] = {
     "softplus": (("beta", 1.0), ("threshold", 20.0)),
     "hardtanh": (("min_val", -1.0), ("max_val", 1.0)),
 }
-_UNARY = op_set(
-    "neg sqrt rsqrt exp log log1p abs square sigmoid logsigmoid tanh relu relu6 silu selu hardswish "
-    "hardsigmoid mish erf softsign"
-)
 _REFLECTED = {"rsub": "sub", "rdiv": "div", "rpow": "pow"}
 _BINARY = op_set("add sub mul div pow") | _REFLECTED.keys()
 
@@ -187,7 +183,7 @@ class TermReader:
             numbers = [float(argument(node, i + 1, k, d)) for i, (k, d) in enumerate(_NUMBERS[value.op])]
             default = numbers == [d for _, d in _NUMBERS[value.op]]
             return Call(value.op, (self._first(value), *(() if default else numbers)))
-        if value.op in _UNARY:
+        if value.op in activations.POINTWISE and not _has_numbers(node):
             return Call(value.op, (self._first(value),))
         raise Inexpressible(f"{_where(value)} is not a pointwise function that an ACM can hold")
 
@@ -244,6 +240,14 @@ def _keeps_rows(flow: Dataflow, value: Value) -> bool:
 
 def _parameter(value: Value) -> str:
     return str(value.node.meta.get("param") or value.name)
+
+
+def _has_numbers(node: fx.Node) -> bool:
+    """True where a call gives a function more than its operand; flags such as `inplace` change no value."""
+    return any(
+        isinstance(given, (int, float)) and not isinstance(given, bool)
+        for given in (*node.args[1:], *node.kwargs.values())
+    )
 
 
 def _where(value: Value) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from acm_compiler.acm.steps import STEPS, Program, Step, gated_options
 from acm_compiler.passes.capture.op_names import RESHAPES, argument, name_of
 from acm_compiler.passes.lower.acm_nodes import call_of, is_idle_dropout, is_reshape, keeps_apart, put_reshape, value_of
-from acm_compiler.passes.lower.norms import norm_at
+from acm_compiler.passes.lower.fuse_norm import norm_at
 
 FEW_TOKENS = 256
 SMALL_HEAD = 1024

@@ -6,9 +6,9 @@
 #include <cstring>
 #include <vector>
 
+#include "../products/kept.h"
 #include "int8_rows.h"
 #include "int8_tile.h"
-#include "kept.h"
 
 namespace {
 

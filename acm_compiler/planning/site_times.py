@@ -1,22 +1,24 @@
-"""Expected times of sites on a GPU, dense and as ACMs: a roofline whose rates were measured on an H100 (docs/gpu.md).
+"""Times of sites on a GPU, dense and as ACMs: expected ones, or those of rows that `benchmarks/first_gpu_run` left.
 
-A launch takes a time of its own and the longer of two more: of its products at the device's rate, in whole waves of
-tiles, and of its operands through memory. Products are bfloat16; launches follow each other as in a CUDA graph, and
-find nothing in the cache.
+Expected ones are a roofline whose rates were measured on an H100 (docs/gpu.md). A launch takes a time of its own and
+the longer of two more: of its products at the device's rate, in whole waves of tiles, and of its operands through
+memory. Products are bfloat16; launches follow each other as in a CUDA graph, and find nothing in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from acm_compiler.errors import UsageError, did_you_mean
-from acm_compiler.planning.measured_time import Key, MeasuredTime, measured_times
+from acm_compiler.files import parse_json
 
 if TYPE_CHECKING:
     from acm_compiler.planning.decisions import PlannedSite
@@ -41,6 +43,10 @@ LAUNCH_S, OUR_LAUNCH_S = 4e-6, 7e-6
 """Expected times of a launch by itself, of torch's kernels and of these."""
 DENSE_RATE, OUR_RATE, MEMORY_RATE = 0.75, 0.65, 0.75
 """Shares of the data sheet's rates that dense products, these kernels and memory are expected to reach."""
+MEASURED = Path("runs") / "first_gpu_run" / "speed.jsonl"
+"""Rows of `python -m benchmarks.first_gpu_run speed`, in the folder where a command is started."""
+_DENSE = ("dense, eager", "dense, Inductor max-autotune")  # the whole site; others are told less or do less
+Key = tuple[str, int, int, int, int, int]
 _BYTES = 2  # of a bfloat16
 _TILES, _FEWEST = (128, 64), 16  # sides of tiles; rows of the narrowest
 _SORTED = 64  # tokens beyond which one launch sorts them, and one copies their rows in that order
@@ -182,3 +188,67 @@ def _slower(found: Sequence[ExpectedTime], shares: Sequence[float]) -> list[str]
 def _shape(entry: ExpectedTime) -> tuple[str, int, int, int, bool]:
     site = entry.site
     return site.kind, site.d_in, site.d_out, site.tokens, entry.is_measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTime:
+    """One shape of site: seconds of the best dense one, and seconds as an ACM by the share of its learners, rising."""
+
+    dense_s: float
+    acm_s: tuple[tuple[float, float], ...]
+
+    def at(self, share: float) -> float | None:
+        """Seconds at a share, by a straight line between its neighbours; None beyond what was measured."""
+        shares = [known for known, _ in self.acm_s]
+        above = bisect_left(shares, share)
+        if above == len(shares) or (above == 0 and shares[0] != share):
+            return None
+        if shares[above] == share:
+            return self.acm_s[above][1]
+        (low, before), (high, after) = self.acm_s[above - 1 : above + 1]
+        return before + (after - before) * (share - low) / (high - low)
+
+
+def read_measured(path: Path, card: str) -> dict[Key, MeasuredTime]:
+    """Measurements on a device whose name holds `card`; none where there is no such file, or another device."""
+    rows = list(_rows(path))
+    cards = {row["card"] for row in rows if "card" in row}
+    if not cards or not all(card in str(found) for found in cards):
+        return {}
+    times: dict[Key, dict[float, dict[str, float]]] = {}
+    for row in rows:
+        if "shape" in row and "us" in row and "k/N" in row:
+            of_shape = times.setdefault((*row["shape"], row["tokens"]), {})
+            of_shape.setdefault(row["k/N"], {})[row["contender"]] = 1e-6 * row["us"]
+    found = {key: _measured(of_shape) for key, of_shape in times.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _measured(by_share: dict[float, dict[str, float]]) -> MeasuredTime | None:
+    dense = [spent[name] for spent in by_share.values() for name in _DENSE if name in spent]
+    acm = tuple((share, spent["ours"]) for share, spent in sorted(by_share.items()) if "ours" in spent)
+    return MeasuredTime(dense_s=min(dense), acm_s=acm) if dense and acm else None
+
+
+def _rows(path: Path) -> Iterable[dict[str, Any]]:
+    """The file's rows; one that a killed process left unfinished is left out."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            row = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def measured_times(
+    site: PlannedSite, measured: dict[Key, MeasuredTime], shares: Sequence[float]
+) -> tuple[float, tuple[float, ...]] | None:
+    """Dense seconds of one call, and seconds at each share; None unless that very site was measured at all of them."""
+    key = (site.learner_form, site.d_in, site.width, site.d_out, site.learners, site.tokens)
+    if key not in measured:
+        return None
+    lowest = site.k_min / site.learners
+    spent = [measured[key].at(max(share, lowest)) for share in shares]
+    known = tuple(value for value in spent if value is not None)
+    return (measured[key].dense_s, known) if len(known) == len(spent) else None

@@ -9,10 +9,10 @@
 #include <cstring>
 #include <utility>
 
-#include "plan.h"
-#include "products.h"
-#include "tiles.h"
-#include "vectors.h"
+#include "../products/plan.h"
+#include "../products/products.h"
+#include "../products/tiles.h"
+#include "../products/vectors.h"
 
 namespace {
 

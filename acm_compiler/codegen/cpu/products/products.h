@@ -1,137 +1,28 @@
 // Products a w^T of scattered rows with a weight matrix, tile by tile; what becomes of a tile is the caller's business.
 //
-// Everything here is 32-bit words: a float, or a pair of bfloat16 where the processor multiplies those (else bfloat16
-// becomes floats as it is read). Rows of `a` are read where they are, so that sorting tokens costs nothing; a panel of
-// the weights is there (kept.h), or of as many columns as a piece has it is made once and used for all rows, or, where
-// memory for one is not granted, piece by piece for each tile. A row's sums are made in one order, whatever its
-// neighbours are.
+// Everything here is 32-bit words (loops.h). Rows of `a` are read where they are, so that sorting tokens costs nothing;
+// a panel of the weights is there (kept.h), or of as many columns as a piece has it is made once and used for all rows,
+// or, where memory for one is not granted, piece by piece for each tile. A row's sums are made in one order, whatever
+// its neighbours are.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
+#include "loops.h"
 #include "matrix.h"
 #include "share.h"
 #include "tiles.h"
 
 namespace {
 
-// a tile's sums, one panel row and one broadcast fill the 32 (without AVX-512 on x86: 16) registers
-#if defined(CPU_CAPABILITY_AVX2)
-constexpr int64_t kTileVecs = 2;
-#else
-constexpr int64_t kTileVecs = 4;
-#endif
-constexpr int64_t kPanelCols = kTileVecs * kLanes;
 constexpr int64_t kWidePanelCols = 128;  // where AMX multiplies: rows are then read less often
 constexpr int64_t kNearWords = 128;      // of rows that stay in the first cache while AMX multiplies them
 constexpr int64_t kPanelDepth = 1024;    // words: a panel stays in the second cache
-constexpr int64_t kStretch = 384;      // words summed before they are added to what there is: short sums round less
-constexpr int64_t kDotCols = 4;
 // up to so many rows, and one for so many words of depth, a product without panels is the cheaper one
 constexpr int64_t kDotRows = 32, kDotDepth = 32;
-
-#if defined(__AVX512BF16__)
-constexpr bool kHasPairs = true;
-#else
-constexpr bool kHasPairs = false;
-#endif
-
-// sum + a b, of floats or, with kPairs, of pairs of bfloat16
-template <bool kPairs>
-inline Vec multiply_add(const Vec& a, const Vec& b, const Vec& sum) {
-#if defined(__AVX512BF16__)
-  const auto pairs = [](const Vec& words) { return (__m512bh)_mm512_castps_si512(words); };
-  if constexpr (kPairs) return _mm512_dpbf16_ps(sum, pairs(a), pairs(b));
-#endif
-  return at::vec::fmadd(a, b, sum);
-}
-
-// ---- the inner loops --------------------------------------------------------------------------------------------
-
-// out[kRows, kVecs * lanes] (+)= rows times so many strips of a panel, `depth` words of each
-template <bool kPairs, int kRows, int kVecs>
-void multiply_tile(const float* const* rows, Panel panel, int64_t depth, bool resume, float* out) {
-  constexpr int64_t kWidth = kVecs * kLanes;
-  Vec sums[kRows][kVecs];
-  const float* row[kRows];
-  for (int i = 0; i < kRows; i++) {
-    row[i] = rows[i];
-    for (int j = 0; j < kVecs; j++) sums[i][j] = Vec(0.f);
-  }
-  const auto flush = [&] {
-    for (int i = 0; i < kRows; i++)
-      for (int j = 0; j < kVecs; j++) {
-        float* to = out + i * kWidth + j * kLanes;
-        (resume ? Vec::loadu(to) + sums[i][j] : sums[i][j]).store(to);
-        sums[i][j] = Vec(0.f);
-      }
-    resume = true;
-  };
-  for (int64_t from = 0; from < depth; from += kStretch) {
-    const int64_t to = std::min(depth, from + kStretch);
-    for (int64_t d = from; d < to; d++) {
-      Vec w[kVecs];
-      for (int j = 0; j < kVecs; j++) w[j] = Vec::loadu(panel.data + (j * panel.deep + d) * kLanes);
-      for (int i = 0; i < kRows; i++) {
-        const Vec a(row[i][d]);
-        for (int j = 0; j < kVecs; j++) sums[i][j] = multiply_add<kPairs>(a, w[j], sums[i][j]);
-      }
-    }
-    flush();
-  }
-}
-
-// out[i * width + j] = rows[i] . columns[j], without a panel: for so few rows that transposing would not pay
-template <bool kPairs, int kRows>
-void multiply_dots(const float* const* rows, const float* const* columns, int64_t depth, int64_t width, float* out) {
-  Vec sums[kRows][kDotCols];
-  for (auto& row : sums) for (Vec& sum : row) sum = Vec(0.f);
-  const auto step = [&](int64_t d, int64_t count) {
-    Vec w[kDotCols];
-    for (int j = 0; j < kDotCols; j++) w[j] = Vec::loadu(columns[j] + d, count);
-    for (int i = 0; i < kRows; i++) {
-      const Vec a = Vec::loadu(rows[i] + d, count);
-      for (int j = 0; j < kDotCols; j++) sums[i][j] = multiply_add<kPairs>(a, w[j], sums[i][j]);
-    }
-  };
-  int64_t d = 0;
-  for (; d + kLanes <= depth; d += kLanes) step(d, kLanes);
-  if (d < depth) step(d, depth - d);
-  const auto add = [](const Vec& a, const Vec& b) { return a + b; };
-  for (int i = 0; i < kRows; i++)
-    for (int j = 0; j < kDotCols; j++) out[i * width + j] = at::vec::vec_reduce_all<float>(add, sums[i][j]);
-}
-
-template <bool kPairs>
-struct Inner {
-  using Tile = void (*)(const float* const*, Panel, int64_t, bool, float*);
-  using Dots = void (*)(const float* const*, const float* const*, int64_t, int64_t, float*);
-
-  template <std::size_t... kIndex>
-  static constexpr auto tiles(std::index_sequence<kIndex...>) {
-    return std::array<Tile, sizeof...(kIndex)>{
-        &multiply_tile<kPairs, kIndex / kTileVecs + 1, kIndex % kTileVecs + 1>...};
-  }
-  template <std::size_t... kIndex>
-  static constexpr auto dots_of(std::index_sequence<kIndex...>) {
-    return std::array<Dots, sizeof...(kIndex)>{&multiply_dots<kPairs, kIndex + 1>...};
-  }
-  static Tile tile(int64_t rows, int64_t vecs) {
-    static constexpr auto all = tiles(std::make_index_sequence<kTileRows * kTileVecs>());
-    return all[(rows - 1) * kTileVecs + vecs - 1];
-  }
-  static Dots dots(int64_t rows) {
-    static constexpr auto all = dots_of(std::make_index_sequence<kTileRows>());
-    return all[rows - 1];
-  }
-};
-
-// ---- a whole product --------------------------------------------------------------------------------------------
 
 // this thread's memory for one panel and for sums that wait for more depth
 inline float* panel_memory(int64_t words) {

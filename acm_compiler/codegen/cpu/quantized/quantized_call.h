@@ -9,9 +9,9 @@
 #include <optional>
 #include <type_traits>
 
+#include "../operation.h"
 #include "int4_matrix.h"
 #include "int8_matrix.h"
-#include "operation.h"
 
 namespace {
 

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from acm_compiler.passes.rewrite import offload, streaming
-from acm_compiler.passes.rewrite.offload import device_of, hosted, kept, streamed_to
-from acm_compiler.passes.rewrite.streaming import streaming as streamed
-from acm_compiler.passes.rewrite.streaming import working_device
+from acm_compiler.passes.rewrite import offload
+from acm_compiler.passes.rewrite.offload import device_of, hosted, kept, streamed_to, working_device
+from acm_compiler.passes.rewrite.offload import streaming as streamed
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -22,7 +21,7 @@ def every_tensor(monkeypatch):
 @pytest.fixture
 def on_meta(monkeypatch):
     """Compute on a device without values, which says where each result is."""
-    monkeypatch.setattr(streaming, "working_device", lambda model: META)
+    monkeypatch.setattr(offload, "working_device", lambda model: META)
 
 
 def test_operators_run_on_the_working_device_and_leave_weights_where_they_are(on_meta):
@@ -54,8 +53,8 @@ def test_a_backward_pass_keeps_no_copy_of_a_weight(monkeypatch):
     x = torch.randn(4, 5, requires_grad=True)
     wanted = torch.autograd.grad(model(x).square().sum(), x)[0]
     saved, copies = [], []
-    copy = streaming.onto
-    monkeypatch.setattr(streaming, "onto", lambda *args: copies.append(args) or copy(*args))
+    copy = offload.onto
+    monkeypatch.setattr(offload, "onto", lambda *args: copies.append(args) or copy(*args))
     with streamed(model), saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
         y = model(x).square().sum()
         forward = len(copies)

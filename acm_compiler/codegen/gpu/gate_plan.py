@@ -15,7 +15,7 @@ from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.dispatch import Histogram, Rows, slots_of
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.gate_spec import FEW, NARROWEST, Cut, GateSpec, cut_of, padded_size
-from acm_compiler.codegen.gpu.launch import operand
+from acm_compiler.codegen.gpu.products import operand
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import BULK_COPY_BYTES, Machine
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, is_tracing

@@ -197,7 +197,7 @@ def test_a_graph_without_gate_or_with_few_tokens_holds_launches_too(small):
 @pytest.mark.parametrize("is_free", [False, True], ids=["fixed", "free"])
 @pytest.mark.parametrize("k_min", [None, 0], ids=["fixed choice", "relaxed choice"])
 def test_a_graph_of_a_step_holds_the_launches_of_its_backward(small, is_free, k_min):
-    """Of forward and backward, once a compiler has taken away what nobody reads."""
+    """Launches of forward and backward in their order."""
     graph = traced_step(small, rows(100), is_free=is_free, k_min=k_min)
     assert "torch.ops.acm" not in graph.code
     nodes = [node for node in graph.graph.nodes if node.target is triton_kernel_wrapper_functional]

@@ -220,7 +220,7 @@ def run_backward(
 
 
 def _kind(dy: Tensor, x: Tensor, k: Tensor, weights: Weights, machine: Machine, *, every: bool) -> Hashable:
-    """The kind of a backward, which its plan depends on; None where none is kept, as weights lie where no bulk copy begins, or apart."""
+    """The kind of a backward, on which its plan depends; None where weights lie apart, or where no bulk copy begins."""
     given = weights.w_in, weights.b_in, weights.w_up, weights.b_up, weights.w_out
     if any(w is not None and (w.data_ptr() & ALIGNED or not w.is_contiguous()) for w in given):
         return None

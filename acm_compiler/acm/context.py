@@ -231,8 +231,8 @@ def transforms() -> tuple[bool, bool]:
 
 
 def is_plain_call(x: Tensor) -> bool:
-    """True if an eager call differentiates nothing, is not mapped or converted, and nobody sees its operations."""
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0 or autocast_type(x.device) is not None:
+    """True if an eager call is not mapped, pushed forward or converted, and nobody sees its operations."""
+    if forward_ad._current_level >= 0 or autocast_type(x.device) is not None:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,18 @@ LIBRARY = torch.library.Library("acm", "DEF")
 _KERNELS = {"cpu": "acm_compiler.codegen.cpu", "cuda": "acm_compiler.codegen.gpu"}
 _ASKED: set[str] = set()
 SITES: dict[str, Callable[[Any, Tensor], Tensor | None]] = {}
-"""Whole ACMs in eager calls without gradients, by type of device; None where such a call must go the usual way."""
+"""Whole ACMs in eager calls, by type of device; None where such a call must go the usual way."""
+
+
+class Differentiated(NamedTuple):
+    """Eager calls with gradients: `learners` of a k, and `relaxed` choices, as the functions of these names here."""
+
+    learners: Callable[[Tensor, Tensor, Weights], Tensor]
+    relaxed: Callable[[Tensor, Tensor, Weights, int], Tensor]
+
+
+DIFFERENTIATED: dict[str, Differentiated] = {}
+"""Kernels that know gradients, by type of device; the host reads no k."""
 # tokens of a call with gradients, in bytes per feature: for fewer, one product for all k is faster than one for each
 # (measured on a CPU: twice as fast for 512 tokens of fp32 or 1,024 of bf16 and N = 8, as fast for 1,024 of fp32)
 _FEW_BYTES = 4096
@@ -75,9 +86,8 @@ def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, *tensors))
     if differentiated and not (transformed or pushed_forward) and sorted_tokens.pays(x_TD, weights):
         require_learners(LearnersArguments(x_TD, k_T, *tensors), form=form)
-        if _kernels_differentiate(x_TD):
-            return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
-        return sorted_tokens.sorted_output(x_TD, k_T, weights)
+        rule = _kernels_rule(x_TD)
+        return (sorted_tokens.sorted_output if rule is None else rule.learners)(x_TD, k_T, weights)
     if differentiated and weights.is_quantized:  # its rule knows what gradients of rounded values are
         return torch.ops.acm.learners(x_TD, k_T, *tensors, form=form, act=act)
     if observed() or differentiated or pushed_forward:
@@ -100,19 +110,21 @@ def relaxed(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor
     if dtype is not None:
         with without_autocast(x_TD.device):
             return relaxed(x_TD.to(dtype), nu_TC, cast_weights(weights, dtype), k_min)
-    if compiling or _kernels_differentiate(x_TD):
+    if compiling:
         options = {"k_min": k_min, "form": weights.form, "act": weights.act}
         return torch.ops.acm.relaxed(x_TD, nu_TC, *weights.tensors, **options)[0]
-    return sorted_tokens.sorted_relaxed(x_TD, nu_TC, weights, k_min)
+    rule = _kernels_rule(x_TD)
+    return (sorted_tokens.sorted_relaxed if rule is None else rule.relaxed)(x_TD, nu_TC, weights, k_min)
 
 
-def _kernels_differentiate(x_TD: Tensor) -> bool:
-    """True if kernels on that device know gradients: then operators run them, and the host reads no k."""
+def _kernels_rule(x_TD: Tensor) -> Differentiated | None:
+    """Kernels on that device that know gradients; None where there are none, or someone wants to see operations."""
     device = x_TD.device.type
-    if device == "cpu" or device not in _KERNELS or observed():
-        return False
-    load_kernels(device)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners_backward", device.upper())
+    if observed():
+        return None
+    if device != "cpu":
+        load_kernels(device)
+    return DIFFERENTIATED.get(device)
 
 
 def gate_is_operator(x_TD: Tensor) -> bool:

@@ -50,6 +50,8 @@ Key = tuple[str, int, int, int, int, int]
 _BYTES = 2  # of a bfloat16
 _TILES, _FEWEST = (128, 64), 16  # sides of tiles; rows of the narrowest
 _SORTED = 64  # tokens beyond which one launch sorts them, and one copies their rows in that order
+_SUM_S = 2e-6  # seconds that adding up parts takes where few tokens have a second layer that is split
+_SHORT_BYTES = 256 << 10  # of a program, up to which it is not
 _SPLIT = 1 << 18  # elements of a gate's first weight from which on a second launch adds up its parts
 
 
@@ -133,9 +135,19 @@ def acm_s(site: PlannedSite, device: Device, share: float) -> float:
     spent += launches * OUR_LAUNCH_S
     if site.is_sliced:
         return spent + _product_s(device, OUR_RATE, tokens, site.d_out, site.d_in, share=share)
+    if _is_split(site, hidden, device):
+        spent += _SUM_S
     first = hidden * (2 if site.kind == "gated_mlp" else 1)
     spent += _product_s(device, OUR_RATE, tokens, first, site.d_in, share=share)
     return spent + _product_s(device, OUR_RATE, tokens, site.d_out, hidden, share=share)
+
+
+def _is_split(site: PlannedSite, hidden: int, device: Device) -> bool:
+    """True if several programs share an inner product of the second layer: of few tokens, few outputs, long sums."""
+    rows = next((most for most in (16, 32, 64) if site.tokens <= most), 0)
+    columns = max(16, rows // 2)
+    fills = 8 * ceil(site.d_out / max(rows, 1)) >= 7 * device.processors
+    return rows > 0 and not fills and (rows + columns) * hidden * _BYTES > _SHORT_BYTES
 
 
 def _product_s(device: Device, rate: float, rows: int, columns: int, depth: int, *, share: float = 1.0) -> float:

@@ -56,9 +56,10 @@ PARTS = {
         Part(name="more", run="speed.more", seconds=90),
     ),
     "models": (
-        Part(name="host", run="models.host", seconds=90, interpreted=False),
+        Part(name="step", run="steps.sites", seconds=90, differentiates=True),
         Part(name="vit", run="models.whole", given=("ViT-B",), seconds=180, interpreted=False),
         Part(name="training", run="models.training", seconds=60, interpreted=False, differentiates=True),
+        Part(name="host", run="models.host", seconds=60, interpreted=False),
         Part(name="llama", run="models.whole", given=("Llama-8B, 4 layers",), seconds=120, interpreted=False),
         Part(name="calibration", run="models.calibration", seconds=300, interpreted=False, differentiates=True),
     ),

@@ -44,6 +44,8 @@ def faked_gpu(folder: Path) -> Iterator[ctypes.CDLL]:
     from acm_compiler.codegen import gpu
     from acm_compiler.codegen.gpu.calls import operators, traced
     from acm_compiler.codegen.gpu.calls.sites import run_site
+    from acm_compiler.codegen.gpu.gradients import rule
+    from acm_compiler.codegen.gpu.gradients import traced as traced_gradients
 
     with FakeTensorMode():  # torch looks for its own driver once, and should not find the stub
         torch.empty(1)
@@ -71,7 +73,11 @@ def faked_gpu(folder: Path) -> Iterator[ctypes.CDLL]:
         stack.enter_context(mock.patch.object(gpu, "is_here", lambda: True))
         ops._ASKED.add("cpu")
         traced.register()
+        traced_gradients.register()
         for name in ("learners", "gate", "gated_learners"):
             torch.library.impl(f"acm::{name}", "CPU", getattr(operators, name), lib=ops.LIBRARY)
         stack.enter_context(mock.patch.dict(ops.SITES, {"cpu": run_site}))
+        stack.enter_context(mock.patch.dict(ops.DIFFERENTIATED))
+        rule.register()
+        ops.DIFFERENTIATED["cpu"] = ops.DIFFERENTIATED["cuda"]
         yield stub

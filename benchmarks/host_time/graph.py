@@ -18,7 +18,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from acm_compiler.acm import ACM
 from acm_compiler.acm.arguments import GatedArguments
 from acm_compiler.acm.gated_learners import GATED
+from acm_compiler.acm.gradients.operators import LEARNERS_BACKWARD, RELAXED, RELAXED_BACKWARD
+from acm_compiler.acm.ops import LEARNERS
 from acm_compiler.codegen.gpu.calls import traced
+from acm_compiler.codegen.gpu.gradients import traced as traced_gradients
 
 _FACTS = {"multi_processor_count": 132, "major": 9, "minor": 0, "warp_size": 32}
 
@@ -34,7 +37,53 @@ def gated_call(acm: ACM, x_TD: Tensor) -> tuple[GatedArguments, dict[str, Any]]:
 
 def traced_graph(call: GatedArguments, options: dict[str, Any], *, is_free: bool = False) -> tuple[fx.GraphModule, Any]:
     """The graph that Inductor is given for a call on a GPU, and its shape environment; is_free: for any T."""
-    environment, tokens = ShapeEnv(), call.x.shape[0]
+
+    class Whole(nn.Module):
+        def forward(self, *given: Tensor) -> tuple[Tensor]:
+            rest = iter(given)
+            return (GATED(*(None if tensor is None else next(rest) for tensor in call), **options),)
+
+    with _fakes(call.x.shape[0], is_free=is_free) as (fake, environment):
+        graph, _ = aot_export_module(
+            Whole(), [fake(tensor) for tensor in call if tensor is not None], trace_joint=False
+        )
+    return graph, environment
+
+
+def traced_step(acm: ACM, x_TD: Tensor, *, is_free: bool = False, k_min: int | None = None) -> fx.GraphModule:
+    """Forward of an ACM's learners, and gradients of x and all weights, as Inductor is given them on a GPU.
+
+    k_min: of a relaxed choice, whose gradient is there, too. By the operators themselves: autograd, which calls them in
+    a compiled step, would look for the device.
+    """
+    weights, tokens = acm.learners.weights(), x_TD.shape[0]
+    form: dict[str, Any] = {"form": weights.form, "act": weights.act}
+    held = [tensor is not None for tensor in weights.tensors]
+    names = ["x", "nu", *(name for name, tensor in weights.tensors._asdict().items() if tensor is not None)]
+    choice = torch.zeros(tokens, dtype=torch.int32)
+    if k_min is not None:
+        choice = torch.zeros(tokens, acm.count + 1 - k_min)
+
+    class Whole(nn.Module):
+        def forward(self, dy: Tensor, x: Tensor, choice: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(given)
+            tensors = [next(rest) if is_there else None for is_there in held]
+            if k_min is None:
+                y = LEARNERS(x, choice, *tensors, **form)
+                return y, *LEARNERS_BACKWARD(dy, x, choice, *tensors, **form)
+            y, *kept = RELAXED(x, choice, *tensors, k_min=k_min, **form)
+            return y, *RELAXED_BACKWARD(dy, *kept, x, choice, *tensors, k_min=k_min, **form, wanted=names)
+
+    with _fakes(tokens, is_free=is_free) as (fake, _):
+        dy = torch.zeros(tokens, weights.b_out.shape[1], dtype=x_TD.dtype)
+        given = [fake(tensor) for tensor in (dy, x_TD, choice, *weights.tensors) if tensor is not None]
+        return aot_export_module(Whole(), given, trace_joint=False)[0]
+
+
+@contextlib.contextmanager
+def _fakes(tokens: int, *, is_free: bool) -> Iterator[tuple[Callable[[Tensor], Tensor], ShapeEnv]]:
+    """While open, a graph of CUDA tensors may be traced: what makes them of others, and their shapes' environment."""
+    environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor) -> Tensor:
@@ -45,20 +94,16 @@ def traced_graph(call: GatedArguments, options: dict[str, Any], *, is_free: bool
         made.fake_device = torch.device("cuda", 0)
         return made
 
-    class Whole(nn.Module):
-        def forward(self, *given: Tensor) -> tuple[Tensor]:
-            rest = iter(given)
-            return (GATED(*(None if tensor is None else next(rest) for tensor in call), **options),)
-
     def empty(tensor: Tensor | None, rows: int | None = None) -> Tensor | None:
         if tensor is None:
             return None
         return torch.empty(tuple(tensor.shape if rows is None else (rows, *tensor.shape[1:])), dtype=tensor.dtype)
 
-    given = [fake(tensor) for tensor in call if tensor is not None]
-    with mock.patch.object(traced, "_empty", empty), mode:
-        graph, _ = aot_export_module(Whole(), given, trace_joint=False)
-    return graph, environment
+    with contextlib.ExitStack() as stack:
+        for module in (traced, traced_gradients):
+            stack.enter_context(mock.patch.object(module, "empty", empty))
+        stack.enter_context(mode)
+        yield fake, environment
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from acm_compiler.codegen.gpu.ahead import build
 from acm_compiler.codegen.gpu.gradients.ahead import gradient_kernels
-from acm_compiler.codegen.gpu.gradients.launch import parts_of, weights_loads
+from acm_compiler.codegen.gpu.gradients.stages import parts_of, weights_loads
 from acm_compiler.codegen.gpu.stages import Loads, Machine, loads_of, puts_fences
 from tests.codegen.test_kernels import PROJECTION, SWIGLU, VIT, interpret
 

@@ -10,6 +10,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from acm_compiler.acm.gradients import sorted_tokens
 from acm_compiler.acm.reference import prefix_output
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu import start
@@ -19,7 +20,7 @@ from acm_compiler.codegen.gpu.stages import puts_fences
 from acm_compiler.codegen.gpu.tiles import buckets
 from benchmarks.host_time.__main__ import mlp
 from benchmarks.host_time.driver import faked_gpu
-from benchmarks.host_time.graph import gated_call, inductors_code, loaded, traced_graph
+from benchmarks.host_time.graph import gated_call, inductors_code, loaded, traced_graph, traced_step
 
 D = 64
 
@@ -191,6 +192,43 @@ def test_a_graph_without_gate_or_with_few_tokens_holds_launches_too(small):
     graph, _ = traced_graph(call._replace(norm_weight=None, norm_bias=None), options | {"norm_eps": None})
     names = [node.kwargs["tensors_to_clone"] for node in graph.graph.nodes if "tensors_to_clone" in node.kwargs]
     assert names == [["k_out"], ["h"], ["y"]]
+
+
+@pytest.mark.parametrize("is_free", [False, True], ids=["fixed", "free"])
+@pytest.mark.parametrize("k_min", [None, 0], ids=["fixed choice", "relaxed choice"])
+def test_a_graph_of_a_step_holds_the_launches_of_its_backward(small, is_free, k_min):
+    """Launches of forward and backward in their order."""
+    graph = traced_step(small, rows(100), is_free=is_free, k_min=k_min)
+    assert "torch.ops.acm" not in graph.code
+    nodes = [node for node in graph.graph.nodes if node.target is triton_kernel_wrapper_functional]
+    written = [node.kwargs["tensors_to_clone"] for node in nodes]
+    copies = 1 - puts_fences()
+    assert written[2 + copies : 4 + copies] == [["h", "counts"], ["y", "counts"]]
+    backward = [names for names in written[4 + copies :] if "histogram" not in names and "perm" not in names]
+    of_choice = ["reach"] if k_min is not None else []
+    assert backward[:2] == [["rows_out"]] * 2
+    assert sorted(backward[4]) == sorted(["first", "dh", *of_choice])
+    assert backward[5] == ["y", "counts"] and ["total"] in backward and ["parts"] in backward
+
+
+def test_a_step_by_kept_plans_sorts_once_and_starts_the_same_kernels_each_time(stub, small, monkeypatch):
+    """The backward: two copies in order, two products, branches, tokens, two weights, two biases, and their totals."""
+    monkeypatch.setattr(sorted_tokens, "_LEAST", 1)
+    x, copies = rows(100).requires_grad_(), 1 - puts_fences()
+    small.gate.requires_grad_(False)
+    small.train()
+    counts = []
+    with torch.enable_grad():
+        for _ in range(4):
+            before = stub.stub_launches()
+            y = small(x)
+            forward = stub.stub_launches()
+            y.sum().backward()
+            counts.append((forward - before, stub.stub_launches() - forward))
+    assert counts[-2:] == [(4 + copies, 14)] * 2
+    assert counts[0][1] == 16  # of operators, which sort again
+    assert x.grad is not None and small.learners.w_in.grad is not None
+    small.eval()
 
 
 def test_what_triton_cannot_build_stays_an_operator_in_graphs(small, monkeypatch):

@@ -12,7 +12,8 @@ from acm_compiler.acm.gradients import operators as plain
 from acm_compiler.acm.reference import relaxed_output, run_learners
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu.activation import INTERPRETED
-from acm_compiler.codegen.gpu.gradients import launch, operators
+from acm_compiler.codegen.gpu.calls import operators as calls
+from acm_compiler.codegen.gpu.gradients import launch, operators, rule, stages
 from acm_compiler.codegen.gpu.gradients.launch import run_backward
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.site import ACTIVATIONS
@@ -151,7 +152,7 @@ def test_a_token_of_nan_or_infinity_reaches_what_it_has_part_in_and_nothing_else
 def test_sums_over_tokens_have_the_same_bits_each_time_and_may_be_in_parts():
     case = Case(**SMALL | {"tokens": 300, "d_in": 8, "d_out": 8})
     inputs, dy, many = inputs_of(case), torch.randn(300, 8), Machine(arch=90, processors=12)
-    assert launch.parts_of(1, 24, 300) > 1
+    assert stages.parts_of(1, 24, 300) > 1
     call = {"wanted": {"w_in", "b_in", "w_out"}, "machine": many}
     first = run_backward(dy, inputs.x, inputs.k, inputs.weights, **call)
     again = run_backward(dy, inputs.x, inputs.k, inputs.weights, **call)
@@ -164,7 +165,62 @@ def test_sums_over_tokens_have_the_same_bits_each_time_and_may_be_in_parts():
 def on_a_gpu(monkeypatch):
     """CPU tensors count as those of a GPU."""
     monkeypatch.setattr(gpu, "machine_of", lambda device: HOPPER)
-    monkeypatch.setattr(operators, "on_device_of", lambda x: contextlib.nullcontext())
+    for module in (operators, calls):
+        monkeypatch.setattr(module, "on_device_of", lambda x: contextlib.nullcontext())
+
+
+def test_weights_of_one_shape_share_a_plan_and_what_lies_askew_has_none(monkeypatch):
+    monkeypatch.setattr(launch, "_PLANS", {})
+    case = Case(**SMALL, dtype=torch.bfloat16)
+    for turn in range(3):
+        inputs, dy = inputs_of(case), torch.randn(40, 33).bfloat16()
+        inputs.x.add_(turn)
+        if turn == 2:
+            room = torch.zeros(inputs.weights.w_in.numel() + 1, dtype=torch.bfloat16)
+            askew = room[1:].view_as(inputs.weights.w_in).copy_(inputs.weights.w_in)
+            inputs = replace(inputs, weights=replace(inputs.weights, w_in=askew))
+        exact, _ = exact_gradients(case, inputs, dy)
+        found = run_backward(dy, inputs.x, inputs.k, inputs.weights, wanted=set(exact), machine=HOPPER)
+        require_near(found, exact, torch.bfloat16)
+        assert len(launch._PLANS) == 1
+    weights, call = replace(inputs.weights, w_in=askew.clone()), {"wanted": {"x"}, "machine": HOPPER}
+    run_backward(dy, inputs.x, inputs.k, weights, **call)
+    assert len(launch._PLANS) == 1
+    run_backward(dy[:7], inputs.x[:7], inputs.k[:7], weights, **call)
+    assert len(launch._PLANS) == 2  # another bucket
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("form", [{}, GATED, LINEAR], ids=["mlp", "gated", "linear"])
+@pytest.mark.parametrize("k_min", [None, 0], ids=["fixed", "relaxed"])
+def test_eager_calls_have_exact_gradients_and_those_of_gradients_too(form, k_min):
+    case = Case(**SMALL, **form)
+    inputs, dy = inputs_of(case), torch.randn(40, 33)
+    exact, nu = exact_gradients(case, inputs, dy, k_min=k_min)
+    leaves = {name: t.requires_grad_() for name, t in inputs.weights.tensors._asdict().items() if t is not None}
+    leaves["x"] = inputs.x.requires_grad_()
+    if k_min is None:
+        y = rule.learners(inputs.x, inputs.k, inputs.weights)
+    else:
+        leaves["nu"] = nu.detach().float().requires_grad_()
+        y = rule.relaxed(inputs.x, leaves["nu"], inputs.weights, k_min)
+    given = list(leaves.values())
+    found = torch.autograd.grad(y, given, dy, retain_graph=True)
+    require_near(dict(zip(leaves, found, strict=True)), exact, torch.float32)
+    again = torch.autograd.grad(y, given, dy, create_graph=True)
+    for mine, other in zip(found, again, strict=True):
+        torch.testing.assert_close(mine, other.detach(), rtol=1e-4, atol=1e-5)
+    assert all(grad.requires_grad for grad in again[:1])
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_eager_calls_of_no_tokens_and_of_what_no_kernel_covers_have_gradients():
+    for case, tokens in ((Case(**SMALL), 0), (Case(second="per_k"), 130)):
+        inputs = inputs_of(case)
+        x = inputs.x[:tokens].detach().requires_grad_()
+        inputs.weights.w_in.requires_grad_()
+        rule.learners(x, inputs.k[:tokens], inputs.weights).sum().backward()
+        assert x.grad.shape == x.shape and bool(inputs.weights.w_in.grad.any()) == bool(tokens)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

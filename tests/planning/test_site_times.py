@@ -65,6 +65,13 @@ def test_time_rises_with_the_share_and_calls_add_up(kind, tokens):
     assert thrice.dense_s == pytest.approx(3 * once.dense_s) and once.ratios[-1] > 0.8
 
 
+@pytest.mark.parametrize(("kind", "shape", "most"), [("mlp", VIT, 16), ("gated_mlp", LLAMA, 32)])
+def test_parts_of_a_split_second_layer_are_added_up(kind, shape, most):
+    """A ViT-B's from 17 tokens on, a Llama-8B's from 33: one launch more beside what a token more costs."""
+    spent = [acm_s(planned_site(kind=kind, tokens=most + more, **shape), H200, 1.0) for more in (0, 1, 2)]
+    assert spent[1] - spent[0] > 2e-6 > 5 * (spent[2] - spent[1])
+
+
 def test_k_min_bounds_the_share_and_sites_that_do_not_run_are_left_out():
     free, bound = planned_site(**VIT, tokens=4096), planned_site(**VIT, tokens=4096, k_min=2)
     assert acm_s(bound, H200, 0.0) == acm_s(bound, H200, 0.5) > acm_s(free, H200, 0.25)

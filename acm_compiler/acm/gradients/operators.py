@@ -95,7 +95,7 @@ def _run_backward(ctx, dy: Tensor):
     x, k, *weights = ctx.saved_tensors
     call = LearnersArguments(x, k, *weights)
     if torch.is_grad_enabled() and call.s_in is None and x.shape[0]:
-        grads = _differentiable(run_call(call, **ctx.options), call._asdict(), ctx.needs_input_grad, dy)
+        grads = differentiable(run_call(call, **ctx.options), call._asdict(), ctx.needs_input_grad, dy)
     else:
         found = LEARNERS_BACKWARD(dy, x, k, *weights, **ctx.options)
         grads = dict(zip(("x", *learned(call)), found, strict=True))
@@ -103,10 +103,10 @@ def _run_backward(ctx, dy: Tensor):
     return tuple(grads.get(name) for name in LearnersArguments._fields)
 
 
-def _differentiable(
+def differentiable(
     y: Tensor, inputs: dict[str, Tensor | None], wants: Sequence[bool], dy: Tensor
 ) -> dict[str, Tensor | None]:
-    """Gradients by name that are to be differentiated, from a reference's output."""
+    """Gradients by name that are to be differentiated, from a reference's output; inputs in the order of `wants`."""
     named = zip(inputs.items(), wants, strict=False)
     leaves = {name: tensor for (name, tensor), wants_it in named if wants_it and tensor is not None}
     grads = torch.autograd.grad(y, list(leaves.values()), dy, create_graph=True, allow_unused=True)
@@ -183,7 +183,7 @@ def _run_choice_backward(ctx, dy: Tensor | None, *_: None):
         x, nu, *tensors = inputs
         k_min, options = ctx.options["k_min"], {name: ctx.options[name] for name in ("act", "form")}
         y = relaxed_output(x, nu, Weights(*tensors, **options), k_min)
-        grads = _differentiable(y, dict(zip(_INPUTS, inputs, strict=True)), ctx.needs_input_grad, dy)
+        grads = differentiable(y, dict(zip(_INPUTS, inputs, strict=True)), ctx.needs_input_grad, dy)
     else:
         found = RELAXED_BACKWARD(dy, a, up, *inputs, **ctx.options, wanted=wanted)
         grads = dict(zip(wanted, found, strict=True))

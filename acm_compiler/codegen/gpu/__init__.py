@@ -46,9 +46,11 @@ def take_over() -> bool:
         from acm_compiler.codegen.gpu.calls import traced
         from acm_compiler.codegen.gpu.calls.sites import run_site
         from acm_compiler.codegen.gpu.gradients import operators as gradients
+        from acm_compiler.codegen.gpu.gradients import rule
+        from acm_compiler.codegen.gpu.gradients import traced as traced_gradients
 
-        traced.register()
-        gradients.register()
+        for part in (traced, gradients, traced_gradients, rule):
+            part.register()
         SITES["cuda"] = run_site
     return True
 

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -60,6 +60,7 @@ _NUMBERS = ("T", "D_IN", "BLOCKS", "PER", "SPAN", "stride_x", "stride_a", "strid
 _UNALIGNED = ("T", "BLOCKS", "PER", "cost", "eps", "knob", "k_lo", "k_hi")
 _SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 _REGISTERS = 65536
+Block = tuple[int, int] | Literal[False]
 _INSTRUCTIONS = ("UTCHMMA", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
 
 
@@ -100,8 +101,7 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     machine = machine_of_arch(arch)
     tiles = choose_tiles(spec, arch, tokens)
     in_order = tiles.sorts and permutes_rows(spec, machine)
-    facts = {"in_order": in_order, "norm": spec.norm, "centred": spec.centred}
-    rows = [_rows_kernel(spec.d_in, **facts)] if in_order or spec.norm else []
+    rows = [_rows_kernel(spec, in_order=in_order)] if in_order or spec.norm else []
     if not tiles.sorts:
         return rows + _few_kernels(spec, tiles)
     kernels = _dispatch_kernels(spec, tokens) + rows
@@ -110,22 +110,24 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     return kernels + [layer2_built(spec, machine, tiles.layer2, product) for product in products_of(spec)]
 
 
-def layer1_built(spec: KernelSpec, machine: Machine, tile: Tile, *, in_order: bool = False) -> Kernel:
-    """Layer 1; in_order: x is given in sorted order."""
-    loads = loads_of(spec, machine, None, in_order=in_order)
+def layer1_built(
+    spec: KernelSpec, machine: Machine, tile: Tile, *, in_order: bool = False, turned: bool = False
+) -> Kernel:
+    """Layer 1; in_order: x is given in sorted order; turned: weights have a column for each output."""
+    loads = loads_of(spec, machine, None, in_order=in_order, turned=turned)
     made = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
-    blocks = {"x": loads.a_desc and tile.m, "w_in": loads.w_desc and tile.n, "w_up": loads.w_desc and tile.n}
+    weights = loads.w_desc and loads.block_of_weights(tile)
+    blocks: dict[str, Block] = {"x": loads.a_desc and (tile.m, tile.k), "w_in": weights, "w_up": weights}
     options = build_options(spec, tile, loads, machine)
     return _product("layer1", *made, spec=spec, tile=tile, options=options, blocks=blocks)
 
 
-def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Product) -> Kernel:
-    """A product of layer 2."""
-    loads = loads_of(spec, machine, product)
-    constants = layer2_constants(spec, tile, loads, product, interpret=False) | (
-        {} if product.bias else {"b_out": None}
-    )
-    blocks = {"a": loads.a_desc and tile.m, "w": loads.w_desc and tile.n}
+def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Product, *, turned: bool = False) -> Kernel:
+    """A product of layer 2; turned: weights have a column for each output."""
+    loads = loads_of(spec, machine, product, turned=turned)
+    absent = {} if product.bias else {"b_out": None}
+    constants = layer2_constants(spec, tile, loads, product, interpret=False) | absent
+    blocks = {"a": loads.a_desc and (tile.m, tile.k), "w": loads.w_desc and loads.block_of_weights(tile)}
     options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
     return _product(name, layer2_kernel, constants, spec=spec, tile=tile, options=options, blocks=blocks)
 
@@ -152,24 +154,22 @@ def _product(
     spec: KernelSpec,
     tile: Tile,
     options: dict[str, Any],
-    blocks: dict[str, int],
+    blocks: dict[str, Block],
     types: dict[str, str] | None = None,
 ) -> Kernel:
     """A kernel of layer 1 or 2; operands that the spec does not have are constants.
 
-    blocks: rows of the blocks by which operands are read, if by tensor descriptors; 0: by pointers. types: of operands
-    that are not of the spec's.
+    blocks: rows and columns of operands read by descriptors, or False. types: of operands not of the spec's.
     """
     gated = spec.form == "gated"
     top = {"x": spec.second == "top", "w_top": spec.second == "top"} if function is few2_kernel else {}
     here = top | {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in}
     here["residual"] = constants.get("RESIDUAL", True)
     absent = {operand: None for operand in function.arg_names if not here.get(operand, True)}
-    operands = {operand: f"tensordesc<{{dtype}}[{rows},{tile.k}]>" for operand, rows in blocks.items() if rows}
-    operands |= types or {}
-    return Kernel(
-        name=name, function=function, constants=constants | absent, options=options, operands=operands, tile=tile
-    )
+    described = {operand: block for operand, block in blocks.items() if block}
+    operands = {name: f"tensordesc<{{dtype}}[{rows},{columns}]>" for name, (rows, columns) in described.items()}
+    facts: Any = {"options": options, "operands": operands | (types or {}), "tile": tile}
+    return Kernel(name=name, function=function, constants=constants | absent, **facts)
 
 
 def _dispatch_kernels(spec: KernelSpec, tokens: int) -> list[Kernel]:
@@ -181,9 +181,10 @@ def _dispatch_kernels(spec: KernelSpec, tokens: int) -> list[Kernel]:
     ]
 
 
-def _rows_kernel(d_in: int, *, in_order: bool, norm: bool, centred: bool) -> Kernel:
+def _rows_kernel(spec: KernelSpec | GateSpec, *, in_order: bool) -> Kernel:
+    d_in, norm = spec.d_in, spec.norm
     operands = {"perm": in_order, "counts": in_order, "norm_weight": norm, "norm_bias": norm}
-    constants = permute_constants(d_in, in_order=in_order, norm=norm, centred=centred)
+    constants = permute_constants(d_in, in_order=in_order, norm=norm, centred=spec.centred)
     return Kernel(
         name=" ".join(name for name, here in (("permute", in_order), ("norm", norm)) if here),
         function=permute_kernel,
@@ -201,7 +202,7 @@ def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
         whole = gate_constants(spec, cut, interpret=False)
         return [_gate_kernel("gate norm" if spec.norm else "gate", gate_kernel, whole, options, spec)]
     parts, sums = part_constants(spec, cut, interpret=False), sum_constants(spec, cut, tokens, interpret=False)
-    norm = [_rows_kernel(spec.d_in, in_order=False, norm=True, centred=spec.centred)] if spec.norm else []
+    norm = [_rows_kernel(spec, in_order=False)] if spec.norm else []
     return [
         *norm,
         _gate_kernel("gate parts", gate_part_kernel, parts, options, spec),

@@ -94,6 +94,41 @@ def load_block(source, pointers, row, k, length, DESCRIPTOR: tl.constexpr, EVEN:
         return tl.load(pointers + k, mask=((k + tl.arange(0, BK)) < length)[None, :], other=0.0)
 
 
+@triton.jit
+def load_rows(
+    source, first, end, n0, stride, WIDTH, CUT: tl.constexpr, DESCRIPTOR: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Rows from `first` on and columns from n0 on, [BK, BN], zeros beyond WIDTH; CUT: also from row `end` on."""
+    rows = first + tl.arange(0, BK)
+    if DESCRIPTOR:
+        block = source.load([first, n0])
+        if CUT:
+            block = tl.where((rows < end)[:, None], block, 0.0)
+    else:
+        columns = n0 + tl.arange(0, BN)
+        mask = (columns < WIDTH)[None, :]
+        if CUT:
+            mask = mask & (rows < end)[:, None]
+        block = tl.load(source + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+    return block
+
+
+@triton.jit
+def load_weights(
+    w, pointers, n0, k, length, stride, WIDTH, TURNED: tl.constexpr, DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Weights of outputs from n0 on and of inputs [k, k + BK), [BN, BK]; TURNED: w is [inputs, WIDTH outputs].
+
+    What lies beyond `length` is zero if it is read by pointers, and else as `load_block` has it.
+    """
+    if TURNED:
+        return tl.trans(load_rows(w, k, length, n0, stride, WIDTH, not (EVEN or DESCRIPTOR), DESCRIPTOR, BK, BN))
+    else:
+        return load_block(w, pointers, n0, k, length, DESCRIPTOR, EVEN, BK)
+
+
 def kernel_options(*, warps: int, stages: int | None = None) -> dict[str, int]:
     """Options of a launch or a build; `stages` of the pipeline, None for Triton's own number.
 

@@ -200,4 +200,4 @@ def permute_constants(d_in: int, *, in_order: bool, norm: bool, centred: bool) -
 
 def permute_options(d_in: int) -> dict[str, int]:
     """Warps: enough to hold a row in registers."""
-    return kernel_options(warps=4 if d_in <= _WIDE else 16)
+    return kernel_options(warps=4 if d_in <= _WIDE else 32)

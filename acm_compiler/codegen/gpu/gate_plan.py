@@ -15,7 +15,7 @@ from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.dispatch import Histogram, Rows, slots_of
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.gate_spec import FEW, NARROWEST, Cut, GateSpec, cut_of, padded_size
-from acm_compiler.codegen.gpu.launch import operand
+from acm_compiler.codegen.gpu.products import operand
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import BULK_COPY_BYTES, Machine
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, is_tracing
@@ -24,6 +24,8 @@ from acm_compiler.codegen.gpu.tiles import bucket_of
 _SUM_ROWS = (FEW, 1), (1 << 11, 8)  # most tokens, rows of a program that adds up
 _MOST_SUM_ROWS = 32
 _SUM_COLUMNS = 512, 128  # that are added up at once: of one row; of several, by one warp
+_SUM_VALUES = 24 << 10  # of parts and of the second weight that a program of one row holds
+_WARP_VALUES = 64  # scores of a warp's rows
 
 
 class Choice(NamedTuple):
@@ -48,12 +50,15 @@ def sum_constants(spec: GateSpec, cut: Cut, tokens: int, *, interpret: bool) -> 
     """Constants of `gate_sum_kernel`: a program for each of few tokens; of more, each warp has rows of its own."""
     rows = next((rows for most, rows in _SUM_ROWS if tokens <= most), _MOST_SUM_ROWS)
     spans = blocks_in(spec.d_in, cut.span)
+    padded, columns = triton.next_power_of_2(spans), _SUM_COLUMNS[rows > 1]
+    while rows == 1 and columns > NARROWEST and (padded + padded_size(spec.columns)) * columns > _SUM_VALUES:
+        columns //= 2
     return {
         **_choice_constants(spec, interpret),
         "SPANS": spans,
-        "SPANS_P": triton.next_power_of_2(spans),
+        "SPANS_P": padded,
         "ROW": _row_of(spec),
-        "GP": min(padded_size(spec.width), _SUM_COLUMNS[rows > 1]),
+        "GP": min(padded_size(spec.width), columns),
         "BM": rows,
     }
 
@@ -95,7 +100,7 @@ def _is_aligned(x_TD: Tensor) -> bool:
 
 def sum_options(constants: dict[str, Any]) -> dict[str, int]:
     """Warps of `gate_sum_kernel`."""
-    return kernel_options(warps=max(4, constants["BM"] // 4))
+    return kernel_options(warps=min(16, max(4, constants["BM"] * constants["CP"] // _WARP_VALUES)))
 
 
 def run_gate(

@@ -94,7 +94,8 @@ def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = Tru
     if few:
         step = (32 if spec.is_exact else 128) // (2 if spec.is_odd else 1)
         rows = min(32, padded_size(tokens))
-        stages = 5 if spec.is_exact else 3  # of shorter steps, so that as many bytes are on their way
+        # of shorter steps more, so that as many bytes are on their way; what is converted waits in registers
+        stages = 5 if spec.is_exact and (same or rows == NARROWEST) else 3
         return Cut(tile=Tile(m=rows, n=32, k=step, warps=4, stages=stages, resident=1), bulk=False, span=_SPAN)
     tile = _part_tile(spec, tokens, machine, bulk=bulk)
     tiles = blocks_in(tokens, tile.m) * blocks_in(spec.width, tile.n)
@@ -114,8 +115,8 @@ def _whole_tile(spec: GateSpec, tokens: int, *, bulk: bool, arch: int) -> Tile:
     if spec.is_odd and width >= _WIDE:
         step //= 2
     rows = 32 if spec.is_exact or spec.norm or width > _WIDE // 2 or arch >= 90 else 64
-    # values that are read one by one wait in registers
-    stages = 2 if spec.is_exact and spec.is_odd and width >= _WIDE else 3
+    waits = spec.is_exact and spec.is_odd and width >= _WIDE  # values that are read one by one, in registers
+    rows, stages = NARROWEST if waits and spec.norm else rows, 2 if waits else 3
     return Tile(m=min(rows, padded_size(tokens)), n=width, k=step, warps=4, stages=stages, resident=1)
 
 

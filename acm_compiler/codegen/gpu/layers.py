@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from acm_compiler.codegen.gpu.activation import activate
-from acm_compiler.codegen.gpu.blocks import find_band, k_of_rows, load_block, multiply, raster, row_pointers
+from acm_compiler.codegen.gpu.blocks import (
+    find_band,
+    k_of_rows,
+    load_block,
+    load_weights,
+    multiply,
+    raster,
+    row_pointers,
+)
 
 
 @triton.jit
@@ -35,12 +43,12 @@ def layer1_kernel(
     h, x, w_in, b_in, w_up, b_up, perm, counts, T, D_IN, stride_x,
     N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, Q_HI: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, X_DESC: tl.constexpr, W_DESC: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr,
+    TURNED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """h [T, ROW] in sorted order; x [T, D_IN] in token order (GATHER) or sorted; w_in, w_up [N * H, D_IN].
+    """h [T, ROW] in sorted order; x [T, D_IN] in token order (GATHER) or sorted; w_in, w_up [N * H, D_IN], or TURNED.
 
-    Bands Q_HI to 1. X_DESC, W_DESC: x, the weights are tensor descriptors of blocks [BM, BK], [BN, BK].
+    Bands Q_HI to 1. X_DESC, W_DESC: x, the weights are tensor descriptors of blocks [BM, BK], [BN, BK] (or TURNED).
     """
     _, _, _, _, _, _, _, tiles = find_band(0, counts, Q_HI, 1, N, H, 0, False, BM, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLAT):
@@ -55,15 +63,17 @@ def layer1_kernel(
             source = tl.load(perm + rows, mask=rows < T, other=0)
         weight_rows = tl.minimum(columns, N * H - 1)
         a_at = x if X_DESC else row_pointers(x, source, stride_x, BK)
-        in_at = w_in if W_DESC else row_pointers(w_in, weight_rows, D_IN, BK)
-        up_at = w_up if W_DESC or not GATED else row_pointers(w_up, weight_rows, D_IN, BK)
+        in_at = w_in if W_DESC or TURNED else row_pointers(w_in, weight_rows, D_IN, BK)
+        up_at = w_up if W_DESC or TURNED or not GATED else row_pointers(w_up, weight_rows, D_IN, BK)
         acc = tl.zeros((BM, BN), tl.float32)
         up = tl.zeros((BM, BN), tl.float32)
         for k in range(0, D_IN, BK):
             a = load_block(x, a_at, m0, k, D_IN, X_DESC, EVEN, BK)
-            acc = multiply(a, load_block(w_in, in_at, n0, k, D_IN, W_DESC, EVEN, BK), acc, PRECISION, INTERPRET)
+            b = load_weights(w_in, in_at, n0, k, D_IN, N * H, N * H, TURNED, W_DESC, EVEN, BN, BK)
+            acc = multiply(a, b, acc, PRECISION, INTERPRET)
             if GATED:
-                up = multiply(a, load_block(w_up, up_at, n0, k, D_IN, W_DESC, EVEN, BK), up, PRECISION, INTERPRET)
+                b = load_weights(w_up, up_at, n0, k, D_IN, N * H, N * H, TURNED, W_DESC, EVEN, BN, BK)
+                up = multiply(a, b, up, PRECISION, INTERPRET)
         value = activate(_add_bias(acc, b_in, columns, N * H) if BIAS else acc, ACT, SHORT, INTERPRET)
         if GATED:
             value *= _add_bias(up, b_up, columns, N * H) if BIAS else up
@@ -150,13 +160,13 @@ def layer2_kernel(
     y, a, w, b_out, residual, perm, counts, T, D_IN, stride_a, stride_w, stride_r,
     N: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr, D_OUT: tl.constexpr, Q_HI: tl.constexpr,
     Q_LO: tl.constexpr, OWN: tl.constexpr, REDUCE: tl.constexpr, STACKED: tl.constexpr, RESIDUAL: tl.constexpr,
-    GATHER: tl.constexpr, A_DESC: tl.constexpr, W_DESC: tl.constexpr, EVEN: tl.constexpr,
+    GATHER: tl.constexpr, A_DESC: tl.constexpr, W_DESC: tl.constexpr, TURNED: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """y [T, D_OUT] in token order for tokens with k in [Q_LO, Q_HI]; a in sorted order, or in token order (GATHER).
 
-    w [D_OUT, reduction], or STACKED: one such matrix per k. OWN: no tile serves two k.
+    w [D_OUT, reduction], or TURNED, or STACKED: one such matrix per k. OWN: no tile serves two k.
     REDUCE "learners": k * H columns of a; "all": D_IN; "rows": D_IN for output rows of the first k learners; "cols":
     k * H columns of x, which lie apart, against w [N, D_OUT, H]. b_out may be absent where not OWN.
     """
@@ -185,9 +195,11 @@ def layer2_kernel(
         else:
             above = (q - 1) * D_OUT if STACKED else 0
             a_at = a if A_DESC else row_pointers(a, source, stride_a, BK)
-            w_at = w if W_DESC else row_pointers(w, above + w_rows, stride_w, BK)
+            w_at = w if W_DESC or TURNED else row_pointers(w, above + w_rows, stride_w, BK)
             for k in range(0, length, BK):
                 left = load_block(a, a_at, m0, k, length, A_DESC, EVEN, BK)
-                right = load_block(w, w_at, above + n0, k, length, W_DESC, EVEN, BK)
+                right = load_weights(
+                    w, w_at, above + n0, k, length, stride_w, D_OUT, TURNED, W_DESC, EVEN, BN, BK
+                )  # fmt: skip
                 acc = multiply(left, right, acc, PRECISION, INTERPRET)
         _finish(y, acc, b_out, residual, token, mine, columns, q, stride_r, N, H, HEAD, D_OUT, OWN, REDUCE, RESIDUAL)

@@ -20,7 +20,7 @@ BULK_COPY_BYTES = 16
 _WGMMA_ROWS = 64
 _FENCED = (3, 7)
 _SUMMED = 256  # columns of a token that one program adds up
-_SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "GROUP", "FLAT")
+_SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "TURNED", "GROUP", "FLAT")
 
 
 def puts_fences() -> bool:
@@ -72,11 +72,19 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """Loads of a product: rows of `a` through the permutation or not, and operands read by bulk copies."""
+    """Loads of a product: rows of `a` through the permutation or not, and operands read by bulk copies.
+
+    turned: the matrix of weights has a column for each output, not a row.
+    """
 
     gather: bool
     a_desc: bool
     w_desc: bool
+    turned: bool = False
+
+    def block_of_weights(self, tile: Tile) -> tuple[int, int]:
+        """Rows and columns of the block of weights that a step reads."""
+        return (tile.k, tile.n) if self.turned else (tile.n, tile.k)
 
 
 POINTERS = Loads(gather=False, a_desc=False, w_desc=False)
@@ -107,17 +115,24 @@ def layer1_bands(spec: KernelSpec) -> int:
 
 
 @lru_cache
-def loads_of(spec: KernelSpec, machine: Machine, product: Product | None, *, in_order: bool = False) -> Loads:
-    """Loads for the operands of a product of layer 2, or of layer 1 (None); in_order: x is given in sorted order."""
+def loads_of(
+    spec: KernelSpec, machine: Machine, product: Product | None, *, in_order: bool = False, turned: bool = False
+) -> Loads:
+    """Loads for the operands of a product of layer 2, or of layer 1 (None); in_order: x is given in sorted order.
+
+    turned: weights have a column for each output.
+    """
     from_x = product is None or product.from_x
-    reduction = spec.d_in if from_x else spec.learners * spec.width
+    hidden = spec.learners * spec.width
+    weight_row = (hidden if product is None else spec.d_out) if turned else spec.d_in if from_x else hidden
     bulk = machine.bulk_copies and on_tensor_cores(spec) and spec.form != "cols"
     permuted = in_order or permutes_rows(spec, machine)
     row = spec.d_in if from_x else spec.hidden_row
     return Loads(
         gather=from_x and not permuted,
         a_desc=bulk and (permuted or not from_x) and is_aligned(row, spec),
-        w_desc=bulk and is_aligned(reduction, spec),
+        w_desc=bulk and is_aligned(weight_row, spec),
+        turned=turned,
     )
 
 
@@ -153,6 +168,7 @@ def layer1_constants(spec: KernelSpec, tile: Tile, loads: Loads, *, interpret: b
         "GATHER": loads.gather,
         "X_DESC": loads.a_desc,
         "W_DESC": loads.w_desc,
+        "TURNED": loads.turned,
         "EVEN": spec.d_in % tile.k == 0,
         "SHORT": spec.dtype == "bf16",
         **_tile_constants(spec, tile, interpret),
@@ -178,6 +194,7 @@ def layer2_constants(
         "GATHER": loads.gather,
         "A_DESC": loads.a_desc,
         "W_DESC": loads.w_desc,
+        "TURNED": loads.turned,
         "EVEN": (spec.width if product.reduce in ("learners", "cols") else spec.d_in) % tile.k == 0,
         **_tile_constants(spec, tile, interpret),
     }

@@ -42,6 +42,11 @@ def tracing() -> Iterator[None]:
         _MODE.reset(token)
 
 
+def is_starting() -> bool:
+    """True while launches are launches."""
+    return _MODE.get() == "start"
+
+
 def is_tracing() -> bool:
     """True while launches become nodes of a graph."""
     return _MODE.get() == "trace"
@@ -123,9 +128,24 @@ def _trace(function: Any, programs: Any, args: tuple[Any, ...], given: dict[str,
     Tracer().call_triton_kernel(wrapped, plain, options, None)
 
 
+_CHECKED: dict[tuple[torch.dtype, int, int], dict[str, Any]] = {}  # attributes of descriptors, by type and block
+
+
 def blocks_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A matrix as kernels take it that read it by bulk copies, in blocks of so many rows and columns."""
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+    """A matrix as kernels take it that read it by bulk copies, in blocks of so many rows and columns.
+
+    Its rows and its address must be aligned; Triton checks that of the first of a kind alone, as it takes long.
+    """
+    kind = matrix.dtype, rows, columns
+    facts = _CHECKED.get(kind)
+    if facts is None or not is_starting():
+        made = TensorDescriptor.from_tensor(matrix, [rows, columns])
+        if is_starting():
+            _CHECKED[kind] = {**vars(made), "base": None}
+        return made
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(facts, base=matrix, shape=matrix.shape, strides=matrix.stride())
+    return made
 
 
 def fewer(programs: int, tiles: Any) -> Any:

@@ -30,7 +30,8 @@ from acm_compiler.codegen import gpu
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.gpu.calls.kept import find_plan, keep_plan, kind_of_k, kind_of_rows, rounding
 from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
-from acm_compiler.codegen.gpu.launch import Plan, by_rows, plan_of
+from acm_compiler.codegen.gpu.launch import Plan, plan_of
+from acm_compiler.codegen.gpu.products import by_rows
 from acm_compiler.codegen.gpu.spec import spec_of
 
 _WEIGHTS = len(LearnerWeights._fields)
@@ -193,7 +194,7 @@ def gated_learners(
     if None not in (of_gate, kind, *plans):
         with on_device_of(call.x):
             choice = plans[0](call.x, *scalars)
-            return plans[1](call.x, choice.k, call.residual, choice.histogram)
+            return plans[1](call.x, choice.k, call.residual, plans[1].order(*choice))
     require_gated(call, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
     if _normed_is_covered(call, form, act):
         kept = {"machine": gpu.machine_of(call.x.device)}

@@ -1,8 +1,8 @@
 """A whole ACM run from the kept plans of its gate and its learners, without the operators' dispatch and lookups.
 
-For eager calls that nothing observes and through which nothing is differentiated. The first call of a kind takes the
+For eager calls that nothing observes, with gradients of the learners or without. The first call of a kind takes the
 usual way, through the operators, which keep their plans; the second puts them together. Where all tokens run one k,
-there is nothing to choose or to sort: dense products of the first learners do.
+and nothing is differentiated, there is nothing to choose or to sort: dense products of the first learners do.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import is_nothing_open, is_plain_call
-from acm_compiler.acm.intact import refuse_changed
+from acm_compiler.acm.gradients.sorted_tokens import pays
+from acm_compiler.acm.intact import refuse_changed, refuse_idle
 from acm_compiler.acm.learners import OnlyK
 from acm_compiler.acm.reference import prefix_output
 from acm_compiler.acm.tokens import is_one_each
 from acm_compiler.codegen.gpu.calls.kept import ALIGNED, find_plan, rounding
 from acm_compiler.codegen.gpu.calls.operators import gate_kind, learners_kind, on_device_of
+from acm_compiler.codegen.gpu.gradients.rule import differentiated
 from acm_compiler.codegen.gpu.tiles import bucket_of
 
 
@@ -66,7 +68,8 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
             return None
         _read_bounds(acm)
     k = acm.only_k.of(is_decode=is_decode)
-    if k is not None:
+    learns = torch.is_grad_enabled()
+    if k is not None and not learns:
         return _prefix(acm, x.view(tokens, shape[-1]), k, shape)
     kind = bucket_of(tokens), shape[-1], x.dtype, x.get_device(), x.data_ptr() & ALIGNED, rounding(x.dtype), is_decode
     site = _SITES.get(id(acm))
@@ -80,8 +83,12 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
             site.plans[kind] = found
         return None
     with on_device_of(x):
-        choice = plans[0](x_TD, *scalars)
-        y_TO = plans[1](x_TD, choice.k, None, choice.histogram)
+        k_T, histogram = plans[0](x_TD, *scalars)
+        order = plans[1].order(k_T, histogram)
+        if learns:
+            y_TO = differentiated(plans[1], order, x_TD, k_T, acm.learners.weights())
+        else:
+            y_TO = plans[1](x_TD, k_T, None, order)
     return y_TO if len(shape) == 2 else y_TO.view(*shape[:-1], -1)
 
 
@@ -104,13 +111,27 @@ def _prefix(acm: ACM, x_TD: Tensor, k: int, shape: torch.Size) -> Tensor | None:
 
 
 def _is_plain(acm: ACM, x: Tensor) -> bool:
-    """True if the call is gate and learners alone: no tap, adapter, observer, gradient or transform."""
+    """True if the call is gate and learners alone: no tap, adapter, observer, relaxed choice, dropout or transform.
+
+    Gradients there may be, of learners that share one second layer.
+    """
     if type(acm) is not ACM:  # another kind may choose by other rules
         return False
     own = all(part is None for part in (acm.tap, acm.adapter, acm.split, acm.skips)) and acm.state == "learners"
-    if acm.training or not own or acm.__dict__["_buffers"]["counts"] is not None or not is_nothing_open():
+    if acm.training and (acm.temperature is not None or acm.dropout):
         return False
-    return type(x) is Tensor and x.ndim > 1 and x.numel() > 0 and x.is_contiguous() and is_plain_call(x)
+    if not own or acm.__dict__["_buffers"]["counts"] is not None or not is_nothing_open():
+        return False
+    if not (type(x) is Tensor and x.ndim > 1 and x.numel() > 0 and x.is_contiguous() and is_plain_call(x)):
+        return False
+    return not torch.is_grad_enabled() or _has_gradients(acm, x)
+
+
+def _has_gradients(acm: ACM, x: Tensor) -> bool:
+    """True if kernels pay for learners that may have gradients; refuses what a step would leave out."""
+    if acm.training:
+        refuse_idle(acm)
+    return pays(x.view(-1, x.shape[-1]), acm.learners.weights())
 
 
 def _kept_plans(acm: ACM, x_TD: Tensor, scalars: tuple[Tensor, ...]) -> tuple[Any, Any]:

@@ -25,7 +25,8 @@ from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu.calls.operators import normed_kind
 from acm_compiler.codegen.gpu.dispatch import Histogram
 from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
-from acm_compiler.codegen.gpu.launch import by_rows, plan_of
+from acm_compiler.codegen.gpu.launch import plan_of
+from acm_compiler.codegen.gpu.products import by_rows
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.start import building, tracing
 
@@ -34,12 +35,17 @@ _BUILT: set[Any] = set()  # kinds of calls whose kernels were built
 
 def register() -> None:
     """Decompose the operators in graphs of CUDA tensors from now on."""
-    for op, launches in ((LEARNERS, _learners), (GATE, _gate), (GATED, _gated)):
-        rule = partial(_decompose, launches)
-        torch.library.register_torch_dispatch(op._qualified_op_name, FunctionalTensorMode, rule, lib=LIBRARY)
+    for op, launches in ((LEARNERS, learners), (GATE, _gate), (GATED, _gated)):
+        decompose(op, launches)
 
 
-def _decompose(launches: Callable[..., Tensor | None], mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def decompose(op: Any, launches: Callable[..., Any]) -> None:
+    """Make an operator its launches in graphs of CUDA tensors, but where those are None."""
+    rule = partial(_decompose, launches)
+    torch.library.register_torch_dispatch(op._qualified_op_name, FunctionalTensorMode, rule, lib=LIBRARY)
+
+
+def _decompose(launches: Callable[..., Any], mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The rule of an operator: its launches, or the operator itself."""
     kwargs = kwargs or {}
     if args[0].device.type == "cuda" and not _exports() and gpu.is_here():
@@ -57,7 +63,8 @@ def _exports() -> bool:
     return custom_triton_ops_decomposition_disabled()
 
 
-def _learners(*tensors: Any, form: str, act: str) -> Tensor | None:
+def learners(*tensors: Any, form: str, act: str) -> Tensor | None:
+    """Launches of `acm::learners`."""
     call = LearnersArguments(*tensors)
     weights = Weights(*part(LearnerWeights, call), act=act, form=form)
     kind = form, act, call.x.dtype, tuple(call.w_in.shape)
@@ -89,7 +96,8 @@ def _gated(
 def _launched(call: LearnersArguments, weights: Weights, norm: Norm | None, histogram: Histogram | None) -> Tensor:
     x, residual = by_rows(call.x), None if call.residual is None else by_rows(call.residual)
     spec, machine = spec_of(x, weights, residual, norm=norm), gpu.machine_of(x.device)
-    return plan_of(spec, weights, norm, machine, x.shape[0])(x, call.k.contiguous(), residual, histogram)
+    plan, k = plan_of(spec, weights, norm, machine, x.shape[0]), call.k.contiguous()
+    return plan(x, k, residual, plan.order(k, histogram))
 
 
 def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm: Norm | None, kind: Hashable) -> bool:
@@ -108,12 +116,12 @@ def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm
     spec = spec_of(x, weights, call.residual, norm=norm)
 
     def build() -> None:
-        own = Weights(*map(_empty, weights.tensors), act=weights.act, form=weights.form)
-        row = _empty(x, 1)
-        k, beside = row.new_zeros(1, dtype=torch.int32), None if call.residual is None else _empty(call.residual, 1)
+        own = Weights(*map(empty, weights.tensors), act=weights.act, form=weights.form)
+        row = empty(x, 1)
+        k, beside = row.new_zeros(1, dtype=torch.int32), None if call.residual is None else empty(call.residual, 1)
         plan_of(spec, own, _own_norm(norm), machine, x.shape[0])(row, k, beside)
 
-    return _builds(kind, (spec, machine, _size(x)), build)
+    return builds(kind, (spec, machine, size(x)), build)
 
 
 def _chosen(call: GateArguments, norm: Norm | None, **choices: Any) -> Choice | None:
@@ -124,18 +132,18 @@ def _chosen(call: GateArguments, norm: Norm | None, **choices: Any) -> Choice | 
         return None
 
     def build() -> None:
-        own = GateArguments(_empty(x, 1), *(_empty(tensor) for tensor in call[1:]))
+        own = GateArguments(empty(x, 1), *(empty(tensor) for tensor in call[1:]))
         plan = GatePlan(own, **choices, machine=machine, norm=_own_norm(norm), tokens=x.shape[0])
         plan(own.x, own.knob, own.k_lo, own.k_hi)
 
     kind_of_norm = None if norm is None else norm.centred
-    if not _builds((dtypes, width), (*choices.values(), *map(_shape, call[1:5]), kind_of_norm, _size(x)), build):
+    if not builds((dtypes, width), (*choices.values(), *map(_shape, call[1:5]), kind_of_norm, size(x)), build):
         return None
     plan = GatePlan(call._replace(x=x), **choices, machine=machine, norm=norm)
     return plan(x, call.knob, call.k_lo, call.k_hi)
 
 
-def _builds(kind: Hashable, facts: Hashable, build: Callable[[], None]) -> bool:
+def builds(kind: Hashable, facts: Hashable, build: Callable[[], None]) -> bool:
     """True if Triton builds the kernels of such a call; else the reason is kept for all calls of the kind."""
     if kind in gpu.UNBUILT:
         return False
@@ -146,7 +154,7 @@ def _builds(kind: Hashable, facts: Hashable, build: Callable[[], None]) -> bool:
     return kind not in gpu.UNBUILT
 
 
-def _size(x: Tensor) -> Any:
+def size(x: Tensor) -> Any:
     """T, or nothing where a compiler traces it as free."""
     return x.shape[0] if isinstance(x.shape[0], int) else None
 
@@ -156,10 +164,10 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _own_norm(norm: Norm | None) -> Norm | None:
-    return None if norm is None else replace(norm, weight=_empty(norm.weight), bias=_empty(norm.bias))
+    return None if norm is None else replace(norm, weight=empty(norm.weight), bias=empty(norm.bias))
 
 
-def _empty(tensor: Any, rows: int | None = None) -> Any:
+def empty(tensor: Any, rows: int | None = None) -> Any:
     """A tensor of that shape (or so many rows), type and device with memory, which traced ones do not have."""
     if tensor is None:
         return None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from acm_compiler.codegen.gpu.ahead import Kernel, layer1_built, layer2_built
-from acm_compiler.codegen.gpu.gradients.kernels import branches_kernel, sums_kernel, weights_kernel
-from acm_compiler.codegen.gpu.gradients.launch import (
+from acm_compiler.codegen.gpu.gradients.kernels import branches_kernel, sums_kernel, total_kernel, weights_kernel
+from acm_compiler.codegen.gpu.gradients.stages import (
     branches_constants,
-    branches_options,
+    branches_of,
     first_spec,
     of_tokens,
+    plain_options,
     product_tiles,
     second_spec,
     sums_constants,
     sums_options,
+    total_constants,
     weights_constants,
     weights_loads,
     weights_tile,
@@ -25,22 +29,32 @@ def gradient_kernels(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     """All kernels of a backward, fixed choices and relaxed ones; of learners that share one second layer."""
     machine = machine_of_arch(arch)
     first, second, tiles = first_spec(spec), second_spec(spec), product_tiles(spec, machine, tokens)
+    of_branches = zip((first, replace(first, residual=True)), branches_of(spec), strict=False)
     return [
-        *(layer1_built(layer, machine, tiles.layer1, in_order=True) for layer in (first, second)),
+        layer1_built(first, machine, tiles.layer1, in_order=True),
+        layer1_built(second, machine, tiles.layer1, in_order=True, turned=True),
         *(_branches(spec, every=every) for every in (False, True)),
-        layer2_built(first, machine, tiles.layer2, of_tokens(first)),
+        *(layer2_built(layer, machine, tiles.layer2, of_tokens(layer, w), turned=True) for layer, w in of_branches),
         _weights(first, machine, spec.d_in, split=4, turned=False),
-        _weights(spec, machine, spec.d_out, split=1, turned=True),
+        _weights(first, machine, spec.d_out, split=1, turned=True),
         *(_sums(first, in_order=in_order) for in_order in (True, False)),
+        Kernel(
+            name="total",
+            function=total_kernel,
+            constants=total_constants(4, first.learners * first.width * spec.d_in),
+            options=plain_options(),
+            operands={"parts": "*fp32"},
+        ),
     ]
 
 
 def _branches(spec: KernelSpec, *, every: bool) -> Kernel:
+    absent = ({} if every else {"reach": None}) | ({} if spec.form == "gated" else {"up": None})
     return Kernel(
         name=f"branches {'every' if every else 'run'}",
         function=branches_kernel,
-        constants=branches_constants(spec, every=every, interpret=False) | ({} if every else {"reach": None}),
-        options=branches_options(),
+        constants=branches_constants(spec, every=every, interpret=False) | absent,
+        options=plain_options(),
         operands={"reach": "*fp32"},
     )
 

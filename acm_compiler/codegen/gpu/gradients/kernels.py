@@ -3,6 +3,7 @@
 branches: h and what reaches its branches, of their products and what reaches h; what reaches a relaxed choice
 weights:  dW = left.T right, over the tokens that run a weight's learner, in parts that are added up afterwards
 sums:     of rows, over the tokens of each k, in parts, too: gradients of biases
+total:    parts added up
 """
 
 from __future__ import annotations
@@ -11,22 +12,21 @@ import triton
 import triton.language as tl
 
 from acm_compiler.codegen.gpu.activation import activate, derive
+from acm_compiler.codegen.gpu.blocks import load_rows
 
 
 @triton.jit(do_not_specialize=["T"])
 def branches_kernel(
-    first, dh, reach, counts, T,
-    N: tl.constexpr, H: tl.constexpr, FIRST_ROW: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr,
-    GATED: tl.constexpr, EVERY: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    first, up, dh, reach, counts, T,
+    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, EVERY: tl.constexpr, SHORT: tl.constexpr,
+    INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """first [T, FIRST_ROW], in sorted order, becomes what reaches it, dh [T, ROW] becomes h.
+    """Products of the first layer become what reaches them, and dh becomes h; all [T, ROW] in sorted order.
 
-    first holds H products of each learner, GATED: H of either branch, the activated one first. reach [T, N]: sums of
-    h dh over each learner, fp32. A program has rows of one learner. What runs no such learner is left, or, where EVERY
-    learner was computed for every token, summed and then zero.
+    first: of the activated branch, up: of the other, or None. reach [T, N]: sums of h dh over each learner, fp32. A
+    program has rows of one learner. What runs no such learner is left, or, where EVERY learner was computed for every
+    token, summed and then zero.
     """
-    WIDTH: tl.constexpr = 2 * H if GATED else H
     n = tl.program_id(0) % N
     rows = tl.program_id(0) // N * BM + tl.arange(0, BM)
     runs = rows < tl.load(counts + n + 1)
@@ -37,45 +37,26 @@ def branches_kernel(
     for start in range(0, H, BN):
         columns = start + tl.arange(0, BN)
         mask = real[:, None] & (columns < H)[None, :]
-        first_at = first + rows.to(tl.int64)[:, None] * FIRST_ROW + (n * WIDTH + columns)[None, :]
-        at = dh + rows.to(tl.int64)[:, None] * ROW + (n * H + columns)[None, :]
-        before = tl.load(first_at, mask=mask, other=0.0).to(tl.float32)
-        of_h = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        at = rows.to(tl.int64)[:, None] * ROW + (n * H + columns)[None, :]
+        before = tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
+        of_h = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
         value, reached = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT)
-        if GATED:
-            up = tl.load(first_at + H, mask=mask, other=0.0).to(tl.float32)
+        if up is not None:
+            other = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
             of_up = of_h * value
             if EVERY:
                 of_up = tl.where(runs[:, None], of_up, 0.0)
-            tl.store(first_at + H, of_up.to(first.dtype.element_ty), mask=mask)
-            value *= up
-            reached *= up
+            tl.store(up + at, of_up.to(up.dtype.element_ty), mask=mask)
+            value *= other
+            reached *= other
         if EVERY:
             total += tl.sum(tl.where(mask, value * of_h, 0.0), 1)
             value = tl.where(runs[:, None], value, 0.0)
             reached = tl.where(runs[:, None], reached, 0.0)
-        tl.store(first_at, reached.to(first.dtype.element_ty), mask=mask)
-        tl.store(at, value.to(dh.dtype.element_ty), mask=mask)
+        tl.store(first + at, reached.to(first.dtype.element_ty), mask=mask)
+        tl.store(dh + at, value.to(dh.dtype.element_ty), mask=mask)
     if EVERY:
         tl.store(reach + rows.to(tl.int64) * N + n, total, mask=real)
-
-
-@triton.jit
-def _block(source, first, end, n0, stride, WIDTH, CUT: tl.constexpr, DESC: tl.constexpr, BK: tl.constexpr,
-           BN: tl.constexpr):  # fmt: skip
-    """Rows from `first` on and columns from n0 on, zeros beyond WIDTH; CUT: also from row `end` on."""
-    rows = first + tl.arange(0, BK)
-    if DESC:
-        block = source.load([first, n0])
-        if CUT:
-            block = tl.where((rows < end)[:, None], block, 0.0)
-    else:
-        columns = n0 + tl.arange(0, BN)
-        mask = (columns < WIDTH)[None, :]
-        if CUT:
-            mask = mask & (rows < end)[:, None]
-        block = tl.load(source + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
-    return block
 
 
 @triton.jit
@@ -83,8 +64,8 @@ def _add_rows(acc, left, right, first, end, m0, n0, WIDE, M: tl.constexpr, ROW: 
               CUT: tl.constexpr, DESC: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """acc + left.T right of BK rows, fewer where they are CUT, in fp32; TURNED: right.T left."""
-    a = _block(left, first, end, m0, ROW, M, CUT, DESC, BK, BM)
-    b = _block(right, first, end, n0, WIDE, WIDE, CUT, DESC, BK, BN)
+    a = load_rows(left, first, end, m0, ROW, M, CUT, DESC, BK, BM)
+    b = load_rows(right, first, end, n0, WIDE, WIDE, CUT, DESC, BK, BN)
     if TURNED:
         a, b = b, a
     if INTERPRET:  # the interpreter's dot takes bf16 for its bit pattern
@@ -167,3 +148,13 @@ def sums_kernel(
         at = rows_in + source.to(tl.int64)[:, None] * stride + n[None, :]
         acc += tl.load(at, mask=(rows < end)[:, None] & here[None, :], other=0.0).to(tl.float32)
     tl.store(parts + (part * (N + 1) + q).to(tl.int64) * WIDE + n, tl.sum(acc, 0), mask=n < WIDE)
+
+
+@triton.jit
+def total_kernel(total, parts, PARTS: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr):
+    """total [SIZE]: parts [PARTS, SIZE] fp32, added up in their order."""
+    at = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    acc = tl.zeros((BN,), tl.float32)
+    for part in range(PARTS):
+        acc += tl.load(parts + tl.cast(part, tl.int64) * SIZE + at, mask=at < SIZE, other=0.0)
+    tl.store(total + at, acc.to(total.dtype.element_ty), mask=at < SIZE)

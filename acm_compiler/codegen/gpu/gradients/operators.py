@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from acm_compiler.acm.ops import LIBRARY
 from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu.calls.operators import on_device_of
+from acm_compiler.codegen.gpu.dispatch import Order
 from acm_compiler.codegen.gpu.gradients.launch import run_backward
 
 
@@ -29,7 +31,7 @@ def learners_backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str
     call = LearnersArguments(x, k, *tensors)
     require_learners(call, form=form)
     names = ["x", *plain.learned(call)]
-    found = _run(dy, x, k, Weights(*part(LearnerWeights, call), act=act, form=form), set(names))
+    found = kernels_gradients(dy, x, k, Weights(*part(LearnerWeights, call), act=act, form=form), set(names))
     if found is None:
         return plain.backward(dy, x, k, *tensors, form=form, act=act)
     found["residual"] = dy
@@ -50,31 +52,43 @@ def relaxed_backward(
 ) -> list[Tensor]:
     """The wanted gradients of a relaxed choice, in their order."""
     weights = Weights(*tensors, act=act, form=form)
-    found = _run(dy, x, chosen(nu, k_min), weights, set(wanted), choice=(nu.dtype, k_min))
+    found = kernels_gradients(dy, x, chosen(nu, k_min), weights, set(wanted), choice=(nu.dtype, k_min))
     if found is None:
         return plain.relaxed_backward(dy, a, up, x, nu, *tensors, k_min=k_min, form=form, act=act, wanted=wanted)
     return [plain.own(found[name], dy) for name in wanted]
 
 
-def _run(
+def kernels_gradients(
     dy: Tensor,
     x: Tensor,
     k: Tensor,
     weights: Weights,
     wanted: set[str],
+    *,
     choice: tuple[torch.dtype, int] | None = None,
+    order: Order | None = None,
 ) -> dict[str, Tensor] | None:
-    """Gradients by the kernels, None where they do not cover the call."""
-    machine, shape, form, act = gpu.machine_of(x.device), weights.w_in.shape, weights.form, weights.act
-    kind = "backward", form, act, x.dtype, shape
-    lacking = gpu.not_covered(
-        form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_quantized=weights.is_quantized
-    )
-    reason = lacking or gpu.UNBUILT.get(kind)
-    if reason is None and weights.is_nested and x.shape[0]:
+    """Gradients by the kernels, as `run_backward` gives them; None where they do not cover the call."""
+    reason, kind = reason_against(x, weights), kind_of(x, weights)
+    if reason is None:
         with on_device_of(x), gpu.unless_unbuilt(kind):
-            return run_backward(dy, x, k, weights, wanted=wanted, machine=machine, choice=choice)
+            machine = gpu.machine_of(x.device)
+            return run_backward(dy, x, k, weights, wanted=wanted, machine=machine, choice=choice, order=order)
         reason = gpu.UNBUILT[kind]
-    if reason is not None:
+    if reason:
         gpu.say_once(reason)
     return None
+
+
+def kind_of(x: Tensor, weights: Weights) -> Hashable:
+    """The kind of backwards that cannot be built together."""
+    return "backward", weights.form, weights.act, x.dtype, weights.w_in.shape
+
+
+def reason_against(x: Tensor, weights: Weights) -> str | None:
+    """Reason why such a backward is plain torch, None when the kernels run it; empty where that goes without saying."""
+    if not weights.is_nested or x.shape[0] == 0:
+        return ""
+    facts = {"form": weights.form, "act": weights.act, "dtype": x.dtype, "shape": weights.w_in.shape}
+    lacking = gpu.not_covered(**facts, arch=gpu.machine_of(x.device).arch, is_quantized=weights.is_quantized)
+    return lacking or gpu.UNBUILT.get(kind_of(x, weights))

@@ -1,0 +1,129 @@
+"""Stages of a backward: its products, tiles, parts and constants. No tensors here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+
+from acm_compiler.codegen.gpu.spec import KernelSpec
+from acm_compiler.codegen.gpu.stages import Loads, Machine, Product, is_aligned, kernel_options
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles, tile_of
+
+_MOST_PARTS = 16
+_PART_TOKENS = 1024  # products of so many tokens take as long as writing and adding up their sums, once more
+_LEAST_TOKENS = 128  # fewer are sorted, too
+_WEIGHTS = {
+    "bulk": "128x128x64 w4 s3 r2",
+    "16": "64x64x32 w4 s2 r3",
+    "fp32": "32x32x32 w4 s2 r2",
+}
+SUMS = tile_of("1x64x32 w4 s3 r8")
+"""Blocks of columns and of rows of `sums_kernel`."""
+_ROWS, _ROW_BYTES = 8, 512  # of a block of branches
+_TOTAL = 512  # numbers that a program adds up
+
+
+def first_spec(spec: KernelSpec) -> KernelSpec:
+    """One branch of the first layer, without an activation, and its transpose as a second layer."""
+    return replace(spec, form="mlp", act="identity", d_out=spec.d_in, residual=False, norm=False, second="shared")
+
+
+def second_spec(spec: KernelSpec) -> KernelSpec:
+    """The second layer's transpose, as a first layer without an activation."""
+    return replace(first_spec(spec), d_in=spec.d_out, bias_in=False)
+
+
+def branches_of(spec: KernelSpec) -> tuple[str, ...]:
+    """Names of the first layer's matrices."""
+    return ("w_in", "w_up") if spec.form == "gated" else ("w_in",)
+
+
+def of_tokens(spec: KernelSpec, branch: str) -> Product:
+    """The product that gives what a branch adds to gradients of tokens, a second layer without biases."""
+    return Product(weight=branch, q_hi=spec.learners, bias=False)
+
+
+def product_tiles(spec: KernelSpec, machine: Machine, tokens: int) -> Tiles:
+    """Tiles of the products that are layers: those of a forward of as many tokens."""
+    return choose_tiles(first_spec(spec), machine.arch, max(tokens, _LEAST_TOKENS), machine.processors)
+
+
+def weights_loads(spec: KernelSpec, machine: Machine, wide: int) -> Loads:
+    """Loads of both operands of `weights`, whose rows are summed over: bulk copies for types of 16 bits."""
+    bulk = machine.bulk_copies and spec.itemsize == 2 and is_aligned(wide, spec)
+    return Loads(gather=False, a_desc=bulk, w_desc=bulk)
+
+
+def weights_tile(spec: KernelSpec, loads: Loads) -> Tile:
+    """The tile of `weights`; compiled for sm_80 and sm_90 without spills."""
+    return tile_of(_WEIGHTS["bulk" if loads.a_desc else "fp32" if spec.dtype == "fp32" else "16"])
+
+
+def weights_constants(spec: KernelSpec, loads: Loads, split: int, *, turned: bool, interpret: bool) -> dict[str, Any]:
+    """Constants of `weights_kernel`."""
+    tile = weights_tile(spec, loads)
+    return {
+        "N": spec.learners,
+        "H": spec.width,
+        "ROW": spec.hidden_row,
+        "SPLIT": split,
+        "TURNED": turned,
+        "DESC": loads.a_desc,
+        "PRECISION": "tf32" if spec.tf32 else "ieee",
+        "INTERPRET": interpret,
+        "BM": tile.m,
+        "BN": tile.n,
+        "BK": tile.k,
+    }
+
+
+def branches_constants(spec: KernelSpec, *, every: bool, interpret: bool) -> dict[str, Any]:
+    """Constants of `branches_kernel`."""
+    return {
+        "N": spec.learners,
+        "H": spec.width,
+        "ROW": spec.hidden_row,
+        "ACT": spec.act,
+        "EVERY": every,
+        "SHORT": spec.dtype == "bf16",
+        "INTERPRET": interpret,
+        "BM": _ROWS,
+        "BN": min(_ROW_BYTES // spec.itemsize, max(16, triton.next_power_of_2(spec.width))),
+    }
+
+
+def sums_constants(spec: KernelSpec, split: int) -> dict[str, Any]:
+    """Constants of `sums_kernel`."""
+    return {"N": spec.learners, "PER_K": spec.width, "SPLIT": split, "BN": SUMS.n, "BK": SUMS.k}
+
+
+def total_constants(parts: int, size: int) -> dict[str, Any]:
+    """Constants of `total_kernel`."""
+    return {"PARTS": parts, "SIZE": size, "BN": _TOTAL}
+
+
+def plain_options() -> dict[str, int]:
+    """Warps of `branches_kernel` and of `total_kernel`."""
+    return kernel_options(warps=4)
+
+
+def sums_options() -> dict[str, int]:
+    """Warps and stages of `sums_kernel`."""
+    return kernel_options(warps=SUMS.warps, stages=SUMS.stages)
+
+
+def parts_of(tiles: int, slots: int, tokens: int) -> int:
+    """Programs that share the tokens of a tile of `weights`: what fills the last wave, less what it costs to add up."""
+
+    def time(parts: int) -> float:
+        waves = -(-tiles * parts // slots)
+        return waves * slots / (tiles * parts) + (parts > 1) * parts * _PART_TOKENS / tokens
+
+    return min(range(1, _MOST_PARTS + 1), key=time)
+
+
+def parts_of_sums(tiles: int, slots: int) -> int:
+    """Programs that share the tokens of a block of `sums`."""
+    return max(1, min(_MOST_PARTS, slots // tiles))

@@ -1,0 +1,182 @@
+"""Launches of single products: layer 1, and the products of layer 2, with weights given by each call or kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from acm_compiler.acm.reference import Weights
+from acm_compiler.codegen.gpu.activation import INTERPRETED
+from acm_compiler.codegen.gpu.dispatch import Order
+from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
+from acm_compiler.codegen.gpu.spec import KernelSpec
+from acm_compiler.codegen.gpu.stages import (
+    BULK_COPY_BYTES,
+    Loads,
+    Machine,
+    Product,
+    build_options,
+    layer1_constants,
+    layer2_constants,
+    loads_of,
+)
+from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, fewer, is_tracing
+from acm_compiler.codegen.gpu.tiles import Tile
+
+
+class _Grid:
+    """Number of programs: as many as fit the machine at once, or as there are tiles if those are fewer."""
+
+    __slots__ = ("_columns", "_extra", "_most", "_rows")
+
+    def __init__(self, machine: Machine, tile: Tile, columns: int, extra: int = 0) -> None:
+        self._most, self._rows = machine.processors * tile.resident, tile.m
+        self._columns, self._extra = blocks_in(columns, tile.n), extra
+
+    def __call__(self, tokens: Any) -> Any:
+        return fewer(self._most, (blocks_in(tokens, self._rows) + self._extra) * self._columns)
+
+
+class _Given:
+    """Makes of a matrix of weights what a product takes."""
+
+    __slots__ = ("_block", "_descriptor")
+
+    def __init__(self, tile: Tile, loads: Loads) -> None:
+        self._block = loads.block_of_weights(tile)
+        self._descriptor = loads.w_desc
+
+    def __call__(self, matrix: Tensor) -> Any:
+        return operand(matrix, *self._block, self._descriptor)
+
+
+class Layer1:
+    """The hidden buffer [T, hidden_row] in sorted order; what no token of a row tile needs stays unwritten.
+
+    in_order: x is given in sorted order on any machine. turned: weights are given as [D, N * H].
+    """
+
+    def __init__(
+        self, spec: KernelSpec, machine: Machine, tile: Tile, *, in_order: bool = False, turned: bool = False
+    ) -> None:
+        loads = loads_of(spec, machine, None, in_order=in_order, turned=turned)
+        self._row, self._d_in = spec.hidden_row, spec.d_in
+        self._given = _Given(tile, loads)
+        self._columns = spec.learners * spec.width if turned else spec.d_in
+        self._blocks = (tile.m, tile.k) if loads.a_desc else None
+        self._grid = _Grid(machine, tile, spec.learners * spec.width)
+        self._start = Launcher(
+            layer1_kernel,
+            layer1_constants(spec, tile, loads, interpret=INTERPRETED),
+            build_options(spec, tile, loads, machine),
+        )
+
+    def operands(
+        self, w_in: Tensor, b_in: Tensor | None, w_up: Tensor | None = None, b_up: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        """Weights of any shape as the kernel takes them."""
+        both = (
+            None if matrix is None else self._given(matrix.contiguous().view(-1, self._columns))
+            for matrix in (w_in, w_up)
+        )
+        first, up = both
+        return first, flat(b_in), up, flat(b_up)
+
+    def __call__(self, x_TD: Tensor, order: Order, operands: tuple[Any, ...]) -> Tensor:
+        tokens, blocks = x_TD.shape[0], self._blocks
+        h, stride = x_TD.new_empty(tokens, self._row), x_TD.stride(0)
+        x: Any = x_TD if blocks is None else blocks_of(x_TD, *blocks)
+        self._start(self._grid(tokens), h, x, *operands, order.perm, order.counts, tokens, self._d_in, stride)
+        return h
+
+
+class Layer2:
+    """One product of layer 2, into rows of y. misplaced: it reads x as it was given, which may lie anywhere.
+
+    turned: weights are given as [reduction, O].
+    """
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        machine: Machine,
+        tile: Tile,
+        product: Product,
+        *,
+        misplaced: bool = False,
+        turned: bool = False,
+    ) -> None:
+        loads = loads_of(spec, machine, product, turned=turned)
+        assert not (loads.a_desc and misplaced)
+        self.from_x, self.product = product.from_x, product
+        self._given, self._d_in = _Given(tile, loads), spec.d_in
+        self._columns = spec.d_out if turned else reduction_of(spec, product)
+        self._blocks = (tile.m, tile.k) if loads.a_desc else None
+        self._grid = _Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
+        self._start = Launcher(
+            layer2_kernel,
+            layer2_constants(spec, tile, loads, product, interpret=INTERPRETED),
+            build_options(spec, tile, loads, machine),
+        )
+
+    def operands(self, weights: Weights) -> tuple[Any, ...]:
+        """The product's matrix, as the kernel takes it, and b_out."""
+        w = {"w_in": weights.w_in, "w_up": weights.w_up, "w_out": weights.w_out, "w_top": weights.w_top}
+        matrix = w[self.product.weight]
+        assert matrix is not None
+        b_out = weights.b_out.contiguous() if self.product.bias else None
+        return self._given(matrix.contiguous().view(-1, self._columns)), b_out
+
+    def __call__(
+        self, y_TO: Tensor, a: Tensor, residual: Tensor | None, order: Order, operands: tuple[Any, ...]
+    ) -> None:
+        tokens, blocks = y_TO.shape[0], self._blocks
+        self._start(
+            self._grid(tokens),
+            y_TO,
+            a if blocks is None else blocks_of(a, *blocks),
+            *operands,
+            residual,
+            order.perm,
+            order.counts,
+            tokens,
+            self._d_in,
+            a.stride(0),
+            self._columns,
+            0 if residual is None else residual.stride(0),
+        )
+
+
+def reduction_of(spec: KernelSpec, product: Product) -> int:
+    """Columns of a product's weights, whose rows belong to outputs."""
+    reduction = spec.d_in if product.reduce in ("all", "rows") else spec.width
+    return reduction * (spec.learners if product.reduce == "learners" else 1)
+
+
+def by_rows(matrix: Tensor) -> Tensor:
+    """The matrix, copied where its rows are not contiguous."""
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def operand(matrix: Tensor, rows: int, columns: int, descriptor: bool) -> Any:
+    """Weights as a kernel takes them: their pointer, or a descriptor of blocks."""
+    matrix = by_rows(matrix)
+    if not descriptor:
+        return matrix
+    return blocks_of(matrix.clone() if _is_misplaced(matrix) else matrix, rows, columns)
+
+
+def _is_misplaced(matrix: Tensor) -> bool:
+    """True if no bulk copy begins where a tensor does; of one that is traced Inductor looks after that."""
+    return not is_tracing() and matrix.data_ptr() % BULK_COPY_BYTES != 0
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """A tensor that may be absent, contiguous."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def flat(bias: Tensor | None) -> Tensor | None:
+    """A bias that may be absent, in one row."""
+    return None if bias is None else bias.reshape(-1)

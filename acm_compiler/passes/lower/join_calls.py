@@ -15,37 +15,47 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from acm_compiler.acm.steps import STEPS, Program, Step, gated_options
 from acm_compiler.passes.capture.op_names import RESHAPES, argument, name_of
-from acm_compiler.passes.lower.acm_nodes import call_of, is_idle_dropout, is_reshape, keeps_apart, put_reshape, value_of
+from acm_compiler.passes.lower.acm_nodes import (
+    ATTENTIONS,
+    attention_options,
+    call_of,
+    is_idle_dropout,
+    is_reshape,
+    keeps_apart,
+    put_reshape,
+    value_of,
+)
 from acm_compiler.passes.lower.norms import norm_at
 
 FEW_TOKENS = 256
 SMALL_HEAD = 1024
 """Keys of a sequence times values of one: of larger heads torch's own attention is as fast (37 x 16: half as fast)."""
-ATTENTIONS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 _VIEWS = (RESHAPES - {"view_as", "reshape_as"}) | {"transpose", "permute", "movedim"}
 _MISFIT = object()
 _TRANSFORMS = ("torch._functorch.", "torch._C._functorch")
 
 
-def join_calls(graph: fx.Graph, acms: Iterable[fx.Node]) -> int:
-    """Join those of `acms` that belong together, in place; how many calls of several steps there are now."""
+def join_calls(graph: fx.Graph, acms: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """Join those of `acms` that belong together, in place; those of each call of several steps that there is now."""
     if any((getattr(node.target, "__module__", None) or "").startswith(_TRANSFORMS) for node in graph.nodes):
-        return 0
+        return []
     known = set(acms)
     groups = [_Group(known)]
     for node in list(graph.nodes):
         if groups[-1].ends_at(node):
             groups.append(_Group(known))
         groups[-1].take(node)
-    joined = [group for group in groups if len(known.intersection(group.drafts)) > 1]
-    for group in joined:
-        group.join(graph)
-    return len(joined)
+    joined = []
+    for group in groups:
+        members = [node for node in group.drafts if node in known]
+        if len(members) > 1:
+            group.join(graph)
+            joined.append(members)
+    return joined
 
 
 class _Group:
@@ -233,9 +243,7 @@ def _flat(sizes: Iterable[Any]) -> list[Any]:
 
 def _attention_options(attention: fx.Node) -> dict[str, Any]:
     """Heads, length of a sequence, causal and scale of an attention that a program can hold; none of another one."""
-    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = [argument(attention, i, name) for i, name in enumerate(names, start=3)]
-    mask, dropout, causal, scale, shared = given
+    mask, dropout, causal, scale, shared = attention_options(attention)
     query, key = (value_of(argument(attention, i, name)) for i, name in enumerate(("query", "key")))
     if query is None or key is None or query.shape != key.shape or mask is not None or dropout or shared:
         return {}

@@ -8,8 +8,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import chain
 from typing import Any, get_origin
 
 import torch
@@ -127,15 +125,9 @@ def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, .
             _LOG.debug("%s: %d", name, rewrite(graph))
     lowered = verify(graph, choose_implementation, expected=count)
     if own["join_calls"] and not torch.is_grad_enabled():
-        nodes = acm_nodes(graph)
-        native = [n for n, acm in zip(nodes, lowered, strict=True) if n.target in GATED and acm.implementation == "cpu"]
-        calls = join_calls(graph, native)
-        _LOG.debug("join_calls: %d", len(calls))
-        joined = set(chain(*calls))
-        lowered = tuple(
-            replace(acm, fused=(*acm.fused, "other ACMs")) if node in joined else acm
-            for node, acm in zip(nodes, lowered, strict=True)
-        )
+        nodes = zip(acm_nodes(graph), lowered, strict=True)
+        native = [node for node, acm in nodes if node.target in GATED and acm.implementation == "cpu"]
+        _LOG.debug("join_calls: %d", join_calls(graph, native))
     graph_module.recompile()
     return lowered
 

@@ -127,9 +127,6 @@ def test_an_acm_names_itself_eager_and_compiled():
     torch._dynamo.reset()
 
 
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-
-
 def file_of(compiler: str, name: str) -> str:
     """The path of one of the compiler's libraries; the name alone where it has none."""
     command = [compiler, f"-print-file-name={name}"]
@@ -141,11 +138,11 @@ def file_of(compiler: str, name: str) -> str:
 def test_no_call_reads_or_writes_beyond_its_tensors(tmp_path, monkeypatch):
     compiler = build_cpu.find_compiler()
     # libstdc++ too: the sanitizer looks for its exceptions before torch brings it
-    preloaded = [file_of(compiler, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")]
+    preloaded = [file_of(compiler, name) for name in ("libasan.so", "libstdc++.so.6")]
     if not all("/" in file for file in preloaded):
-        pytest.skip("the compiler lacks a sanitizer")
+        pytest.skip("the compiler has no AddressSanitizer")
     library = tmp_path / "learners.so"
-    build_cpu.compile_library([*build_cpu.command_for(levels_here()[0]), "-O1", *SANITIZERS], library)
+    build_cpu.compile_library([*build_cpu.command_for(levels_here()[0]), "-O1", "-fsanitize=address"], library)
     monkeypatch.setenv("LD_PRELOAD", " ".join(preloaded))
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
     monkeypatch.setenv("ACM_KERNEL", "reference")  # the library of other runs stays out

@@ -179,13 +179,6 @@ def test_explain_says_what_runs_each_site():
     assert said.as_json()["sites"][1]["implementation"] == "cpu"
 
 
-def test_explain_names_acms_that_are_one_call_with_others():
-    model = stack_of(planned_site("a"), planned_site("b"))
-    one, many = (acm.explain(model, torch.randn(batch, 5, 8)) for batch in (1, 2))
-    assert [site.fused for site in one.sites] == [("gate", "other ACMs")] * 2
-    assert [site.fused for site in many.sites] == [("gate",)] * 2  # of any number of tokens
-
-
 def test_explain_names_sites_as_the_plan_does_under_a_wrapped_forward():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -39,23 +39,20 @@ _MISFIT = object()
 _TRANSFORMS = ("torch._functorch.", "torch._C._functorch")
 
 
-def join_calls(graph: fx.Graph, acms: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Join those of `acms` that belong together, in place; those of each call of several steps that there is now."""
+def join_calls(graph: fx.Graph, acms: Iterable[fx.Node]) -> int:
+    """Join those of `acms` that belong together, in place; how many calls of several steps there are now."""
     if any((getattr(node.target, "__module__", None) or "").startswith(_TRANSFORMS) for node in graph.nodes):
-        return []
+        return 0
     known = set(acms)
     groups = [_Group(known)]
     for node in list(graph.nodes):
         if groups[-1].ends_at(node):
             groups.append(_Group(known))
         groups[-1].take(node)
-    joined = []
-    for group in groups:
-        members = [node for node in group.drafts if node in known]
-        if len(members) > 1:
-            group.join(graph)
-            joined.append(members)
-    return joined
+    joined = [group for group in groups if len(known.intersection(group.drafts)) > 1]
+    for group in joined:
+        group.join(graph)
+    return len(joined)
 
 
 class _Group:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from acm_compiler.acm.steps import Program, Step
+from acm_compiler.acm.steps import ATTENTION, Program, Step
 from acm_compiler.codegen.compare import relative_error
 
 
@@ -61,6 +62,43 @@ def test_no_tokens_are_no_work():
 def test_sizes_that_do_not_fit_are_refused(shape, heads, length):
     with pytest.raises(RuntimeError, match="must have whole heads and sequences"):
         attend(*torch.randn(3, *shape).unbind(), heads=heads, length=length)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("depth", [32, 64, 96, 20])
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 197])
+def test_attention_in_bfloat16_is_as_near_to_float64_as_torchs_own(length, depth, causal):
+    operands = [t.transpose(1, 2) for t in torch.randn(3, 2, length, 3, depth).unbind()]
+    options = {"scale": 0.2, "causal": causal}
+    y = torch.ops.acm.attention_cpu(*operands, **options)
+    with FakeTensorMode() as mode:
+        fake = ATTENTION(*map(mode.from_tensor, operands), **options)
+    assert y.shape == fake.shape and y.dtype == fake.dtype
+    if length:
+        assert y.stride() == fake.stride()
+        exact = F.scaled_dot_product_attention(*(t.double() for t in operands), is_causal=causal, scale=0.2)
+        theirs = F.scaled_dot_product_attention(*(t.bfloat16() for t in operands), is_causal=causal, scale=0.2)
+        assert (y - exact).norm() < 1.1 * (theirs - exact).norm()
+
+
+def test_attention_in_bfloat16_of_rows_that_lie_anywhere():
+    q, k, v = torch.randn(2, 40, 4, 3, 64).permute(3, 0, 2, 1, 4).unbind()
+    expected = torch.ops.acm.attention_cpu(q.contiguous(), k, v, scale=0.1, causal=False)
+    turned = q.transpose(2, 3).contiguous().transpose(2, 3)  # values of a row apart: torch's own runs
+    torch.testing.assert_close(torch.ops.acm.attention_cpu(q, k, v, scale=0.1, causal=False), expected)
+    torch.testing.assert_close(
+        torch.ops.acm.attention_cpu(turned, k, v, scale=0.1, causal=False), expected, rtol=0.02, atol=0.02
+    )
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_in_its_head_in_bfloat16(value):
+    q, k, v = torch.randn(3, 2, 2, 33, 32).unbind()
+    q[0, 1, 7, 3] = value
+    y = torch.ops.acm.attention_cpu(q, k, v, scale=0.3, causal=False)
+    assert y[0, 1, 7].isnan().all()
+    y[0, 1, 7] = 0
+    assert y.isfinite().all()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])

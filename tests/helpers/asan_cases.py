@@ -11,8 +11,12 @@ import sys
 
 import torch
 
+from acm_compiler.acm import ops
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments
+from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.sparse import SPARSE, SparseArguments
+from acm_compiler.acm.steps import STEPS, Program, Step, gated_options
+from acm_compiler.errors import UsageError
 from tests.acm.test_reference import FORMS, OUT, D, N, weights_of
 
 T = 7
@@ -50,22 +54,44 @@ def sparse_call(kind: str, dtype: torch.dtype = torch.float32, tokens: int = T):
     return SparseArguments(x, k, torch.rand(d_in), torch.rand(n, width) / 2, *weights[:7]), kwargs
 
 
+def steps_call(kind: str, dtype: torch.dtype = torch.float32, tokens: int = T):
+    """Positional and keyword arguments of `run_steps`: an ACM, a norm of its result, and an attention of that."""
+    args, kwargs = gated_call(kind, dtype, tokens)
+    tensors = [t for t in args if t is not None]
+    numbers = iter(range(len(tensors)))
+    operands = tuple(None if t is None else next(numbers) for t in args)
+    y = len(tensors)
+    steps = (
+        Step("gated", operands, tuple(gated_options(kwargs).values())),
+        Step("norm", (y, None, None), (1e-5, True)),
+        Step("attention", (y + 1, y, y + 1), (1, T, tokens % 2 == 0, 0.3)),
+    )
+    return tensors, {"program": Program(y, steps, (y + 2,)).text()}
+
+
+def run_steps(*tensors: torch.Tensor, program: str) -> torch.Tensor:
+    """The one result of `acm::steps`; UsageError for what it refuses."""
+    try:
+        return STEPS(list(tensors), program)[0]
+    except RuntimeError as error:
+        raise UsageError(str(error)) from error
+
+
 def main(library: str) -> None:
-    """Draw calls whose operands are cut, grown or of another type, and call; UsageError is as good as an answer."""
+    """Draw calls whose operands are cut, grown or of another type, and call; a refusal is as good as an answer."""
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from acm_compiler.acm import ops
-    from acm_compiler.acm.gated_learners import GATED
-    from acm_compiler.errors import UsageError
-
+    makers = (
+        *((ops.LEARNERS, learners_call), (ops.GATE, gate_call), (GATED, gated_call), (SPARSE, sparse_call)),
+        (run_steps, steps_call),
+    )
     torch.ops.load_library(library)
     ctypes.CDLL(library).acm_take_over()
     answered = []
 
     @st.composite
     def calls(draw):
-        makers = ((ops.LEARNERS, learners_call), (ops.GATE, gate_call), (GATED, gated_call), (SPARSE, sparse_call))
         op, make = draw(st.sampled_from(makers))
         dtype = draw(st.sampled_from((torch.float32, torch.bfloat16)))
         forms = [form for form in FORMS if make is not sparse_call or form not in ("rows", "cols")]

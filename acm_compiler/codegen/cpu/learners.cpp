@@ -242,6 +242,8 @@ TORCH_LIBRARY_FRAGMENT(acm, m) {
   m.impl("sparse_learners_cpu", c10::DispatchKey::CPU, TORCH_FN(sparse_learners));
   m.def("steps_cpu(Tensor[] tensors, str program) -> Tensor[]");
   m.impl("steps_cpu", c10::DispatchKey::CPU, TORCH_FN(steps));
+  m.def("attention_cpu(Tensor q, Tensor k, Tensor v, *, float scale, bool causal) -> Tensor");
+  m.impl("attention_cpu", c10::DispatchKey::CPU, TORCH_FN(attention_in_pairs));
   m.def("gate_cpu(" ACM_GATE_TENSORS ", *, " ACM_GATE_CHOICES ") -> Tensor");
   m.impl("gate_cpu", c10::DispatchKey::CPU, TORCH_FN(gate));
 }
@@ -271,6 +273,7 @@ extern "C" __attribute__((visibility("default"))) void acm_take_over() {
     library.impl("gate", TORCH_FN(gate));
     library.impl("gated_learners", TORCH_FN(gated_learners));
     library.impl("steps", TORCH_FN(steps));
+    library.impl("attention", TORCH_FN(attention_in_pairs));
     return true;
   }();
   (void)done;

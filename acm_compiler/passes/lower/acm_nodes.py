@@ -32,6 +32,7 @@ _GRADIENT_SWITCHES = (
     torch.autograd.grad_mode._exit_inference_mode,
 )
 _DROPOUTS: dict[Any, tuple[int, str]] = {F.dropout: (2, "training"), torch.ops.aten.dropout.default: (2, "train")}
+ATTENTIONS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 NORM_EPS = "norm_eps"
 """The argument of `acm::gated_learners` that says whether a norm belongs to it."""
 NORM_CENTRED = "norm_centred"
@@ -88,6 +89,12 @@ def is_reshape(node: fx.Node) -> bool:
 def is_idle_dropout(node: fx.Node) -> bool:
     """True for a dropout that drops nothing, as in eval mode."""
     return node.target in _DROPOUTS and argument(node, *_DROPOUTS[node.target], True) is False
+
+
+def attention_options(node: fx.Node) -> list[Any]:
+    """Mask, dropout, whether it is causal, scale, and whether heads share keys, of one of the `ATTENTIONS`."""
+    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    return [argument(node, i, name) for i, name in enumerate(names, start=3)]
 
 
 def put_reshape(tensor: fx.Node, shape: tuple[int, ...]) -> fx.Node:

@@ -15,18 +15,25 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from acm_compiler.acm.steps import STEPS, Program, Step, gated_options
 from acm_compiler.passes.capture.op_names import RESHAPES, argument, name_of
-from acm_compiler.passes.lower.acm_nodes import call_of, is_idle_dropout, is_reshape, keeps_apart, put_reshape, value_of
+from acm_compiler.passes.lower.acm_nodes import (
+    ATTENTIONS,
+    attention_options,
+    call_of,
+    is_idle_dropout,
+    is_reshape,
+    keeps_apart,
+    put_reshape,
+    value_of,
+)
 from acm_compiler.passes.lower.fuse_norm import norm_at
 
 FEW_TOKENS = 256
 SMALL_HEAD = 1024
 """Keys of a sequence times values of one: of larger heads torch's own attention is as fast (37 x 16: half as fast)."""
-ATTENTIONS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 _VIEWS = (RESHAPES - {"view_as", "reshape_as"}) | {"transpose", "permute", "movedim"}
 _MISFIT = object()
 _TRANSFORMS = ("torch._functorch.", "torch._C._functorch")
@@ -233,9 +240,7 @@ def _flat(sizes: Iterable[Any]) -> list[Any]:
 
 def _attention_options(attention: fx.Node) -> dict[str, Any]:
     """Heads, length of a sequence, causal and scale of an attention that a program can hold; none of another one."""
-    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = [argument(attention, i, name) for i, name in enumerate(names, start=3)]
-    mask, dropout, causal, scale, shared = given
+    mask, dropout, causal, scale, shared = attention_options(attention)
     query, key = (value_of(argument(attention, i, name)) for i, name in enumerate(("query", "key")))
     if query is None or key is None or query.shape != key.shape or mask is not None or dropout or shared:
         return {}

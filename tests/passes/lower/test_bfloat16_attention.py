@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from acm_compiler.acm.steps import ATTENTION
 from acm_compiler.backend import OPTIONS, lower
 from tests.helpers.rewrite_cases import ALL, answer, rewritten
 
@@ -23,9 +24,11 @@ def lowered(model: nn.Module, **changed):
 
 
 def types_of_attention(graphs: list[fx.Graph]) -> list[torch.dtype]:
-    """The type of each attention's queries."""
-    calls = [node for graph in graphs for node in graph.nodes if node.target is F.scaled_dot_product_attention]
-    return [node.args[0].meta["example_value"].dtype for node in calls]
+    """The type in which each attention multiplies."""
+    attentions = (F.scaled_dot_product_attention, ATTENTION)
+    calls = [node for graph in graphs for node in graph.nodes if node.target in attentions]
+    types = (node.args[0].meta["example_value"].dtype for node in calls)
+    return [torch.bfloat16 if node.target is ATTENTION else dtype for node, dtype in zip(calls, types, strict=True)]
 
 
 @torch.no_grad()

@@ -68,13 +68,13 @@ struct Weight {
 inline uint64_t some_words(const at::Tensor& weight) {
   constexpr int64_t kWords = 64, kBytes = sizeof(uint32_t), kChains = 4;  // which do not wait for each other
   const auto* bytes = static_cast<const char*>(weight.const_data_ptr());
-  const int64_t last = static_cast<int64_t>(weight.nbytes()) / kBytes - 1;
-  if (last < 0) return 0;
+  const int64_t count = static_cast<int64_t>(weight.nbytes()) / kBytes, last = count - 1;
+  const int64_t words = std::min(kWords, round_up(count, kChains));
   uint64_t mixed[kChains] = {};
-  for (int64_t i = 0; i < kWords; i += kChains)
+  for (int64_t i = 0; i < words; i += kChains)
     for (int64_t c = 0; c < kChains; c++) {
       uint32_t word;
-      std::memcpy(&word, bytes + (i + c) * last / (kWords - 1) * kBytes, kBytes);
+      std::memcpy(&word, bytes + (words < kWords ? std::min(i + c, last) : (i + c) * last / (kWords - 1)) * kBytes, kBytes);
       mixed[c] = (mixed[c] ^ word) * 0x9e3779b97f4a7c15u + i;
     }
   return std::accumulate(mixed, mixed + kChains, uint64_t{0}, [](uint64_t all, uint64_t one) {

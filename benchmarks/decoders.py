@@ -4,7 +4,7 @@
     python -m benchmarks.decoders --model llama --width 256 --out runs/decoders
     python -m benchmarks.decoders --model llama_docs                                the shipped Llama
     python -m benchmarks.decoders --model FOLDER --texts 96                         a causal model of transformers'
-    python -m benchmarks.decoders --model runs/smollm2 --against teal wina          a finished run, and all at equal MACs
+    python -m benchmarks.decoders --model runs/smollm2 --against teal wina          a finished run; all at equal MACs
     python -m benchmarks.decoders --model runs/smollm2 --sparsity .15 .3            and with small values skipped
 
 GPT-2 and GPT-NeoX have GELU MLPs, Llama SwiGLU. They are trained on documentation of installed packages as the shipped

@@ -40,6 +40,10 @@ class Ours(Converted):
         super().__init__(subject)
         self.model = model
 
+    def reaches(self, budget: float) -> bool:
+        """True: whoever asks has chosen among those that the model reaches."""
+        return True
+
     @torch.no_grad()
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward at a budget."""

@@ -29,7 +29,8 @@ from acm_compiler.data import BatchStream
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
-from benchmarks.decoders import part_of, say
+from benchmarks.decoders import say
+from benchmarks.equal_macs import part_of
 
 BUDGETS = (0.25, 0.4, 0.6, 0.75, 1.0)
 LEAST, MOST = 0.25, 0.8

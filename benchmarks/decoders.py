@@ -4,7 +4,7 @@
     python -m benchmarks.decoders --model llama --width 256 --out runs/decoders
     python -m benchmarks.decoders --model llama_docs                                the shipped Llama
     python -m benchmarks.decoders --model FOLDER --texts 96                         a causal model of transformers'
-    python -m benchmarks.decoders --model runs/smollm2 --against teal wina          a finished run, as it was measured
+    python -m benchmarks.decoders --model runs/smollm2 --against teal wina          a finished run; all at equal MACs
     python -m benchmarks.decoders --model runs/smollm2 --sparsity .15 .3            and with small values skipped
 
 GPT-2 and GPT-NeoX have GELU MLPs, Llama SwiGLU. They are trained on documentation of installed packages as the shipped
@@ -20,7 +20,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,34 +30,28 @@ import torch
 from torch import nn
 
 import acm_compiler as acm
-from acm_compiler.baselines.measure import measure, result_of
-from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.methods import METHODS, OURS
-from acm_compiler.baselines.site_method import Dense, SiteMethod
+from acm_compiler.baselines.site_method import SiteMethod
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.data.texts import TextSet
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.evaluate import evaluate
-from acm_compiler.evaluation.results import BudgetResult, Evaluation, Interval, load_evaluation
-from acm_compiler.evaluation.statistics import Sample
+from acm_compiler.evaluation.results import BudgetResult, Evaluation, load_evaluation
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.planning.plan import Plan
-from acm_compiler.progress import Progress
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.runs.recipe_run import open_saved_run
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY, load_shipped
-from acm_compiler.tasks import Task
 from acm_compiler.tasks.language import CausalLM
+from benchmarks.equal_macs import Rivals, part_of
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
 from scripts.train_shipped.text import Lesson, texts, train
 
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75, 1.0)
 TASK, RATE = CausalLM(), 3e-3
 RIVALS = tuple(name for name, kind in METHODS.items() if issubclass(kind, SiteMethod) and name not in OURS)
-FITTED = 16  # batches that other methods are fitted on
 _POOL = 96  # batches of like length, before they are shuffled
 
 
@@ -190,8 +184,10 @@ def measured(model: nn.Module, tokenizer: Path, kinds: list[str], options: argpa
     quarters = [FixedK(options.learners * part // 4) for part in (1, 2, 3, 4)]
     found = evaluate(converted, held_out.epoch(), TASK, budgets=[*BUDGETS, *quarters], dense=model)
     yield from table(found)
-    judged = partial(task_rivals, fit=lambda: calibration_batches(tokenizer, options.batch), held_out=held_out.epoch)
-    yield from judged(model, conversion(converted).plan, options.against, TASK)
+    if options.against:
+        shown = partial(calibration_batches, tokenizer, options.batch)
+        rivals = Rivals(model, conversion(converted).plan, TASK, fit=shown, held_out=held_out.epoch)
+        yield from beside(rivals, converted, options.against)
 
 
 def of_run(folder: Path, methods: list[str], sparsities: list[float]) -> Iterator[str]:
@@ -212,8 +208,19 @@ def of_run(folder: Path, methods: list[str], sparsities: list[float]) -> Iterato
             evaluate(run.model, held_out.epoch(), run.task, budgets=BUDGETS, dense=run.dense),
             note=f", {share:g} skipped",
         )
-    plan = conversion(run.model).plan
-    yield from task_rivals(run.dense, plan, methods, run.task, fit=shown.epoch, held_out=held_out.epoch)
+        acm.set_sparsity(run.model, None)
+    if methods:
+        plan = conversion(run.model).plan
+        rivals = Rivals(run.dense, plan, run.task, fit=shown.epoch, held_out=held_out.epoch)
+        yield from beside(rivals, run.model, methods)
+
+
+def beside(rivals: Rivals, model: nn.Module, methods: list[str]) -> Iterator[str]:
+    """A row of the same table for every method and share of the MACs of the plan's sites, then all at equal shares."""
+    for name in methods:
+        yield from rivals.measure(name, say)
+    yield ""
+    yield from rivals.read_off(model)
 
 
 def table(found: Evaluation, *, note: str = "") -> Iterator[str]:
@@ -226,42 +233,6 @@ def table(found: Evaluation, *, note: str = "") -> Iterator[str]:
         control = result.over_fixed if isinstance(result, BudgetResult) else None
         moved = " | ".join(part_of(found.metric.dense, change) for change in (result.difference, control))
         yield f"| {setting} | {result.reached:.3f} | {result.model_share:.1%} | {result.metric:.2f} | {moved} |"
-
-
-def task_rivals(
-    dense: nn.Module,
-    plan: Plan,
-    methods: list[str],
-    task: Task,
-    *,
-    fit: Callable[[], Iterable[Batch]],
-    held_out: Callable[[], Iterable[Batch]],
-) -> Iterator[str]:
-    """A row of the same table for every method and share of the MACs of the plan's sites."""
-    subject = Subject(dense=dense.eval(), plan=plan, task=task, fit=lambda: islice(fit(), FITTED), held_out=held_out)
-    part = 1 - plan.cost.fixed_macs / plan.model.dense_macs
-    with Progress("dense", shown=False) as work:
-        whole = measure(Dense(subject), (1.0,), work) if methods else None
-    for name in methods:
-        assert whole is not None
-        budgets = {1 - part * (1 - share): share for share in BUDGETS[-2::-1]}
-        method = METHODS[name](subject)
-        method.convert(list(budgets), say)
-        with Progress(name, shown=False) as work:
-            found = measure(method, list(budgets), work)
-        sample = Sample(task=task, units_E=whole.units_E, groups_E=whole.groups_E)
-        for row in result_of(name, METHODS[name], found, sample=sample, dense=whole, ours=None).rows:
-            moved = part_of(row.metric - row.difference.mean, row.difference)
-            reached = 1 - (1 - row.cost.share) / part
-            setting = f"{name}, {budgets[row.budget]:g} | {reached:.3f} | {row.cost.share:.1%}"
-            yield f"| {setting} | {row.metric:.2f} | {moved} | |"
-
-
-def part_of(dense: float, change: Interval | None) -> str:
-    """A change of perplexity and its 95 % interval, as parts of the dense model's."""
-    if change is None:
-        return ""
-    return f"{change.mean / dense:+.2%} ({change.low / dense:+.2%} to {change.high / dense:+.2%})"
 
 
 def converted_copy(model: nn.Module, tokenizer: Path, kinds: list[str], options: argparse.Namespace) -> nn.Module:

@@ -96,9 +96,14 @@ def test_a_run_from_a_gguf_file_is_shown_at_its_budgets_and_beside_others(tmp_pa
     write_gguf(tmp_path / "small.gguf", small_llama(max_position_embeddings=256))
     (tmp_path / "small.yaml").write_text(RECIPE.format(tmp_path))
     run_recipe(load_recipe(tmp_path / "small.yaml"), RunOptions(directory=tmp_path / "run"), say=lambda _: None)
-    rows = [row.split(" |")[0] for row in of_run(tmp_path / "run", ["teal"], [0.3])]
+    shown = list(of_run(tmp_path / "run", ["teal"], [0.3]))
+    rows = [row.split(" |")[0] for row in shown]
     assert rows[2:4] == ["| 0.6", "| 1"] and "| 0.6, 0.3 skipped" in rows
-    assert rows[-5:] == [f"| teal, {share}" for share in (0.75, 0.6, 0.5, 0.4, 0.25)]
+    assert rows[-13:-8] == [f"| teal, {share}" for share in (0.75, 0.6, 0.5, 0.4, 0.25)]
+    ours = ["gates alone", "small values skipped"]
+    behind = [f"| teal, less ours, {which}" for which in ours]
+    assert rows[-5:] == [*(f"| ours, {which}" for which in ours), "| teal", *behind]
+    assert all(row.split("|")[4].count("%") == 3 for row in shown[-5:])  # a figure and its interval at .5
     arguments = [str(tmp_path / "run"), "the cat", "--tokens", "4", "--budgets", "1", ".6"]
     monkeypatch.setattr(sys, "argv", ["side_by_side.py", *arguments])
     runpy.run_path(str(EXAMPLES / "side_by_side.py"))

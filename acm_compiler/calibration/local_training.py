@@ -1,8 +1,8 @@
 """Learners of an MLP trained on inputs of their own site, from the closed form on: first layers move, too.
 
-The dense MLP is the teacher, so neither labels nor the rest of the model are needed. Every token of a step draws a k of
-its own, and its error d = y_k - o counts by d^T G d, the metric of expected damage. Errors of small k are many times
-those of large k, and budgets use all of them: each k counts by its damage before the first step to a negative power.
+The dense MLP is the teacher, so neither labels nor the rest of the model are needed. All k have as many tokens of a
+step, and an error d = y_k - o counts by d^T G d, the metric of expected damage. Errors of small k are many times those
+of large k, and budgets use all of them: each k counts by its damage before the first step to a negative power.
 Shapes: T tokens, D in, O out, N learners of H, R rank of the metric.
 """
 
@@ -73,16 +73,21 @@ def _train(weights: Weights, judged: Judged, x_TD: Tensor, weight_C: Tensor, *, 
         betas=_BETAS,
         fused=x_TD.device.type in ("cpu", "cuda"),
     )
-    generator, weight_C = torch.Generator().manual_seed(seed), weight_C.to(x_TD)
+    generator, fast = torch.Generator().manual_seed(seed), is_fast_in_bfloat16(x_TD.device)
+    k_T = weights.learners - torch.arange(_BATCH, device=x_TD.device) * weights.learners // _BATCH
+    width, weight_T = weights.w_in.shape[1], weight_C.to(x_TD)[k_T]
+    runs_TR = torch.arange(width * weights.learners, device=x_TD.device) < width * k_T[:, None]
+    runs_TR = runs_TR.to(torch.bfloat16 if fast else x_TD.dtype)
     for step in range(steps):
         pace = min(1.0, (step + 1) / _WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * pace
         rows = torch.randint(len(x_TD), (_BATCH,), generator=generator).to(x_TD.device)
-        k_T = torch.randint(1, weights.learners + 1, (_BATCH,), generator=generator).to(x_TD.device)
-        d_TR = _prefixes(student, x_TD[rows], k_T, root_RO) - wanted_TR[rows]
+        with torch.autocast(x_TD.device.type, torch.bfloat16, enabled=fast):
+            y_TR = _prefixes(student, x_TD[rows], k_T, runs_TR, root_RO)
+        d_TR = y_TR.to(x_TD.dtype) - wanted_TR[rows]
         optimizer.zero_grad()
-        (d_TR.square().sum(1) * weight_C[k_T]).mean().backward()
+        (d_TR.square().sum(1) * weight_T).mean().backward()
         optimizer.step()
     return replace(student, **{name: tensor.detach() for name, tensor in _trained(student).items()})
 
@@ -98,12 +103,9 @@ def _through(dense: DenseWeights, x_TD: Tensor, root_RO: Tensor) -> Tensor:
     return F.linear(F.linear(dense.hidden(x_TD), *dense.last), root_RO)
 
 
-def _prefixes(weights: Weights, x_TD: Tensor, k_T: Tensor, root_RO: Tensor) -> Tensor:
-    """R^T y_k for tokens that each run a k of their own, in bfloat16 where that is faster: [T, R]."""
+def _prefixes(weights: Weights, x_TD: Tensor, k_T: Tensor, runs_TR: Tensor, root_RO: Tensor) -> Tensor:
+    """R^T y_k for tokens that each run a k of their own, whose neurons are 1 in `runs_TR`, others 0: [T, R]."""
     assert weights.w_out is not None
-    width = weights.w_in.shape[1]
-    with torch.autocast(x_TD.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(x_TD.device)):
-        h_TR = hidden(x_TD, weights, weights.learners)
-        runs_TR = torch.arange(h_TR.shape[1], device=h_TR.device) < width * k_T[:, None]
-        y_TO = F.linear(h_TR * runs_TR, weights.w_out.flatten(1)) + weights.b_out[k_T]
-        return F.linear(y_TO, root_RO).to(x_TD.dtype)
+    h_TR = hidden(x_TD, weights, weights.learners)
+    y_TO = F.linear(h_TR * runs_TR, weights.w_out.flatten(1)) + weights.b_out[k_T]
+    return F.linear(y_TO, root_RO)

@@ -88,14 +88,20 @@ class Spent:
     score_E: Tensor
 
 
-def against_fixed(gates: Spent, fixed: Sequence[Spent], sample: Sample) -> Interval | None:
-    """The gates' metric minus the control's, paired over examples.
+def at_share(settings: Sequence[Spent], share: float) -> Tensor | None:
+    """Scores of every example, [E], at a share between those of two settings: on the line through both.
 
-    None where no two fixed k enclose the share: below the smallest, from the largest on, and without any.
+    None where no two settings enclose the share: below the smallest, from the largest on, and without any.
     """
-    ordered = sorted(fixed, key=lambda spent: spent.share)
+    ordered = sorted(settings, key=lambda spent: spent.share)
     for low, high in pairwise(ordered):
-        if low.share <= gates.share < high.share:
-            part = (gates.share - low.share) / (high.share - low.share)
-            return sample.difference(gates.score_E, (1 - part) * low.score_E + part * high.score_E)
+        if low.share <= share < high.share:
+            part = (share - low.share) / (high.share - low.share)
+            return (1 - part) * low.score_E + part * high.score_E
     return None
+
+
+def against_fixed(gates: Spent, fixed: Sequence[Spent], sample: Sample) -> Interval | None:
+    """The gates' metric minus the control's at the same share, paired over examples; None as of `at_share`."""
+    control_E = at_share(fixed, gates.share)
+    return None if control_E is None else sample.difference(gates.score_E, control_E)

@@ -97,8 +97,8 @@ def write_chart(directory: Path, found: Comparison) -> None:
     with drawing():
         figure = comparison_chart(found, LIGHT)
         fix_layout(figure)
-        for name, content in (("compare.png", as_png(figure, LIGHT.surface)), ("compare.svg", as_svg(figure))):
-            write_file(directory / name, content)
+        write_file(directory / "compare.png", as_png(figure, LIGHT.surface))
+        write_file(directory / "compare.svg", as_svg(figure, LIGHT.surface))
 
 
 def comparison_facts(found: Comparison) -> dict[str, Any]:

@@ -93,10 +93,11 @@ def fix_layout(figure: Figure) -> None:
     figure.set_layout_engine("none")
 
 
-def as_svg(figure: Figure) -> bytes:
-    """The figure as SVG: the same bytes for the same figure, its text as text in the page's font."""
+def as_svg(figure: Figure, ground: str = "none") -> bytes:
+    """The figure as SVG on a ground, or on none: the same bytes for the same figure, its text in the page's font."""
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "acm_compiler"})
+    with _on(figure, ground):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "acm_compiler"})
     drawn = _PATH.sub(lambda path: _FINE.sub(r"\1", path[0]), out.getvalue())
     return drawn.replace("'DejaVu Sans'", FONT.replace('"', "'")).encode()
 
@@ -104,8 +105,17 @@ def as_svg(figure: Figure) -> bytes:
 def as_png(figure: Figure, ground: str) -> bytes:
     """The figure as PNG on an opaque ground."""
     out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=_PNG_DPI, facecolor=ground, metadata={"Software": None})
+    with _on(figure, ground):
+        figure.savefig(out, format="png", dpi=_PNG_DPI, metadata={"Software": None})
     return out.getvalue()
+
+
+@contextmanager
+def _on(figure: Figure, ground: str) -> Iterator[None]:
+    """While open, the figure has this ground; figures are made transparent, and `savefig` would leave them so."""
+    figure.patch.set(alpha=None, facecolor=ground)
+    yield
+    figure.patch.set_alpha(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,8 @@ def write_report(directory: Path, report: Report) -> Path:
         for name, draw in _charts(report).items():
             figure = draw(LIGHT)
             fix_layout(figure)
-            files |= {f"{name}.png": as_png(figure, LIGHT.surface), f"{name}.svg": as_svg(figure)}
+            files[f"{name}.png"] = as_png(figure, LIGHT.surface)
+            files[f"{name}.svg"] = as_svg(figure, LIGHT.surface)
         files["index.html"] = page(report, _pictures(report, files)).encode()
     with storing(directory):
         directory.mkdir(parents=True, exist_ok=True)

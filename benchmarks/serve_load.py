@@ -1,16 +1,18 @@
 """Load on a server of sentence vectors: what is offered against latency, budget and quality, contender by contender.
 
+    pip install aiohttp
     OMP_NUM_THREADS=1 python -m benchmarks.serve_load runs/minilm --slo 200ms --rates 20,40,60 --seconds 20 --rounds 3
 
 The dense model, fixed budgets and the controller are served by the same code, each in a process of its own, all up at
 once and loaded in turns; `/int8` behind a contender gives its learners int8 weights, and all linears of the dense one
 (torch's quantize_dynamic). An open loop sends requests of one text each at random times (Poisson) that do not wait for
-answers; a latency counts from the time at which a request was due. Quality: a query is the first half of a held-out
-paragraph, and is to find the second half among all of them by their dense vectors (recall at 1, and the points by which
-the dense vectors of the same queries find more); and its cosine to its dense vector. With `--replay` nothing is sent:
-the server's own queue gets the same arrivals, and a clock that counts the processor time of each batch stands in for
-the wall's, for machines that others use, too. `--edge` looks for the load up to which the objective holds, from the
-first of `--rates` on, in steps that become smaller, to within 6 %; a load is missed where two runs miss it.
+answers; a latency counts from the time at which a request was due. The load rises for some seconds that do not count.
+Quality: a query is the first half of a held-out paragraph, and is to find the second half among all of them by their
+dense vectors (recall at 1, and the points by which the dense vectors of the same queries find more); and its cosine to
+its dense vector. With `--replay` nothing is sent: the server's own queue gets the same arrivals, and a clock that
+counts the processor time of each batch stands in for the wall's, for machines that others use, too. `--edge` looks for
+the load up to which the objective holds, from the first of `--rates` on, in steps that become smaller, to within 6 %; a
+load is missed where two runs miss it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ from acm_compiler.serving.server import ServerOptions, bind, serve, warm_up
 FEWEST_WORDS = 12
 BATCH = 32
 STEP, CLOSE = 1.3, 1.06
+RISE_S = 3.0  # connections are opened then
 HEADERS = (
     *("load", "contender", "p50 ms", "p95 ms", "p99 ms", "held", "lost", "budget", "mean k", "recall", "points lost"),
     *("cosine", "server ms"),
@@ -149,10 +152,11 @@ def servers(options: argparse.Namespace) -> Iterator[dict[str, tuple[str, int]]]
 
 
 def arrivals(rate: float, seconds: float, count: int, seed: int) -> list[tuple[float, int]]:
-    """Times of requests, and which of so many texts each sends."""
-    draw, at, found = random.Random(seed), 0.0, []
+    """Times of requests, and which of so many texts each sends; before time 0 for `RISE_S`, while the load rises."""
+    draw, at, found = random.Random(seed), -RISE_S, []
     while (at := at + draw.expovariate(rate)) < seconds:
-        found.append((at, draw.randrange(count)))
+        if at >= 0 or draw.random() < 1 + at / RISE_S:
+            found.append((at, draw.randrange(count)))
     return found
 
 
@@ -161,7 +165,7 @@ def load_server(url: str, process: int, truth: Truth, due: Sequence[tuple[float,
     before, seconds = asyncio.run(counters(url)), processor_seconds(process)
     sent = asyncio.run(load(url, truth, due))
     after, seconds = asyncio.run(counters(url)), processor_seconds(process) - seconds
-    return Ran(sent, seconds, mean_k({site: after[site] - before[site] for site in after}))
+    return Ran(sent, seconds, mean_k({site: now - before.get(site, 0) for site, now in after.items()}))
 
 
 def processor_seconds(process: int) -> float:
@@ -172,10 +176,10 @@ def processor_seconds(process: int) -> float:
 
 async def counters(url: str) -> dict[str, np.ndarray]:
     """Tokens that ran k = 0, 1, ..., N at each site so far."""
-    import httpx2
+    import aiohttp
 
-    async with httpx2.AsyncClient(base_url=url) as client:
-        text = (await client.get("/metrics")).text
+    async with aiohttp.ClientSession(url) as client, client.get("/metrics") as answer:
+        text = await answer.text()
     found: dict[str, list[float]] = {}
     for _, site, tokens in re.findall(r'^acm_tokens{k="(\d+)",site="([^"]+)"} (\S+)$', text, re.MULTILINE):
         found.setdefault(site, []).append(float(tokens))
@@ -184,26 +188,27 @@ async def counters(url: str) -> dict[str, np.ndarray]:
 
 async def load(url: str, truth: Truth, due: Sequence[tuple[float, int]]) -> list[Sent]:
     """Send requests when they are due and wait for all answers."""
-    import httpx2
+    import aiohttp
 
-    budget, start = 1.0, time.perf_counter()
-    limits = httpx2.Limits(max_connections=512, max_keepalive_connections=512)
-    async with httpx2.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+    budget, start = 1.0, time.perf_counter() + RISE_S
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as client:
 
         async def watch() -> None:
             nonlocal budget
             while True:
-                budget = (await client.get("/health")).json()["budget"]
+                async with client.get("/health") as answer:
+                    budget = (await answer.json())["budget"]
                 await asyncio.sleep(0.1)
 
         async def send(at: float, text: int) -> Sent:
             await asyncio.sleep(at - (time.perf_counter() - start))
-            asked = {"input": truth.texts[text], "encoding_format": "base64"}
-            done = await client.post("/v1/embeddings", json=asked)
-            late, vector = time.perf_counter() - start - at, None
-            if done.status_code == 200:
-                vector = np.frombuffer(base64.b64decode(done.json()["data"][0]["embedding"]), "<f4")
-            return Sent(text, late, budget, vector)
+            asked, vector = {"input": truth.texts[text], "encoding_format": "base64"}, None
+            with suppress(aiohttp.ClientError):
+                async with client.post("/v1/embeddings", json=asked) as answer:
+                    body = await answer.json()
+                if answer.status == 200:
+                    vector = np.frombuffer(base64.b64decode(body["data"][0]["embedding"]), "<f4")
+            return Sent(text, time.perf_counter() - start - at, budget, vector)
 
         watching = asyncio.create_task(watch())
         sent = await asyncio.gather(*(send(*each) for each in due))
@@ -217,7 +222,7 @@ class Replay:
     def __init__(self, served: Served, controller: Controller, truth: Truth) -> None:
         self._served, self._controller = served, controller
         self._examples: list[Example] = served.reader.examples(truth.texts)
-        self._now = self.processor_s = 0.0
+        self._now, self.processor_s = -RISE_S, 0.0
         limits = Limits(batch=BATCH, wait_s=0.0, waiting=1_000_000)
         of = {"cells": served.reader.cells, "clock": lambda: self._now}
         self._batcher = Batcher(self._run, controller, limits, self, **of)
@@ -275,12 +280,13 @@ def row(
 ) -> dict[str, Any]:
     """The figures of one contender under one load."""
     ran = run(due)
-    latencies = np.array([s.latency_s for s in ran.sent])
+    counted = [s for s, (at, _) in zip(ran.sent, due, strict=True) if at >= 0]
+    latencies = np.array([s.latency_s for s in counted])
     p50, p95, p99 = np.percentile(latencies, (50, 95, 99)) * 1e3
-    lost, budget = sum(s.vector is None for s in ran.sent), float(np.mean([s.budget for s in ran.sent]))
+    lost, budget = sum(s.vector is None for s in ran.sent), float(np.mean([s.budget for s in counted]))
     held = bool(p95 <= slo_s * 1e3) and not lost
     each_ms = 1e3 * ran.processor_s / len(ran.sent)
-    figures = (load_, contender, p50, p95, p99, held, lost, budget, ran.mean_k, *truth.quality(ran.sent), each_ms)
+    figures = (load_, contender, p50, p95, p99, held, lost, budget, ran.mean_k, *truth.quality(counted), each_ms)
     return dict(zip(HEADERS, figures, strict=True))
 
 

@@ -23,6 +23,8 @@ from acm_compiler.serving.recalibration import Recalibration
 from acm_compiler.serving.served import Served
 
 _TOP = 5
+# characters of a text that is read without another thread, which takes longer to begin
+_AT_ONCE = 2_000
 # what those who ask can do something about
 _THEIRS = (UsageError, DataError, BudgetUnreachable, LayoutUnknown)
 Budget = Annotated[float | str | None, Field(description="0.4, '60%' or '11GMACs'; none: the server's choice")]
@@ -55,10 +57,16 @@ class Requests:
     def __init__(self, served: Served, batcher: Batcher, most: int) -> None:
         self._served, self._batcher, self._most = served, batcher, most
 
-    async def answers(self, read: Callable[[], list[Example]], budget: float | str | None) -> list[Tensor]:
-        """The answers to the examples that `read` reads. Refused, WorkerDied, what the model raised, AcmError."""
+    async def answers(
+        self, read: Callable[[], list[Example]], budget: float | str | None, *, given: Any = None
+    ) -> list[Tensor]:
+        """The answers to the examples that `read` reads, in a thread of its own unless `given` is one short text.
+
+        Refused, WorkerDied, what the model raised, AcmError.
+        """
         own = None if budget is None else self._served.share(budget)
-        examples = await run_in_threadpool(read)
+        short = isinstance(given, str) and len(given) <= _AT_ONCE
+        examples = read() if short else await run_in_threadpool(read)
         most, option = min((self._most, "--max-inputs"), (self._batcher.most, "--max-waiting"))
         if len(examples) > most:
             raise HTTPException(413, f"{len(examples)} inputs in one request: at most {most} ({option})")
@@ -114,7 +122,7 @@ def _add_embeddings(app: FastAPI, served: Served, requests: Requests) -> None:
             counts.extend(len(example["input_ids"]) for example in examples)
             return examples
 
-        vectors = await requests.answers(read, asked.budget)
+        vectors = await requests.answers(read, asked.budget, given=asked.input)
         written = _base64 if asked.encoding_format == "base64" else Tensor.tolist
         data = [{"object": "embedding", "index": i, "embedding": written(v)} for i, v in enumerate(vectors)]
         usage = {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
@@ -132,7 +140,7 @@ def _add_classify(app: FastAPI, served: Served, requests: Requests) -> None:
         given = asked.images if served.reader.name == "images" else asked.input
         if asked.model_fields_set & {"images", "input"} != {served.reader.name}:
             raise HTTPException(422, f"{served.reader.name}: this model takes {served.reader.expected}, and no other")
-        logits = await requests.answers(lambda: served.reader.examples(given), asked.budget)
+        logits = await requests.answers(lambda: served.reader.examples(given), asked.budget, given=given)
         return {"model": served.name, "predictions": [_prediction(served, row, asked.top) for row in logits]}
 
     @app.post("/classify/files")

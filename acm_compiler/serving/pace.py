@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -74,27 +73,26 @@ def _line(few: int, few_s: float, many: int, many_s: float) -> Line:
 def like_oldest(sizes: Sequence[int], line: Line, *, most_cells: float) -> list[int]:
     """The examples to run next, by their number in `sizes`, which are in order of arrival; the oldest is among them.
 
-    As many as `most_cells` hold, in order of arrival; of these the ones beside the oldest when all are sorted by size
-    and cut where calls of their own cost less than the padding. The others stay for the next batch.
+    All are sorted by size and cut into batches of at most `most_cells`, padding included, where calls of their own cost
+    less than the padding; the batch that holds the oldest is next, in order of arrival. The others stay.
     """
-    longest = accumulate(sizes, max)
-    count = max(1, sum(number * cells <= most_cells for number, cells in enumerate(longest, start=1)))
-    order = sorted(range(count), key=lambda number: sizes[number])
-    cuts = _cheapest_cuts([sizes[number] for number in order], line)
+    order = sorted(range(len(sizes)), key=lambda number: sizes[number])
+    cuts = _cheapest_cuts([sizes[number] for number in order], line, most_cells)
     place = order.index(0)
     start = max(cut for cut in cuts if cut <= place)
     end = min(cut for cut in cuts if cut > place)
     return sorted(order[start:end])
 
 
-def _cheapest_cuts(rising: Sequence[int], line: Line) -> list[int]:
-    """Cuts of sizes in rising order, ends included, so that the batches together take least."""
+def _cheapest_cuts(rising: Sequence[int], line: Line, most_cells: float) -> list[int]:
+    """Cuts of sizes in rising order, ends included, so that the batches between them together take least."""
     least, before = [0.0], [0]
-    for end in range(1, len(rising) + 1):
-        costs = [least[start] + line.call_s + line.cell_s * (end - start) * rising[end - 1] for start in range(end)]
-        start = min(range(end), key=costs.__getitem__)
-        least.append(costs[start])
-        before.append(start)
+    for end, size in enumerate(rising, 1):
+        first = max(0, end - max(1, int(min(end, most_cells / size))))
+        costs = [least[start] + line.call_s + line.cell_s * (end - start) * size for start in range(first, end)]
+        cheapest = min(range(len(costs)), key=costs.__getitem__)
+        least.append(costs[cheapest])
+        before.append(first + cheapest)
     cuts = [len(rising)]
     while cuts[-1]:
         cuts.append(before[cuts[-1]])

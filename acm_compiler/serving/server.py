@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ from acm_compiler.serving.recalibration import Recalibration
 from acm_compiler.serving.served import Served
 
 _BACKLOG = 2048
+# seconds after which an idle connection is closed: longer than clients keep theirs, or a request may meet its end
+_IDLE_S = 75
+# seconds for which one thread keeps the interpreter from another that wants it: a batch is many small steps, each of
+# which would wait Python's 5 ms while requests are read and answers written
+_TURN_S = 1e-4
 # batches by which the pace is measured: tokens of a text, examples, repetitions
 _TEXT, _MANY, _TIMES = 32, 8, 5
 
@@ -105,11 +111,16 @@ def serve(served: Served, controller: Controller, options: ServerOptions, at: so
         recalibration = Recalibration(served, is_busy=lambda: batcher.waiting > 0, by_itself=by_itself)
     bounds: dict[str, int] = {"max_body": options.max_body, "max_inputs": options.max_inputs}
     app = create_app(served, batcher, metrics, **bounds, recalibration=recalibration)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_keep_alive=_IDLE_S)
     host, port = at.getsockname()[:2]
     say(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")
-    with contextlib.suppress(KeyboardInterrupt):  # the signal, raised again once all is done
-        _Server(config, batcher.refuse).run(sockets=[at])
+    turn = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_S)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # the signal, raised again once all is done
+            _Server(config, batcher.refuse).run(sockets=[at])
+    finally:
+        sys.setswitchinterval(turn)
     say("stopped: all that was taken is answered")
 
 

@@ -87,6 +87,19 @@ def test_texts_come_in_openais_four_forms(embed, given):
     torch.testing.assert_close(vectors(embed, input=given), vectors(embed, input="a small text"))
 
 
+def test_a_short_text_is_read_at_once_and_what_takes_long_in_a_thread(embed, encoder, monkeypatch):
+    read, threads = encoder.reader.examples, []
+
+    def noted(values):
+        threads.append(threading.get_ident())
+        return read(values)
+
+    monkeypatch.setattr(encoder.reader, "examples", noted)
+    for given in ("a small text", "a small text", ["a small text"]):
+        vectors(embed, input=given)
+    assert threads[0] == threads[1] != threads[2]
+
+
 def test_the_answer_has_openais_form(embed):
     found = embed.post("/v1/embeddings", json={"input": ["a", "a small"], "model": "any", "user": "x"}).json()
     assert found["object"] == "list" and [row["index"] for row in found["data"]] == [0, 1]

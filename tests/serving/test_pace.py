@@ -65,7 +65,12 @@ def test_the_oldest_and_those_like_it_are_next():
 
 def test_no_more_than_there_is_time_for():
     assert like_oldest([10, 10, 10, 10], LINE, most_cells=25) == [0, 1]
-    assert like_oldest([10, 30, 10], LINE, most_cells=59) == [0]
+    assert like_oldest([10, 30, 10], LINE, most_cells=59) == [0, 2]
+    assert like_oldest([30, 10, 10], LINE, most_cells=20) == [0]
+
+
+def test_a_long_text_leaves_the_batch_of_short_ones_full():
+    assert like_oldest([5, 200, 5, 5], LINE, most_cells=15) == [0, 2, 3]
 
 
 @pytest.mark.parametrize("seed", range(5))

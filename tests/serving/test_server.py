@@ -1,13 +1,18 @@
 """A server's start: what is measured and tried before the first request."""
 
 import copy
+import sys
 
 import pytest
 import torch
 
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.runs.given import Given
+from acm_compiler.serving import server
+from acm_compiler.serving.batcher import Limits
+from acm_compiler.serving.controller import Controller
 from acm_compiler.serving.open_served import ServeOptions, open_served
+from acm_compiler.serving.pace import Line, Pace
 from acm_compiler.serving.server import is_padding_idle, warm_up
 from acm_compiler.tasks.embed import Embed
 from tests.helpers import served as small
@@ -54,6 +59,23 @@ def test_a_dense_model_can_be_measured_too(texts):
 def test_classes_of_texts_have_the_names_that_the_data_give_them(texts):
     data = f"{{kind: texts, split: eval, tokenizer: {texts / 'tokenizer.json'}, classes: [prose, code]}}"
     assert small.opened(texts, "classify", data).classes == {0: "prose", 1: "code"}
+
+
+def test_connections_outlive_those_of_clients_and_threads_take_short_turns(texts, monkeypatch):
+    served, seen, turn = small.opened(texts, "embed"), [], sys.getswitchinterval()
+
+    def run(self, sockets):
+        seen.append((self.config.timeout_keep_alive, sys.getswitchinterval()))
+
+    monkeypatch.setattr(server._Server, "run", run)
+    controller = Controller(Pace({1.0: Line(0.01, 0.001)}), low=1.0, high=1.0)
+    options = server.ServerOptions(max_body=1_000, max_inputs=1, limits=Limits())
+    with server.bind("127.0.0.1", 0) as at:
+        server.serve(served, controller, options, at, lambda text: None)
+    ((idle_s, turn_s),) = seen
+    assert idle_s > 15  # aiohttp's clients keep a connection so long
+    assert turn_s < 0.1 * turn
+    assert sys.getswitchinterval() == turn
 
 
 @pytest.mark.parametrize("to", ["int8", "int4"])

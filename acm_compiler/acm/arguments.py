@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.errors import UsageError
+
 
 class GateWeights(NamedTuple):
     """A gate's two linears: w_inner [G, D], b_inner [G], w_outer [C, G], b_outer [C]."""
@@ -120,3 +122,13 @@ def schema(kind: Any) -> str:
     """The positional arguments as an operator's schema declares them."""
     optional = {name: "?" if type(None) in get_args(hint) else "" for name, hint in get_type_hints(kind).items()}
     return ", ".join(f"Tensor{optional[n]} {n}{'=None' * (n in kind._field_defaults)}" for n in kind._fields)
+
+
+def require_range(low: int, high: int, learners: int) -> None:
+    """UsageError where the k of some tokens, from low to high, are outside [0, N]."""
+    if low < 0 or high > learners:
+        raise UsageError(
+            "a token asks for more learners than there are, or fewer than none",
+            found=f"k from {low} to {high}",
+            expected=f"k in [0, {learners}]",
+        )

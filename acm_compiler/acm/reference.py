@@ -8,6 +8,7 @@ Shapes: T tokens, D in, O out, N learners, H learner width, C = N - k_min + 1 ga
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.activations import resolve
-from acm_compiler.acm.arguments import LearnerWeights
+from acm_compiler.acm.arguments import LearnerWeights, part, require_range
 from acm_compiler.acm.precision import float64_device
 from acm_compiler.acm.quantized import integers
-from acm_compiler.errors import UsageError
 
 GateRule = Literal["logits", "damage"]
-"""Meaning of a gate's score; `utilities` has the equations."""
+"""Meaning of a gate's score; `utilities` and `priced_errors` have the equations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,7 @@ class Weights:
     @property
     def tensors(self) -> LearnerWeights:
         """Without activation and form, as the operators take them."""
-        first = self.w_in, self.b_in, self.w_up, self.b_up, self.w_out, self.b_out, self.w_top
-        return LearnerWeights(*first, self.s_in, self.s_up, self.s_out, self.s_top)
+        return part(LearnerWeights, self)
 
     @property
     def is_quantized(self) -> bool:
@@ -210,16 +209,6 @@ def run_learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     return torch.cat(parts)[torch.cat(rows_of_k).argsort()]
 
 
-def require_range(low: int, high: int, learners: int) -> None:
-    """UsageError where the k of some tokens, from low to high, are outside [0, N]."""
-    if low < 0 or high > learners:
-        raise UsageError(
-            "a token asks for more learners than there are, or fewer than none",
-            found=f"k from {low} to {high}",
-            expected=f"k in [0, {learners}]",
-        )
-
-
 def relaxed_output(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:
     """y = sum_c nu_c b_out(k(c)) + sum_n m_n s_n(x) with m_n = sum of nu_c over k(c) > n, [T, O].
 
@@ -227,13 +216,13 @@ def relaxed_output(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) ->
     through every m_n and through b_out.
     """
     m_TN = learner_mass(nu_TC, weights.learners, k_min).to(x_TD.dtype)
+    if weights.w_out is not None and not weights.is_nested:
+        return torch.einsum("tc,cto->to", nu_TC, all_outputs(x_TD, weights, k_min))
     if weights.w_out is None:
         y_TO = _weighed_slices(x_TD, m_TN, weights)
-        return y_TO + (nu_TC @ weights.b_out[k_min:].to(nu_TC.dtype)).to(y_TO.dtype)
-    if not weights.is_nested:
-        return torch.einsum("tc,cto->to", nu_TC, all_outputs(x_TD, weights, k_min))
-    h_TNH = hidden(x_TD, weights, weights.learners).unflatten(-1, weights.w_in.shape[:2])
-    y_TO = F.linear((h_TNH * m_TN[..., None]).flatten(1), weights.w_out.flatten(1))
+    else:
+        h_TNH = hidden(x_TD, weights, weights.learners).unflatten(-1, weights.w_in.shape[:2])
+        y_TO = F.linear((h_TNH * m_TN[..., None]).flatten(1), weights.w_out.flatten(1))
     return y_TO + (nu_TC @ weights.b_out[k_min:].to(nu_TC.dtype)).to(y_TO.dtype)
 
 
@@ -273,6 +262,14 @@ def utilities(score_TC: Tensor, knob: Tensor, cost_C: Tensor, rule: str) -> Tens
     if rule == "damage":
         return -torch.logaddexp(score_TC, knob + cost_C.log())
     return score_TC - knob * cost_C
+
+
+def priced_errors(score_TC: Tensor, rule: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Errors e [T, C] of which gates choose argmin_k e_k + lambda c_k, and the knobs of prices lambda [T, M]."""
+    if rule == "damage":
+        scale_T1 = score_TC.amax(1, keepdim=True)  # without it exp may overflow
+        return (score_TC - scale_T1).exp(), lambda price_TM: price_TM.clamp_min(0).log() + scale_T1
+    return -score_TC, lambda price_TM: price_TM
 
 
 def choice_costs(cost: float, *, k_min: int, n_learners: int, device: torch.device) -> Tensor:

@@ -90,7 +90,12 @@ def checked_extra(extra: Mapping[str, bytes | str] | None) -> dict[str, bytes | 
         raise UsageError("extra must be a mapping of files", found=type(extra).__name__, expected=expected)
     for name, content in (extra or {}).items():
         if not isinstance(content, (bytes, str)):
-            raise UsageError("an extra file must be text or bytes", where=repr(name), found=type(content).__name__)
+            raise UsageError(
+                "an extra file must be text or bytes",
+                where=repr(name),
+                found=type(content).__name__,
+                fix="json.dumps(...) makes text of plain objects",
+            )
         if (
             not isinstance(name, str)
             or name in _ORDER

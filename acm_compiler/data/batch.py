@@ -97,7 +97,9 @@ def as_batch(given: Any) -> Batch:
     batch = {"image": inputs} if isinstance(inputs, Tensor) else inputs
     if not isinstance(batch, Mapping) or not batch:
         raise DataError(
-            "batch must be a mapping of tensors, a pair (inputs, label), or a tensor", found=type(given).__name__
+            "batch must be a mapping of tensors, a pair (inputs, label), or a tensor",
+            found=type(given).__name__,
+            fix="let the loader's collate_fn return one of them",
         )
     if labels is not None:
         batch = {**batch, "label": labels}

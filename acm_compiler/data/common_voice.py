@@ -170,6 +170,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
             "the data set is empty",
             where=self.config.root,
             found=f"no usable clip in {self.config.split}.tsv; {excluded_text(self.left_out) or 'no rows'}",
+            fix="check root and split; or raise max_seconds",
         )
 
     def _normalise(self, sentence: str) -> str:

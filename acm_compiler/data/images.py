@@ -38,7 +38,9 @@ class PictureFolder(Dataset[dict[str, Any]]):
         try:
             self._folder = ImageFolder(str(root), loader=load_picture)
         except PermissionError as error:
-            raise DataError("the folder of images cannot be read", where=str(root), found=error) from error
+            raise DataError(
+                "the folder of images cannot be read", where=str(root), found=error, fix="check its permissions"
+            ) from error
         except FileNotFoundError as error:
             raise DataError(
                 "the data set is empty: " + str(error).split("\n")[0],

@@ -75,7 +75,12 @@ def _folder_of(root: str | None, name: str) -> Path:
         places = [Path(sysconfig.get_paths()[place]) / name for place in ("purelib", "platlib", "stdlib")]
     found = next((place for place in places if place.is_dir()), None)
     if found is None:
-        raise DataError("there is no folder or package of a class", where="data.classes", found=name)
+        raise DataError(
+            "a class must be a folder with texts, or an installed package",
+            where="data.classes",
+            found=name,
+            fix="correct the name, set root to the folder that holds it, or install the package",
+        )
     return found
 
 

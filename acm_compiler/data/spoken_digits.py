@@ -152,7 +152,12 @@ def speak_words(words: Sequence[str], *, voice: str, speed: int, pitch: int, rat
         ) from error
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         said = (error.stderr or b"").decode(errors="replace").strip()
-        raise DataError("espeak-ng failed", where=f"voice {voice}", found=said or str(error)) from error
+        raise DataError(
+            "espeak-ng failed",
+            where=f"voice {voice}",
+            found=said or str(error),
+            fix="espeak-ng --voices lists the voices installed here",
+        ) from error
     parts = _cut(read_clip(io.BytesIO(done.stdout), rate=rate, name=f"voice {voice}"), rate)
     if len(parts) != len(words):
         raise DataError(

@@ -128,7 +128,9 @@ def _rows(config: TextRowsData) -> list[Any]:
     try:
         rows = call_function(config.rows, config.args)
     except (OSError, ValueError) as error:
-        raise DataError("the function of the rows finds no data", where=config.rows, found=error) from error
+        raise DataError(
+            "the function of the rows finds no data", where=config.rows, found=error, fix="check data.args"
+        ) from error
     if isinstance(rows, Mapping):
         raise DataError(
             "the function gave several sets of rows",

@@ -170,7 +170,7 @@ class _Runs:
     def sample(self) -> Sample:
         """Units of every example, and its source; DataError without examples."""
         if not self._groups:
-            raise DataError("no examples to evaluate on")
+            raise DataError("batches must hold at least one example, got none", fix="a generator can be read only once")
         units_E = torch.cat(self._units)
         if not units_E.any():
             raise DataError(

@@ -102,9 +102,17 @@ def _matches(site: Site, match: str) -> bool:
         return site.kind != "linear"
     if match == "attn" or match.startswith("attn."):
         return site.kind == "linear" and match in ("attn", f"attn.{site.role}")
-    if match.startswith("re:"):
-        return _regex(match).search(site.name) is not None
-    return fnmatch.fnmatchcase(site.name, match) or site.name.startswith(f"{match}.")
+    return matches_name(match, site.name)
+
+
+def matches_name(pattern: str, name: str) -> bool:
+    """True if a name matches a pattern: a glob, the name itself or of what holds it, or "re:" and an expression.
+
+    SelectionError for what follows "re:" and is no regular expression.
+    """
+    if pattern.startswith("re:"):
+        return _regex(pattern).search(name) is not None
+    return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 def _regex(match: str) -> re.Pattern[str]:

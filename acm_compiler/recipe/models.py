@@ -60,7 +60,7 @@ class ModelConfig(Section):
     args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
     """Keyword arguments of the model's builder (hf: changes to its config)."""
     freeze: Texts = ()
-    """Modules, or globs over parameter names, that no phase trains."""
+    """Modules, globs over parameter names, or `re:` and a regular expression, that no phase trains."""
 
     @model_validator(mode="after")
     def _keys_fit_source(self) -> ModelConfig:

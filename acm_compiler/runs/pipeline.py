@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.passes.survey import Findings, analyze
 from acm_compiler.planning.check_schedule import check_schedule
 from acm_compiler.planning.plan import Plan
-from acm_compiler.planning.planner import NOT_SELECTED, choose_rules, notes_on
+from acm_compiler.planning.planner import NOT_SELECTED, choose_rules, matches_name, notes_on
 from acm_compiler.planning.target import Target, plan_sites_for
 from acm_compiler.progress import Say
 from acm_compiler.recipe import expand_paths
@@ -168,7 +167,7 @@ def _frozen_parameters(recipe: Recipe, model: nn.Module) -> list[str]:
     names = [name for name, _ in model.named_parameters()]
     frozen = []
     for i, pattern in enumerate(recipe.model.freeze):
-        found = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        found = [name for name in names if matches_name(pattern, name)]
         if not found:
             modules = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
             raise SelectionError(
@@ -227,5 +226,9 @@ def _rule(given: Any, options: Mapping[str, Any]) -> SiteRule:
 def _known_keys(given: Mapping[Any, Any], kind: type[BaseModel], what: str) -> dict[str, Any]:
     for key in given:
         if key not in kind.model_fields:
-            raise UsageError(f"no such key of {what}{did_you_mean(str(key), kind.model_fields)}", found=key)
+            raise UsageError(
+                f"no such key of {what}{did_you_mean(str(key), kind.model_fields)}",
+                found=key,
+                expected=f"one of {', '.join(kind.model_fields)}",
+            )
     return dict(given)

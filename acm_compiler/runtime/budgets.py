@@ -237,6 +237,7 @@ def refuse_unreachable(plan: Plan, budgets: Iterable[tuple[str | None, float | s
         raise NothingToConvert(
             "this model has no site that can become an ACM",
             found=f"{len(plan.skipped)} look-alikes, see `kept dense` above",
+            fix="docs/models.md says what is found in which models",
         )
     low, _ = plan.budget_range
     for where, budget in budgets:

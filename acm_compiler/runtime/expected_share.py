@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.acm.reference import GateRule
+from acm_compiler.acm.reference import GateRule, priced_errors
 from acm_compiler.errors import TrainingFailed
 
 STRONGEST_KNOB = 2.0**12
@@ -32,18 +32,16 @@ _SURE = 0.0015
 def turning_knobs(score_TC: Tensor, cost_C: Tensor, rule: GateRule) -> Tensor:
     """The knobs [T, C - 1] from which on a token runs at most the first, the second, ... choice but the last.
 
-    Gates choose argmin_k e_k + lambda c_k with e the expected damage, or minus the logit. One of the choices j <= n is
-    as good as all i > n from lambda = min_j max_i (e_j - e_i) / (c_i - c_j) on. Rows of scores that are not finite are
-    nan; a knob that would have to be below the strongest one is that one.
+    Gates choose argmin_k e_k + lambda c_k with e the `priced_errors`. One of the choices j <= n is as good as all
+    i > n from lambda = min_j max_i (e_j - e_i) / (c_i - c_j) on. Rows of scores that are not finite are nan; a knob
+    that would have to be below the strongest one is that one.
     """
     score_TC, cost_C = to_float64(score_TC), to_float64(cost_C)
-    scale_T1 = score_TC.amax(1, keepdim=True)
-    error_TC = (score_TC - scale_T1).exp() if rule == "damage" else -score_TC
+    error_TC, knob_of = priced_errors(score_TC, rule)
     price_Tji = (error_TC[:, :, None] - error_TC[:, None, :]) / (cost_C - cost_C[:, None])
     least = [price_Tji[:, :n, n:].amax(2).amin(1) for n in range(1, len(cost_C))]
     price_Tn = torch.stack(least, 1) if least else score_TC[:, :0]
-    knob_Tn = price_Tn.clamp_min(0).log() + scale_T1 if rule == "damage" else price_Tn
-    knob_Tn = torch.where(score_TC.isfinite().all(1, keepdim=True), knob_Tn, torch.nan)
+    knob_Tn = torch.where(score_TC.isfinite().all(1, keepdim=True), knob_of(price_Tn), torch.nan)
     return knob_Tn.clamp(-STRONGEST_KNOB, STRONGEST_KNOB)
 
 

@@ -83,7 +83,7 @@ def fill_table(
 ) -> BudgetTable:
     """`measure_budgets` of a model whose ACMs are known, and have learners."""
     if not (examples := list(batches)):
-        raise DataError("no examples to measure budgets on")
+        raise DataError("batches must hold at least one example, got none", fix="a generator can be read only once")
     progress = progress or Progress("budgets", shown=False)
     search = _Search(found, examples, k_lo)
     with undisturbed(found):

@@ -5,8 +5,6 @@ One is computed as a learner that every token runs (docs/semantics.md, Int8 lear
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,11 +18,12 @@ from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import autocast_type
 from acm_compiler.acm.quantized import int8, integers
 from acm_compiler.acm.reference import Weights
-from acm_compiler.errors import SelectionError, UsageError, nearest
+from acm_compiler.errors import SelectionError, nearest
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized, replace_children
 from acm_compiler.passes.find.skips import CLASSIFIER, ROUTER
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.plan import Plan
+from acm_compiler.planning.planner import matches_name
 
 
 class QuantizedLinear(nn.Module):
@@ -119,7 +118,7 @@ def choose_rest(found: Rewritten, include: Sequence[str], exclude: Sequence[str]
         kept = {name for name, linear in able.items() if tied[id(linear.weight)] > 1} | _heads(model, found.plan)
     wanted = [name for name in able if name not in kept or _matches_any(name, include)]
     for pattern in (*include, *exclude):
-        if not any(_matches(name, pattern) for name in able):
+        if not any(matches_name(pattern, name) for name in able):
             alike = ", ".join(nearest(pattern, list(able), least=0.0))
             raise SelectionError(f"no linear outside of ACMs matches {pattern!r}", fix=alike and f"nearest: {alike}")
     return [name for name in wanted if not _matches_any(name, exclude)]
@@ -179,14 +178,4 @@ def _heads(model: nn.Module, plan: Plan) -> set[str]:
 
 
 def _matches_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(_matches(name, pattern) for pattern in patterns)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if not pattern.startswith("re:"):
-        return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
-    try:
-        return re.search(pattern.removeprefix("re:"), name) is not None
-    except re.error as error:
-        fix = "a name, or a glob, is written without re:"
-        raise UsageError(f"{pattern!r} is no regular expression", found=str(error), fix=fix) from None
+    return any(matches_name(pattern, name) for pattern in patterns)

@@ -38,7 +38,9 @@ def find_function(reference: str) -> Callable[..., Any]:
         function = reduce(getattr, path.split("."), module)
     except AttributeError as error:
         hint = did_you_mean(path, vars(module))
-        raise UsageError(f"module {module_name} has no {path!r}{hint}", where=reference) from error
+        raise UsageError(
+            f"module {module_name} has no {path!r}{hint}", where=reference, expected="package.module:function"
+        ) from error
     if not callable(function):
         raise UsageError(
             "this is not a function", where=reference, found=type(function).__name__, expected="a callable"

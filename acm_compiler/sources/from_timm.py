@@ -41,7 +41,7 @@ def check(config: ModelConfig) -> None:
     architecture, dot, tag = config.name.partition(".")
     if not timm.is_model(architecture):
         known = did_you_mean(architecture, timm.list_models(), count=3)
-        raise ModelSourceError(f"timm has no model {architecture!r}{known}")
+        raise ModelSourceError(f"timm has no model {architecture!r}{known}", expected="a name of timm.list_models()")
     if dot:
         _check_tag(architecture, tag)
     if config.weights not in (None, "default") and not is_file(config.weights):

@@ -39,7 +39,10 @@ def check(config: ModelConfig) -> None:
 
     known = list_models()
     if config.name not in known:
-        raise ModelSourceError(f"torchvision has no model {config.name!r}{did_you_mean(config.name, known, count=3)}")
+        raise ModelSourceError(
+            f"torchvision has no model {config.name!r}{did_you_mean(config.name, known, count=3)}",
+            expected="a name of torchvision.models.list_models()",
+        )
     _weights_entry(config)
 
 

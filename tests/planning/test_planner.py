@@ -7,7 +7,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import SelectionError, UsageError
-from acm_compiler.planning.planner import choose_rules, matched_width, plan_sites, select
+from acm_compiler.planning.planner import choose_rules, matched_width, means, plan_sites, select
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.site import Graft, LinearRef, Site
 from tests.helpers import tour_model
@@ -129,6 +129,14 @@ def test_every_way_to_select(match, count):
 def test_what_matches_nothing_is_refused(match):
     with pytest.raises(SelectionError):
         select(FOUND, match)
+
+
+def test_a_pattern_means_a_name_a_part_of_the_model_a_glob_or_an_expression():
+    name = "layers.10.mlp.up"
+    assert all(matches_name(pattern, name) for pattern in (name, "layers.10", "layers.*.up", r"re:[.]1\d[.]", "re:up$"))
+    assert not any(matches_name(pattern, name) for pattern in ("layers.1", "mlp", "re:^mlp", "LAYERS.*"))
+    with pytest.raises(SelectionError, match="no regular expression"):
+        matches_name("re:[", name)
 
 
 def test_the_nearest_names_are_offered():

@@ -167,7 +167,7 @@ def test_folders_are_classes_and_each_file_is_in_one_split(place):
     for dataset in split.values():
         assert dataset.classes == ("two", "one")
         assert all(f" {dataset.classes[dataset[i]['label']]} " in dataset.texts[i] for i in range(len(dataset)))
-    with pytest.raises(DataError, match="no folder or package of a class"):
+    with pytest.raises(DataError, match="a class must be a folder with texts"):
         open_dataset(TextData(**facts | {"classes": ["gone"]}, split="train"))
     (root / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: no text files for data.train \(found an empty folder"):

@@ -7,7 +7,7 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import SelectionError, UsageError
-from acm_compiler.planning.planner import choose_rules, matched_width, means, plan_sites, select
+from acm_compiler.planning.planner import choose_rules, matched_width, matches_name, plan_sites, select
 from acm_compiler.recipe.schema import GateConfig, SiteRule
 from acm_compiler.site import Graft, LinearRef, Site
 from tests.helpers import tour_model

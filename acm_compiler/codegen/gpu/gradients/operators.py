@@ -89,6 +89,6 @@ def reason_against(x: Tensor, weights: Weights) -> str | None:
     """Reason why such a backward is plain torch, None when the kernels run it; empty where that goes without saying."""
     if not weights.is_nested or x.shape[0] == 0:
         return ""
-    facts = {"form": weights.form, "act": weights.act, "dtype": x.dtype, "shape": weights.w_in.shape}
+    facts: dict[str, Any] = {"form": weights.form, "act": weights.act, "dtype": x.dtype, "shape": weights.w_in.shape}
     lacking = gpu.not_covered(**facts, arch=gpu.machine_of(x.device).arch, is_quantized=weights.is_quantized)
     return lacking or gpu.UNBUILT.get(kind_of(x, weights))

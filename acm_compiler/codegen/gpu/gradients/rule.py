@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class _Rule(torch.autograd.Function):
         x_TD, choice, *tensors = saved
         weights = Weights(*tensors, **ctx.facts)
         names = "x", "k" if k_min is None else "nu", *LearnerWeights._fields
+        found: Mapping[str, Tensor | None]
         if torch.is_grad_enabled():  # these gradients are to be differentiated
             y = run_learners(x_TD, choice, weights) if k_min is None else relaxed_output(x_TD, choice, weights, k_min)
             found = plain.differentiable(y, dict(zip(names, saved, strict=True)), wants, dy_TO)

@@ -201,7 +201,7 @@ inline bool gate_fits(const at::Tensor& x, const at::Tensor& w_inner, const at::
   const auto is_number = [&](const at::Tensor& t) { return t.dim() == 0 && t.device() == x.device(); };
   return is_native(x) && is_native(w_inner) && has(w_inner, {width, x.size(1)}) && has(b_inner, {width}) &&
          has(w_outer, {columns, width}) && has(b_outer, {columns}) && is_number(knob) && is_number(k_lo) &&
-         is_number(k_hi) && k_min >= 0 && (rule == "damage" || rule == "logits");
+         is_number(k_hi) && k_min >= 0 && find_rule(rule).has_value();
 }
 
 // k of every token. `norm`: null, or what normalises them (floats or bfloat16, as the gate)
@@ -216,7 +216,7 @@ at::Tensor choose(const at::Tensor& x, const at::Tensor& w_inner, const at::Tens
     return reference.call(x, w_inner, b_inner, w_outer, b_outer, knob.scalar_type() == at::kInt ? knob.view(at::kFloat) : knob, k_lo,
                           k_hi, cost, k_min, rule_name);
   }
-  const Rule rule = make_rule(w_outer.size(0), knob, k_lo, k_hi, cost, k_min, rule_name == "damage");
+  const Rule rule = make_rule(w_outer.size(0), knob, k_lo, k_hi, cost, k_min, *find_rule(rule_name));
   const at::Tensor rows = x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
   at::Tensor k = at::empty({x.size(0)}, x.options().dtype(at::kInt));
   if (x.size(0) == 0) return k;

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
+#include <string_view>
 #include <vector>
 
 #include "products/plan.h"
@@ -15,21 +17,29 @@
 
 namespace {
 
+// what a score means, by the names of acm/reference.py; a rule that is not here is left to the reference
+enum class Meaning { logits, damage };
+inline std::optional<Meaning> find_rule(std::string_view rule) {
+  if (rule == "logits") return Meaning::logits;
+  if (rule == "damage") return Meaning::damage;
+  return std::nullopt;
+}
+
 // From scores to k: argmax of the utilities over the allowed choices.
 struct Rule {
   int64_t k_min, first, stop;  // choices [first, stop) are allowed
-  bool damage;
+  Meaning meaning;
   std::vector<float> cost;  // c_k of the choices times the knob; for damages knob + log c_k; padded to whole vectors
 
   // ties go to the smaller k; with a NaN among the utilities all allowed learners run. Overwrites the scores
   int32_t choose(float* scores) const {
     bool lost = false;
     for (int64_t c = first; c < stop; c++) {
-      if (!damage) scores[c] -= cost[c];
+      if (meaning == Meaning::logits) scores[c] -= cost[c];
       lost |= std::isnan(scores[c]) || std::isnan(cost[c]);
     }
     if (lost) return k_min + stop - 1;
-    if (damage) weigh_damages(scores);
+    if (meaning == Meaning::damage) weigh_damages(scores);
     int64_t best = first;
     float most = -std::numeric_limits<float>::infinity();
     for (int64_t c = first; c < stop; c++)
@@ -64,14 +74,14 @@ inline float knob_of(const at::Tensor& knob) {
 }
 
 Rule make_rule(int64_t choices, const at::Tensor& knob, const at::Tensor& k_lo, const at::Tensor& k_hi, double cost,
-               int64_t k_min, bool damage) {
+               int64_t k_min, Meaning meaning) {
   const int64_t most = std::clamp<int64_t>(number<int32_t>(k_hi) - k_min, 0, choices - 1);
   const int64_t least = std::clamp<int64_t>(number<int32_t>(k_lo) - k_min, 0, most);
   const float strength = knob_of(knob);
-  Rule rule{k_min, least, most + 1, damage, std::vector<float>(round_up(choices, kLanes), 0.f)};
+  Rule rule{k_min, least, most + 1, meaning, std::vector<float>(round_up(choices, kLanes), 0.f)};
   for (int64_t c = 0; c < choices; c++) {
     const float cost_c = static_cast<float>(static_cast<double>(k_min + c) * cost);
-    rule.cost[c] = damage ? strength + std::log(cost_c) : strength * cost_c;
+    rule.cost[c] = meaning == Meaning::damage ? strength + std::log(cost_c) : strength * cost_c;
   }
   return rule;
 }

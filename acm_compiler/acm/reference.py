@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.activations import resolve
-from acm_compiler.acm.arguments import LearnerWeights, part, require_range
+from acm_compiler.acm.arguments import LearnerWeights, require_range
 from acm_compiler.acm.precision import float64_device
 from acm_compiler.acm.quantized import integers
 
@@ -55,7 +55,8 @@ class Weights:
     @property
     def tensors(self) -> LearnerWeights:
         """Without activation and form, as the operators take them."""
-        return part(LearnerWeights, self)
+        first = self.w_in, self.b_in, self.w_up, self.b_up, self.w_out, self.b_out, self.w_top
+        return LearnerWeights(*first, self.s_in, self.s_up, self.s_out, self.s_top)
 
     @property
     def is_quantized(self) -> bool:

@@ -55,6 +55,8 @@ def _plain_options(node: fx.Node, values: list[Any]) -> dict[str, Any] | None:
         return None
     if isinstance(causal, fx.Node) or isinstance(scale, fx.Node):
         return None
+    if any(v.shape[:2] != values[0].shape[:2] for v in values):  # some of them are expanded
+        return None
     return {"scale": depth**-0.5 if scale is None else scale, "causal": bool(causal)}
 
 

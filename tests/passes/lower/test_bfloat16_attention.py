@@ -52,14 +52,14 @@ def test_graphs_with_gradients_keep_their_types():
 
 
 class Masked(nn.Module):
-    """Attention with a mask of floats, and every operand by name."""
+    """Attention with a mask of floats or none, and every operand by name."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, x, q, mask):
-        y = F.scaled_dot_product_attention(query=q, key=q, value=q, attn_mask=mask)
+    def forward(self, x, q, k, mask):
+        y = F.scaled_dot_product_attention(query=q, key=k, value=k, attn_mask=mask)
         return answer(self.model, x).sum() + y
 
 
@@ -68,7 +68,17 @@ def test_operands_by_name_and_a_mask_of_floats():
     _, x, model = rewritten(ALL["hf_vit"], sites=("mlp",))
     masked = Masked(model).eval()
     q, mask = torch.randn(2, 3, 5, 16), torch.zeros(5, 5).index_fill(1, torch.tensor([2]), -torch.inf)
-    expected = masked(x, q, mask)
+    expected = masked(x, q, q, mask)
     fast, graphs = lowered(masked, bfloat16_attention=True)
-    torch.testing.assert_close(fast(x, q, mask), expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(fast(x, q, q, mask), expected, rtol=0.02, atol=0.02)
     assert torch.bfloat16 in types_of_attention(graphs)
+
+
+@torch.no_grad()
+def test_one_query_for_all_examples_has_an_output_for_each():
+    _, x, model = rewritten(ALL["hf_vit"], sites=("mlp",))
+    masked, q, k = Masked(model).eval(), torch.randn(1, 3, 5, 32), torch.randn(2, 3, 5, 32)
+    expected = masked(x, q, k, None)
+    fast, graphs = lowered(masked, bfloat16_attention=True)
+    torch.testing.assert_close(fast(x, q, k, None), expected, rtol=0.02, atol=0.02)
+    assert any(node.target is F.scaled_dot_product_attention for graph in graphs for node in graph.nodes)

@@ -113,7 +113,7 @@ def test_the_kernel_knows_every_name_and_leaves_none_to_the_reference_unsaid():
     header = (build.SOURCE.parent / "activations.h").read_text()
     assert re.findall(r"^  is\((\w+),", header, re.MULTILINE) == list(ACTIVATIONS)
     assert listed_in("operation.h", r"kFormNames\[\] = \{[^}]*") == list(operands._FORMS)
-    assert sorted(listed_in("gate.h", r'rule == "\w+"')) == sorted(get_args(GateRule))
+    assert sorted(listed_in("rule.h", r'rule == "\w+"')) == sorted(get_args(GateRule))
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)

@@ -24,7 +24,7 @@ from acm_compiler.codegen.gpu.tiles import bucket_of
 _SUM_ROWS = (FEW, 1), (1 << 11, 8)  # most tokens, rows of a program that adds up
 _MOST_SUM_ROWS = 32
 _SUM_COLUMNS = 512, 128  # that are added up at once: of one row; of several, by one warp
-_SUM_VALUES = 24 << 10  # of parts and of the second weight that a program of one row holds
+_SUM_VALUES = 12 << 10  # of parts and of the second weight that a program of one row holds
 _WARP_VALUES = 64  # scores of a warp's rows
 
 

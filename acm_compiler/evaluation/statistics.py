@@ -102,6 +102,6 @@ def at_share(settings: Sequence[Spent], share: float) -> Tensor | None:
 
 
 def against_fixed(gates: Spent, fixed: Sequence[Spent], sample: Sample) -> Interval | None:
-    """The gates' metric minus the control's at the same share, paired over examples; None as of `at_share`."""
+    """The gates' metric minus the control's at the same share, paired over examples; None where `at_share` is."""
     control_E = at_share(fixed, gates.share)
     return None if control_E is None else sample.difference(gates.score_E, control_E)

@@ -114,8 +114,10 @@ def as_png(figure: Figure, ground: str) -> bytes:
 def _on(figure: Figure, ground: str) -> Iterator[None]:
     """While open, the figure has this ground; figures are made transparent, and `savefig` would leave them so."""
     figure.patch.set(alpha=None, facecolor=ground)
-    yield
-    figure.patch.set_alpha(0)
+    try:
+        yield
+    finally:
+        figure.patch.set_alpha(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

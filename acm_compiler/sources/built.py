@@ -108,7 +108,7 @@ def expect_module(value: Any, where: str) -> nn.Module:
     )
 
 
-_OF_THIS = "give a file that this model's state_dict was saved to, or args that build the file's model"
+_FITTING = "give a file that this model's state_dict was saved to, or args that build the file's model"
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
@@ -142,14 +142,14 @@ def load_file(model: nn.Module, path: str) -> None:
         result = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
         lines = str(error).splitlines()
-        raise ModelSourceError("weights of other shapes", where=path, found=lines[-1].strip(), fix=_OF_THIS) from error
+        raise ModelSourceError("weights of other shapes", where=path, found=lines[-1].strip(), fix=_FITTING) from error
     missing = _untied(model, result.missing_keys, given=tensors)
     if missing or result.unexpected_keys:
         raise ModelSourceError(
             "these weights belong to another model",
             where=path,
             found=f"missing: {a_few_of(missing) or 'none'}; unknown: {a_few_of(result.unexpected_keys) or 'none'}",
-            fix=_OF_THIS,
+            fix=_FITTING,
         )
 
 

@@ -1,4 +1,4 @@
-"""The rule of autograd for eager calls: kernels forward and backward, past the dispatcher and its search for a rule."""
+"""The autograd function of eager calls: kernels forward and backward, without going through the dispatcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
-    """y [T, O] of learners that are no integers, for a k per token."""
+    """y [T, O] of learners that are not quantised, for a k per token."""
     return _Rule.apply(_whole_call(weights), None, None, weights.form, weights.act, x_TD, k_T, *weights.tensors)
 
 

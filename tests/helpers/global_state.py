@@ -40,6 +40,8 @@ def global_state() -> dict[str, object]:
         "the handlers of the package's logger": len(logger.handlers),
         "sys.path": tuple(p for p in sys.path if not any(part in p for part in _OTHERS_FOLDERS)),
     }
+    if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+        inductor.aot_inductor.metadata.clear()  # AOTInductor notes the machine in it, seen when all is hashed anew
     state |= {f"signal {number}": signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     state |= {f"{_VARIABLE}{name}": said for name, said in os.environ.items() if not name.startswith("PYTEST_")}
     return state | {name: sys.modules[name].get_hash() for name in _CONFIGS if name in sys.modules}

@@ -1,4 +1,4 @@
-"""Vectors per budget and size on disk with torchao around the ACMs of a model: python -m benchmarks.quantisers DIR
+"""Vectors per budget, size on disk: torchao on a model's learners and around: python -m benchmarks.quantisers DIR
 
 DIR: what `acmc rewrite` wrote of a model of task embed. For each way the mean cosine of a text's vector with the dense
 model's at each budget. Needs torchao.
@@ -37,12 +37,28 @@ def around(model: nn.Module, config: str) -> nn.Module:
     return model
 
 
+def on_learners(model: nn.Module, config: str) -> nn.Module:
+    """Have torchao quantise the learners, weight only."""
+    chosen = getattr(quantization, config)(set_inductor_config=False)
+    names = quantization.FqnToConfig({r"re:.*\.learners\.w_(in|up|out|top)": chosen})
+    quantization.quantize_(model, names, filter_fn=None)
+    return model
+
+
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "floats": lambda model: model,
     "acm.quantize(model)": acm.quantize,
     "acm.quantize(model, rest=True)": lambda model: acm.quantize(model, rest=True),
     "torchao int8 around float learners": lambda model: around(model, "Int8WeightOnlyConfig"),
     "torchao fp8 around float learners": lambda model: around(model, "Float8WeightOnlyConfig"),
+    "torchao int8 on learners": lambda model: on_learners(model, "Int8WeightOnlyConfig"),
+    "torchao fp8 on learners": lambda model: on_learners(model, "Float8WeightOnlyConfig"),
+    "torchao int8 on learners and around": lambda model: around(
+        on_learners(model, "Int8WeightOnlyConfig"), "Int8WeightOnlyConfig"
+    ),
+    "torchao fp8 on learners and around": lambda model: around(
+        on_learners(model, "Float8WeightOnlyConfig"), "Float8WeightOnlyConfig"
+    ),
     "torchao int8 around acm.quantize(model)": lambda model: around(acm.quantize(model), "Int8WeightOnlyConfig"),
     "torchao fp8 around acm.quantize(model)": lambda model: around(acm.quantize(model), "Float8WeightOnlyConfig"),
 }

@@ -7,12 +7,12 @@ The dense model, fixed budgets and the controller are served by the same code, e
 once and loaded in turns; `/int8` behind a contender gives its learners int8 weights, and all linears of the dense one
 (torch's quantize_dynamic). An open loop sends requests of one text each at random times (Poisson) that do not wait for
 answers; a latency counts from the time at which a request was due. The load rises for some seconds that do not count.
-Quality: a query is the first half of a held-out paragraph, and is to find the second half among all of them by their
-dense vectors (recall at 1, and the points by which the dense vectors of the same queries find more); and its cosine to
-its dense vector. With `--replay` nothing is sent: the server's own queue gets the same arrivals, and a clock that
-counts the processor time of each batch stands in for the wall's, for machines that others use, too. `--edge` looks for
-the load up to which the objective holds, from the first of `--rates` on, in steps that become smaller, to within 6 %; a
-load is missed where two runs miss it.
+Quality: a query is the first half of a held-out paragraph, or with `--words` those of several of one source, and is to
+find the second half among all of them by their dense vectors (recall at 1, and the points by which the dense vectors of
+the same queries find more); and its cosine to its dense vector. With `--replay` nothing is sent: the server's own queue
+gets the same arrivals, and a clock that counts the processor time of each batch stands in for the wall's, for machines
+that others use, too. `--edge` looks for the load up to which the objective holds, from the first of `--rates` on, in
+steps that become smaller, to within 6 %; a load is missed where two runs miss it.
 """
 
 from __future__ import annotations
@@ -256,12 +256,25 @@ class Replay:
         return [Sent(text, now - at, budget, v) for (at, text), (v, now, budget) in zip(due, answers, strict=True)]
 
 
-def truth_of(directory: Path) -> Truth:
-    """Both halves of the paragraphs held out by the recipe, with their dense vectors."""
-    paragraphs = [text.split() for text in open_saved_run(directory).data.texts]  # type: ignore[attr-defined]
-    halves = [
-        (words[: len(words) // 2], words[len(words) // 2 :]) for words in paragraphs if len(words) >= FEWEST_WORDS
-    ]
+def halves_of(data: Any, fewest: int) -> list[tuple[list[str], list[str]]]:
+    """The words of both halves of each paragraph, those of one source put together to `fewest` words a half."""
+    open_: dict[int, tuple[list[str], list[str]]] = {}
+    found = []
+    for words, source in zip((text.split() for text in data.texts), data.sources, strict=True):
+        if len(words) < FEWEST_WORDS:
+            continue
+        first, second = open_.pop(source, ([], []))
+        halves = first + words[: len(words) // 2], second + words[len(words) // 2 :]
+        if len(halves[0]) < fewest:
+            open_[source] = halves
+        else:
+            found.append(halves)
+    return found
+
+
+def truth_of(directory: Path, fewest: int) -> Truth:
+    """Both halves of the paragraphs held out by the recipe, of so many words at least, with their dense vectors."""
+    halves = halves_of(open_saved_run(directory).data, fewest)
     served = open_contender(directory, "dense")
 
     def vectors(texts: list[str]) -> np.ndarray:
@@ -360,6 +373,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--slo", default="200ms")
     parser.add_argument("--rates", default="20,40,60", help="requests a second")
+    parser.add_argument("--words", type=int, default=1, help="put halves of a source together to so many words")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--contenders", default="dense,1,.6,.4,.4:1")
@@ -373,7 +387,7 @@ def main() -> None:
     if options.serve:
         serve_one(options, slo_s)
         return
-    truth = truth_of(options.directory)
+    truth = truth_of(options.directory, options.words)
     print(
         f"{len(truth.texts)} texts; torch {torch.__version__}, 1 thread; SLO {options.slo}, batches of {BATCH} at most"
     )

@@ -18,12 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acm_compiler.acm.arguments import LearnerWeights
+from acm_compiler.acm.quantized.foreign import stands_for_floats
 from acm_compiler.errors import UsageError
 
 _OUTSIDE = (
     "acm.quantize(model) makes learners int8, with rest=True the linears around them, too; let other tools have the "
-    "layers outside of ACMs only (acm.sites(model) names the ACMs); LoRA can name the ACMs "
-    "themselves: import acm_compiler.hf, then LoraConfig(target_modules=list(acm.sites(model)))"
+    "layers outside of ACMs only (acm.sites(model) names the ACMs), torchao the weights of learners, too "
+    "(docs/quantise.md); LoRA can name the ACMs themselves: import acm_compiler.hf, then "
+    "LoraConfig(target_modules=list(acm.sites(model)))"
 )
 _KIND, _DTYPE = frozenset((nn.Parameter,)), attrgetter("dtype")
 _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
@@ -33,7 +35,8 @@ _WEIGHTS = LearnerWeights._fields
 def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.Module, *, split: bool = False) -> None:
     """Raise UsageError where a gate's `layers` are not plain linears, or they or `learners` hold no plain weights.
 
-    name: of the ACM, for the message. split: learners hold this process's part of weights.
+    Learners may hold another library's, which stand for floats. name: of the ACM, for the message.
+    split: learners hold this process's part of weights.
     """
     for layer in layers:
         kind = type(layer)
@@ -52,6 +55,8 @@ def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.
             return
     for parameter in held:
         if parameter is not None and not _is_plain(parameter):
+            if stands_for_floats(parameter) and any(parameter is own for own in learners._parameters.values()):
+                continue
             if is_in_parts(parameter):
                 if split:
                     continue
@@ -95,6 +100,17 @@ def refuse_adapted(acms: Mapping[str, Any], request: str) -> None:
             where=adapted[0],
             fix="model = adapted.merge_and_unload(); adapted.save_pretrained(folder) keeps the adapters by themselves",
         )
+
+
+def refuse_quantized(acms: Mapping[str, Any], request: str) -> None:
+    """UsageError where `request` would fit or train learners that were quantised, or needs their floats."""
+    for name, acm in acms.items():
+        if (kind := acm.learners.quantized) is not None:
+            raise UsageError(
+                f"{request} is for learners of floats, and those of this model are {kind}",
+                where=name,
+                fix="do it before they are quantised; acm.recalibrate measures the budgets of a quantised model",
+            )
 
 
 def refuse_skips(acms: Mapping[str, Any], request: str) -> None:

@@ -195,10 +195,9 @@ def _refuse_site(acm: ACM) -> None:
             where=acm.name,
             fix="acm.calibrate(model, batches) first",
         )
-    if acm.learners.weights().is_quantized:
-        raise UsageError(
-            "quantised learners take no adapters", where=acm.name, fix="adapt the model before acm.quantize"
-        )
+    if (kind := acm.learners.quantized) is not None:
+        fix = "adapt the model before it is quantised"
+        raise UsageError("quantised learners take no adapters", where=acm.name, found=kind, fix=fix)
 
 
 def _refuse_options(acm: ACM, r: int, config: LoraConfig) -> None:

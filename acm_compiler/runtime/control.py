@@ -14,9 +14,10 @@ from typing import overload
 from torch import nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.intact import refuse_quantized
 from acm_compiler.acm.module import Phase
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError, a_few_of
-from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten, refuse_quantized, rewritten, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten, rewritten, wholly_rewritten
 from acm_compiler.planning.call_times import AskedTime, CallTimes, asked_time, device_name
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.budgets import TOLERANCE, Setting, is_number, parse_budget, setting_of, share_within
@@ -253,7 +254,7 @@ def relax(model: nn.Module, temperature: float | None) -> None:
     found = rewritten(model)
     if temperature is not None:
         refuse_unfitted(found, "relax")
-        refuse_quantized(found.owner, "relax")
+        refuse_quantized(found.acms, "relax")
     unwatch_padding(model)
     found.owner.padding = None if temperature is None else watch_padding(model)
     for acm in found.acms.values():

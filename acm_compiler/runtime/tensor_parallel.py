@@ -66,7 +66,7 @@ def _splittable(module: nn.Module, mesh: DeviceMesh) -> ACM:
         (module.split is not None, "they are split already", "split a model once"),
         (mesh.ndim != 1, f"the mesh has {mesh.ndim} dimensions", "give one of them: mesh['tp']"),
         (module.learners.w_out is None, "they are slices", "leave the site out; or plan it with form: svd"),
-        (module.learners.weights().is_quantized, "they are quantised", "split a model of floats"),
+        (module.learners.quantized is not None, "they are quantised", "split a model of floats"),
         (module.skips is not None, "they skip values", "acm.set_sparsity(model, None) first"),
         (module.adapter is not None, "an adapter is on them", "model = adapted.merge_and_unload() first"),
         (

@@ -47,6 +47,7 @@ class Classification(BaseModel):
 
     images: Annotated[Any, Field(description="each [channels, height, width], as the model takes them")] = None
     input: Annotated[Any, Field(description="texts, or lists of token ids")] = None
+    audio: Annotated[Any, Field(description="clips, each a list of samples, as the model takes them")] = None
     top: Annotated[int, Field(ge=1)] = _TOP
     budget: Budget = None
 
@@ -93,6 +94,8 @@ def create_app(
         batcher.start()
         yield
         await run_in_threadpool(batcher.stop)
+        if recalibration is not None:
+            await run_in_threadpool(recalibration.stop)
 
     app = FastAPI(title=f"acm_compiler: {served.name}", lifespan=living)
     requests = Requests(served, batcher, max_inputs)
@@ -137,8 +140,8 @@ def _add_classify(app: FastAPI, served: Served, requests: Requests) -> None:
     @app.post("/classify")
     async def classify(asked: Classification) -> dict[str, Any]:
         """The classes of each example, the most probable first."""
-        given = asked.images if served.reader.name == "images" else asked.input
-        if asked.model_fields_set & {"images", "input"} != {served.reader.name}:
+        given = getattr(asked, served.reader.name)
+        if asked.model_fields_set & {"images", "input", "audio"} != {served.reader.name}:
             raise HTTPException(422, f"{served.reader.name}: this model takes {served.reader.expected}, and no other")
         logits = await requests.answers(lambda: served.reader.examples(given), asked.budget, given=given)
         return {"model": served.name, "predictions": [_prediction(served, row, asked.top) for row in logits]}
@@ -149,7 +152,7 @@ def _add_classify(app: FastAPI, served: Served, requests: Requests) -> None:
         top: Annotated[int, Form(ge=1)] = _TOP,
         budget: Annotated[str | None, Form()] = None,
     ) -> dict[str, Any]:
-        """The classes of the image in each file, the most probable first."""
+        """The classes of the image or clip in each file, the most probable first."""
         contents = [
             (await file.read(), (file.filename or "a file").encode("ascii", "replace").decode()) for file in files
         ]

@@ -20,10 +20,10 @@ from acm_compiler.passes.rewrite.revert import finalize
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe import Recipe, expand_paths, load_recipe
 from acm_compiler.recipe.datasets import DataConfig, ImageFolderData, TextData, TextRowsData
-from acm_compiler.recipe.tasks import ClassifyTask, EmbedTask, TaskConfig
+from acm_compiler.recipe.tasks import AUDIO_RATES, ClassifyTask, EmbedTask, TaskConfig
 from acm_compiler.runs.given import Given, check_folder, parse_budgets
 from acm_compiler.runtime.meter import meter
-from acm_compiler.serving.readers import Images, Reader, Texts
+from acm_compiler.serving.readers import Audio, Images, Reader, Texts
 from acm_compiler.serving.recent_usage import RecentUsage
 from acm_compiler.serving.served import Kind, Served
 from acm_compiler.sources.build import build
@@ -92,11 +92,14 @@ def _kind(task: TaskConfig | None, directory: Path) -> Kind:
 def _reader(
     directory: Path, model: Any, plan: Plan, recipe: Recipe | None, data: DataConfig | None, options: ServeOptions
 ) -> Reader:
-    """The reader of requests: texts where there is a tokenizer, images where the plan's example is one."""
+    """The reader of requests: of images or audio by what the model takes, of texts where there is a tokenizer."""
     size = plan.model.image_size
     if size is not None:
         channels = int(plan.model.inputs.split(" x ")[1])
         return Images((channels, *size), _transform(recipe, data, size))
+    config = getattr(model, "config", None)
+    if getattr(model, "main_input_name", None) == "input_values" and hasattr(config, "conv_stride"):
+        return _audio(config, recipe, data)
     tokenizer = directory / _TOKENIZER
     named = data.tokenizer if isinstance(data, (TextData, TextRowsData)) else None
     if not tokenizer.is_file() and named is None:
@@ -104,7 +107,7 @@ def _reader(
             "nothing reads requests for this model",
             where=str(directory),
             found=f"an example of {plan.model.inputs}, and no {_TOKENIZER}",
-            expected="images, or texts and their tokenizer",
+            expected="images, audio as wav2vec2 and its like take it, or texts and their tokenizer",
             fix="put the tokenizer's file into the folder, or name it: "
             "--data '{kind: texts, split: eval, tokenizer: PATH}'",
         )
@@ -112,6 +115,17 @@ def _reader(
     vocabulary = model.get_input_embeddings().num_embeddings
     longest = min(options.longest or most, most)
     return Texts(str(tokenizer) if tokenizer.is_file() else str(named), longest=longest, vocabulary=vocabulary)
+
+
+def _audio(config: Any, recipe: Recipe | None, data: DataConfig | None) -> Audio:
+    """The reader of clips, by the convolutions that make frames of them; files: at the data's rate, or the recipe's."""
+    fewest, frame = 1, 1
+    for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
+        fewest, frame = (fewest - 1) * stride + kernel, frame * stride
+    rate = AUDIO_RATES.get(data.kind) if data else None
+    if rate is None and recipe is not None and recipe.input is not None:
+        rate = recipe.input.sample_rate
+    return Audio(frame=frame, fewest=fewest, rate=rate)
 
 
 def _transform(recipe: Recipe | None, data: DataConfig | None, size: tuple[int, int]) -> Callable[[Any], Tensor] | None:

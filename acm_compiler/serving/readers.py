@@ -44,8 +44,12 @@ class Reader:
         raise UsageError(f"files cannot be read for this model: send numbers as `{self.name}` to /classify")
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """The batch of some examples."""
+        """The batch of some examples that run together."""
         return default_collate(list(examples))
+
+    def together(self, examples: Sequence[Example]) -> list[list[int]]:
+        """The numbers of examples that run together: all of them, unless answers depended on who is in a batch."""
+        return [list(range(len(examples)))]
 
     def refused(self, found: object, *, where: str | None = None) -> UsageError:
         """The refusal of what is no such input."""
@@ -159,6 +163,58 @@ class Images(Reader):
         if self._transform is None:
             return super().file(content, name)
         return {"image": self._transform(read_picture(io.BytesIO(content), name))}
+
+
+class Audio(Reader):
+    """Clips of one channel [R], as the model takes them, or files, read at so many samples a second, if `rate` says it.
+
+    `frame`: samples from one frame of the model to the next; `fewest`: those of a clip with one frame. Clips of unequal
+    length run one after the other, since what padding does to an answer differs from model to model.
+    """
+
+    name, expected = "audio", "a list of clips, each a list of numbers"
+
+    def __init__(self, *, frame: int, fewest: int, rate: int | None) -> None:
+        self._frame, self._fewest, self._rate = frame, fewest, rate
+
+    def examples(self, values: Any) -> list[Example]:
+        """The clips. UsageError for another shape, for too few samples, and for what is no finite number."""
+        if not isinstance(values, list) or not values:
+            raise self.refused("an empty list" if values == [] else type(values).__name__)
+        return [self._clip(_numbers(value), f"{self.name}[{number}]") for number, value in enumerate(values)]
+
+    def sample(self, cells: int = 8) -> Example:
+        """Noise of so many frames."""
+        return {"input_values": torch.randn(self._fewest + (cells - 1) * self._frame)}
+
+    def cells(self, example: Example) -> int:
+        """The number of frames."""
+        return 1 + (len(example["input_values"]) - self._fewest) // self._frame
+
+    def file(self, content: bytes, name: str) -> Example:
+        """The clip in an audio file, with mean 0 and variance 1. UsageError, UnusableClip."""
+        from acm_compiler.data.audio import read_clip, standardise
+
+        if self._rate is None:
+            return super().file(content, name)
+        return self._clip(
+            torch.from_numpy(standardise(read_clip(io.BytesIO(content), rate=self._rate, name=name))), name
+        )
+
+    def together(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Those of one length."""
+        found: dict[int, list[int]] = {}
+        for number, example in enumerate(examples):
+            found.setdefault(len(example["input_values"]), []).append(number)
+        return list(found.values())
+
+    def _clip(self, found: Tensor | None, where: str) -> Example:
+        if found is None or found.dim() != 1:
+            raise self.refused("other values than a list of numbers", where=where)
+        if len(found) < self._fewest:
+            expected = f"{self._fewest} at least"
+            raise UsageError("the clip is too short", where=where, found=f"{len(found)} samples", expected=expected)
+        return {"input_values": _finite(found, where)}
 
 
 def _is_whole(value: object) -> bool:

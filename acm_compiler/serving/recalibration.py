@@ -75,6 +75,8 @@ class Recalibration:
         self._traffic = Traffic()
         served.seen = self._see
         self._running, self._wanted = threading.Lock(), False
+        self._thread: threading.Thread | None = None
+        self._stopping = False
         self.done = 0
         if by_itself:
             served.use.on_drift = self._sample_anew
@@ -91,8 +93,18 @@ class Recalibration:
             raise Refused(f"{len(examples)} inputs were served, and a budget table wants {FEWEST} at least")
         if not self._running.acquire(blocking=False):
             raise Refused("the budget table is being measured already")
-        threading.Thread(target=self._measure, args=(examples,), name="acm-recalibration", daemon=True).start()
+        self._thread = threading.Thread(target=self._measure, args=(examples,), name="acm-recalibration", daemon=True)
+        self._thread.start()
         return len(examples)
+
+    def stop(self) -> None:
+        """Give up what is being measured, before its next forward, and wait until it has ended.
+
+        A thread that is within an operator when the interpreter ends takes the process down with it.
+        """
+        self._stopping = True
+        if self._thread is not None:
+            self._thread.join()
 
     def _sample_anew(self) -> None:
         self._traffic.clear()
@@ -100,17 +112,16 @@ class Recalibration:
 
     def _see(self, examples: Sequence[Example]) -> None:
         self._traffic.add(examples)
-        if self._wanted and not self.is_running and len(self._traffic.examples()) >= ENOUGH:
+        if self._wanted and not self.is_running and not self._stopping and len(self._traffic.examples()) >= ENOUGH:
             self._wanted = False
             self.start()
 
     def _measure(self, examples: list[Example]) -> None:
         try:
             table = self._table(examples)
-        except AcmError as error:
-            _LOG.warning("no new budget table: %s", error)
-        except Exception:  # noqa: BLE001  # whatever a model raises ends this try alone
-            _LOG.exception("no new budget table")
+        except Exception as error:  # noqa: BLE001  # whatever a model raises ends this try alone
+            if not self._stopping:
+                _LOG.warning("no new budget table: %s", error, exc_info=not isinstance(error, AcmError))
         else:
             self._served.adopt(table)
             self.done += 1
@@ -123,7 +134,8 @@ class Recalibration:
         served = self._served
         examples = sorted(examples, key=served.reader.cells)
         parts = [examples[start : start + _BATCH] for start in range(0, len(examples), _BATCH)]
-        batches = [fit_to(served.model, served.reader.collate(part)) for part in parts]
+        alike = [[part[number] for number in numbers] for part in parts for numbers in served.reader.together(part)]
+        batches = [fit_to(served.model, served.reader.collate(part)) for part in alike]
         model = sharing_copy(served.model)
         model.register_forward_pre_hook(self._stand_back)
         inputs = [served.task.inputs(batch) for batch in batches]
@@ -134,7 +146,9 @@ class Recalibration:
         return table
 
     def _stand_back(self, *_: Any) -> None:
-        """Put off a forward while requests wait, for 50 ms at most."""
+        """Put off a forward while requests wait, for 50 ms at most; none begins once the server stops."""
+        if self._stopping:
+            raise Refused("the server is stopping")
         end = time.monotonic() + _LONGEST_PAUSE
         while self._is_busy() and time.monotonic() < end:
             time.sleep(_PAUSE)

@@ -50,15 +50,20 @@ class Served:
 
     def run(self, examples: Sequence[Example], own: Sequence[float | None], budget: float) -> list[Tensor]:
         """The task's part of the output for each example, at its own budget or at `budget`; fp32 on the CPU."""
-        given: Batch = fit_to(self.model, self.reader.collate(examples))
-        with torch.no_grad():
-            output = self._output(given, own, budget)
-            answers = self.task.logits(output) if self.kind == "classify" else None
-            if answers is None:
-                answers = self.task.answer(output, self.task.mask(given))
+        found: dict[int, Tensor] = {}
+        for numbers in self.reader.together(examples):
+            given: Batch = fit_to(self.model, self.reader.collate([examples[number] for number in numbers]))
+            answers = self._answers(given, [own[number] for number in numbers], budget)
+            found |= zip(numbers, answers.float().cpu(), strict=True)
         if self.seen is not None:
             self.seen(examples)
-        return list(answers.float().cpu())
+        return [found[number] for number in range(len(examples))]
+
+    @torch.no_grad()
+    def _answers(self, given: Batch, own: Sequence[float | None], budget: float) -> Tensor:
+        output = self._output(given, own, budget)
+        logits = self.task.logits(output) if self.kind == "classify" else None
+        return self.task.answer(output, self.task.mask(given)) if logits is None else logits
 
     def adopt(self, table: BudgetTable) -> None:
         """Put another budget table in place before the next batch; from any thread."""

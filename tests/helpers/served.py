@@ -46,6 +46,19 @@ def save_texts(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def save_audio(folder: Path) -> None:
+    """Save a classifier of clips at three classes, of one convolution over time and two blocks."""
+    from transformers import Wav2Vec2ForSequenceClassification
+
+    original, x = ALL["hf_wav2vec2"]()
+    config = copy.deepcopy(original.config)
+    config.num_labels, config.classifier_proj_size = 3, 8
+    model = Wav2Vec2ForSequenceClassification(config).eval()
+    converted = acm.rewrite(model, acm.plan(model, x, init="random"))
+    give_budgets(converted)
+    acm.save(converted, folder)
+
+
 def opened(folder: Path, task: str, data: str | None = None) -> Served:
     """The model saved in `folder`, for a task."""
     return open_served(folder, Given.read(task, data, None), ServeOptions(device="cpu"))

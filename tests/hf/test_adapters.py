@@ -227,7 +227,7 @@ def test_sites_that_would_not_run_them_are_refused():
     with pytest.raises(UsageError, match=r"never fitted"):
         adapt(model)
     model, _ = converted(Residual(Mlp()))
-    with pytest.raises(UsageError, match=r"before acm\.quantize"):
+    with pytest.raises(UsageError, match="before it is quantised"):
         adapt(acm.quantize(model))
 
 

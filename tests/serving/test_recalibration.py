@@ -104,6 +104,38 @@ def test_what_cannot_be_measured_leaves_the_table(served, caplog):
     assert conversion(served.model).table is table
 
 
+def test_a_server_that_stops_gives_it_up_and_waits_for_its_thread(served, caplog):
+    asked = threading.Event()
+
+    def is_busy():
+        asked.set()
+        return True
+
+    recalibration = Recalibration(served, is_busy=is_busy, by_itself=False)
+    serve(served, DARK, 10)
+    recalibration.start()
+    assert asked.wait(SECONDS)
+    recalibration.stop()
+    assert not recalibration.is_running and recalibration.done == 0 and not recalibration._thread.is_alive()
+    assert "no new budget table" not in caplog.text
+
+
+def test_clips_of_unequal_length_are_measured_on(tmp_path):
+    pytest.importorskip("soundfile")
+    torch.manual_seed(0)
+    small.save_audio(tmp_path)
+    served = small.opened(tmp_path, "classify")
+    recalibration = Recalibration(served, is_busy=lambda: False, by_itself=False)
+    for _ in range(5):
+        served.run(
+            [{"input_values": torch.randn(samples)} for samples in (99, 100, 100, 101, 120, 99, 40)], [None] * 7, 0.5
+        )
+    recalibration.start()
+    wait_for(recalibration)
+    served.run([{"input_values": torch.randn(100)}], [None], 0.5)
+    assert recalibration.done == 1 and conversion(served.model).table.examples == 35
+
+
 def test_a_copy_shares_its_weights_and_nothing_else(served):
     made = sharing_copy(served.model)
     ours, theirs = (dict(model.named_parameters()) for model in (served.model, made))

@@ -17,7 +17,7 @@ from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.examples import MaskOf, check_tokens, masked
 from acm_compiler.calibration.quantized.inputs import read_inputs
 from acm_compiler.calibration.quantized.learners import rounded_learners
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import UsageError, a_few_of
 from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, wholly_rewritten
 from acm_compiler.progress import Progress, Say, progress_of
@@ -95,8 +95,8 @@ def quantize_on(
     refuse_adapted(found.acms, "acm.quantize")
     refuse_skips(found.acms, "acm.quantize")
     refuse_in_parts(model, "acm.quantize")
-    if found.owner.quantized is not None:
-        raise UsageError("the learners of this model are quantised already", found=found.owner.quantized)
+    if kinds := {kind for acm in found.acms.values() if (kind := acm.learners.quantized) is not None}:
+        raise UsageError("the learners of this model are quantised already", found=a_few_of(sorted(kinds)))
     refuse_unfitted(found, "quantize")
     for name, acm in found.acms.items():
         _refuse_site(name, acm, to)

@@ -269,15 +269,6 @@ def wholly_rewritten(model: nn.Module, request: str) -> Rewritten:
     return found
 
 
-def refuse_quantized(owner: Conversion, request: str) -> None:
-    """UsageError where `request` would fit or train learners that were quantised, or needs their floats."""
-    if owner.quantized is not None:
-        raise UsageError(
-            f"{request} is for learners of floats, and those of this model are {owner.quantized}",
-            fix="do it before acm.quantize; acm.recalibrate measures the budgets of a quantised model",
-        )
-
-
 def refuse_inference_tensors(model: nn.Module) -> None:
     """UsageError for a model with tensors that no gradient can flow to, ever."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.intact import refuse_quantized
 from acm_compiler.acm.sparse import Skips, Thresholds, ValueSizes, column_norms
 from acm_compiler.errors import UsageError
-from acm_compiler.passes.rewrite.conversion import refuse_quantized, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import wholly_rewritten
 from acm_compiler.runtime.budgets import is_number
 from acm_compiler.runtime.control import refuse_phases
 from acm_compiler.runtime.sparsity.measure import quantile, refuse_no_skipping, skipping_sites
@@ -43,7 +44,7 @@ def set_sparsity(model: nn.Module, share: float | None, *, calls: Calls = "decod
             acm.skips = None
         found.owner.sparsity = None
         return
-    refuse_quantized(found.owner, "acm.set_sparsity")
+    refuse_quantized(found.acms, "acm.set_sparsity")
     refuse_no_skipping(found)
     able = skipping_sites(found)
     if split := [name for name, acm in able.items() if acm.split is not None]:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
-from acm_compiler.acm.intact import refuse_skips
+from acm_compiler.acm.intact import refuse_quantized, refuse_skips
 from acm_compiler.acm.reference import hidden
 from acm_compiler.acm.sparse import ValueSizes, column_norms
 from acm_compiler.data.batch import refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
-from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, refuse_quantized, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, wholly_rewritten
 from acm_compiler.runtime.control import refuse_unfitted
 from acm_compiler.runtime.masks import CallPadding
 from acm_compiler.runtime.measure_budgets import undisturbed
@@ -37,7 +37,7 @@ def measure_sparsity(model: nn.Module, batches: Iterable[Inputs], *, tokens: int
     """
     refuse_compiled(model, "measured", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "acm.measure_sparsity")
-    refuse_quantized(found.owner, "acm.measure_sparsity")
+    refuse_quantized(found.acms, "acm.measure_sparsity")
     refuse_unfitted(found, "acm.measure_sparsity")
     refuse_no_skipping(found)
     refuse_skips(found.acms, "acm.measure_sparsity")

@@ -1,9 +1,11 @@
 """The kernels of the backward beside those of the forward, over tokens sorted by k; sums have a fixed order.
 
-branches: h and what reaches its branches, of their products and what reaches h; what reaches a relaxed choice
+hidden:   of a plain MLP: h, what reaches it before its activation; what reaches biases and a relaxed choice, in parts
+branches: of other learners: the same, of the first layer's products and what reaches h
 weights:  dW = left.T right, over the tokens that run a weight's learner, in parts that are added up afterwards
 sums:     of rows, over the tokens of each k, in parts, too: gradients of biases
 total:    parts added up
+ranges:   those parts added up of which every learner has its own
 """
 
 from __future__ import annotations
@@ -12,7 +14,102 @@ import triton
 import triton.language as tl
 
 from acm_compiler.codegen.gpu.activation import activate, derive
-from acm_compiler.codegen.gpu.blocks import load_rows
+from acm_compiler.codegen.gpu.blocks import (
+    find_band,
+    load_block,
+    load_rows,
+    load_weights,
+    multiply,
+    raster,
+    row_pointers,
+)
+from acm_compiler.codegen.gpu.layers import add_bias, zero_beyond_k
+
+
+@triton.jit(do_not_specialize=["T"])
+def hidden_kernel(
+    h, reached, sums, reach, x, w_in, b_in, dy, w_out, counts, runs, T, D_IN, D_OUT,
+    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVERY: tl.constexpr,
+    X_DESC: tl.constexpr, IN_DESC: tl.constexpr, DY_DESC: tl.constexpr, OUT_DESC: tl.constexpr,
+    EVEN_IN: tl.constexpr, EVEN_OUT: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr,
+    INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """h = act(x W_in + b_in) and `reached` = dy W_out act', both [T, ROW], in sorted order as x and dy are.
+
+    counts: of what is computed, runs: of what tokens run; zeros behind that in the same tile. w_in [N * H, D_IN],
+    w_out [D_OUT, N * H]. sums [row tiles, N * H]: of `reached` over a tile's rows. reach [column tiles + N, T], of
+    EVERY learner: sums of h dy W_out over a learner's columns in a tile, at the sum of both indices. Sums are fp32.
+    """
+    _, _, _, _, _, _, _, tiles = find_band(0, counts, N, 1, N, H, 0, False, BM, BN)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        _, local, first, high, wide, _, _, _ = find_band(tile, counts, N, 1, N, H, 0, False, BM, BN)
+        row_tile, column_tile = raster(local, high, wide, GROUP)
+        m0 = (first + row_tile) * BM
+        n0 = column_tile * BN
+        rows = m0 + tl.arange(0, BM)
+        columns = n0 + tl.arange(0, BN)
+        source = tl.minimum(rows, T - 1)
+        x_at = x if X_DESC else row_pointers(x, source, D_IN, BK)
+        in_at = w_in if IN_DESC else row_pointers(w_in, tl.minimum(columns, N * H - 1), D_IN, BK)
+        dy_at = dy if DY_DESC else row_pointers(dy, source, D_OUT, BK)
+        before = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, D_IN, BK):
+            a = load_block(x, x_at, m0, k, D_IN, X_DESC, EVEN_IN, BK)
+            b = load_weights(w_in, in_at, n0, k, D_IN, N * H, N * H, False, IN_DESC, EVEN_IN, BN, BK)
+            before = multiply(a, b, before, PRECISION, INTERPRET)
+        of_h = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, D_OUT, BK):
+            a = load_block(dy, dy_at, m0, k, D_OUT, DY_DESC, EVEN_OUT, BK)
+            b = load_weights(w_out, w_out, n0, k, D_OUT, N * H, N * H, True, OUT_DESC, EVEN_OUT, BN, BK)
+            of_h = multiply(a, b, of_h, PRECISION, INTERPRET)
+        if BIAS:
+            before = add_bias(before, b_in, columns, N * H)
+        at = rows.to(tl.int64)[:, None] * ROW + columns[None, :]
+        real = (rows < T)[:, None] & (columns < ROW)[None, :]
+        if EVERY:  # the rest nobody reads
+            real = real & (m0 < tl.load(runs + n0 // H + 1))
+        value = activate(before, ACT, SHORT, INTERPRET)
+        if EVERY:
+            for n in range(n0 // H, (tl.minimum(n0 + BN, N * H) - 1) // H + 1):
+                mine = (columns >= n * H) & (columns < (n + 1) * H)
+                part = tl.sum(tl.where(mine[None, :], value * of_h, 0.0), 1)
+                tl.store(reach + (column_tile + n).to(tl.int64) * T + rows, part, mask=rows < T)
+        value = zero_beyond_k(value, rows, columns, runs, m0 + BM, n0 + BN, N, H)
+        tl.store(h + at, value.to(h.dtype.element_ty), mask=real)
+        value = of_h * derive(before, ACT)
+        value = zero_beyond_k(value, rows, columns, runs, m0 + BM, n0 + BN, N, H)
+        tl.store(reached + at, value.to(reached.dtype.element_ty), mask=real)
+        if BIAS:
+            at = sums + (first + row_tile).to(tl.int64) * (N * H) + columns
+            tl.store(at, tl.sum(value, 0), mask=columns < N * H)
+
+
+@triton.jit(do_not_specialize=["WIDE"])
+def ranges_kernel(
+    total, parts, counts, WIDE,
+    N: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Sums that `hidden` left in parts [., WIDE], fp32, in a fixed order, where its tiles are ROWS x COLUMNS.
+
+    Of biases: total [N * H] = [WIDE], over the tiles of rows that run a learner; of TOKENS: total [N, T] = [N, WIDE],
+    over a learner's tiles of columns.
+    """
+    n = tl.program_id(0) % N
+    columns = tl.program_id(0) // N * BN + tl.arange(0, BN)
+    if TOKENS:
+        begin, end = n * H // COLUMNS + n, ((n + 1) * H - 1) // COLUMNS + n + 1
+        real, target = columns < WIDE, columns + n * WIDE
+    else:
+        begin, end = 0, (tl.load(counts + n + 1) + ROWS - 1) // ROWS
+        real, columns = columns < H, columns + n * H
+        target = columns
+    acc = tl.zeros((BK, BN), tl.float32)
+    for first in range(begin, end, BK):
+        rows = first + tl.arange(0, BK)
+        at = parts + rows.to(tl.int64)[:, None] * WIDE + columns[None, :]
+        acc += tl.load(at, mask=(rows < end)[:, None] & real[None, :], other=0.0)
+    tl.store(total + target, tl.sum(acc, 0).to(total.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -23,7 +120,7 @@ def branches_kernel(
 ):  # fmt: skip
     """Products of the first layer become what reaches them, and dh becomes h; all [T, ROW] in sorted order.
 
-    first: of the activated branch, up: of the other, or None. reach [T, N]: sums of h dh over each learner, fp32. A
+    first: of the activated branch, up: of the other, or None. reach [N, T]: sums of h dh over each learner, fp32. A
     program has rows of one learner. What runs no such learner is left, or, where EVERY learner was computed for every
     token, summed and then zero.
     """
@@ -56,7 +153,7 @@ def branches_kernel(
         tl.store(first + at, reached.to(first.dtype.element_ty), mask=mask)
         tl.store(dh + at, value.to(dh.dtype.element_ty), mask=mask)
     if EVERY:
-        tl.store(reach + rows.to(tl.int64) * N + n, total, mask=real)
+        tl.store(reach + n.to(tl.int64) * T + rows, total, mask=real)
 
 
 @triton.jit

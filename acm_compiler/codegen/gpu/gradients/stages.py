@@ -8,7 +8,16 @@ from typing import Any
 import triton
 
 from acm_compiler.codegen.gpu.spec import KernelSpec
-from acm_compiler.codegen.gpu.stages import Loads, Machine, Product, is_aligned, kernel_options
+from acm_compiler.codegen.gpu.stages import (
+    Loads,
+    Machine,
+    Product,
+    build_options,
+    is_aligned,
+    kernel_options,
+    loads_of,
+    tile_constants,
+)
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles, tile_of
 
 _MOST_PARTS = 16
@@ -23,6 +32,7 @@ SUMS = tile_of("1x64x32 w4 s3 r8")
 """Blocks of columns and of rows of `sums_kernel`."""
 _ROWS, _ROW_BYTES = 8, 512  # of a block of branches
 _TOTAL = 512  # numbers that a program adds up
+_RANGE, _RANGED = 64, 16  # columns and rows of a block of parts
 
 
 def first_spec(spec: KernelSpec) -> KernelSpec:
@@ -46,8 +56,54 @@ def of_tokens(spec: KernelSpec, branch: str) -> Product:
 
 
 def product_tiles(spec: KernelSpec, machine: Machine, tokens: int) -> Tiles:
-    """Tiles of the products that are layers: those of a forward of as many tokens."""
-    return choose_tiles(first_spec(spec), machine.arch, max(tokens, _LEAST_TOKENS), machine.processors)
+    """Tiles of the products that are layers: those of a forward of as many tokens, of a plain MLP's a gated one's.
+
+    Its first layer has two products in one launch, as the first layer of a gated one has.
+    """
+    like = replace(first_spec(spec), form="gated" if spec.form == "mlp" else "mlp")
+    return choose_tiles(like, machine.arch, max(tokens, _LEAST_TOKENS), machine.processors)
+
+
+def hidden_loads(spec: KernelSpec, machine: Machine) -> tuple[Loads, Loads]:
+    """Loads of both products of `hidden`: of x and w_in, of dy and w_out."""
+    of_x = loads_of(first_spec(spec), machine, None, in_order=True)
+    return of_x, loads_of(second_spec(spec), machine, None, in_order=True, turned=True)
+
+
+def hidden_constants(
+    spec: KernelSpec, tile: Tile, loads: tuple[Loads, Loads], *, every: bool, interpret: bool
+) -> dict[str, Any]:
+    """Constants of `hidden_kernel`."""
+    of_x, of_dy = loads
+    common = tile_constants(spec, tile, interpret)
+    del common["FLAT"]
+    return {
+        "N": spec.learners,
+        "H": spec.width,
+        "ROW": spec.hidden_row,
+        "ACT": spec.act,
+        "BIAS": spec.bias_in,
+        "EVERY": every,
+        "X_DESC": of_x.a_desc,
+        "IN_DESC": of_x.w_desc,
+        "DY_DESC": of_dy.a_desc,
+        "OUT_DESC": of_dy.w_desc,
+        "EVEN_IN": spec.d_in % tile.k == 0,
+        "EVEN_OUT": spec.d_out % tile.k == 0,
+        "SHORT": spec.dtype == "bf16",
+        **common,
+    }
+
+
+def hidden_options(spec: KernelSpec, tile: Tile, loads: tuple[Loads, Loads], machine: Machine) -> dict[str, int]:
+    """Warps and stages of `hidden_kernel`: as of the product that may be pipelined less."""
+    return min((build_options(spec, tile, load, machine) for load in loads), key=lambda found: found["num_stages"])
+
+
+def ranges_constants(spec: KernelSpec, tile: Tile, *, of_tokens: bool) -> dict[str, Any]:
+    """Constants of `ranges_kernel`, for parts that `hidden` wrote by that tile."""
+    block = {"BN": _RANGE, "BK": _RANGED}
+    return {"N": spec.learners, "H": spec.width, "TOKENS": of_tokens, "ROWS": tile.m, "COLUMNS": tile.n, **block}
 
 
 def weights_loads(spec: KernelSpec, machine: Machine, wide: int) -> Loads:

@@ -1,11 +1,11 @@
 """The kernels of the backward beside those of the forward, over tokens sorted by k; sums have a fixed order.
 
-hidden:   of a plain MLP: h, what reaches it before its activation; what reaches biases and a relaxed choice, in parts
-branches: of other learners: the same, of the first layer's products and what reaches h
+hidden:   of a plain MLP with fixed choices: h, what reaches it before its activation, and biases, in parts
+branches: else: h and what reaches branches, of their products and what reaches h; what reaches a relaxed choice
 weights:  dW = left.T right, over the tokens that run a weight's learner, in parts that are added up afterwards
 sums:     of rows, over the tokens of each k, in parts, too: gradients of biases
 total:    parts added up
-ranges:   those parts added up of which every learner has its own
+biases:   the parts that hidden left, added up
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from acm_compiler.codegen.gpu.layers import add_bias, zero_beyond_k
 
 @triton.jit(do_not_specialize=["T"])
 def hidden_kernel(
-    h, reached, sums, reach, x, w_in, b_in, dy, w_out, counts, runs, T, D_IN, D_OUT,
-    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVERY: tl.constexpr,
+    h, reached, sums, x, w_in, b_in, dy, w_out, counts, T, D_IN, D_OUT,
+    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     X_DESC: tl.constexpr, IN_DESC: tl.constexpr, DY_DESC: tl.constexpr, OUT_DESC: tl.constexpr,
     EVEN_IN: tl.constexpr, EVEN_OUT: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr,
     INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """h = act(x W_in + b_in) and `reached` = dy W_out act', both [T, ROW], in sorted order as x and dy are.
 
-    counts: of what is computed, runs: of what tokens run; zeros behind that in the same tile. w_in [N * H, D_IN],
-    w_out [D_OUT, N * H]. sums [row tiles, N * H]: of `reached` over a tile's rows. reach [column tiles + N, T], of
-    EVERY learner: sums of h dy W_out over a learner's columns in a tile, at the sum of both indices. Sums are fp32.
+    Of what tokens run; zeros behind that in the same tile. w_in [N * H, D_IN], w_out [D_OUT, N * H]. sums [row tiles,
+    N * H]: of `reached` over a tile's rows, fp32.
     """
     _, _, _, _, _, _, _, tiles = find_band(0, counts, N, 1, N, H, 0, False, BM, BN)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -66,50 +65,31 @@ def hidden_kernel(
             before = add_bias(before, b_in, columns, N * H)
         at = rows.to(tl.int64)[:, None] * ROW + columns[None, :]
         real = (rows < T)[:, None] & (columns < ROW)[None, :]
-        if EVERY:  # the rest nobody reads
-            real = real & (m0 < tl.load(runs + n0 // H + 1))
-        value = activate(before, ACT, SHORT, INTERPRET)
-        if EVERY:
-            for n in range(n0 // H, (tl.minimum(n0 + BN, N * H) - 1) // H + 1):
-                mine = (columns >= n * H) & (columns < (n + 1) * H)
-                part = tl.sum(tl.where(mine[None, :], value * of_h, 0.0), 1)
-                tl.store(reach + (column_tile + n).to(tl.int64) * T + rows, part, mask=rows < T)
-        value = zero_beyond_k(value, rows, columns, runs, m0 + BM, n0 + BN, N, H)
+        value, of_first = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT, SHORT, INTERPRET)
+        value = zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
         tl.store(h + at, value.to(h.dtype.element_ty), mask=real)
-        value = of_h * derive(before, ACT)
-        value = zero_beyond_k(value, rows, columns, runs, m0 + BM, n0 + BN, N, H)
-        tl.store(reached + at, value.to(reached.dtype.element_ty), mask=real)
+        of_first = zero_beyond_k(of_first, rows, columns, counts, m0 + BM, n0 + BN, N, H)
+        tl.store(reached + at, of_first.to(reached.dtype.element_ty), mask=real)
         if BIAS:
             at = sums + (first + row_tile).to(tl.int64) * (N * H) + columns
-            tl.store(at, tl.sum(value, 0), mask=columns < N * H)
+            tl.store(at, tl.sum(of_first, 0), mask=columns < N * H)
 
 
-@triton.jit(do_not_specialize=["WIDE"])
-def ranges_kernel(
-    total, parts, counts, WIDE,
-    N: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+@triton.jit
+def biases_kernel(
+    total, sums, counts,
+    N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Sums that `hidden` left in parts [., WIDE], fp32, in a fixed order, where its tiles are ROWS x COLUMNS.
-
-    Of biases: total [N * H] = [WIDE], over the tiles of rows that run a learner; of TOKENS: total [N, T] = [N, WIDE],
-    over a learner's tiles of columns.
-    """
+    """total [N * H]: sums [row tiles, N * H] of the tiles of ROWS tokens that run a learner, in their order."""
     n = tl.program_id(0) % N
     columns = tl.program_id(0) // N * BN + tl.arange(0, BN)
-    if TOKENS:
-        begin, end = n * H // COLUMNS + n, ((n + 1) * H - 1) // COLUMNS + n + 1
-        real, target = columns < WIDE, columns + n * WIDE
-    else:
-        begin, end = 0, (tl.load(counts + n + 1) + ROWS - 1) // ROWS
-        real, columns = columns < H, columns + n * H
-        target = columns
+    end = (tl.load(counts + n + 1) + ROWS - 1) // ROWS
     acc = tl.zeros((BK, BN), tl.float32)
-    for first in range(begin, end, BK):
+    for first in range(0, end, BK):
         rows = first + tl.arange(0, BK)
-        at = parts + rows.to(tl.int64)[:, None] * WIDE + columns[None, :]
-        acc += tl.load(at, mask=(rows < end)[:, None] & real[None, :], other=0.0)
-    tl.store(total + target, tl.sum(acc, 0).to(total.dtype.element_ty), mask=real)
+        at = sums + rows.to(tl.int64)[:, None] * (N * H) + (n * H + columns)[None, :]
+        acc += tl.load(at, mask=(rows < end)[:, None] & (columns < H)[None, :], other=0.0)
+    tl.store(total + n * H + columns, tl.sum(acc, 0).to(total.dtype.element_ty), mask=columns < H)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -120,7 +100,7 @@ def branches_kernel(
 ):  # fmt: skip
     """Products of the first layer become what reaches them, and dh becomes h; all [T, ROW] in sorted order.
 
-    first: of the activated branch, up: of the other, or None. reach [N, T]: sums of h dh over each learner, fp32. A
+    first: of the activated branch, up: of the other, or None. reach [T, N]: sums of h dh over each learner, fp32. A
     program has rows of one learner. What runs no such learner is left, or, where EVERY learner was computed for every
     token, summed and then zero.
     """
@@ -137,7 +117,7 @@ def branches_kernel(
         at = rows.to(tl.int64)[:, None] * ROW + (n * H + columns)[None, :]
         before = tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
         of_h = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
-        value, reached = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT)
+        value, reached = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT, SHORT, INTERPRET)
         if up is not None:
             other = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
             of_up = of_h * value
@@ -153,7 +133,7 @@ def branches_kernel(
         tl.store(first + at, reached.to(first.dtype.element_ty), mask=mask)
         tl.store(dh + at, value.to(dh.dtype.element_ty), mask=mask)
     if EVERY:
-        tl.store(reach + n.to(tl.int64) * T + rows, total, mask=real)
+        tl.store(reach + rows.to(tl.int64) * N + n, total, mask=real)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.calls.kept import ALIGNED, kind_of_k, kind_of_rows, rounding
 from acm_compiler.codegen.gpu.dispatch import Order, Rows, Sort
 from acm_compiler.codegen.gpu.gradients.kernels import branches_kernel, hidden_kernel
-from acm_compiler.codegen.gpu.gradients.reductions import Products, Ranges, Sums
+from acm_compiler.codegen.gpu.gradients.reductions import Biases, Products, Sums
 from acm_compiler.codegen.gpu.gradients.stages import (
     branches_constants,
     branches_of,
@@ -27,6 +27,7 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     hidden_constants,
     hidden_loads,
     hidden_options,
+    is_fused,
     of_tokens,
     plain_options,
     product_tiles,
@@ -45,52 +46,45 @@ _PLANS: dict[Hashable, BackwardPlan] = {}
 class Hidden(NamedTuple):
     """Of a first layer, in sorted order: h, and what reaches its branches' products, [T, hidden_row].
 
-    of_bias: gradients of its biases, where they came along; of_learners [N, T]: sums of h dh over each learner, where
+    of_bias: gradients of its biases, where they came along; of_learners [T, N]: sums of h dh over each learner, where
     a choice has a gradient.
     """
 
     h: Tensor
     reached: list[Tensor]
-    of_bias: Tensor | None
-    of_learners: Tensor | None
+    of_bias: Tensor | None = None
+    of_learners: Tensor | None = None
 
 
 class _Fused:
     """One launch for the first layer of a plain MLP: both products that its hidden values take, and sums of them."""
 
-    def __init__(self, spec: KernelSpec, machine: Machine, tile: Tile, *, every: bool) -> None:
+    def __init__(self, spec: KernelSpec, machine: Machine, tile: Tile) -> None:
         loads = of_x, of_dy = hidden_loads(spec, machine)
         self._row, self._columns, self._sizes = spec.hidden_row, spec.learners * spec.width, (spec.d_in, spec.d_out)
         self._given = Given(tile, of_x), Given(tile, of_dy)
         self._blocks = tuple((tile.m, tile.k) if load.a_desc else None for load in loads)
-        self._grid = Grid(machine, tile, self._columns)
-        self._tile_rows, self._places = tile.m, blocks_in(self._columns, tile.n) + spec.learners
-        constants = hidden_constants(spec, tile, loads, every=every, interpret=INTERPRETED)
+        self._grid, self._tile_rows = Grid(machine, tile, self._columns), tile.m
+        constants = hidden_constants(spec, tile, loads, interpret=INTERPRETED)
         self._start = Launcher(hidden_kernel, constants, hidden_options(spec, tile, loads, machine))
-        self._of_bias = Ranges(spec, tile, of_tokens=False) if spec.bias_in else None
-        self._of_tokens = Ranges(spec, tile, of_tokens=True) if every else None
+        self._of_bias = Biases(spec, tile.m) if spec.bias_in else None
 
     def __call__(self, x: Tensor, dy: Tensor, weights: Weights, whole: Order, order: Order) -> Hidden:
         assert weights.w_out is not None
-        tokens = x.shape[0]
+        tokens, sums = x.shape[0], None
         h, reached = x.new_empty(tokens, self._row), x.new_empty(tokens, self._row)
-        sums = reach = None
         if self._of_bias is not None:
             sums = x.new_empty(blocks_in(tokens, self._tile_rows), self._columns, dtype=torch.float32)
-        if self._of_tokens is not None:
-            reach = x.new_empty(self._places, tokens, dtype=torch.float32)
-        rows = [
-            given if block is None else blocks_of(given, *block)
-            for given, block in zip((x, dy), self._blocks, strict=True)
-        ]
-        w_in = self._given[0](weights.w_in.view(-1, self._sizes[0]))
-        w_out = self._given[1](weights.w_out.view(-1, self._columns))
-        first, second = (rows[0], w_in, flat(weights.b_in)), (rows[1], w_out)
-        counts = whole.counts, order.counts
-        self._start(self._grid(tokens), h, reached, sums, reach, *first, *second, *counts, tokens, *self._sizes)
-        of_bias = None if self._of_bias is None or sums is None else self._of_bias(sums, whole, x.dtype)
-        of_learners = None if self._of_tokens is None or reach is None else self._of_tokens(reach, order, reach.dtype)
-        return Hidden(h, [reached], of_bias, of_learners)
+        x_rows, dy_rows = (
+            rows if block is None else blocks_of(rows, *block)
+            for rows, block in zip((x, dy), self._blocks, strict=True)
+        )
+        w_in = self._given[0](weights.w_in.contiguous().view(-1, self._sizes[0]))
+        w_out = self._given[1](weights.w_out.contiguous().view(-1, self._columns))
+        operands = x_rows, w_in, flat(weights.b_in), dy_rows, w_out
+        self._start(self._grid(tokens), h, reached, sums, *operands, order.counts, tokens, *self._sizes)
+        of_bias = None if self._of_bias is None or sums is None else self._of_bias(sums, order, x.dtype)
+        return Hidden(h, [reached], of_bias)
 
 
 class _Branches:
@@ -112,13 +106,13 @@ class _Branches:
         first = [self._first(x, whole, self._first.operands(m, b)) for m, b in layers if m is not None]
         dh = self._second(dy, whole, self._second.operands(w.w_out, None))
         if self._activation is None:  # h is the product itself, and what reaches it is dh
-            return Hidden(first[0], [dh], None, None)
+            return Hidden(first[0], [dh])
         tokens = dh.shape[0]
-        reach = dh.new_empty(self._learners, tokens, dtype=torch.float32) if self._every else None
+        reach = dh.new_empty(tokens, self._learners, dtype=torch.float32) if self._every else None
         up = first[1] if len(first) > 1 else None
         programs = blocks_in(tokens, self._block) * self._learners
         self._activation(programs, first[0], up, dh, reach, order.counts, tokens)
-        return Hidden(dh, first, None, reach)
+        return Hidden(dh, first, of_learners=reach)
 
 
 class BackwardPlan:
@@ -129,13 +123,16 @@ class BackwardPlan:
 
     def __init__(self, spec: KernelSpec, machine: Machine, bucket: int, *, every: bool) -> None:
         first, tokens = first_spec(spec), 1 << bucket
-        tiles = product_tiles(spec, machine, tokens)
+        tiles = product_tiles(spec, machine, tokens, every=every)
         self._every, self._branches = every, branches_of(spec)
         self._d_in = spec.d_in
         self._sort = Sort(spec.learners, bucket)
         self._rows = tuple(Rows(width, in_order=True, norm=None) for width in (spec.d_in, spec.d_out))
-        made = _Fused if spec.form == "mlp" else _Branches
-        self._hidden = made(spec, machine, tiles.layer1, every=every)
+        self._hidden: _Fused | _Branches
+        if is_fused(spec, every=every):
+            self._hidden = _Fused(spec, machine, tiles.layer1)
+        else:
+            self._hidden = _Branches(spec, machine, tiles.layer1, every=every)
         of_branches = zip((first, replace(first, residual=True)), self._branches, strict=False)
         self._tokens = [
             Layer2(layer, machine, tiles.layer2, of_tokens(layer, branch), turned=True) for layer, branch in of_branches
@@ -148,7 +145,7 @@ class BackwardPlan:
     def __call__(
         self, dy_TO: Tensor, x_TD: Tensor, k_T: Tensor, weights: Weights, wanted: set[str], order: Order | None
     ) -> tuple[dict[str, Tensor], Tensor | None, Order]:
-        """Gradients by name; where the choice has one, sums of h dh over each learner, [N, T] in sorted order."""
+        """Gradients by name; where the choice has one, sums of h dh over each learner, [T, N] in sorted order."""
         w, order = weights, self._sort(k_T) if order is None else order
         whole = Order(order.perm, torch.full_like(order.counts, x_TD.shape[0])) if self._every else order
         x, dy = (rows(given, whole) for rows, given in zip(self._rows, (x_TD, dy_TO), strict=True))
@@ -206,7 +203,7 @@ def run_backward(
             _PLANS.clear()
         _PLANS[kind] = plan
     if choice is not None and of_learners is not None:
-        found["nu"] = _of_choice(of_learners.T, dy, weights, order, *choice)
+        found["nu"] = _of_choice(of_learners, dy, weights, order, *choice)
     return found
 
 

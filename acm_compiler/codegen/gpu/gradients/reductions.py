@@ -1,4 +1,4 @@
-"""Launches of a backward that sum over tokens, or over tiles: gradients of weights and biases, and of a choice."""
+"""Launches of a backward that sum over tokens, or over tiles: gradients of weights and of biases."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.dispatch import Order
-from acm_compiler.codegen.gpu.gradients.kernels import ranges_kernel, sums_kernel, total_kernel, weights_kernel
+from acm_compiler.codegen.gpu.gradients.kernels import biases_kernel, sums_kernel, total_kernel, weights_kernel
 from acm_compiler.codegen.gpu.gradients.stages import (
     SUMS,
+    biases_constants,
     parts_of,
     parts_of_sums,
     plain_options,
-    ranges_constants,
     sums_constants,
     sums_options,
     total_constants,
@@ -26,7 +26,6 @@ from acm_compiler.codegen.gpu.gradients.stages import (
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import Machine, build_options
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of
-from acm_compiler.codegen.gpu.tiles import Tile
 
 
 class Total:
@@ -91,18 +90,15 @@ class Sums:
         return self._total(parts, rows.new_empty(self._shape))
 
 
-class Ranges:
-    """Sums of what `hidden` left in parts: of biases [N * H], or of tokens [N, T], over each learner."""
+class Biases:
+    """Sums of what `hidden` left in parts, of tiles of so many rows: gradients of biases [N * H]."""
 
-    def __init__(self, spec: KernelSpec, tile: Tile, *, of_tokens: bool) -> None:
-        constants = ranges_constants(spec, tile, of_tokens=of_tokens)
-        self._learners, self._width, self._of_tokens = spec.learners, spec.width, of_tokens
-        self._block = constants["BN"]
-        self._start = Launcher(ranges_kernel, constants, plain_options())
+    def __init__(self, spec: KernelSpec, rows: int) -> None:
+        constants = biases_constants(spec, rows)
+        self._programs = spec.learners * blocks_in(spec.width, constants["BN"])
+        self._start = Launcher(biases_kernel, constants, plain_options())
 
-    def __call__(self, parts: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
-        wide = parts.shape[1]
-        total = parts.new_empty((self._learners, wide) if self._of_tokens else (wide,), dtype=dtype)
-        programs = self._learners * blocks_in(wide if self._of_tokens else self._width, self._block)
-        self._start(programs, total, parts, order.counts, wide)
+    def __call__(self, sums: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
+        total = sums.new_empty(sums.shape[1], dtype=dtype)
+        self._start(self._programs, total, sums, order.counts)
         return total

@@ -32,7 +32,7 @@ SUMS = tile_of("1x64x32 w4 s3 r8")
 """Blocks of columns and of rows of `sums_kernel`."""
 _ROWS, _ROW_BYTES = 8, 512  # of a block of branches
 _TOTAL = 512  # numbers that a program adds up
-_RANGE, _RANGED = 64, 16  # columns and rows of a block of parts
+_BIASES, _SUMMED = 64, 16  # columns and rows of a block of parts of them
 
 
 def first_spec(spec: KernelSpec) -> KernelSpec:
@@ -55,12 +55,17 @@ def of_tokens(spec: KernelSpec, branch: str) -> Product:
     return Product(weight=branch, q_hi=spec.learners, bias=False)
 
 
-def product_tiles(spec: KernelSpec, machine: Machine, tokens: int) -> Tiles:
-    """Tiles of the products that are layers: those of a forward of as many tokens, of a plain MLP's a gated one's.
+def is_fused(spec: KernelSpec, *, every: bool) -> bool:
+    """True where one launch gives h and what reaches it, of the first layer's product and of what reaches h."""
+    return spec.form == "mlp" and not every
 
-    Its first layer has two products in one launch, as the first layer of a gated one has.
+
+def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, every: bool) -> Tiles:
+    """Tiles of the products that are layers: those of a forward of as many tokens.
+
+    Where the first layer is fused, of a gated one's forward, whose first layer has two products in one launch, too.
     """
-    like = replace(first_spec(spec), form="gated" if spec.form == "mlp" else "mlp")
+    like = replace(first_spec(spec), form="gated" if is_fused(spec, every=every) else "mlp")
     return choose_tiles(like, machine.arch, max(tokens, _LEAST_TOKENS), machine.processors)
 
 
@@ -70,9 +75,7 @@ def hidden_loads(spec: KernelSpec, machine: Machine) -> tuple[Loads, Loads]:
     return of_x, loads_of(second_spec(spec), machine, None, in_order=True, turned=True)
 
 
-def hidden_constants(
-    spec: KernelSpec, tile: Tile, loads: tuple[Loads, Loads], *, every: bool, interpret: bool
-) -> dict[str, Any]:
+def hidden_constants(spec: KernelSpec, tile: Tile, loads: tuple[Loads, Loads], *, interpret: bool) -> dict[str, Any]:
     """Constants of `hidden_kernel`."""
     of_x, of_dy = loads
     common = tile_constants(spec, tile, interpret)
@@ -83,7 +86,6 @@ def hidden_constants(
         "ROW": spec.hidden_row,
         "ACT": spec.act,
         "BIAS": spec.bias_in,
-        "EVERY": every,
         "X_DESC": of_x.a_desc,
         "IN_DESC": of_x.w_desc,
         "DY_DESC": of_dy.a_desc,
@@ -100,10 +102,9 @@ def hidden_options(spec: KernelSpec, tile: Tile, loads: tuple[Loads, Loads], mac
     return min((build_options(spec, tile, load, machine) for load in loads), key=lambda found: found["num_stages"])
 
 
-def ranges_constants(spec: KernelSpec, tile: Tile, *, of_tokens: bool) -> dict[str, Any]:
-    """Constants of `ranges_kernel`, for parts that `hidden` wrote by that tile."""
-    block = {"BN": _RANGE, "BK": _RANGED}
-    return {"N": spec.learners, "H": spec.width, "TOKENS": of_tokens, "ROWS": tile.m, "COLUMNS": tile.n, **block}
+def biases_constants(spec: KernelSpec, rows: int) -> dict[str, Any]:
+    """Constants of `biases_kernel`, for sums over tiles of so many rows."""
+    return {"N": spec.learners, "H": spec.width, "ROWS": rows, "BN": _BIASES, "BK": _SUMMED}
 
 
 def weights_loads(spec: KernelSpec, machine: Machine, wide: int) -> Loads:

@@ -30,6 +30,7 @@ _WEIGHTS = {
 }
 SUMS = tile_of("1x64x32 w4 s3 r8")
 """Blocks of columns and of rows of `sums_kernel`."""
+_WIDE = 128 * 64  # elements of a tile of which four warps could not hold both products
 _ROWS, _ROW_BYTES = 8, 512  # of a block of branches
 _TOTAL = 512  # numbers that a program adds up
 _BIASES, _SUMMED = 64, 16  # columns and rows of a block of parts of them
@@ -65,8 +66,13 @@ def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, every: boo
 
     Where the first layer is fused, of a gated one's forward, whose first layer has two products in one launch, too.
     """
-    like = replace(first_spec(spec), form="gated" if is_fused(spec, every=every) else "mlp")
-    return choose_tiles(like, machine.arch, max(tokens, _LEAST_TOKENS), machine.processors)
+    fused, tokens = is_fused(spec, every=every), max(tokens, _LEAST_TOKENS)
+    like = replace(first_spec(spec), form="gated" if fused else "mlp")
+    tiles = choose_tiles(like, machine.arch, tokens, machine.processors)
+    first = tiles.layer1
+    if fused and first.m * first.n >= _WIDE:
+        tiles = replace(tiles, layer1=replace(first, warps=max(8, first.warps)))
+    return tiles
 
 
 def hidden_loads(spec: KernelSpec, machine: Machine) -> tuple[Loads, Loads]:

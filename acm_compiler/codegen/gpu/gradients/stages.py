@@ -21,7 +21,7 @@ from acm_compiler.codegen.gpu.stages import (
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles, tile_of
 
 _MOST_PARTS = 16
-_PART_TOKENS = 1024  # products of so many tokens take as long as writing and adding up their sums, once more
+_PART_TOKENS = 2048  # products of so many tokens take as long as writing and adding up their sums, once more
 _LEAST_TOKENS = 128  # fewer are sorted, too
 _WEIGHTS = {
     "bulk": "128x128x64 w4 s3 r2",
@@ -69,9 +69,10 @@ def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, every: boo
     fused, tokens = is_fused(spec, every=every), max(tokens, _LEAST_TOKENS)
     like = replace(first_spec(spec), form="gated" if fused else "mlp")
     tiles = choose_tiles(like, machine.arch, tokens, machine.processors)
-    first = tiles.layer1
-    if fused and first.m * first.n >= _WIDE:
-        tiles = replace(tiles, layer1=replace(first, warps=max(8, first.warps)))
+    if fused:  # with what is made of both products there are more registers than in a forward
+        first = tiles.layer1
+        wide = {"warps": 8, "resident": 1} if first.m * first.n >= _WIDE else {"resident": min(2, first.resident)}
+        tiles = replace(tiles, layer1=replace(first, **wide))
     return tiles
 
 

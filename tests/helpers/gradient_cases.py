@@ -73,9 +73,10 @@ def test_gradients_are_those_of_float64(form):
     check(Case(**SMALL, **form), k_min=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("k", ["none", "all"])
-def test_gradients_where_all_run_none_or_all_are_those_of_float64(k):
-    check(Case(k=k, **SMALL))
+def test_gradients_where_all_run_none_or_all_are_those_of_float64(k, dtype):
+    check(Case(k=k, dtype=dtype, **SMALL))
 
 
 @pytest.mark.parametrize("d_out", [33, 48])
@@ -96,8 +97,9 @@ def test_gradients_of_fixed_choices_are_those_of_float64(form, k):
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 33, 65])
 @pytest.mark.parametrize("shape", [{"learners": 1, "width": 64}, {"learners": 7, "width": 13}, {"width": 96}], ids=str)
-def test_odd_counts_and_shapes(shape, tokens):
-    check(Case(tokens=tokens, d_in=37, d_out=45, **shape))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_odd_counts_and_shapes(dtype, shape, tokens):
+    check(Case(tokens=tokens, d_in=37, d_out=45, dtype=dtype, **shape))
 
 
 @pytest.mark.slow

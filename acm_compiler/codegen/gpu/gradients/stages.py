@@ -57,8 +57,11 @@ def of_tokens(spec: KernelSpec, branch: str) -> Product:
 
 
 def is_fused(spec: KernelSpec, *, every: bool) -> bool:
-    """True where one launch gives h and what reaches it, of the first layer's product and of what reaches h."""
-    return spec.form == "mlp" and not every
+    """True where one launch gives h and what reaches it, of the first layer's product and of what reaches h.
+
+    Of types of 16 bits: with others registers do not hold both.
+    """
+    return spec.form == "mlp" and spec.itemsize == 2 and not every
 
 
 def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, every: bool) -> Tiles:
@@ -69,9 +72,9 @@ def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, every: boo
     fused, tokens = is_fused(spec, every=every), max(tokens, _LEAST_TOKENS)
     like = replace(first_spec(spec), form="gated" if fused else "mlp")
     tiles = choose_tiles(like, machine.arch, tokens, machine.processors)
-    if fused:  # with what is made of both products there are more registers than in a forward
+    if fused:  # what is made of both products takes more registers than in a forward
         first = tiles.layer1
-        wide = {"warps": 8, "resident": 1} if first.m * first.n >= _WIDE else {"resident": min(2, first.resident)}
+        wide: Any = {"warps": 8, "resident": 1} if first.m * first.n >= _WIDE else {}
         tiles = replace(tiles, layer1=replace(first, **wide))
     return tiles
 

@@ -18,7 +18,7 @@ from benchmarks.first_gpu_run.parts import Row
 from benchmarks.host_time.__main__ import mlp
 
 SHAPES = (MLPS["ViT-B"], replace(MLPS["Llama-8B"], tokens=2048), MLPS["XLS-R"])
-FRACTIONS = (0.5, 0.25, 1.0)
+FRACTIONS = (0.6, 0.25, 0.5, 1.0)
 
 
 def sites(device: Device) -> Iterator[Row]:

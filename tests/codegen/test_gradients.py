@@ -41,11 +41,12 @@ def require_good(spec, arch: int, kernels) -> None:
         assert built.spills == 0, built
         if kernel.tile is None:  # sums and activations, no products
             continue
-        assert built.resident >= kernel.tile.resident, built
+        exact = spec.dtype == "fp32" and not spec.tf32  # too many programs are started there, and wait
+        assert built.resident >= (1 if exact else kernel.tile.resident), built
         # without fences nothing is copied ahead of wgmma but in bulk
         found = {name for name, count in built.instructions.items() if count}
         assert found & {"LDGSTS", "UTMALDG"} or ("HGMMA" in found and not puts_fences()), built
-        assert found & {"HMMA", "HGMMA"} or (spec.dtype == "fp32" and not spec.tf32), built
+        assert found & {"HMMA", "HGMMA"} or exact, built
 
 
 @pytest.mark.parametrize("arch", [80, 90])

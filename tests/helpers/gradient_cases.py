@@ -73,9 +73,10 @@ def test_gradients_are_those_of_float64(form):
     check(Case(**SMALL, **form), k_min=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("k", ["none", "all"])
-def test_gradients_where_all_run_none_or_all_are_those_of_float64(k):
-    check(Case(k=k, **SMALL))
+def test_gradients_where_all_run_none_or_all_are_those_of_float64(k, dtype):
+    check(Case(k=k, dtype=dtype, **SMALL))
 
 
 @pytest.mark.parametrize("d_out", [33, 48])
@@ -96,8 +97,9 @@ def test_gradients_of_fixed_choices_are_those_of_float64(form, k):
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 33, 65])
 @pytest.mark.parametrize("shape", [{"learners": 1, "width": 64}, {"learners": 7, "width": 13}, {"width": 96}], ids=str)
-def test_odd_counts_and_shapes(shape, tokens):
-    check(Case(tokens=tokens, d_in=37, d_out=45, **shape))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_odd_counts_and_shapes(dtype, shape, tokens):
+    check(Case(tokens=tokens, d_in=37, d_out=45, dtype=dtype, **shape))
 
 
 @pytest.mark.slow
@@ -116,19 +118,22 @@ def test_a_relaxed_choice_has_its_exact_gradient(form, k_min):
     check(Case(tokens=35, learners=7, width=13, **form), k_min=k_min)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("act", sorted(set(ACTIVATIONS) - {"identity"}))
-def test_every_activation_has_its_derivative(act):
+def test_every_activation_has_its_derivative(act, dtype):
     """Also at its kinks: hidden values are -8 to 8 in quarters."""
-    values = torch.arange(-32, 33) / 4
-    case = Case(tokens=len(values), learners=1, width=1, d_in=1, d_out=1, act=act, bias=False, k="all")
+    values = torch.arange(-32, 33).to(dtype) / 4
+    case = Case(tokens=len(values), learners=1, width=1, d_in=1, d_out=1, act=act, bias=False, k="all", dtype=dtype)
     inputs = inputs_of(case)
     for tensor in inputs.weights.tensors:
         if tensor is not None:
             tensor.fill_(1.0)
-    ones, leaf = torch.ones(len(values), 1), values[:, None].clone().requires_grad_()
+    ones, leaf = torch.ones(len(values), 1), values[:, None].float().requires_grad_()
     (expected,) = torch.autograd.grad(resolve(act)(leaf), leaf, ones)
-    found = run_backward(ones, leaf.detach(), inputs.k, inputs.weights, wanted={"x"}, machine=HOPPER)
-    torch.testing.assert_close(found["x"], expected, rtol=1e-5, atol=2e-6)
+    given = ones.to(dtype), leaf.detach().to(dtype), inputs.k, inputs.weights
+    found = run_backward(*given, wanted={"x"}, machine=HOPPER)
+    near = {"rtol": 1e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-4}
+    torch.testing.assert_close(found["x"].float(), expected, **near)
 
 
 @pytest.mark.parametrize("form", [{}, GATED, LINEAR], ids=["mlp", "gated", "linear"])
@@ -151,8 +156,8 @@ def test_a_token_of_nan_or_infinity_reaches_what_it_has_part_in_and_nothing_else
 
 def test_sums_over_tokens_have_the_same_bits_each_time_and_may_be_in_parts():
     case = Case(**SMALL | {"tokens": 300, "d_in": 8, "d_out": 8})
-    inputs, dy, many = inputs_of(case), torch.randn(300, 8), Machine(arch=90, processors=12)
-    assert stages.parts_of(1, 24, 300) > 1
+    inputs, dy, many = inputs_of(case), torch.randn(300, 8), Machine(arch=90, processors=24)
+    assert stages.parts_of(1, 48, 300) > 1
     call = {"wanted": {"w_in", "b_in", "w_out"}, "machine": many}
     first = run_backward(dy, inputs.x, inputs.k, inputs.weights, **call)
     again = run_backward(dy, inputs.x, inputs.k, inputs.weights, **call)

@@ -33,14 +33,18 @@ def _reciprocal(x, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _logit(x):
+    """Of which the tanh is 2 Phi(x) - 1: a polynomial fitted on |x| <= 8; beyond, the clamp keeps it rising."""
+    s = tl.minimum(x * x, 64.0)
+    return x * (0.7975072370084152 + s * (0.03700623506684452 + s * -0.0003516124737655334))
+
+
+@triton.jit
 def gelu(x, SHORT: tl.constexpr, INTERPRET: tl.constexpr):
     """x * Phi(x). SHORT: off by less than 3e-5 (results in bf16); else by less than 1e-6."""
     if SHORT:
-        # tanh of a polynomial fitted to Phi on |x| <= 8; beyond, the clamp keeps the polynomial rising
-        s = tl.minimum(x * x, 64.0)
-        u = x * (0.7975072370084152 + s * (0.03700623506684452 + s * -0.0003516124737655334))
         v = 0.5 * x
-        return v * _tanh(u, INTERPRET) + v
+        return v * _tanh(_logit(x), INTERPRET) + v
     else:
         # Abramowitz & Stegun 7.1.28 for erfc(|x| / sqrt 2), the coefficients divided by powers of sqrt 2
         t = tl.abs(x)
@@ -112,32 +116,41 @@ def activate(x, ACT: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr)
 
 
 @triton.jit
-def _derive_tanh_family(x, ACT: tl.constexpr):
-    if ACT == "gelu_tanh":  # x * sigmoid(u(x))
-        s = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627272282 * x * x))
-        return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406444881816846 * x * x)
-    elif ACT == "silu":
-        s = tl.sigmoid(x)
-        return s + x * s * (1.0 - s)
-    elif ACT == "quick_gelu":
-        s = tl.sigmoid(1.702 * x)
-        return s + 1.702 * x * s * (1.0 - s)
-    elif ACT == "tanh":
-        t = 2.0 * tl.sigmoid(2.0 * x) - 1.0
-        return 1.0 - t * t
-    elif ACT == "sigmoid":
-        s = tl.sigmoid(x)
-        return s * (1.0 - s)
-    elif ACT == "mish":
-        t = 2.0 * tl.sigmoid(2.0 * _softplus(x)) - 1.0
-        return t + x * (1.0 - t * t) * tl.sigmoid(x)
-    else:
-        tl.static_assert(ACT == "softplus", "an activation whose derivative no kernel knows")
-        return tl.where(x > 20.0, 1.0, tl.sigmoid(x))
+def _derive_gelu(x, SHORT: tl.constexpr, INTERPRET: tl.constexpr):
+    """Phi(x) + x phi(x). SHORT: Phi as in `gelu`."""
+    cumulative = 0.5 * _tanh(_logit(x), INTERPRET) + 0.5 if SHORT else 0.5 + 0.5 * tl.erf(0.7071067811865476 * x)
+    return cumulative + 0.3989422804014327 * x * tl.exp(-0.5 * x * x)
 
 
 @triton.jit
-def derive(x, ACT: tl.constexpr):
+def _derive_tanh_family(x, ACT: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr):
+    if ACT == "gelu":
+        return _derive_gelu(x, SHORT, INTERPRET)
+    elif ACT == "gelu_tanh":  # x * sigmoid(u(x))
+        s = _sigmoid(x * (1.5957691216057308 + 0.07135481627272282 * x * x), SHORT, INTERPRET)
+        return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406444881816846 * x * x)
+    elif ACT == "silu":
+        s = _sigmoid(x, SHORT, INTERPRET)
+        return s + x * s * (1.0 - s)
+    elif ACT == "quick_gelu":
+        s = _sigmoid(1.702 * x, SHORT, INTERPRET)
+        return s + 1.702 * x * s * (1.0 - s)
+    elif ACT == "tanh":
+        t = 2.0 * _sigmoid(2.0 * x, SHORT, INTERPRET) - 1.0
+        return 1.0 - t * t
+    elif ACT == "sigmoid":
+        s = _sigmoid(x, SHORT, INTERPRET)
+        return s * (1.0 - s)
+    elif ACT == "mish":
+        t = 2.0 * _sigmoid(2.0 * _softplus(x), SHORT, INTERPRET) - 1.0
+        return t + x * (1.0 - t * t) * _sigmoid(x, SHORT, INTERPRET)
+    else:
+        tl.static_assert(ACT == "softplus", "an activation whose derivative no kernel knows")
+        return tl.where(x > 20.0, 1.0, _sigmoid(x, SHORT, INTERPRET))
+
+
+@triton.jit
+def derive(x, ACT: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr):
     """Derivative of ACT at an fp32 block; at a kink that of torch."""
     if ACT == "identity":
         return tl.full(x.shape, 1.0, tl.float32)
@@ -147,8 +160,6 @@ def derive(x, ACT: tl.constexpr):
         return tl.where((x <= 0.0) | (x >= 6.0), 0.0, 1.0)
     elif ACT == "relu2":
         return tl.where(x <= 0.0, 0.0, 2.0 * x)
-    elif ACT == "gelu":
-        return 0.5 + 0.5 * tl.erf(0.7071067811865476 * x) + 0.3989422804014327 * x * tl.exp(-0.5 * x * x)
     elif ACT == "elu":
         return tl.where(x > 0.0, 1.0, tl.exp(tl.minimum(x, 0.0)))
     elif ACT == "leaky_relu":
@@ -156,4 +167,4 @@ def derive(x, ACT: tl.constexpr):
     elif ACT == "hardswish":
         return tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, x * (1.0 / 3.0) + 0.5, 1.0))
     else:
-        return _derive_tanh_family(x, ACT)
+        return _derive_tanh_family(x, ACT, SHORT, INTERPRET)

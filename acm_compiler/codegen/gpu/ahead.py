@@ -119,7 +119,7 @@ def layer1_built(
     weights = loads.w_desc and loads.block_of_weights(tile)
     blocks: dict[str, Block] = {"x": loads.a_desc and (tile.m, tile.k), "w_in": weights, "w_up": weights}
     options = build_options(spec, tile, loads, machine)
-    return _product("layer1", *made, spec=spec, tile=tile, options=options, blocks=blocks)
+    return product_built("layer1", *made, spec=spec, tile=tile, options=options, blocks=blocks)
 
 
 def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Product, *, turned: bool = False) -> Kernel:
@@ -129,16 +129,16 @@ def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Produc
     constants = layer2_constants(spec, tile, loads, product, interpret=False) | absent
     blocks = {"a": loads.a_desc and (tile.m, tile.k), "w": loads.w_desc and loads.block_of_weights(tile)}
     options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
-    return _product(name, layer2_kernel, constants, spec=spec, tile=tile, options=options, blocks=blocks)
+    return product_built(name, layer2_kernel, constants, spec=spec, tile=tile, options=options, blocks=blocks)
 
 
 def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
     one, two, splits = tiles.layer1, tiles.layer2, tiles.splits
     made = few1_kernel, few1_constants(spec, one, interpret=False)
-    kernels = [_product("few1", *made, spec=spec, tile=one, options=few_options(one), blocks={})]
+    kernels = [product_built("few1", *made, spec=spec, tile=one, options=few_options(one), blocks={})]
     made = few2_kernel, few2_constants(spec, two, splits, interpret=False)
     types = {} if splits == 1 else {"y": "*fp32"}
-    kernels.append(_product("few2", *made, spec=spec, tile=two, options=few_options(two), blocks={}, types=types))
+    kernels.append(product_built("few2", *made, spec=spec, tile=two, options=few_options(two), blocks={}, types=types))
     if splits > 1:
         constants, absent = few_sum_constants(spec, splits), {} if spec.residual else {"residual": None}
         facts: Any = {"constants": constants | absent, "options": few_sum_options(), "operands": {"parts": "*fp32"}}
@@ -146,7 +146,7 @@ def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
     return kernels
 
 
-def _product(
+def product_built(
     name: str,
     function: Any,
     constants: dict[str, Any],
@@ -157,7 +157,7 @@ def _product(
     blocks: dict[str, Block],
     types: dict[str, str] | None = None,
 ) -> Kernel:
-    """A kernel of layer 1 or 2; operands that the spec does not have are constants.
+    """A kernel whose operands are a call's; those that the spec does not have are constants.
 
     blocks: rows and columns of operands read by descriptors, or False. types: of operands not of the spec's.
     """

@@ -22,12 +22,13 @@ from acm_compiler.codegen.gpu.blocks import (
 
 
 @triton.jit
-def _add_bias(acc, bias, columns, HIDDEN: tl.constexpr):
+def add_bias(acc, bias, columns, HIDDEN: tl.constexpr):
+    """acc and the bias of its columns, [HIDDEN]."""
     return acc + tl.load(bias + columns, mask=columns < HIDDEN, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _zero_beyond_k(
+def zero_beyond_k(
     value, rows, columns, counts, last_row, last_column, N: tl.constexpr, H: tl.constexpr
 ):  # fmt: skip
     """Zeros where column >= k * H; nothing to do for tiles whose every row runs the tile's last learner."""
@@ -74,10 +75,10 @@ def layer1_kernel(
             if GATED:
                 b = load_weights(w_up, up_at, n0, k, D_IN, N * H, N * H, TURNED, W_DESC, EVEN, BN, BK)
                 up = multiply(a, b, up, PRECISION, INTERPRET)
-        value = activate(_add_bias(acc, b_in, columns, N * H) if BIAS else acc, ACT, SHORT, INTERPRET)
+        value = activate(add_bias(acc, b_in, columns, N * H) if BIAS else acc, ACT, SHORT, INTERPRET)
         if GATED:
-            value *= _add_bias(up, b_up, columns, N * H) if BIAS else up
-        value = _zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
+            value *= add_bias(up, b_up, columns, N * H) if BIAS else up
+        value = zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
         at = h + rows.to(tl.int64)[:, None] * ROW + columns[None, :]
         tl.store(at, value.to(h.dtype.element_ty), mask=(rows < T)[:, None] & (columns < ROW)[None, :])
 

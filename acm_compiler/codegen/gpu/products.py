@@ -25,7 +25,7 @@ from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, fewer
 from acm_compiler.codegen.gpu.tiles import Tile
 
 
-class _Grid:
+class Grid:
     """Number of programs: as many as fit the machine at once, or as there are tiles if those are fewer."""
 
     __slots__ = ("_columns", "_extra", "_most", "_rows")
@@ -38,7 +38,7 @@ class _Grid:
         return fewer(self._most, (blocks_in(tokens, self._rows) + self._extra) * self._columns)
 
 
-class _Given:
+class Given:
     """Makes of a matrix of weights what a product takes."""
 
     __slots__ = ("_block", "_descriptor")
@@ -62,10 +62,10 @@ class Layer1:
     ) -> None:
         loads = loads_of(spec, machine, None, in_order=in_order, turned=turned)
         self._row, self._d_in = spec.hidden_row, spec.d_in
-        self._given = _Given(tile, loads)
+        self._given = Given(tile, loads)
         self._columns = spec.learners * spec.width if turned else spec.d_in
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
-        self._grid = _Grid(machine, tile, spec.learners * spec.width)
+        self._grid = Grid(machine, tile, spec.learners * spec.width)
         self._start = Launcher(
             layer1_kernel,
             layer1_constants(spec, tile, loads, interpret=INTERPRETED),
@@ -110,10 +110,10 @@ class Layer2:
         loads = loads_of(spec, machine, product, turned=turned)
         assert not (loads.a_desc and misplaced)
         self.from_x, self.product = product.from_x, product
-        self._given, self._d_in = _Given(tile, loads), spec.d_in
+        self._given, self._d_in = Given(tile, loads), spec.d_in
         self._columns = spec.d_out if turned else reduction_of(spec, product)
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
-        self._grid = _Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
+        self._grid = Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
         self._start = Launcher(
             layer2_kernel,
             layer2_constants(spec, tile, loads, product, interpret=INTERPRETED),

@@ -171,7 +171,7 @@ def layer1_constants(spec: KernelSpec, tile: Tile, loads: Loads, *, interpret: b
         "TURNED": loads.turned,
         "EVEN": spec.d_in % tile.k == 0,
         "SHORT": spec.dtype == "bf16",
-        **_tile_constants(spec, tile, interpret),
+        **tile_constants(spec, tile, interpret),
     }
 
 
@@ -196,7 +196,7 @@ def layer2_constants(
         "W_DESC": loads.w_desc,
         "TURNED": loads.turned,
         "EVEN": (spec.width if product.reduce in ("learners", "cols") else spec.d_in) % tile.k == 0,
-        **_tile_constants(spec, tile, interpret),
+        **tile_constants(spec, tile, interpret),
     }
 
 
@@ -220,7 +220,7 @@ def few2_constants(spec: KernelSpec, tile: Tile, splits: int, *, interpret: bool
         "RESIDUAL": spec.residual and splits == 1,
         "SPLITS": splits,
         "EVEN": spec.width % tile.k == 0,
-        **{name: value for name, value in _tile_constants(spec, tile, interpret).items() if name not in _SORTED_ONLY},
+        **{name: value for name, value in tile_constants(spec, tile, interpret).items() if name not in _SORTED_ONLY},
     }
 
 
@@ -236,7 +236,8 @@ def few_sum_constants(spec: KernelSpec, splits: int) -> dict[str, Any]:
     }
 
 
-def _tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, Any]:
+def tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, Any]:
+    """Constants of every kernel that works on tiles."""
     precision = "tf32" if spec.tf32 else "ieee"
     return {
         "PRECISION": precision,

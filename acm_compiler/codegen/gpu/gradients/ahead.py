@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from acm_compiler.codegen.gpu.ahead import Kernel, layer1_built, layer2_built
-from acm_compiler.codegen.gpu.gradients.kernels import branches_kernel, sums_kernel, total_kernel, weights_kernel
+from acm_compiler.codegen.gpu.ahead import Block, Kernel, layer1_built, layer2_built, product_built
+from acm_compiler.codegen.gpu.gradients.kernels import (
+    biases_kernel,
+    branches_kernel,
+    hidden_kernel,
+    sums_kernel,
+    total_kernel,
+    weights_kernel,
+)
 from acm_compiler.codegen.gpu.gradients.stages import (
+    biases_constants,
     branches_constants,
     branches_of,
     first_spec,
+    hidden_constants,
+    hidden_loads,
+    hidden_options,
+    is_fused,
     of_tokens,
     plain_options,
     product_tiles,
@@ -23,18 +36,23 @@ from acm_compiler.codegen.gpu.gradients.stages import (
 )
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import Machine, build_options, machine_of_arch
+from acm_compiler.codegen.gpu.tiles import Tile
 
 
 def gradient_kernels(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
     """All kernels of a backward, fixed choices and relaxed ones; of learners that share one second layer."""
     machine = machine_of_arch(arch)
-    first, second, tiles = first_spec(spec), second_spec(spec), product_tiles(spec, machine, tokens)
-    of_branches = zip((first, replace(first, residual=True)), branches_of(spec), strict=False)
+    first, kernels = first_spec(spec), []
+    for every in (False, True):
+        tiles = product_tiles(spec, machine, tokens, every=every)
+        fused = is_fused(spec, every=every)
+        kernels += _fused(spec, machine, tiles.layer1) if fused else _apart(spec, machine, tiles.layer1, every=every)
+        of_branches = zip((first, replace(first, residual=True)), branches_of(spec), strict=False)
+        kernels += [
+            layer2_built(layer, machine, tiles.layer2, of_tokens(layer, w), turned=True) for layer, w in of_branches
+        ]
     return [
-        layer1_built(first, machine, tiles.layer1, in_order=True),
-        layer1_built(second, machine, tiles.layer1, in_order=True, turned=True),
-        *(_branches(spec, every=every) for every in (False, True)),
-        *(layer2_built(layer, machine, tiles.layer2, of_tokens(layer, w), turned=True) for layer, w in of_branches),
+        *kernels,
         _weights(first, machine, spec.d_in, split=4, turned=False),
         _weights(first, machine, spec.d_out, split=1, turned=True),
         *(_sums(first, in_order=in_order) for in_order in (True, False)),
@@ -45,6 +63,36 @@ def gradient_kernels(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
             options=plain_options(),
             operands={"parts": "*fp32"},
         ),
+    ]
+
+
+def _fused(spec: KernelSpec, machine: Machine, tile: Tile) -> list[Kernel]:
+    """The first layer of a plain MLP, and sums of what it leaves."""
+    of_x, of_dy = loads = hidden_loads(spec, machine)
+    rows = (tile.m, tile.k)
+    blocks: dict[str, Block] = {
+        "x": of_x.a_desc and rows,
+        "w_in": of_x.w_desc and of_x.block_of_weights(tile),
+        "dy": of_dy.a_desc and rows,
+        "w_out": of_dy.w_desc and of_dy.block_of_weights(tile),
+    }
+    constants = hidden_constants(spec, tile, loads, interpret=False) | ({} if spec.bias_in else {"sums": None})
+    options = hidden_options(spec, tile, loads, machine)
+    facts: Any = {"spec": spec, "tile": tile, "options": options, "types": {"sums": "*fp32", "D_OUT": "i32"}}
+    kernels = [product_built("hidden", hidden_kernel, constants, blocks=blocks, **facts)]
+    if spec.bias_in:
+        facts = {"options": plain_options(), "operands": {"sums": "*fp32"}}
+        constants = biases_constants(spec, tile.m)
+        kernels.append(Kernel(name="biases", function=biases_kernel, constants=constants, **facts))
+    return kernels
+
+
+def _apart(spec: KernelSpec, machine: Machine, tile: Tile, *, every: bool) -> list[Kernel]:
+    """First layers of other learners: their products, and what is made of them."""
+    return [
+        layer1_built(first_spec(spec), machine, tile, in_order=True),
+        layer1_built(second_spec(spec), machine, tile, in_order=True, turned=True),
+        _branches(spec, every=every),
     ]
 
 

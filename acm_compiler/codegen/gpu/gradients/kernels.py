@@ -1,9 +1,11 @@
 """The kernels of the backward beside those of the forward, over tokens sorted by k; sums have a fixed order.
 
-branches: h and what reaches its branches, of their products and what reaches h; what reaches a relaxed choice
+hidden:   of a plain MLP with fixed choices: h, what reaches it before its activation, and biases, in parts
+branches: else: h and what reaches branches, of their products and what reaches h; what reaches a relaxed choice
 weights:  dW = left.T right, over the tokens that run a weight's learner, in parts that are added up afterwards
 sums:     of rows, over the tokens of each k, in parts, too: gradients of biases
 total:    parts added up
+biases:   the parts that hidden left, added up
 """
 
 from __future__ import annotations
@@ -12,7 +14,82 @@ import triton
 import triton.language as tl
 
 from acm_compiler.codegen.gpu.activation import activate, derive
-from acm_compiler.codegen.gpu.blocks import load_rows
+from acm_compiler.codegen.gpu.blocks import (
+    find_band,
+    load_block,
+    load_rows,
+    load_weights,
+    multiply,
+    raster,
+    row_pointers,
+)
+from acm_compiler.codegen.gpu.layers import add_bias, zero_beyond_k
+
+
+@triton.jit(do_not_specialize=["T"])
+def hidden_kernel(
+    h, reached, sums, x, w_in, b_in, dy, w_out, counts, T, D_IN, D_OUT,
+    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
+    X_DESC: tl.constexpr, IN_DESC: tl.constexpr, DY_DESC: tl.constexpr, OUT_DESC: tl.constexpr,
+    EVEN_IN: tl.constexpr, EVEN_OUT: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr,
+    INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """h = act(x W_in + b_in) and `reached` = dy W_out act', both [T, ROW], in sorted order as x and dy are.
+
+    Of what tokens run; zeros behind that in the same tile. w_in [N * H, D_IN], w_out [D_OUT, N * H]. sums [row tiles,
+    N * H]: of `reached` over a tile's rows, fp32.
+    """
+    _, _, _, _, _, _, _, tiles = find_band(0, counts, N, 1, N, H, 0, False, BM, BN)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        _, local, first, high, wide, _, _, _ = find_band(tile, counts, N, 1, N, H, 0, False, BM, BN)
+        row_tile, column_tile = raster(local, high, wide, GROUP)
+        m0 = (first + row_tile) * BM
+        n0 = column_tile * BN
+        rows = m0 + tl.arange(0, BM)
+        columns = n0 + tl.arange(0, BN)
+        source = tl.minimum(rows, T - 1)
+        x_at = x if X_DESC else row_pointers(x, source, D_IN, BK)
+        in_at = w_in if IN_DESC else row_pointers(w_in, tl.minimum(columns, N * H - 1), D_IN, BK)
+        dy_at = dy if DY_DESC else row_pointers(dy, source, D_OUT, BK)
+        before = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, D_IN, BK):
+            a = load_block(x, x_at, m0, k, D_IN, X_DESC, EVEN_IN, BK)
+            b = load_weights(w_in, in_at, n0, k, D_IN, N * H, N * H, False, IN_DESC, EVEN_IN, BN, BK)
+            before = multiply(a, b, before, PRECISION, INTERPRET)
+        of_h = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, D_OUT, BK):
+            a = load_block(dy, dy_at, m0, k, D_OUT, DY_DESC, EVEN_OUT, BK)
+            b = load_weights(w_out, w_out, n0, k, D_OUT, N * H, N * H, True, OUT_DESC, EVEN_OUT, BN, BK)
+            of_h = multiply(a, b, of_h, PRECISION, INTERPRET)
+        if BIAS:
+            before = add_bias(before, b_in, columns, N * H)
+        at = rows.to(tl.int64)[:, None] * ROW + columns[None, :]
+        real = (rows < T)[:, None] & (columns < ROW)[None, :]
+        value, of_first = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT, SHORT, INTERPRET)
+        value = zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
+        tl.store(h + at, value.to(h.dtype.element_ty), mask=real)
+        of_first = zero_beyond_k(of_first, rows, columns, counts, m0 + BM, n0 + BN, N, H)
+        tl.store(reached + at, of_first.to(reached.dtype.element_ty), mask=real)
+        if BIAS:
+            at = sums + (first + row_tile).to(tl.int64) * (N * H) + columns
+            tl.store(at, tl.sum(of_first, 0), mask=columns < N * H)
+
+
+@triton.jit
+def biases_kernel(
+    total, sums, counts,
+    N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """total [N * H]: sums [row tiles, N * H] of the tiles of ROWS tokens that run a learner, in their order."""
+    n = tl.program_id(0) % N
+    columns = tl.program_id(0) // N * BN + tl.arange(0, BN)
+    end = (tl.load(counts + n + 1) + ROWS - 1) // ROWS
+    acc = tl.zeros((BK, BN), tl.float32)
+    for first in range(0, end, BK):
+        rows = first + tl.arange(0, BK)
+        at = sums + rows.to(tl.int64)[:, None] * (N * H) + (n * H + columns)[None, :]
+        acc += tl.load(at, mask=(rows < end)[:, None] & (columns < H)[None, :], other=0.0)
+    tl.store(total + n * H + columns, tl.sum(acc, 0).to(total.dtype.element_ty), mask=columns < H)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -40,7 +117,7 @@ def branches_kernel(
         at = rows.to(tl.int64)[:, None] * ROW + (n * H + columns)[None, :]
         before = tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
         of_h = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
-        value, reached = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT)
+        value, reached = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT, SHORT, INTERPRET)
         if up is not None:
             other = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
             of_up = of_h * value

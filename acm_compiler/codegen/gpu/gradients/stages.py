@@ -8,11 +8,20 @@ from typing import Any
 import triton
 
 from acm_compiler.codegen.gpu.spec import KernelSpec
-from acm_compiler.codegen.gpu.stages import Loads, Machine, Product, is_aligned, kernel_options
+from acm_compiler.codegen.gpu.stages import (
+    Loads,
+    Machine,
+    Product,
+    build_options,
+    is_aligned,
+    kernel_options,
+    loads_of,
+    tile_constants,
+)
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles, tile_of
 
 _MOST_PARTS = 16
-_PART_TOKENS = 1024  # products of so many tokens take as long as writing and adding up their sums, once more
+_PART_TOKENS = 2048  # products of so many tokens take as long as writing and adding up their sums, once more
 _LEAST_TOKENS = 128  # fewer are sorted, too
 _WEIGHTS = {
     "bulk": "128x128x64 w4 s3 r2",
@@ -21,8 +30,10 @@ _WEIGHTS = {
 }
 SUMS = tile_of("1x64x32 w4 s3 r8")
 """Blocks of columns and of rows of `sums_kernel`."""
+_WIDE = 128 * 64  # elements of a tile of which four warps could not hold both products
 _ROWS, _ROW_BYTES = 8, 512  # of a block of branches
 _TOTAL = 512  # numbers that a program adds up
+_BIASES, _SUMMED = 64, 16  # columns and rows of a block of parts of them
 
 
 def first_spec(spec: KernelSpec) -> KernelSpec:
@@ -45,9 +56,65 @@ def of_tokens(spec: KernelSpec, branch: str) -> Product:
     return Product(weight=branch, q_hi=spec.learners, bias=False)
 
 
-def product_tiles(spec: KernelSpec, machine: Machine, tokens: int) -> Tiles:
-    """Tiles of the products that are layers: those of a forward of as many tokens."""
-    return choose_tiles(first_spec(spec), machine.arch, max(tokens, _LEAST_TOKENS), machine.processors)
+def is_fused(spec: KernelSpec, *, every: bool) -> bool:
+    """True where one launch gives h and what reaches it, of the first layer's product and of what reaches h.
+
+    Of types of 16 bits: with others registers do not hold both.
+    """
+    return spec.form == "mlp" and spec.itemsize == 2 and not every
+
+
+def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, every: bool) -> Tiles:
+    """Tiles of the products that are layers: those of a forward of as many tokens.
+
+    Where the first layer is fused, of a gated one's forward, whose first layer has two products in one launch, too.
+    """
+    fused, tokens = is_fused(spec, every=every), max(tokens, _LEAST_TOKENS)
+    like = replace(first_spec(spec), form="gated" if fused else "mlp")
+    tiles = choose_tiles(like, machine.arch, tokens, machine.processors)
+    if fused:  # what is made of both products takes more registers than in a forward
+        first = tiles.layer1
+        wide: Any = {"warps": 8, "resident": 1} if first.m * first.n >= _WIDE else {}
+        tiles = replace(tiles, layer1=replace(first, **wide))
+    return tiles
+
+
+def hidden_loads(spec: KernelSpec, machine: Machine) -> tuple[Loads, Loads]:
+    """Loads of both products of `hidden`: of x and w_in, of dy and w_out."""
+    of_x = loads_of(first_spec(spec), machine, None, in_order=True)
+    return of_x, loads_of(second_spec(spec), machine, None, in_order=True, turned=True)
+
+
+def hidden_constants(spec: KernelSpec, tile: Tile, loads: tuple[Loads, Loads], *, interpret: bool) -> dict[str, Any]:
+    """Constants of `hidden_kernel`."""
+    of_x, of_dy = loads
+    common = tile_constants(spec, tile, interpret)
+    del common["FLAT"]
+    return {
+        "N": spec.learners,
+        "H": spec.width,
+        "ROW": spec.hidden_row,
+        "ACT": spec.act,
+        "BIAS": spec.bias_in,
+        "X_DESC": of_x.a_desc,
+        "IN_DESC": of_x.w_desc,
+        "DY_DESC": of_dy.a_desc,
+        "OUT_DESC": of_dy.w_desc,
+        "EVEN_IN": spec.d_in % tile.k == 0,
+        "EVEN_OUT": spec.d_out % tile.k == 0,
+        "SHORT": spec.dtype == "bf16",
+        **common,
+    }
+
+
+def hidden_options(spec: KernelSpec, tile: Tile, loads: tuple[Loads, Loads], machine: Machine) -> dict[str, int]:
+    """Warps and stages of `hidden_kernel`: as of the product that may be pipelined less."""
+    return min((build_options(spec, tile, load, machine) for load in loads), key=lambda found: found["num_stages"])
+
+
+def biases_constants(spec: KernelSpec, rows: int) -> dict[str, Any]:
+    """Constants of `biases_kernel`, for sums over tiles of so many rows."""
+    return {"N": spec.learners, "H": spec.width, "ROWS": rows, "BN": _BIASES, "BK": _SUMMED}
 
 
 def weights_loads(spec: KernelSpec, machine: Machine, wide: int) -> Loads:

@@ -328,8 +328,15 @@ def test_rows_far_from_zero_keep_their_digits(mean, kind, k, tokens):
 
 
 @pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", [None, "affine", "rms"], ids=["plain", "norm", "rms"])
-@pytest.mark.parametrize(("tokens", "heavy"), [(3, 0), (40, 0), (40, 1 << 30), (70, 0), (70, 1 << 30)])
+@pytest.mark.parametrize(
+    ("tokens", "heavy", "kind"),
+    [
+        (tokens, heavy, kind)
+        for tokens, heavy in ((3, 0), (40, 0), (40, 1 << 30), (70, 0), (70, 1 << 30))
+        for kind in (None, "affine", "rms")
+        if tokens > gate_spec.FEW or heavy or kind != "rms"  # rows of split gates are normalised before, as those of 70
+    ],
+)
 def test_a_gate_may_be_wide_and_split_over_its_features(tokens, heavy, kind, dtype, lost, monkeypatch):
     """Columns are taken in blocks, those of a sum, too; features in parts, whose sums have an order."""
     for name, number in {"_HEAVY": heavy, "_SPAN": 128, "_LEAST_SPAN": 128, "_WIDEST": 128}.items():

@@ -36,6 +36,7 @@ from acm_compiler.training.state import StateStore
 from tests.helpers import ROOT
 from tests.helpers.training_runs import changed, parts_of
 
+pytestmark = pytest.mark.usefixtures("rough_budgets")
 CLASSES = ("circle", "cross", "line")
 FOLDER = """
 acm: 1

@@ -68,7 +68,7 @@ def interruptible():
 
 @pytest.fixture(scope="module")
 def rough_budgets():
-    """A budget table of few rows, found by few forwards: a run of a recipe on a tiny model spends most of its time there.
+    """A budget table of few rows, found by few forwards: most of the time of a recipe on a tiny model goes there.
 
     For files that are about something else; tests/runtime/test_measure_budgets.py has the whole search.
     """

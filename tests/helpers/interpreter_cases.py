@@ -24,8 +24,8 @@ from acm_compiler.codegen.gpu.launch import SortedPlan
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
-from tests.helpers.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 from tests.helpers import triton_interpreter
+from tests.helpers.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 
 HOPPER = Machine(arch=90, processors=3)
 AMPERE = Machine(arch=80, processors=3)

@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests need it: loops that run under old versions, and a language patched once a launch."""
+"""Triton's interpreter as tests need it: loops that run under old versions, and a language patched once a launch."""
 
 from __future__ import annotations
 

@@ -37,6 +37,8 @@ from tests.helpers.training_runs import (
 )
 from tests.helpers.training_tiny import Task, make_model, make_teacher
 
+pytestmark = pytest.mark.usefixtures("rough_budgets")
+
 PARTS = ("gate", "learners")
 
 

@@ -96,7 +96,11 @@ def quantize_on(
     refuse_skips(found.acms, "acm.quantize")
     refuse_in_parts(model, "acm.quantize")
     if found.owner.quantized is not None:
-        raise UsageError("the learners of this model are quantised already", found=found.owner.quantized)
+        raise UsageError(
+            "the learners of this model are quantised already",
+            found=found.owner.quantized,
+            fix="quantise the calibrated model with floating-point weights, as it was saved before",
+        )
     refuse_unfitted(found, "quantize")
     for name, acm in found.acms.items():
         _refuse_site(name, acm, to)

@@ -42,6 +42,9 @@ demo-llm: $(VENV)/.smollm2
 # those that sleep do not, but are late at every call, which `demo-llm` with the cores to itself need not pay
 test test-slow zoo zoo-proofs: export OMP_WAIT_POLICY ?= PASSIVE
 
+# bytecode is kept, whatever the environment says: without it every process compiles the tests anew, for ten seconds
+test test-slow zoo zoo-proofs: export PYTHONDONTWRITEBYTECODE =
+
 # so many processes, each with whole files and one thread
 WORKERS ?= 2
 

@@ -64,3 +64,17 @@ def interruptible():
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, former)
+
+
+@pytest.fixture(scope="module")
+def rough_budgets():
+    """A budget table of few rows, found by few forwards: most of the time of a recipe on a tiny model goes there.
+
+    For files that are about something else; tests/runtime/test_measure_budgets.py has the whole search.
+    """
+    from acm_compiler.runtime import measure_budgets
+
+    with pytest.MonkeyPatch.context() as rough:
+        rough.setattr(measure_budgets, "GRID", (0.5,))
+        rough.setattr(measure_budgets, "_STEPS", 3)
+        yield

@@ -98,7 +98,11 @@ def require_thresholds(x: Tensor, w_in: Tensor, w_out: Tensor, inputs: Tensor, h
     operator = "acm::sparse_learners"
     if form not in ("mlp", "gated") or w_out.dim() != 3:
         found = f"form {form!r}, w_out of {w_out.dim()} dimensions"
-        raise UsageError(f"{operator} is for MLPs with one second layer for all k", found=found)
+        raise UsageError(
+            f"{operator} is for MLPs with one second layer for all k",
+            found=found,
+            expected="form mlp or gated, w_out [D, N, H]",
+        )
     wanted = {"thresholds_in": (inputs, w_in.shape[2:]), "thresholds_hidden": (hidden, w_in.shape[:2])}
     for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape or tensor.dtype != torch.float32 or tensor.device != x.device:

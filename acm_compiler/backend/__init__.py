@@ -187,7 +187,10 @@ def _require_types(patches: dict[str, Any]) -> None:
 
 def _known(plain: str, name: str, known: list[str]) -> str:
     if plain not in known:
-        raise UsageError(f"unknown option {name!r} of backend 'acm'{did_you_mean(plain, known)}")
+        raise UsageError(
+            f"unknown option {name!r} of backend 'acm'{did_you_mean(plain, known)}",
+            expected=f"options of torch.compile such as {', '.join(known[:3])}",
+        )
     return plain
 
 

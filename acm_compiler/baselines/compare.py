@@ -86,7 +86,8 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
     scores = Scores(directory=options.directory, of={"recipe": decisions(recipe), "quick": options.quick})
     machine = open_machine(recipe.run.precision, recipe.run.device)
     if machine.world > 1:
-        raise UsageError("a comparison runs in one process", found=f"{machine.world} processes")
+        found = f"{machine.world} processes"
+        raise UsageError("a comparison must run in one process", found=found, fix="start it without torchrun")
     check_own_folder(options.directory)
     run_options = RunOptions(
         directory=options.directory, resume=True, force=options.force, judge=False, resume_command=options.command

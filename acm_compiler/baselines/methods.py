@@ -86,7 +86,9 @@ def choose(
         reason = method_named(name).refuses(model, plan)
         if reason is not None:
             if name in asked:
-                raise UsageError(f"{name} cannot be applied to this model", where="--methods", found=reason)
+                raise UsageError(
+                    f"{name} cannot be applied to this model", where="--methods", found=reason, fix="leave it out"
+                )
             left_out[name] = reason
             continue
         low = method_named(name).floor(model, plan)
@@ -98,7 +100,8 @@ def choose(
                 raise _below(name, sentence, asked=bool(asked))
             left_out[name] = sentence
     if not any(found.values()):
-        raise UsageError("no method reaches any of these budgets", where="--budgets")
+        least = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        raise UsageError("no method reaches any of these budgets", where="--budgets", found=least, fix="ask for more")
     return Chosen(budgets={name: reached for name, reached in found.items() if reached}, left_out=left_out)
 
 

@@ -158,7 +158,9 @@ def _write_checkpoint(
         built.save_pretrained(aside)
         for name, content in extra.items():
             if (Path(aside) / name).exists():
-                raise UsageError("an extra file has the name of one of the checkpoint's", where="extra", found=name)
+                raise UsageError(
+                    "an extra file has the name of one of the checkpoint's", where="extra", found=name, fix="rename it"
+                )
             write_file(Path(aside) / name, content)
         write_export(folder, moves(Path(aside)), facts, size_bytes=size_of(Path(aside)))
     return folder / checkpoint.FILE
@@ -173,7 +175,7 @@ def _check_fixed(format: str, fixed_k: int | None, budget: float | str | None, e
     if fixed_k is not None and budget is not None:
         raise UsageError("a k and a budget to take k from", found=f"fixed_k={fixed_k}, budget={budget}", expected="one")
     if extra and format != "checkpoint":
-        raise UsageError("extra files are for the format checkpoint", where="extra", found=format)
+        raise UsageError("extra files must be None but for the format checkpoint", where="extra", found=format)
 
 
 def _chosen_ks(found: Rewritten, call: Call, fixed_k: int | None, budget: float | str | None) -> dict[str, int]:

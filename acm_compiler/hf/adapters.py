@@ -146,7 +146,9 @@ class AdaptedACM(nn.Module, LoraLayer):
         for name, total in sums.items():
             if safe and not total.isfinite().all():
                 raise TrainingFailed(
-                    f"adapter {adapter} gives weights that are not finite", where=f"{acm.name}.learners.{name}"
+                    f"adapter {adapter} gives weights that are not finite",
+                    where=f"{acm.name}.learners.{name}",
+                    fix="merge another adapter, or train this one anew with a lower learning rate",
                 )
         for name, total in sums.items():
             getattr(acm.learners, name).copy_(total)

@@ -150,7 +150,7 @@ def read_file(path: Path, *, source: str) -> Document:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RecipeError([f"{source}: not UTF-8 text (byte {error.start})"]) from error
+        raise RecipeError([f"{source}: must be UTF-8 text, got another byte at {error.start}"]) from error
     except OSError as error:
         what = _UNREADABLE.get(type(error), f"cannot be read ({error.strerror})")
         raise RecipeError([f"{source}: {what}"]) from error
@@ -161,7 +161,7 @@ def read_text(text: str, *, source: str) -> Document:
     """The document that `text` holds. RecipeError listing syntax errors, doubled keys and unknown tags."""
     root = _compose(text, source)
     if root is None:
-        raise RecipeError([f"{source}:1:1: the recipe is empty"])
+        raise RecipeError([f"{source}:1:1: the recipe is empty: it must begin with `acm: 1` and have a `model:`"])
     if not isinstance(root, MappingNode):
         raise RecipeError([f"{_place(source, root)}: expected a mapping of keys such as `name:` and `model:`"])
     walk = _Walk(source)

@@ -171,9 +171,13 @@ def either(wishes: list[str]) -> str:
     return " or ".join(dict.fromkeys(wishes))
 
 
+_PLAIN = ("int", "float", "str", "bool")
+
+
 def _name(detail: ErrorDetails) -> str:
     # neither positions in a repeated option's list nor pydantic's names of a union's members were typed
-    name = ".".join(part for part in detail["loc"] if isinstance(part, str) and part.isidentifier())
+    parts = (part for part in detail["loc"] if isinstance(part, str) and part.isidentifier() and part not in _PLAIN)
+    name = ".".join(parts)
     return f"{name}: " if name else ""
 
 

@@ -65,10 +65,10 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _keys_fit_source(self) -> ModelConfig:
         if self.source == "python" and not re.fullmatch(f"(python:)?{FUNCTION}", self.name):
-            raise PydanticCustomError("acm", "name is no package.module:function", {"key": "name"})
+            raise PydanticCustomError("acm", "name must be package.module:function", {"key": "name"})
         for key in ("auto_class", "trust_remote_code", "gguf"):
             if getattr(self, key) and self.source != "hf":
-                raise PydanticCustomError("acm", "{key} belongs to source: hf", {"key": key})
+                raise PydanticCustomError("acm", "{key} must be left out unless source is hf", {"key": key})
         if self.source == "hf" and self.gguf is None and self.name.endswith(".gguf"):
             raise refusal("name must be the folder or package that holds the GGUF file, and gguf the file", "name")
         if self.auto_class is not None and self.auto_class not in AUTO_CLASSES:

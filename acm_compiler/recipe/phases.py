@@ -70,9 +70,9 @@ class TrainedPhase(PhaseSection):
         if self.epochs is not None and self.steps is not None:
             raise refusal("epochs and steps are both given (keep one)", "steps")
         if self.batch % self.accumulate:
-            raise refusal("accumulate does not divide batch", "accumulate")
+            raise refusal(f"accumulate must divide batch, {self.batch}, got {self.accumulate}", "accumulate")
         if self.schedule == "cosine" and self.lr_min > self.lr:
-            raise refusal("lr_min is above lr", "lr_min")
+            raise refusal(f"lr_min must be at most lr, {self.lr:g}, got {self.lr_min:g}", "lr_min")
         return self
 
     @property

@@ -76,7 +76,7 @@ class SiteRule(Section):
     @model_validator(mode="after")
     def _consistent(self) -> SiteRule:
         if isinstance(self.k_min, int) and self.k_min > self.learners:
-            raise refusal("k_min is above the number of learners", "k_min")
+            raise refusal(f"k_min must be at most learners, {self.learners}, got {self.k_min}", "k_min")
         if self.lossless and self.second_layer == "shared":
             raise refusal("second_layer shared is not exact, but lossless asks for it (keep one)", "second_layer")
         if self.lossless and self.init == "random":

@@ -105,7 +105,7 @@ class ExpectConfig(Section):
         if (about == (None, None)) == (bounds == (None, None)):
             raise refusal("either metric and within, or at_least, at_most or both must be given")
         if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
-            raise refusal("at_least is above at_most", "at_least")
+            raise refusal(f"at_least must be at most at_most, {self.at_most:g}, got {self.at_least:g}", "at_least")
         return self
 
     @property

@@ -121,9 +121,11 @@ class Batcher:
         jobs = [Job(example, self._cells(example), budget, now) for example in examples]
         with self._changed:
             if self.stopping:
-                raise Refused("the server is stopping and takes no new requests")
+                raise Refused("the server is stopping and takes no new requests: send this one to another")
             if len(self._queue) + len(jobs) > self._limits.waiting:
-                raise Refused(f"{len(self._queue)} inputs wait already, and at most {self._limits.waiting} may")
+                raise Refused(
+                    f"{len(self._queue)} inputs wait already, and at most {self._limits.waiting} may: try again"
+                )
             self._queue.extend(jobs)
             self._arrived += sum(job.cells for job in jobs)
             self._changed.notify_all()

@@ -38,7 +38,7 @@ class Controller:
 
     def __init__(self, pace: Pace, *, low: float, high: float, slo_s: float | None = None, steps: int = STEPS) -> None:
         if not low <= high:
-            raise UsageError("the lowest budget is above the highest", found=f"{low:.4g} to {high:.4g}")
+            raise UsageError("the lowest budget must be at most the highest", found=f"{low:.4g} to {high:.4g}")
         if slo_s is not None and not slo_s > 0:
             raise UsageError("a latency objective must be positive", found=slo_s, expected="such as 0.05 seconds")
         count = steps if low < high and slo_s is not None else 1

@@ -92,7 +92,7 @@ class Recalibration:
         if len(examples) < FEWEST:
             raise Refused(f"{len(examples)} inputs were served, and a budget table wants {FEWEST} at least")
         if not self._running.acquire(blocking=False):
-            raise Refused("the budget table is being measured already")
+            raise Refused("the budget table is being measured already: wait for it")
         self._thread = threading.Thread(target=self._measure, args=(examples,), name="acm-recalibration", daemon=True)
         self._thread.start()
         return len(examples)

@@ -84,7 +84,7 @@ class Served:
     def share(self, budget: float | str) -> float:
         """The budget as a share of learner MACs. UsageError and BudgetUnreachable for what it cannot be."""
         if self.found is None:
-            raise UsageError("this model has no budget: it holds no ACMs")
+            raise UsageError("this model has no budget: it holds no ACMs", fix="leave the budget out")
         owner = self.found.owner
         setting_of(owner, budget)
         share = share_within(budget, owner.plan, low=owner.table_min)

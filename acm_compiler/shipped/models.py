@@ -204,16 +204,13 @@ def load_shipped(model: nn.Module, path: Path, *, script: str) -> nn.Module:
     from safetensors.torch import load_file
 
     name = path.stem
+    fix = f"reinstall acm_compiler, or train them: python -m scripts.train_shipped.{script} --out PATH"
     if not path.is_file():
-        raise StorageError(
-            f"the weights of {name} are missing",
-            where=str(path),
-            fix=f"reinstall acm_compiler, or train them: python -m scripts.train_shipped.{script} --out PATH",
-        )
+        raise StorageError(f"the weights of {name} are missing", where=str(path), fix=fix)
     try:
         fill(model, unpacked(load_file(path)))
     except RuntimeError as error:
-        raise StorageError(f"these are not the weights of {name}", where=str(path), found=error) from error
+        raise StorageError(f"these are not the weights of {name}", where=str(path), found=error, fix=fix) from error
     return model
 
 

@@ -165,15 +165,18 @@ def _read(path: Path) -> Mapping[str, Any]:
     from safetensors.torch import load_file as load_safetensors
 
     if not path.is_file():
-        raise ModelSourceError("no such weights file", where=str(path))
+        raise ModelSourceError("no such weights file", where=str(path), expected="a .safetensors or .pt file")
     try:
         if path.suffix == ".safetensors":
             return load_safetensors(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise ModelSourceError("not a file of weights", where=str(path), found=str(error).splitlines()[0]) from error
+        raise ModelSourceError(
+            "not a file of weights", where=str(path), found=str(error).splitlines()[0], expected="a state dict"
+        ) from error
     if not isinstance(state, Mapping):
-        raise ModelSourceError("not a state_dict", where=str(path), found=type(state).__name__)
+        fix = "save model.state_dict() in place of the model"
+        raise ModelSourceError("not a state dict", where=str(path), found=type(state).__name__, fix=fix)
     return state
 
 

@@ -135,7 +135,7 @@ def _settings(config: ModelConfig, place: str, *, offline: str | None) -> Any:
 def _refuse_unknown(keys: Iterable[str], settings: Any, config: ModelConfig) -> None:
     for key in keys:
         hint = did_you_mean(key, settings.to_dict())
-        raise ModelSourceError(f"the config of {config.name} has no key {key!r}{hint}")
+        raise ModelSourceError(f"the config of {config.name} has no key {key!r}{hint}", fix="leave it out")
 
 
 def _why(error: Exception, offline: str | None) -> str:

@@ -50,9 +50,9 @@ def run_part(part: Part, chosen: argparse.Namespace) -> None:
     end, dry, rows = time.monotonic() + chosen.seconds, chosen.dry, chosen.rows
     if dry and part.interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
-        from tests.helpers.old_triton import mend_loops
+        from tests.helpers import triton_interpreter
 
-        mend_loops()
+        triton_interpreter.prepare()
     import torch
 
     from benchmarks.first_gpu_run.device import Device

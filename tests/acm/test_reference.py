@@ -1,5 +1,8 @@
 """The reference against the plain formulas of docs/semantics.md, in float64."""
 
+from itertools import combinations
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,11 +10,13 @@ from hypothesis import strategies as st
 
 from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.reference import (
+    GateRule,
     Weights,
     all_outputs,
     choose_k,
     learner_mass,
     prefix_output,
+    priced_errors,
     relaxed_output,
     run_learners,
     utilities,
@@ -168,3 +173,11 @@ def test_a_nan_among_the_allowed_utilities_runs_as_many_learners_as_allowed():
     u = torch.tensor([[0.0, 2.0, 1.0, torch.nan], [torch.nan] * 4, [-torch.inf] * 4, [torch.nan, 0.0, 0.0, 0.0]])
     assert choose_k(u, torch.tensor(1), torch.tensor(2), 0).tolist() == [1, 2, 1, 1]
     assert choose_k(u, torch.tensor([0, 0, 2, 0]), torch.tensor([3, 1, 3, 9]), 0).tolist() == [3, 1, 2, 3]
+
+
+def test_every_rule_has_an_equation_of_its_own():
+    score, cost = torch.randn(5, 3), torch.tensor([0.5, 1.0, 1.5])
+    found = [utilities(score, torch.tensor(0.3), cost, rule) for rule in get_args(GateRule)]
+    assert not any(torch.allclose(one, other) for one, other in combinations(found, 2))
+    errors = [priced_errors(score, rule)[0] for rule in get_args(GateRule)]
+    assert not any(torch.allclose(one, other) for one, other in combinations(errors, 2))

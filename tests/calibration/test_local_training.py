@@ -18,6 +18,8 @@ from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.runtime.control import set_k
 from tests.helpers.calibration_tiny import make_tiny, texts
 
+pytestmark = pytest.mark.usefixtures("rough_budgets")
+
 N, H, D, OUT = 3, 8, 10, 7
 
 

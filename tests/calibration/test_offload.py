@@ -18,6 +18,8 @@ from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.passes.rewrite.rewrite import copied
 from tests.helpers.calibration_tiny import make_tiny, texts
 
+pytestmark = pytest.mark.usefixtures("rough_budgets")
+
 DATA = texts(14)
 
 

@@ -253,7 +253,7 @@ def test_budgets_that_the_class_cannot_hold_or_that_are_out_of_reach_are_refused
     )
     refused(model, out, x, "a k and a budget", format="checkpoint", budget=0.5, fixed_k=2)
     refused(model, out, x, "for the formats onnx and checkpoint", budget=0.5)
-    refused(model, out, x, "extra files are for the format checkpoint", extra={"a.txt": "a"})
+    refused(model, out, x, "extra files must be None but for the format checkpoint", extra={"a.txt": "a"})
     refused(
         model, out, x, "name of one of the checkpoint's", format="checkpoint", fixed_k=3, extra={"config.json": "{}"}
     )

@@ -213,7 +213,7 @@ def test_code_that_comes_with_a_model_runs_only_when_the_user_says_so(with_code,
 
 
 def test_only_models_of_transformers_bring_code():
-    with pytest.raises(ModelSourceError, match="trust_remote_code belongs to source: hf"):
+    with pytest.raises(ModelSourceError, match="trust_remote_code must be left out unless source is hf"):
         parse_reference("timm:vit_tiny_patch16_224", trust_remote_code=True)
 
 

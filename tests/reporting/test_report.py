@@ -39,6 +39,8 @@ from acm_compiler.sources.build import build
 from tests.helpers import golden
 from tests.helpers.pictures import OPEN, TASK, picture_batch, picture_model
 
+pytestmark = pytest.mark.usefixtures("rough_budgets")
+
 RECIPE = """
 acm: 1
 name: little_digits

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torchvision.models import vision_transformer
 from typer.testing import CliRunner
 
 from acm_compiler.checkpoint import locked
@@ -26,6 +27,7 @@ from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.runs import recipe_run, run_recipe
 from acm_compiler.runs.folder import RunOptions
+from acm_compiler.runs.pipeline import plan_recipe
 from acm_compiler.runs.run_recipe import RecipeRun
 from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.machine import open_machine
@@ -34,6 +36,7 @@ from acm_compiler.training.state import StateStore
 from tests.helpers import ROOT
 from tests.helpers.training_runs import changed, parts_of
 
+pytestmark = pytest.mark.usefixtures("rough_budgets")
 CLASSES = ("circle", "cross", "line")
 FOLDER = """
 acm: 1
@@ -64,12 +67,18 @@ def make_pictures(root, *, count: int = 4, side: int = 20, classes=CLASSES) -> N
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
 
 
+def test_the_papers_recipe_plans_the_mlp_and_four_projections_of_twelve_layers():
+    _, plan, _ = plan_recipe(load_recipe("vit_b16_imagenet"))
+    assert len(plan.sites) == 60 and "4 x 768" in str(plan)
+
+
 def test_the_papers_recipe_lowers_its_losses_and_trains_its_groups_on_stand_in_pictures(tmp_path, monkeypatch):
     make_pictures(tmp_path, count=8, side=36)
     monkeypatch.setenv("IMAGENET", str(tmp_path))
-    monkeypatch.setattr(
-        StateStore, "save", lambda *_, **__: None
-    )  # a gigabyte each time; tests/training/test_resume.py has it
+    # two layers of its twelve
+    build = vision_transformer._vision_transformer
+    monkeypatch.setattr(vision_transformer, "_vision_transformer", lambda *_, **o: build(**o | {"num_layers": 2}))
+    monkeypatch.setattr(StateStore, "save", lambda *_, **__: None)  # tests/training/test_resume.py has it
     small = ["model.weights=null", "model.args.num_classes=3", "model.args.image_size=32", "input.image=[3, 32, 32]"]
     quick = [f"schedule[{i}].{key}" for i in range(3) for key in ("epochs=null", "steps=4", "batch=8")]
     recipe = expand_paths(
@@ -79,7 +88,7 @@ def test_the_papers_recipe_lowers_its_losses_and_trains_its_groups_on_stand_in_p
     run = RecipeRun(recipe, open_machine(recipe.run.precision, "cpu"), said.append)
     options = RunOptions(directory=tmp_path / "out")
     _, model = run.prepare(options, report=said.append)
-    assert len(sites(model)) == 60 and "4 x 768" in said[0]
+    assert len(sites(model)) == 2 * 5 and "4 x 768" in said[0]
     parts, groups, losses = [parts_of(model)], [], []
 
     def note(model, phase, seconds) -> None:

@@ -255,7 +255,7 @@ def test_a_package_that_is_not_here_is_a_note(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"source": "timm", "name": "vit", "gguf": "a.gguf"}, "gguf belongs to source: hf"),
+        ({"source": "timm", "name": "vit", "gguf": "a.gguf"}, "gguf must be left out unless source is hf"),
         ({"source": "hf", "name": "models/a.gguf"}, "name must be the folder or package that holds the GGUF file"),
     ],
 )

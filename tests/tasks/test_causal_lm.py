@@ -14,6 +14,8 @@ from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.tasks import CausalLMTask
 from acm_compiler.tasks import open_task
 
+pytestmark = pytest.mark.usefixtures("rough_budgets")
+
 transformers = pytest.importorskip("transformers")
 TASK = open_task(CausalLMTask(kind="causal_lm"))
 SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 64, "bos_token_id": 0}

@@ -23,6 +23,8 @@ from acm_compiler.runtime.masks import frame_mask
 from acm_compiler.tasks import open_task
 from acm_compiler.tasks.ctc import Ctc
 
+pytestmark = pytest.mark.usefixtures("rough_budgets")
+
 soundfile = pytest.importorskip("soundfile")
 transformers = pytest.importorskip("transformers")
 

@@ -37,18 +37,19 @@ from tests.helpers.training_runs import (
 )
 from tests.helpers.training_tiny import Task, make_model, make_teacher
 
+pytestmark = pytest.mark.usefixtures("rough_budgets")
+
 PARTS = ("gate", "learners")
 
 
 @pytest.mark.parametrize(
     ("config", "group", "term"),
     [
-        (distill(steps=40), {"learners"}, "loss"),
-        (distill(steps=40, detach=True), {"learners"}, "loss"),
-        (gate(steps=40), {"gate"}, "loss"),
-        (finetune(steps=40), {"learners", "gate", "rest"}, "task"),
+        pytest.param(distill(steps=40), {"learners"}, "loss", id="distill"),
+        pytest.param(distill(steps=40, detach=True), {"learners"}, "loss", id="distill-detached"),
+        pytest.param(gate(steps=40), {"gate"}, "loss", id="gate"),
+        pytest.param(finetune(steps=40), {"learners", "gate", "rest"}, "task", id="finetune"),
     ],
-    ids=["distill", "distill-detached", "gate", "finetune"],
 )
 def test_a_phase_lowers_its_loss_and_changes_exactly_its_parameters(config, group, term, tmp_path):
     model = make_model()

@@ -28,6 +28,7 @@ from acm_compiler.sources.inputs import Inputs
 
 # tokens that are read of `batches`, unless said
 _TOKENS = 24_000
+_ONCE = "quantise the model as it was before, with floating-point weights"
 
 
 def quantize(
@@ -96,7 +97,7 @@ def quantize_on(
     refuse_skips(found.acms, "acm.quantize")
     refuse_in_parts(model, "acm.quantize")
     if kinds := {kind for acm in found.acms.values() if (kind := acm.learners.quantized) is not None}:
-        raise UsageError("the learners of this model are quantised already", found=a_few_of(sorted(kinds)))
+        raise UsageError("the learners of this model are quantised already", found=a_few_of(sorted(kinds)), fix=_ONCE)
     refuse_unfitted(found, "quantize")
     for name, acm in found.acms.items():
         _refuse_site(name, acm, to)

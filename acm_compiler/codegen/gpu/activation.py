@@ -34,7 +34,7 @@ def _reciprocal(x, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _logit(x):
-    """Of which the tanh is 2 Phi(x) - 1: a polynomial fitted on |x| <= 8; beyond, the clamp keeps it rising."""
+    """The argument whose tanh is 2 Phi(x) - 1: a polynomial fitted on |x| <= 8; beyond, the clamp keeps it rising."""
     s = tl.minimum(x * x, 64.0)
     return x * (0.7975072370084152 + s * (0.03700623506684452 + s * -0.0003516124737655334))
 

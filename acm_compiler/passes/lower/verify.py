@@ -19,6 +19,8 @@ from acm_compiler.passes.lower.acm_nodes import (
     value_of,
 )
 
+_REPORT = "report it with the files of ACM_DUMP=folder; the model runs without passes: torch.compile(model)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateCall:
@@ -70,10 +72,12 @@ def verify(graph: fx.Graph, choose: Choose, *, expected: int) -> tuple[Lowered, 
     try:
         graph.lint()
     except RuntimeError as error:
-        raise VerificationFailed("the passes left a graph that is not well formed", found=error) from error
+        raise VerificationFailed("the passes left a graph that is not well formed", found=error, fix=_REPORT) from error
     nodes = acm_nodes(graph)
     if len(nodes) != expected:
-        raise VerificationFailed("the passes changed the number of ACMs", found=len(nodes), expected=expected)
+        raise VerificationFailed(
+            "the passes changed the number of ACMs", found=len(nodes), expected=expected, fix=_REPORT
+        )
     return tuple(_lowered(node, choose) for node in nodes)
 
 
@@ -81,7 +85,7 @@ def _lowered(node: fx.Node, choose: Choose) -> Lowered:
     operands = call_of(node)
     x, w_in = value_of(operands.x), value_of(operands.w_in)
     if x is None:
-        raise VerificationFailed("an ACM reads what is no tensor", where=site_of(node), found=operands.x)
+        raise VerificationFailed("an ACM reads what is no tensor", where=site_of(node), found=operands.x, fix=_REPORT)
     call = Call(
         form=str(node.kwargs["form"]),
         act=str(node.kwargs["act"]),

@@ -107,7 +107,10 @@ def check_convertible(model: nn.Module, plan: Plan, *, resized: bool = False) ->
         skips = [f"\n  {skip.name}: {skip.reason}" for skip in plan.skipped[:_SHOWN]]
         more = len(plan.skipped) - _SHOWN
         skips += [f"\n  and {more} more"] if more > 0 else []
-        raise NothingToConvert(f"the plan holds no site; these stay dense:{''.join(skips) or ' everything'}")
+        raise NothingToConvert(
+            f"the plan holds no site; these stay dense:{''.join(skips) or ' everything'}",
+            fix="plan with sites= that select something; docs/models.md explains the reasons",
+        )
     with normalized(model) as seen:
         if seen is not model:
             raise UsageError("the model is itself an attention, which cannot be replaced", fix="put it into a module")

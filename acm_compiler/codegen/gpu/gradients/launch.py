@@ -44,7 +44,7 @@ _PLANS: dict[Hashable, BackwardPlan] = {}
 
 
 class Hidden(NamedTuple):
-    """Of a first layer, in sorted order: h, and what reaches its branches' products, [T, hidden_row].
+    """Hidden values of a first layer, in sorted order, and what reaches its branches' products, [T, hidden_row].
 
     of_bias: gradients of its biases, where they came along; of_learners [T, N]: sums of h dh over each learner, where
     a choice has a gradient.

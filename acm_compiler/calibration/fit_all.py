@@ -25,6 +25,7 @@ from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import fitted_learners, make_like
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.passes.rewrite.offload import let_go, trim
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
@@ -181,6 +182,7 @@ def _fit_group(
         for site in [site for unit in neighbours for site in unit]:
             judged.pop(site.name), slices.pop(site.name, None)
         candidates += with_gates(learners, options, like=like)
+        let_go(candidates), trim()
         progress.advance(parts[-1][-1].site.name, to=progress.done + sum(map(len, parts)))
     inputs.clear()
     chosen = choose_forms(candidates)

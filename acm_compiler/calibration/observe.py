@@ -22,6 +22,7 @@ from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights, dense_regions_run
+from acm_compiler.passes.rewrite.offload import trim
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.sources.inputs import ForwardEnded
@@ -83,6 +84,7 @@ def observe(
                     del outputs, draw
             for record in records.values():
                 record.settle()
+            trim()
             seen.examples += taps.examples
     return seen
 

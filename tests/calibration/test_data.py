@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.acm import precision
@@ -301,6 +302,35 @@ def test_hidden_activations_are_those_that_the_model_computes(linears):
     h = torch.cat([original.inner[:2](original.norm(x)).flatten(0, 1) for x in data]).double()
     torch.testing.assert_close(record.moments.mean, h.mean(0), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(record.moments.covariance, torch.cov(h.T, correction=0), rtol=1e-4, atol=1e-6)
+
+
+def test_rows_of_many_tokens_are_run_in_parts_and_batches_are_held_out_whole():
+    ids = torch.arange(24 * 100).view(24, 100)
+    batches = [({"input_ids": ids[at : at + 6], "attention_mask": ids[at : at + 6] >= 0, "flag": None}, None)
+               for at in range(0, 24, 6)] * 2  # fmt: skip
+    examples = Examples(batches, tokens=9, apart=True)
+    read = list(examples.read(lambda: False))
+    assert [len(inputs["input_ids"]) for inputs, _ in read] == [2, 2, 2] * 7
+    assert all(inputs["attention_mask"].shape == inputs["input_ids"].shape for inputs, _ in read)
+    assert torch.equal(torch.cat([inputs["input_ids"] for inputs, _ in read[:12]]), ids)
+    assert torch.equal(torch.cat([inputs["input_ids"] for inputs, _ in examples.held_out]), ids[6:12])
+    whole = Examples(batches, tokens=9)
+    assert [len(inputs["input_ids"]) for inputs, _ in whole.read(lambda: False)] == [6] * 7
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.randn(64, 100),  # features
+        torch.randint(0, 9, (3, 300, 300)),  # pictures
+        (torch.randint(0, 9, (8, 100)), torch.randn(100, 8)),  # what is not by row
+        torch.randint(0, 9, (1, 300)),
+        torch.randint(0, 9, (64, 4)),
+    ],
+)
+def test_other_batches_are_run_whole(inputs):
+    (only,) = Examples([(inputs, None)], apart=True).read(lambda: False)
+    assert all(one is other for one, other in zip(tree_leaves(only[0]), tree_leaves(inputs), strict=True))
 
 
 def test_gradients_stop_at_the_tokens_asked_for():

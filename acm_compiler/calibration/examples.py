@@ -25,7 +25,7 @@ MaskOf = Callable[[Any], Tensor | None]
 # one batch of so many is kept for measuring; more tokens than _MEASURED tell little more about shares
 _HELD_OUT, _MEASURED = 6, 4096
 # tokens that are run at once on a CPU, which gains nothing from more
-_AT_ONCE = 256
+_AT_ONCE = 192
 # batches that serve for both where there are too few to hold one out
 _SHARED = 2
 
@@ -65,7 +65,7 @@ class Examples:
 
 
 def _parts(example: Example) -> list[Example]:
-    """The rows of token numbers [B, S] in batches of at most 256 tokens, padding counted; other batches are whole.
+    """The rows of token numbers [B, S] in batches of at most 192 tokens, padding counted; other batches are whole.
 
     What a model of a large vocabulary gives for a thousand tokens, and what its gradients keep, takes gigabytes.
     """

@@ -189,6 +189,7 @@ def _fit_group(
     candidates.clear()
     for learned in [part for unit in chosen for part in unit]:
         yield _fitted(learned, seen, like=like[learned.site.name])
+        let_go(learned), trim()
 
 
 def _judge(records: Sequence[SiteRecord], *, inputs: Mapping[str, Tensor], elsewhere: float) -> dict[str, Judged]:

@@ -305,7 +305,7 @@ def test_hidden_activations_are_those_that_the_model_computes(linears):
 
 
 def test_rows_of_many_tokens_are_run_in_parts_and_batches_are_held_out_whole():
-    ids = torch.arange(24 * 100).view(24, 100)
+    ids = torch.arange(24 * 90).view(24, 90)
     batches = [({"input_ids": ids[at : at + 6], "attention_mask": ids[at : at + 6] >= 0, "flag": None}, None)
                for at in range(0, 24, 6)] * 2  # fmt: skip
     examples = Examples(batches, tokens=9, apart=True)

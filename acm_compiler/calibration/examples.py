@@ -33,12 +33,12 @@ _SHARED = 2
 class Examples:
     """Batches as (inputs, mask) pairs; a sixth is held out of the fit, or less where that were more than 4,096 tokens.
 
-    tokens: how many will be read; 0 holds none out. apart: the model treats every row of a batch alone, so batches of
-    many tokens may be run in parts.
+    tokens: how many will be read; 0 holds none out. apart: the model treats every row of a batch alone, so batches may
+    be run in parts, as those held out are.
     """
 
     def __init__(self, batches: Iterable[Example], *, tokens: int = 0, apart: bool = False) -> None:
-        self._batches, self._every, self._apart = batches, held_out_every(tokens) if tokens else 0, apart
+        self._batches, self._every, self.apart = batches, held_out_every(tokens) if tokens else 0, apart
         self.fitted: list[Example] = []
         self._held_out: list[Example] = []
 
@@ -46,13 +46,11 @@ class Examples:
         """Batches to fit on until `enough()`, which is asked after each; DataError when there are none."""
         for place, (inputs, mask) in enumerate(self._batches, start=1):
             example = (_plain(inputs), None if mask is None else _plain(mask))
-            parts = _parts(example) if self._apart else [example]
             if self._every and place % self._every == 0:
-                self._held_out += parts
+                self._held_out += in_parts(example) if self.apart else [example]
                 continue
-            for part in parts:
-                self.fitted.append(part)
-                yield part
+            self.fitted.append(example)
+            yield example
             if enough():
                 break
         if not self.fitted:
@@ -64,7 +62,7 @@ class Examples:
         return self._held_out or self.fitted[:_SHARED]
 
 
-def _parts(example: Example) -> list[Example]:
+def in_parts(example: Example) -> list[Example]:
     """The rows of token numbers [B, S] in batches of at most 192 tokens, padding counted; other batches are whole.
 
     What a model of a large vocabulary gives for a thousand tokens, and what its gradients keep, takes gigabytes.

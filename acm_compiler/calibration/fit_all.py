@@ -145,6 +145,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         projections=options.projections,
         enough=lambda: with_gradients is not None and seen_all(with_gradients),
         fast=options.precision == "bf16",
+        apart=examples.apart,
     )
     for record in records.values():
         record.join()
@@ -182,14 +183,16 @@ def _fit_group(
         for site in [site for unit in neighbours for site in unit]:
             judged.pop(site.name), slices.pop(site.name, None)
         candidates += with_gates(learners, options, like=like)
-        let_go(candidates), trim()
+        let_go(candidates)
+        trim()
         progress.advance(parts[-1][-1].site.name, to=progress.done + sum(map(len, parts)))
     inputs.clear()
     chosen = choose_forms(candidates)
     candidates.clear()
     for learned in [part for unit in chosen for part in unit]:
         yield _fitted(learned, seen, like=like[learned.site.name])
-        let_go(learned), trim()
+        let_go(learned)
+        trim()
 
 
 def _judge(records: Sequence[SiteRecord], *, inputs: Mapping[str, Tensor], elsewhere: float) -> dict[str, Judged]:

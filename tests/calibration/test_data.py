@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.acm import precision
+from acm_compiler.calibration import examples as examples_module
 from acm_compiler.calibration.answer import (
     answers,
     default_answer,
@@ -16,7 +17,7 @@ from acm_compiler.calibration.answer import (
     run,
 )
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
-from acm_compiler.calibration.examples import Examples, Options, masked
+from acm_compiler.calibration.examples import Examples, Options, in_parts, masked
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord, WholeExamples
@@ -304,18 +305,35 @@ def test_hidden_activations_are_those_that_the_model_computes(linears):
     torch.testing.assert_close(record.moments.covariance, torch.cov(h.T, correction=0), rtol=1e-4, atol=1e-6)
 
 
-def test_rows_of_many_tokens_are_run_in_parts_and_batches_are_held_out_whole():
+def test_rows_of_many_tokens_are_run_in_parts_where_much_is_kept_of_them():
     ids = torch.arange(24 * 90).view(24, 90)
-    batches = [({"input_ids": ids[at : at + 6], "attention_mask": ids[at : at + 6] >= 0, "flag": None}, None)
-               for at in range(0, 24, 6)] * 2  # fmt: skip
+    rows = [ids[at : at + 6] for at in range(0, 24, 6)] * 2
+    batches = [({"input_ids": part, "attention_mask": part >= 0, "flag": None}, None) for part in rows]
     examples = Examples(batches, tokens=9, apart=True)
-    read = list(examples.read(lambda: False))
-    assert [len(inputs["input_ids"]) for inputs, _ in read] == [2, 2, 2] * 7
-    assert all(inputs["attention_mask"].shape == inputs["input_ids"].shape for inputs, _ in read)
-    assert torch.equal(torch.cat([inputs["input_ids"] for inputs, _ in read[:12]]), ids)
+    assert [len(inputs["input_ids"]) for inputs, _ in examples.read(lambda: False)] == [6] * 7
+    assert [len(inputs["input_ids"]) for inputs, _ in examples.held_out] == [2] * 3
+    assert all(inputs["attention_mask"].shape == (2, 90) for inputs, _ in examples.held_out)
     assert torch.equal(torch.cat([inputs["input_ids"] for inputs, _ in examples.held_out]), ids[6:12])
-    whole = Examples(batches, tokens=9)
-    assert [len(inputs["input_ids"]) for inputs, _ in whole.read(lambda: False)] == [6] * 7
+    assert [len(inputs["input_ids"]) for inputs, _ in Examples([*batches], tokens=9).read(lambda: False)] == [6] * 7
+
+
+def test_batches_in_parts_have_the_statistics_of_whole_ones(monkeypatch):
+    monkeypatch.setattr(examples_module, "_AT_ONCE", 12)
+    sizes, records = {}, {}
+    for apart in (False, True):
+        model, asked, ran = make_tiny(), iter([False, False, True]), []
+        model.embed.register_forward_pre_hook(lambda module, args, ran=ran: ran.append(len(args[0])))
+        records[apart], seen = observed(model, texts(4), enough=lambda asked=asked: next(asked), apart=apart)
+        assert (seen.examples, seen.judged) == (16, 8)
+        sizes[apart] = ran
+    assert sizes == {False: [4] * 4, True: [2] * 4 + [4] * 2}
+    for name, whole in records[False].items():
+        parts = records[True][name]
+        torch.testing.assert_close(parts.moments.covariance, whole.moments.covariance, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            parts.metric.value(12, parts.home), whole.metric.value(12, whole.home), rtol=1e-4, atol=1e-6
+        )
+        assert torch.equal(parts.sample.vectors, whole.sample.vectors)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +343,11 @@ def test_rows_of_many_tokens_are_run_in_parts_and_batches_are_held_out_whole():
         torch.randint(0, 9, (3, 300, 300)),  # pictures
         (torch.randint(0, 9, (8, 100)), torch.randn(100, 8)),  # what is not by row
         torch.randint(0, 9, (1, 300)),
-        torch.randint(0, 9, (64, 4)),
+        torch.randint(0, 9, (48, 4)),
     ],
 )
 def test_other_batches_are_run_whole(inputs):
-    (only,) = Examples([(inputs, None)], apart=True).read(lambda: False)
+    (only,) = in_parts((inputs, None))
     assert all(one is other for one, other in zip(tree_leaves(only[0]), tree_leaves(inputs), strict=True))
 
 

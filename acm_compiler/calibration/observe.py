@@ -95,7 +95,7 @@ def observe(
 def _in_turn(
     examples: Iterable[Example], taps: _Taps, enough: Callable[[], bool], *, apart: bool
 ) -> Iterator[tuple[Example, bool]]:
-    """What is run at once, and True where forward alone."""
+    """Batches or parts that are run at once, and True with those that are run forward alone."""
     for example in examples:
         alone = taps.forward_alone or enough()
         yield from ((part, alone) for part in (in_parts(example) if apart and not alone else [example]))

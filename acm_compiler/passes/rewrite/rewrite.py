@@ -151,7 +151,7 @@ def copied(model: nn.Module, *, lent: bool = False) -> nn.Module:
 
 
 def _copies(model: nn.Module, *, lent: bool) -> dict[int, Any]:
-    """What becomes of the model's parameters in a `deepcopy` that does not copy them by itself: copies in files while
+    """Parameters that a `deepcopy` of the model is to take in place of copies of its own: copies in files while
     offloading, or what they are where that is lent.
     """
     plain = [(parameter, parameter.data) for parameter in model.parameters() if type(parameter) is nn.Parameter]

@@ -115,8 +115,9 @@ def calibrate_on(
     owner, wanted = found.owner, shares_of(found.owner, options.budgets)
     for site in owner.plan.sites:
         check_closed_form(site)
-    by_one = any(site.layout is not None and site.layout.batch_axis is None for site in owner.plan.sites)
-    examples = Examples(_single(batches) if by_one else batches, tokens=options.tokens)
+    axes = [0 if site.layout is None else site.layout.batch_axis for site in owner.plan.sites]
+    apart = all(axis == 0 and site.layout is not None for axis, site in zip(axes, owner.plan.sites, strict=True))
+    examples = Examples(_single(batches) if None in axes else batches, tokens=options.tokens, apart=apart)
     with (
         torch.inference_mode(False),
         no_autocast(),

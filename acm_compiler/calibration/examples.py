@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from acm_compiler.acm.precision import Precision
 from acm_compiler.calibration.answer import Answer, default_answer, shapes_of
@@ -22,6 +24,8 @@ from acm_compiler.sources.inputs import Inputs, split_inputs
 MaskOf = Callable[[Any], Tensor | None]
 # one batch of so many is kept for measuring; more tokens than _MEASURED tell little more about shares
 _HELD_OUT, _MEASURED = 6, 4096
+# tokens that are run at once on a CPU, which gains nothing from more
+_AT_ONCE = 192
 # batches that serve for both where there are too few to hold one out
 _SHARED = 2
 
@@ -29,11 +33,12 @@ _SHARED = 2
 class Examples:
     """Batches as (inputs, mask) pairs; a sixth is held out of the fit, or less where that were more than 4,096 tokens.
 
-    tokens: how many will be read; 0 holds none out.
+    tokens: how many will be read; 0 holds none out. apart: the model treats every row of a batch alone, so batches may
+    be run in parts, as those held out are.
     """
 
-    def __init__(self, batches: Iterable[Example], *, tokens: int = 0) -> None:
-        self._batches, self._every = batches, held_out_every(tokens) if tokens else 0
+    def __init__(self, batches: Iterable[Example], *, tokens: int = 0, apart: bool = False) -> None:
+        self._batches, self._every, self.apart = batches, held_out_every(tokens) if tokens else 0, apart
         self.fitted: list[Example] = []
         self._held_out: list[Example] = []
 
@@ -42,7 +47,7 @@ class Examples:
         for place, (inputs, mask) in enumerate(self._batches, start=1):
             example = (_plain(inputs), None if mask is None else _plain(mask))
             if self._every and place % self._every == 0:
-                self._held_out.append(example)
+                self._held_out += in_parts(example) if self.apart else [example]
                 continue
             self.fitted.append(example)
             yield example
@@ -55,6 +60,23 @@ class Examples:
     def held_out(self) -> list[Example]:
         """Batches for measuring; the first ones of the fit where there are too few to hold any out."""
         return self._held_out or self.fitted[:_SHARED]
+
+
+def in_parts(example: Example) -> list[Example]:
+    """The rows of token numbers [B, S] in batches of at most 192 tokens, padding counted; other batches are whole.
+
+    What a model of a large vocabulary gives for a thousand tokens, and what its gradients keep, takes gigabytes.
+    """
+    inputs, mask = example
+    leaves = [leaf for leaf in tree_leaves((inputs, mask)) if isinstance(leaf, Tensor)]
+    shape = next((leaf.shape for leaf in leaves if leaf.dim() == 2 and not leaf.is_floating_point()), None)
+    if shape is None or any(leaf.shape[:2] != shape or leaf.device.type != "cpu" for leaf in leaves):
+        return [example]
+    rows = max(1, _AT_ONCE // max(1, shape[1]))
+    cuts = [slice(at, at + rows) for at in range(0, shape[0], rows)]
+    if len(cuts) <= 1:
+        return [example]
+    return [tree_map_only(Tensor, operator.itemgetter(cut), example) for cut in cuts]
 
 
 def held_out_every(tokens: int) -> int:

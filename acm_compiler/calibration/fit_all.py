@@ -25,6 +25,7 @@ from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import fitted_learners, make_like
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.passes.rewrite.offload import let_go, trim
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
@@ -144,6 +145,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         projections=options.projections,
         enough=lambda: with_gradients is not None and seen_all(with_gradients),
         fast=options.precision == "bf16",
+        apart=examples.apart,
     )
     for record in records.values():
         record.join()
@@ -181,12 +183,16 @@ def _fit_group(
         for site in [site for unit in neighbours for site in unit]:
             judged.pop(site.name), slices.pop(site.name, None)
         candidates += with_gates(learners, options, like=like)
+        let_go(candidates)
+        trim()
         progress.advance(parts[-1][-1].site.name, to=progress.done + sum(map(len, parts)))
     inputs.clear()
     chosen = choose_forms(candidates)
     candidates.clear()
     for learned in [part for unit in chosen for part in unit]:
         yield _fitted(learned, seen, like=like[learned.site.name])
+        let_go(learned)
+        trim()
 
 
 def _judge(records: Sequence[SiteRecord], *, inputs: Mapping[str, Tensor], elsewhere: float) -> dict[str, Judged]:

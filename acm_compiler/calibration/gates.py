@@ -16,7 +16,7 @@ from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import choose_k, utilities
 from acm_compiler.calibration.answer import Answer, answers, answers_with, energy, mask_in, run
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.passes.rewrite.offload import device_of
+from acm_compiler.passes.rewrite.offload import device_of, trim
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -243,6 +243,8 @@ def _try(
                 trial.examples += len(usage.real_shares)
                 trial.shares += float(usage.real_shares.sum())
                 trial.damage += energy([g - w for g, w in zip(given, wanted, strict=True)], mask_BS)
+                del given  # before the next forward
+    trim()
     return max((int((k_BS != PADDING).sum()) for k_BS in usage.k.values()), default=0)
 
 

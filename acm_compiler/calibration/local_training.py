@@ -42,8 +42,7 @@ def train_locally(weights: Weights, judged: Judged, x_TD: Tensor, *, steps: int,
     judged: the dense MLP that they imitate, its neurons in their order, and the metric.
     """
     own = torch.arange(len(x_TD), device=x_TD.device) % _HELD_OUT != 0
-    x_TD = x_TD.to(weights.w_in.dtype)
-    shown_TD, judge_TD = x_TD[own], x_TD[~own]
+    shown_TD, judge_TD = x_TD[own], x_TD[~own].to(weights.w_in.dtype)
     if not len(shown_TD) or not steps:
         return weights
     before_C = mean_damages(weights, judged, judge_TD)
@@ -63,8 +62,9 @@ def mean_damages(weights: Weights, judged: Judged, x_TD: Tensor) -> Tensor:
 
 
 def _train(weights: Weights, judged: Judged, x_TD: Tensor, weight_C: Tensor, *, steps: int, seed: int) -> Weights:
-    root_RO = judged.root.T.to(x_TD)
-    wanted_TR = torch.cat([_through(judged.dense, part_TD, root_RO) for part_TD in x_TD.split(_BLOCK)])
+    root_RO = judged.root.T.to(weights.w_in)
+    dtype = root_RO.dtype
+    wanted_TR = torch.cat([_through(judged.dense, part_TD.to(dtype), root_RO) for part_TD in x_TD.split(_BLOCK)])
     student = replace(weights, **{name: t.clone().requires_grad_() for name, t in _trained(weights).items()})
     parts = list(_trained(student).values())
     rates = [_RATE * float(tensor.detach().square().mean().sqrt()) for tensor in parts]
@@ -75,17 +75,17 @@ def _train(weights: Weights, judged: Judged, x_TD: Tensor, weight_C: Tensor, *, 
     )
     generator, fast = torch.Generator().manual_seed(seed), is_fast_in_bfloat16(x_TD.device)
     k_T = weights.learners - torch.arange(_BATCH, device=x_TD.device) * weights.learners // _BATCH
-    width, weight_T = weights.w_in.shape[1], weight_C.to(x_TD)[k_T]
+    width, weight_T = weights.w_in.shape[1], weight_C.to(root_RO)[k_T]
     runs_TR = torch.arange(width * weights.learners, device=x_TD.device) < width * k_T[:, None]
-    runs_TR = runs_TR.to(torch.bfloat16 if fast else x_TD.dtype)
+    runs_TR = runs_TR.to(torch.bfloat16 if fast else dtype)
     for step in range(steps):
         pace = min(1.0, (step + 1) / _WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * pace
         rows = torch.randint(len(x_TD), (_BATCH,), generator=generator).to(x_TD.device)
         with torch.autocast(x_TD.device.type, torch.bfloat16, enabled=fast):
-            y_TR = _prefixes(student, x_TD[rows], k_T, runs_TR, root_RO)
-        d_TR = y_TR.to(x_TD.dtype) - wanted_TR[rows]
+            y_TR = _prefixes(student, x_TD[rows].to(dtype), k_T, runs_TR, root_RO)
+        d_TR = y_TR.to(dtype) - wanted_TR[rows]
         optimizer.zero_grad()
         (d_TR.square().sum(1) * weight_T).mean().backward()
         optimizer.step()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.precision import float64_device, to_float64
-from acm_compiler.passes.rewrite.offload import kept
+from acm_compiler.passes.rewrite.offload import kept, let_go
 from acm_compiler.runtime import ranks
 
 _BLOCK = 4096
@@ -149,6 +149,7 @@ class Reservoir:
             slots = call.slots.to(self._vectors.device)
             self._vectors[slots] = call.vectors
             self._weights[slots] = 0.0 if call.weights is None else call.weights
+        let_go(self._vectors)
         self._pending.clear()
 
     def _make_room(self, like: Tensor) -> None:
@@ -200,7 +201,7 @@ class _Call:
         self.weights = more if self.weights is None else self.weights + more
 
 
-_TINY = torch.finfo(torch.float64).tiny
+_TINY, _ROUNDING = torch.finfo(torch.float64).tiny, 1e-7
 # rows of a symmetric product that are computed at once, from the diagonal on
 _ROWS = 256
 
@@ -226,6 +227,7 @@ class SymmetricSum:
             self.replace(torch.zeros(features, features, dtype=torch.float64, device=home))
         for first, block in zip(range(0, features, _ROWS), self._blocks, strict=True):
             block += (a_TF[:, first : first + _ROWS].T @ b_TF[:, first:]).to(block.device)
+            let_go(block)
 
     def value(self, features: int, home: torch.device) -> Tensor:
         """The sum; zeros, on `home`, where nothing was added."""
@@ -253,9 +255,6 @@ class SymmetricSum:
     def replace(self, value_FF: Tensor) -> None:
         """Become this symmetric matrix."""
         self._blocks = [kept(value_FF[at : at + _ROWS, at:].clone()) for at in range(0, len(value_FF), _ROWS)]
-
-
-_ROUNDING = 1e-7
 
 
 def mean_diagonal(c_FF: Tensor) -> Tensor:

@@ -18,10 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import FastLinears, exactly, no_autocast
 from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, random_directions, run
+from acm_compiler.calibration.examples import in_parts
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights, dense_regions_run
+from acm_compiler.passes.rewrite.offload import trim
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.sources.inputs import ForwardEnded
@@ -54,20 +56,22 @@ def observe(
     projections: int = 1,
     enough: Callable[[], bool] = lambda: False,
     fast: bool = False,
+    apart: bool = False,
 ) -> Seen:
     """Run the unmodified model on every example and let `records` (by site name) see their sites.
 
     Gradients are those of so many random `projections` of the output, one after the other, each over the root of their
     number: squares of gradients, summed up, expect what those of one would, with less noise. Once `enough()` is true
     before a batch, it and the rest are run forward alone, for the moments, and no further than to the last site if
-    every batch before called the sites as often as the plan says. `fast` multiplies linear layers in bfloat16.
+    every batch before called the sites as often as the plan says. `fast` multiplies linear layers in bfloat16. `apart`
+    runs batches with gradients in parts, see `in_parts`.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.
     """
     seen = Seen()
     with _tapped(found.acms, records) as taps, _differentiable(found):
-        for example in examples:
-            taps.begin(mask_in(found.model, example), first=seen.examples, forward_alone=taps.forward_alone or enough())
+        for example, alone in _in_turn(examples, taps, enough, apart=apart):
+            taps.begin(mask_in(found.model, example), first=seen.examples, forward_alone=alone)
             grads = torch.set_grad_enabled(not taps.forward_alone)
             with batch_context(found.model, mask=example[1]), grads, suppress(ForwardEnded):
                 with FastLinears() if fast else nullcontext():
@@ -83,8 +87,18 @@ def observe(
                     del outputs, draw
             for record in records.values():
                 record.settle()
+            trim()
             seen.examples += taps.examples
     return seen
+
+
+def _in_turn(
+    examples: Iterable[Example], taps: _Taps, enough: Callable[[], bool], *, apart: bool
+) -> Iterator[tuple[Example, bool]]:
+    """Batches or parts that are run at once, and True with those that are run forward alone."""
+    for example in examples:
+        alone = taps.forward_alone or enough()
+        yield from ((part, alone) for part in (in_parts(example) if apart and not alone else [example]))
 
 
 def _differentiate_all(

@@ -14,7 +14,7 @@ from acm_compiler.evaluation.advice import Advice, advise
 from acm_compiler.files import dump
 from acm_compiler.passes.find.skips import kept_dense
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.passes.rewrite.rewrite import rewrite
+from acm_compiler.passes.rewrite.rewrite import rewrite, rewrite_beside
 from acm_compiler.passes.survey import Findings, analyze
 from acm_compiler.planning.check_schedule import check_schedule
 from acm_compiler.planning.plan import Plan
@@ -24,6 +24,7 @@ from acm_compiler.progress import Say
 from acm_compiler.recipe import expand_paths
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import ModelConfig
+from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
 from acm_compiler.recipe.tasks import PythonTask, fitting_classes, refuse_other_head
 from acm_compiler.runtime.budgets import refuse_unreachable
@@ -138,10 +139,17 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     say(str(made))
     for name in check_recipe(recipe, built.model, made):
         built.model.get_parameter(name).requires_grad_(False)
-    model = rewrite(built.model, made, offload=recipe.run.offload)
+    apart = rewrite if _changes_weights(recipe) else rewrite_beside
+    model = apart(built.model, made, offload=recipe.run.offload)
     conversion(model).default_budget = recipe.budgets.train
     dump("30_rewritten.txt", lambda: str(model))
     return built.model, model
+
+
+def _changes_weights(recipe: Recipe) -> bool:
+    """True where a run may write to weights beside the ACMs, or share them out."""
+    trained = any(isinstance(phase, FinetunePhase) and phase.update == "all" for phase in recipe.schedule)
+    return trained or recipe.run.quantize is not None or bool(recipe.run.sharded)
 
 
 def check_recipe(recipe: Recipe, model: nn.Module, made: Plan) -> list[str]:

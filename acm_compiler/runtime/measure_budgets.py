@@ -17,6 +17,7 @@ from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
 from acm_compiler.errors import DataError
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
+from acm_compiler.passes.rewrite.offload import trim
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.progress import Progress
 from acm_compiler.runtime import ranks
@@ -182,6 +183,7 @@ class _Search:
         with batch_context(model, mask=mask), recorded(self.found) as usage, watched, stopped:
             call_model(model, inputs)
             before.append(sum(map(len, calls.values())))
+        trim()
         turning = []
         for name, parts in calls.items():
             knobs_Rn = torch.cat(parts, dim=1)[usage.k[name][::every] != PADDING]

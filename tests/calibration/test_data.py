@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.acm import precision
+from acm_compiler.calibration import examples as examples_module
 from acm_compiler.calibration.answer import (
     answers,
     default_answer,
@@ -15,7 +17,7 @@ from acm_compiler.calibration.answer import (
     run,
 )
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
-from acm_compiler.calibration.examples import Examples, Options, masked
+from acm_compiler.calibration.examples import Examples, Options, in_parts, masked
 from acm_compiler.calibration.moments import Moments, Reservoir, SecondMoment
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord, WholeExamples
@@ -301,6 +303,52 @@ def test_hidden_activations_are_those_that_the_model_computes(linears):
     h = torch.cat([original.inner[:2](original.norm(x)).flatten(0, 1) for x in data]).double()
     torch.testing.assert_close(record.moments.mean, h.mean(0), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(record.moments.covariance, torch.cov(h.T, correction=0), rtol=1e-4, atol=1e-6)
+
+
+def test_rows_of_many_tokens_are_run_in_parts_where_much_is_kept_of_them():
+    ids = torch.arange(24 * 90).view(24, 90)
+    rows = [ids[at : at + 6] for at in range(0, 24, 6)] * 2
+    batches = [({"input_ids": part, "attention_mask": part >= 0, "flag": None}, None) for part in rows]
+    examples = Examples(batches, tokens=9, apart=True)
+    assert [len(inputs["input_ids"]) for inputs, _ in examples.read(lambda: False)] == [6] * 7
+    assert [len(inputs["input_ids"]) for inputs, _ in examples.held_out] == [2] * 3
+    assert all(inputs["attention_mask"].shape == (2, 90) for inputs, _ in examples.held_out)
+    assert torch.equal(torch.cat([inputs["input_ids"] for inputs, _ in examples.held_out]), ids[6:12])
+    assert [len(inputs["input_ids"]) for inputs, _ in Examples([*batches], tokens=9).read(lambda: False)] == [6] * 7
+
+
+def test_batches_in_parts_have_the_statistics_of_whole_ones(monkeypatch):
+    monkeypatch.setattr(examples_module, "_AT_ONCE", 12)
+    sizes, records = {}, {}
+    for apart in (False, True):
+        model, asked, ran = make_tiny(), iter([False, False, True]), []
+        model.embed.register_forward_pre_hook(lambda module, args, ran=ran: ran.append(len(args[0])))
+        records[apart], seen = observed(model, texts(4), enough=lambda asked=asked: next(asked), apart=apart)
+        assert (seen.examples, seen.judged) == (16, 8)
+        sizes[apart] = ran
+    assert sizes == {False: [4] * 4, True: [2] * 4 + [4] * 2}
+    for name, whole in records[False].items():
+        parts = records[True][name]
+        torch.testing.assert_close(parts.moments.covariance, whole.moments.covariance, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            parts.metric.value(12, parts.home), whole.metric.value(12, whole.home), rtol=1e-4, atol=1e-6
+        )
+        assert torch.equal(parts.sample.vectors, whole.sample.vectors)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.randn(64, 100),  # features
+        torch.randint(0, 9, (3, 300, 300)),  # pictures
+        (torch.randint(0, 9, (8, 100)), torch.randn(100, 8)),  # what is not by row
+        torch.randint(0, 9, (1, 300)),
+        torch.randint(0, 9, (48, 4)),
+    ],
+)
+def test_other_batches_are_run_whole(inputs):
+    (only,) = in_parts((inputs, None))
+    assert all(one is other for one, other in zip(tree_leaves(only[0]), tree_leaves(inputs), strict=True))
 
 
 def test_gradients_stop_at_the_tokens_asked_for():

@@ -27,7 +27,7 @@ from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
 from acm_compiler.runs import recipe_run, run_recipe
 from acm_compiler.runs.folder import RunOptions
-from acm_compiler.runs.pipeline import plan_recipe
+from acm_compiler.runs.pipeline import convert, plan_recipe
 from acm_compiler.runs.run_recipe import RecipeRun
 from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.machine import open_machine
@@ -170,6 +170,20 @@ def test_a_run_that_offloads_leaves_the_same_weights_and_no_other_file(folder, m
     for other in others:
         assert plain.keys() == other.keys() and all(torch.equal(plain[name], other[name]) for name in plain)
     assert os.listdir(folder / "large") == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lent"),
+    [("{phase: distill, steps: 1, batch: 4}", True), ("{phase: finetune, steps: 1, batch: 4}", False)],
+)
+def test_weights_that_no_phase_changes_are_in_memory_once(schedule, lent, folder):
+    recipe = expand_paths(load_recipe(str(folder / "folder.yaml"), [f"schedule=[{schedule}]"]))
+    dense, model = convert(recipe, lambda line: None)
+    kept = {name: parameter for name, parameter in model.named_parameters() if name in dict(dense.named_parameters())}
+    assert kept
+    for name, parameter in kept.items():
+        assert parameter is not dense.get_parameter(name)
+        assert (parameter.data_ptr() == dense.get_parameter(name).data_ptr()) == lent
 
 
 @pytest.mark.filterwarnings("ignore:too few tokens")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,9 +37,15 @@ _SMALL = 2**16
 # attribute of a storage in host memory that is computed with elsewhere: the device
 _STREAMED_TO = "acm_compiler_streamed_to"
 _HOST = torch.device("cpu")
-# glibc: from this size on, memory that is freed goes back to the system at once, and never stays between small parts; a
-# gigabyte of that is left by a hundred tensors of 8 MB. 32 MiB is where its own adaptation ends.
-_THRESHOLD, _GIVEN_BACK, _ADAPTED = -3, 2**17, 2**25
+# glibc (mallopt): from a size on, memory that is freed goes back to the system at once, and never stays between small
+# parts; a gigabyte of that is left by a hundred tensors of 8 MB. What is smaller, as activations of a batch are, comes
+# from memory that is held, as the system takes its time to give a page. 32 MiB is where glibc's own adaptation ends.
+_THRESHOLD, _HELD = -3, -1
+_GIVEN_BACK, _ADAPTED, _AT_MOST = 2**22, 2**25, 2**26
+# Linux's MADV_DONTNEED: pages of a shared file leave the process, and the file keeps what was written to them
+_UNMAPPED = 4
+# attribute of a storage whose file was made here: others may be mapped so that what is written to them is in no file
+_OWN_FILE = "acm_compiler_own_file"
 _Kept = TypeVar("_Kept")
 
 
@@ -67,8 +74,10 @@ def offloading(to: str | os.PathLike[str] | None) -> Iterator[None]:
         tempfile.TemporaryFile(dir=folder).close()
     set_allocator = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
     set_allocator(_THRESHOLD, _GIVEN_BACK)
+    set_allocator(_HELD, _AT_MOST)
     try:
         with placing(partial(_in_file, folder=folder)):
+            trim()
             yield
     finally:
         set_allocator(_THRESHOLD, _ADAPTED)
@@ -153,10 +162,32 @@ def _copied(tensor: Tensor, folder: str) -> Tensor:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size_bytes)  # a full disk is an error here, and a crash later
         storage = torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=size_bytes)
+    setattr(storage, _OWN_FILE, True)
     # the same order in memory: products take other paths for another one, and round otherwise
     stride = torch.empty_like(tensor, device="meta").stride()
     copied = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, stride)  # type: ignore[arg-type]
-    return copied.copy_(tensor.detach())
+    copied.copy_(tensor.detach())
+    let_go(copied)
+    return copied
+
+
+def let_go(value: Any) -> None:
+    """Give back the memory of tensors that `kept` put into files: they have it again as they are used."""
+    if _MOVE.get() is not None and sys.platform.startswith("linux"):
+        _kept(value, _unmapped, {})
+
+
+def trim() -> None:
+    """Give what was freed back to the system, while offloading."""
+    if _MOVE.get() is not None:
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+
+
+def _unmapped(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    if hasattr(storage, _OWN_FILE):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), _UNMAPPED)
+    return tensor
 
 
 def working_device(model: nn.Module) -> torch.device:

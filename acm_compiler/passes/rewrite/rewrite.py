@@ -73,18 +73,32 @@ def rewrite(
     Raises PlanMismatch for another model, AlreadyRewritten, NothingToConvert for a plan without sites, StorageError for
     a folder that cannot be written, and UsageError for inference tensors that `inplace` would keep.
     """
-    check_convertible(model, plan)
-    warn_of_class(plan, model)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UsageError(
-            f"this {type(model).__name__} has no weights: it is on meta", fix="load its weights, then rewrite it"
-        )
+    _check_live(model, plan)
     if inplace:
         refuse_inference_tensors(model)
     with offloading(None if offload == "cpu" else offload):
         model = model if inplace else copied(model)
         convert(model, plan)
     return model
+
+
+def rewrite_beside(model: nn.Module, plan: Plan, *, offload: str | os.PathLike[str] | None = None) -> nn.Module:
+    """`rewrite` for two models of which nobody changes a weight that the other has: the copy's lie where they lay."""
+    _check_live(model, plan)
+    with torch.inference_mode(False), offloading(None if offload == "cpu" else offload):
+        beside = copied(model, lent=True)
+        convert(beside, plan)
+    return beside
+
+
+def _check_live(model: nn.Module, plan: Plan) -> None:
+    """`check_convertible`, and UsageError for a model without weights."""
+    check_convertible(model, plan)
+    warn_of_class(plan, model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError(
+            f"this {type(model).__name__} has no weights: it is on meta", fix="load its weights, then rewrite it"
+        )
 
 
 def check_convertible(model: nn.Module, plan: Plan, *, resized: bool = False) -> None:
@@ -118,8 +132,8 @@ def check_convertible(model: nn.Module, plan: Plan, *, resized: bool = False) ->
         _check_modules(seen, plan)
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy of `model`; UsageError when it cannot be copied."""
+def copied(model: nn.Module, *, lent: bool = False) -> nn.Module:
+    """A deep copy of `model`, but for the memory of its parameters if that is `lent`; UsageError when it cannot be."""
     for path, module in model.named_modules():
         rebuilt = type(module).__setstate__ is not nn.Module.__setstate__  # as compiled modules are
         if _encloses_module(vars(module).get("forward")) and not rebuilt:
@@ -130,7 +144,7 @@ def copied(model: nn.Module) -> nn.Module:
                 fix="pass inplace=True to change the model itself",
             )
     try:
-        return copy.deepcopy(model, _copies(model))
+        return copy.deepcopy(model, _copies(model, lent=lent))
     except (RuntimeError, TypeError, pickle.PickleError) as error:
         raise UsageError(
             f"this {type(model).__name__} cannot be copied",
@@ -139,11 +153,13 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _copies(model: nn.Module) -> dict[int, Any]:
-    """Copies in files of the model's parameters, for `deepcopy`; none but while offloading."""
+def _copies(model: nn.Module, *, lent: bool) -> dict[int, Any]:
+    """Parameters that a `deepcopy` of the model is to take in place of copies of its own: copies in files while
+    offloading, or what they are where that is lent.
+    """
     plain = [(parameter, parameter.data) for parameter in model.parameters() if type(parameter) is nn.Parameter]
-    files = ((parameter, data, file_copy(data)) for parameter, data in plain)
-    return {id(p): nn.Parameter(file, p.requires_grad) for p, data, file in files if file is not data}
+    there = ((parameter, data, data if lent else file_copy(data)) for parameter, data in plain)
+    return {id(p): nn.Parameter(own, p.requires_grad) for p, data, own in there if lent or own is not data}
 
 
 def _encloses_module(forward: Any) -> bool:

@@ -23,7 +23,7 @@ from acm_compiler.sources.inputs import Inputs, call_model
 
 STEPS = 64
 """Equal steps of the quantiles that are kept."""
-_DRAWN = 2**20  # values of a kind that a site's quantiles are taken of, at most
+_DRAWN = 2**18  # values of a kind that a site's quantiles are taken of, at most
 
 
 def measure_sparsity(model: nn.Module, batches: Iterable[Inputs], *, tokens: int = 2_048) -> None:

@@ -1,4 +1,7 @@
-"""Weights in host memory, computed with on another device: meta stands for it, or a GPU, or the CPU itself."""
+"""Tensors in files, and weights in host memory, computed with elsewhere: meta stands for that, a GPU, or the CPU."""
+
+import re
+import sys
 
 import pytest
 import torch
@@ -6,7 +9,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from acm_compiler.passes.rewrite import offload
-from acm_compiler.passes.rewrite.offload import device_of, hosted, kept, streamed_to, working_device
+from acm_compiler.passes.rewrite.offload import (
+    device_of,
+    hosted,
+    kept,
+    let_go,
+    offloading,
+    streamed_to,
+    working_device,
+)
 from acm_compiler.passes.rewrite.offload import streaming as streamed
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -22,6 +33,29 @@ def every_tensor(monkeypatch):
 def on_meta(monkeypatch):
     """Compute on a device without values, which says where each result is."""
     monkeypatch.setattr(offload, "working_device", lambda model: META)
+
+
+def resident_kb(tensor) -> int:
+    """Memory of this process that the mapping of a tensor takes."""
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                here = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+            elif here and line.startswith("Rss:"):
+                return int(line.split()[1])
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the system decides")
+def test_a_tensor_in_a_file_takes_memory_only_where_it_is_used(tmp_path):
+    with offloading(tmp_path):
+        tensor = kept(torch.arange(2**18))
+        assert resident_kb(tensor) == 0
+        tensor[:8] += 1
+        assert tensor.sum() == 2**17 * (2**18 - 1) + 8 and resident_kb(tensor) == 2048
+        let_go([tensor, torch.zeros(4)])
+        assert resident_kb(tensor) == 0
+        assert torch.equal(tensor[:9], torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 8]))
 
 
 def test_operators_run_on_the_working_device_and_leave_weights_where_they_are(on_meta):

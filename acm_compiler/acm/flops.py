@@ -1,4 +1,4 @@
-"""FLOPs of `acm::learners` and `acm::gate` for torch's FlopCounterMode: those of the learners that tokens really run.
+"""FLOPs of this package's operators for torch's FlopCounterMode: of learners those that tokens really run.
 
 The one border where MACs become FLOPs (1 MAC = 2 FLOPs). Where k is not known (fake tensors), all N learners count.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
 from acm_compiler.acm.arguments import GatedArguments, LearnerWeights, part
 from acm_compiler.acm.gated_learners import GATED, gate_call, tokens_of
@@ -17,7 +17,7 @@ from acm_compiler.acm.gradients.operators import LEARNERS_BACKWARD, RELAXED, REL
 from acm_compiler.acm.gradients.sorted_tokens import chosen, pays
 from acm_compiler.acm.ops import GATE, LEARNERS
 from acm_compiler.acm.reference import Weights
-from acm_compiler.acm.steps import STEPS, read_program
+from acm_compiler.acm.steps import ATTENTION, STEPS, read_program
 
 
 def learners_macs(x: Tensor, k: Tensor, *tensors: Any, form: str) -> int:
@@ -111,3 +111,9 @@ def steps_flops(tensors, program, out_val=None) -> int:
 
     read_program(program).run(tensors, gated)
     return sum(counts)
+
+
+@register_flop_formula(ATTENTION)
+def attention_flops(q_shape, k_shape, v_shape, *, scale, causal, out_shape=None) -> int:
+    """FLOPs of an attention, as torch counts its own: both products, the masked half of a causal one, too."""
+    return sdpa_flop_count(q_shape, k_shape, v_shape)

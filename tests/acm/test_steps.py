@@ -9,7 +9,7 @@ from acm_compiler.acm import flops as _counted  # noqa: F401
 from acm_compiler.acm import ops
 from acm_compiler.acm.arguments import GatedArguments
 from acm_compiler.acm.gated_learners import GATED
-from acm_compiler.acm.steps import STEPS, Program, Step, gated_options, read_program
+from acm_compiler.acm.steps import ATTENTION, STEPS, Program, Step, gated_options, read_program
 from tests.helpers.build import acm_for, planned_site
 
 RESIDUAL = GatedArguments._fields.index("residual")
@@ -104,3 +104,10 @@ def test_flops_are_those_of_the_acms_among_the_steps():
             run()
         totals.append(counter.get_flop_counts()["Global"])
     assert totals[0][STEPS] == totals[1][GATED] > 0
+
+
+def test_flops_of_an_attention_are_those_of_both_its_products():
+    q, k, v = torch.randn(3, 2, 4, 9, 8).unbind()
+    with FlopCounterMode(display=False) as counter:
+        ATTENTION(q, k, v, scale=0.3, causal=True)
+    assert counter.get_total_flops() == 2 * 2 * (2 * 4 * 9 * 9 * 8)

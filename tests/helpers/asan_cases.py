@@ -15,7 +15,7 @@ from acm_compiler.acm import ops
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.sparse import SPARSE, SparseArguments
-from acm_compiler.acm.steps import STEPS, Program, Step, gated_options
+from acm_compiler.acm.steps import ATTENTION, STEPS, Program, Step, gated_options
 from acm_compiler.errors import UsageError
 from tests.acm.test_reference import FORMS, OUT, D, N, weights_of
 
@@ -77,6 +77,20 @@ def run_steps(*tensors: torch.Tensor, program: str) -> torch.Tensor:
         raise UsageError(str(error)) from error
 
 
+def attention_call(dtype: torch.dtype = torch.float32, tokens: int = T):
+    """Positional and keyword arguments of `run_attention`: heads that need no padding, and some that do."""
+    depth = 32 if tokens % 3 else 20
+    return list(torch.randn(3, 2, tokens, 3, depth).to(dtype).unbind()), {"scale": 0.2, "causal": tokens % 2 == 0}
+
+
+def run_attention(*tensors: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    """`acm::attention` of rows [B, T, heads, depth]; UsageError for what it, or torch in its place, refuses."""
+    try:
+        return ATTENTION(*(tensor.transpose(1, 2) for tensor in tensors), scale=scale, causal=causal)
+    except RuntimeError as error:
+        raise UsageError(str(error)) from error
+
+
 def main(library: str) -> None:
     """Draw calls whose operands are cut, grown or of another type, and call; a refusal is as good as an answer."""
     from hypothesis import given, settings
@@ -84,7 +98,7 @@ def main(library: str) -> None:
 
     makers = (
         *((ops.LEARNERS, learners_call), (ops.GATE, gate_call), (GATED, gated_call), (SPARSE, sparse_call)),
-        (run_steps, steps_call),
+        *((run_steps, steps_call), (run_attention, attention_call)),
     )
     torch.ops.load_library(library)
     ctypes.CDLL(library).acm_take_over()
@@ -95,7 +109,7 @@ def main(library: str) -> None:
         op, make = draw(st.sampled_from(makers))
         dtype = draw(st.sampled_from((torch.float32, torch.bfloat16)))
         forms = [form for form in FORMS if make is not sparse_call or form not in ("rows", "cols")]
-        kind = () if make is gate_call else (draw(st.sampled_from(forms)),)
+        kind = () if make in (gate_call, attention_call) else (draw(st.sampled_from(forms)),)
         args, kwargs = make(*kind, dtype, draw(st.integers(0, 40)))
         tensors = list(args)
         for _ in range(draw(st.integers(0, 2))):

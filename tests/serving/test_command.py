@@ -67,7 +67,7 @@ def test_a_port_that_is_taken_is_refused(images):
         (("--slo", "fast"), "--slo must be a time"),
         (("--max-wait", "2"), "a number and its unit"),
         (("--max-body", "much"), "--max-body must be a size"),
-        (("--budgets", "1:.25"), "above the highest"),
+        (("--budgets", "1:.25"), "must be at most the highest"),
         (("--budgets", "a:b"), "cannot be read"),
         (("--max-loss", "0.01"), "acmc eval DIR"),
         (("--device", "abacus"), "no such device"),

@@ -6,11 +6,11 @@ that users ask for.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,25 +19,18 @@ from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration.answer import Answer, answers_with, mask_in, relative_change
 from acm_compiler.calibration.damage import Judged, evened, token_errors
 from acm_compiler.calibration.examples import Options
 from acm_compiler.calibration.fit_learners import fit_learners, resolve_site
 from acm_compiler.calibration.gates import fit_gates
 from acm_compiler.calibration.local_training import can_be_trained, train_locally
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.calibration.slices import Fit, fit_slices
-from acm_compiler.passes.rewrite.build_acm import fitted_learners
-from acm_compiler.passes.rewrite.conversion import Rewritten
+from acm_compiler.calibration.slices import Fit
 from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.runtime import ranks
-from acm_compiler.runtime.measure_budgets import Example
 
-_LOG = logging.getLogger(__name__)
-# relative error of the model's answer, by floating type
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # tokens of each site by which forms are compared
 _TOKENS = 2048
 
@@ -99,44 +92,6 @@ def sharing(groups: Iterable[Sequence[PlannedSite]], inputs: Mapping[str, Tensor
     return together
 
 
-def fit_pairs(
-    found: Rewritten,
-    pairs: Sequence[Sequence[SiteRecord]],
-    judged: Mapping[str, Judged],
-    examples: Sequence[Example],
-    options: Options,
-) -> dict[str, Fit]:
-    """Slices for the sites of these pairs, by name, without the pairs whose change of basis the model refutes."""
-    fits = [kept(fit_slices(first, second, judged)) for first, second in pairs]
-    hold = _prove(found, fits, examples[0], answer=options.answer) if fits else []
-    return {part.site.name: part for fit, holds in zip(fits, hold, strict=True) if holds for part in fit}
-
-
-def _prove(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
-    """Prove each pair: True if it leaves the output as it is; the others are named in the log.
-
-    All pairs run all their slices in one forward. Only where that moves the output is every pair tried alone.
-    """
-    acms = found.acms
-    tolerances = [_TOLERANCE[acms[pair[0].site.name].learners.w_in.dtype] for pair in pairs]
-    learners = [
-        {p.site.name: fitted_learners(p.site, p.weights, like=acms[p.site.name].learners.w_in) for p in pair}
-        for pair in pairs
-    ]
-    mask_BS = mask_in(found.model, example)
-    wanted = answers_with(found, {}, example, answer)
-    everywhere = {name: module for pair in learners for name, module in pair.items()}
-    if relative_change(wanted, answers_with(found, everywhere, example, answer), mask_BS) <= min(tolerances):
-        return [True] * len(pairs)
-    hold = []
-    for pair, tolerance in zip(learners, tolerances, strict=True):
-        error = relative_change(wanted, answers_with(found, pair, example, answer), mask_BS)
-        hold.append(error <= tolerance)
-        if not hold[-1]:
-            _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", " and ".join(pair), error)
-    return hold
-
-
 def learn(
     records: Sequence[SiteRecord], judged: Mapping[str, Judged], slices: Mapping[str, Fit], options: Options
 ) -> list[list[Candidate]]:
@@ -185,17 +140,16 @@ def with_gates(
     like: by site, a tensor of the type and device that its gate will have.
     """
     every = [part for forms in candidates for unit in forms for part in unit]
-    gates = [[_new_gate(part.site, like[part.site.name]) for _ in range(2)] for part in every]
-    readers = defaultdict[int, list[int]](list)
-    for place, part in enumerate(every):
-        readers[id(part.x_TD)].append(place)
-    for places in readers.values():
-        targets = [damage_TC for place in places for damage_TC in (every[place].damage_TC, every[place].evened_TC)]
-        students, x_TD = [gate for place in places for gate in gates[place]], every[places[0]].x_TD
-        fit_gates(students, x_TD, targets, steps=options.gate_steps, seed=options.seed)
-    ranks.from_first([gate for both in gates for gate in both])
-    learned = (_with_gates(part, *both) for part, both in zip(every, gates, strict=True))
-    return [[[next(learned) for _ in unit] for unit in forms] for forms in candidates]
+    gates = {id(part): [_new_gate(part.site, like[part.site.name]) for _ in range(2)] for part in every}
+    readers = defaultdict[int, list[Candidate]](list)
+    for part in every:
+        readers[id(part.x_TD)].append(part)
+    for parts in readers.values():
+        students = [gate for part in parts for gate in gates[id(part)]]
+        targets = [damage_TC for part in parts for damage_TC in (part.damage_TC, part.evened_TC)]
+        fit_gates(students, parts[0].x_TD, targets, steps=options.gate_steps, seed=options.seed)
+    ranks.from_first([gate for both in gates.values() for gate in both])
+    return [[[_learned(part, *gates[id(part)]) for part in unit] for unit in forms] for forms in candidates]
 
 
 def _new_gate(site: PlannedSite, like: Tensor) -> Gate:
@@ -204,12 +158,13 @@ def _new_gate(site: PlannedSite, like: Tensor) -> Gate:
 
 
 @torch.no_grad()
-def _with_gates(part: Candidate, gate: Gate, evened_gate: Gate) -> Learned:
+def _learned(part: Candidate, gate: Gate, evened_gate: Gate) -> Learned:
     known = {field.name: getattr(part, field.name) for field in fields(Candidate)}
     expected_TC = np.exp(gate(part.x_TD[:_TOKENS]).float().cpu().numpy().astype(np.float64))
     return Learned(**known, gate=gate, evened_gate=evened_gate, expected_TC=expected_TC)
 
 
+# budgets that forms are judged at; halvings of the logarithm of a price; how often prices and forms follow each other
 _BUDGETS, _HALVINGS, _ROUNDS = (0.35, 0.45, 0.6, 0.75), 24, 2
 
 
@@ -236,8 +191,31 @@ class _Part:
             tokens=part.tokens,
         )
 
+    def macs(self, k: float) -> float:
+        """MACs of all tokens that run `k` learners each on average."""
+        return self.tokens * self.learner * k
 
-_Form = list[_Part]
+    def run(self, price: float) -> tuple[float, float]:
+        """Damage and MACs where every token runs the k that its gate chooses at this price of a MAC."""
+        c_T = (self.expected_TC + self.k_C * (price * self.learner)).argmin(1)
+        damage = self.tokens * float(self.damage_TC[np.arange(len(c_T)), c_T].mean())
+        return damage, self.macs(float(self.k_C[c_T].mean()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A unit in one of its forms, and what its sites cost."""
+
+    unit: Unit
+    parts: list[_Part]
+
+    def run(self, price: float) -> tuple[float, float]:
+        """Damage and MACs of the unit at this price of a MAC."""
+        damage = macs = 0.0
+        for part in self.parts:
+            own_damage, own_macs = part.run(price)
+            damage, macs = damage + own_damage, macs + own_macs
+        return damage, macs
 
 
 def choose_forms(candidates: Sequence[Sequence[Unit]]) -> list[Unit]:
@@ -247,24 +225,25 @@ def choose_forms(candidates: Sequence[Sequence[Unit]]) -> list[Unit]:
     damage of the whole at that price. (The best k of every token, which no gate knows, would favour forms that harm a
     few tokens much.)
     """
-    if all(len(options) == 1 for options in candidates):
-        return [options[0] for options in candidates]
-    forms = [[[_Part.of(part) for part in unit] for unit in options] for options in candidates]
-    now = [options[0] for options in forms]
-    least = _share(now, math.inf)
+    if all(len(offered) == 1 for offered in candidates):
+        return [offered[0] for offered in candidates]
+    forms = [[_Form(unit, [_Part.of(part) for part in unit]) for unit in offered] for offered in candidates]
+    chosen = [offered[0] for offered in forms]
+    parts = [part for form in chosen for part in form.parts]
+    least = sum(part.macs(int(part.k_C[0])) for part in parts) / _full(chosen)
     budgets = [budget for budget in _BUDGETS if budget > least] or _BUDGETS[-1:]
     for _ in range(_ROUNDS):
-        prices = [_price(now, budget) for budget in budgets]
-        wholes = [max(sum(_run(form, price)[0] for form in now), 1e-300) for price in prices]
-        paid = [[sum(_paid(form, p) / w for p, w in zip(prices, wholes, strict=True)) for form in o] for o in forms]
-        chosen = [sums.index(min(sums)) for sums in paid]
-        now = [options[place] for options, place in zip(forms, chosen, strict=True)]
-    return [options[place] for options, place in zip(candidates, chosen, strict=True)]
+        prices = [_price(chosen, budget) for budget in budgets]
+        wholes = [max(sum(form.run(price)[0] for form in chosen), 1e-300) for price in prices]
+        paid = partial(_paid, prices=prices, wholes=wholes)
+        chosen = [min(offered, key=paid) for offered in forms]
+    return [form.unit for form in chosen]
 
 
-def _paid(form: _Form, price: float) -> float:
-    damage, macs = _run(form, price)
-    return damage + price * macs
+def _paid(form: _Form, *, prices: Sequence[float], wholes: Sequence[float]) -> float:
+    """Damage plus price times MACs, each over the damage of the `wholes` at that price, summed over prices."""
+    runs = [form.run(price) for price in prices]
+    return sum((damage + p * macs) / whole for p, whole, (damage, macs) in zip(prices, wholes, runs, strict=True))
 
 
 def _price(forms: Sequence[_Form], budget: float) -> float:
@@ -272,24 +251,11 @@ def _price(forms: Sequence[_Form], budget: float) -> float:
     low, high = -100.0, 100.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _share(forms, math.exp(middle)) > budget else (low, middle)
+        share = sum(form.run(math.exp(middle))[1] for form in forms) / _full(forms)
+        low, high = (middle, high) if share > budget else (low, middle)
     return math.exp((low + high) / 2)
 
 
-def _share(forms: Sequence[_Form], price: float) -> float:
-    """The share of their MACs that all units together spend at this price; at an infinite one, all k_min."""
-    parts = [part for form in forms for part in form]
-    full = sum(part.tokens * part.learner * int(part.k_C[-1]) for part in parts)
-    if math.isinf(price):
-        return sum(part.tokens * part.learner * int(part.k_C[0]) for part in parts) / full
-    return sum(_run(form, price)[1] for form in forms) / full
-
-
-def _run(form: _Form, price: float) -> tuple[float, float]:
-    """Damage and MACs of a unit where every token runs the k that its gate chooses at this price of a MAC."""
-    damage = macs = 0.0
-    for part in form:
-        c_T = (part.expected_TC + part.k_C * (price * part.learner)).argmin(1)
-        damage += part.tokens * float(part.damage_TC[np.arange(len(c_T)), c_T].mean())
-        macs += part.tokens * part.learner * float(part.k_C[c_T].mean())
-    return damage, macs
+def _full(forms: Sequence[_Form]) -> float:
+    """MACs of all units with all learners."""
+    return sum(part.macs(int(part.k_C[-1])) for form in forms for part in form.parts)

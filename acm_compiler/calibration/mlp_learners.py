@@ -16,10 +16,17 @@ from torch import Tensor
 from acm_compiler.calibration.moments import mean_diagonal, solve
 from acm_compiler.planning.decisions import SecondLayer
 
-# in a matrix shared by all k, each counts by its least error to the power of -_EVEN; where that is no more than such a
-# part of the error without learners it is as good as none
+# part of the mean variance of a neuron that is added to each: neurons that say the same leave nothing to divide by
+RIDGE = 1e-4
+# tokens for every neuron that are enough for a refit, and how many are imagined for one that is missing to that
+_PLENTY, _IMAGINED = 10, 0.2
+# in a matrix shared by all k, an error counts by its least value to the power of -_EVEN; least values far below _FLOOR,
+# a part of the error without learners, are as good as none
 _EVEN, _FLOOR = 0.5, 1e-3
-_PLENTY, _IMAGINED = 10, 0.2  # tokens for every neuron; how many are imagined for one that is missing to that
+# neurons picked in one block, and among how many
+_PICKS, _CANDIDATES = 16, 48
+# the greedy order takes about F^3 multiply-adds; beyond this width on this kind of device it is not worth the wait
+_WIDEST = {"cpu": 8192, "cuda": 32768}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +67,25 @@ def fit_second_layer(
     refitted. Each k has the bias that makes its mean output right. Where N * H < F neurons were dropped, N is refitted
     like any other k.
     """
-    fit = _Fit(hidden, order_K, learners, width)
-    prefixes = {
-        "shared": fit.shared,
-        "shared_top": fit.shared_with_top,
-        "per_k": fit.per_k,
-        "original": lambda: [fit.dense_KO[: fit.neurons(k)] for k in range(1, learners + 1)],
-    }[kind]()
-    b_out = torch.stack([hidden.mean_output, *(fit.bias(v_KO) for v_KO in prefixes)])
-    if fit.complete and kind != "shared":
-        b_out[learners] = hidden.b_O
+    fit = _NormalEquations(hidden, order_K, learners, width)
+    w_top = None
     if kind == "per_k":
-        w_out = torch.stack([fit.padded(v_KO) for v_KO in prefixes]).unflatten(-1, (learners, width))
-        return SecondLayerFit(w_out=w_out, b_out=b_out, w_top=None)
-    top = kind == "shared_top"
-    nested = fit.nested_below_top(prefixes) if top else prefixes[-1]
-    w_out = fit.padded(nested).unflatten(-1, (learners, width))
-    return SecondLayerFit(w_out=w_out, b_out=b_out, w_top=fit.padded(prefixes[-1]) if top else None)
+        prefixes = [fit.own(k) for k in range(1, learners + 1)]
+        w_out = torch.stack([fit.padded(v_SO) for v_SO in prefixes])
+    else:
+        has_top = kind == "shared_top"
+        v_SO = fit.dense_KO if kind == "original" else fit.shared(learners - 1 if has_top else learners)
+        prefixes = [v_SO[: fit.neurons(k)] for k in range(1, learners + 1)]
+        # below the top nothing runs the last learner: its columns there are the dense ones
+        w_out = fit.padded(torch.cat([v_SO, fit.dense_KO[len(v_SO) :]]))
+        if has_top:
+            prefixes[-1] = fit.own(learners)
+            w_top = fit.padded(prefixes[-1])
+    b_out = torch.stack([hidden.mean_output, *(fit.bias(v_SO) for v_SO in prefixes)])
+    if fit.complete and kind != "shared":
+        # the dense layer at the top, bit for bit
+        b_out[learners] = hidden.b_O
+    return SecondLayerFit(w_out=w_out.unflatten(-1, (learners, width)), b_out=b_out, w_top=w_top)
 
 
 def refit_ridge(hidden: Hidden) -> Tensor:
@@ -97,8 +106,11 @@ def weight_of_k(errors_N: Tensor) -> Tensor:
     return (errors_N.clamp_min(0) + _FLOOR) ** -_EVEN
 
 
-class _Fit:
-    """The normal equations of one MLP in the order of its learners."""
+class _NormalEquations:
+    """The normal equations of one MLP in the order of its learners, and their solutions.
+
+    S: the kept neurons of the first learners. A solution holds the rows V of its neurons, [S, O] or [K, O].
+    """
 
     def __init__(self, hidden: Hidden, order_K: Tensor, learners: int, width: int) -> None:
         self.hidden, self.learners, self.width = hidden, learners, width
@@ -121,26 +133,7 @@ class _Fit:
         """Number of kept neurons in k learners."""
         return min(k * self.width, len(self.order))
 
-    def shared(self) -> list[Tensor]:
-        """The prefixes of one matrix."""
-        v_KO = self._minimiser(self.learners)
-        return [v_KO[: self.neurons(k)] for k in range(1, self.learners + 1)]
-
-    def shared_with_top(self) -> list[Tensor]:
-        """The prefixes of one matrix below N, and N's own."""
-        v_KO = self._minimiser(self.learners - 1)
-        return [*(v_KO[: self.neurons(k)] for k in range(1, self.learners)), self._own(self.learners)]
-
-    def nested_below_top(self, prefixes: list[Tensor]) -> Tensor:
-        """One matrix [K, O] from its prefixes below N; the columns that only N has are the dense ones."""
-        below = prefixes[-2] if len(prefixes) > 1 else self.dense_KO[:0]
-        return torch.cat([below, self.dense_KO[len(below) :]])
-
-    def per_k(self) -> list[Tensor]:
-        """A matrix for every k."""
-        return [self._own(k) for k in range(1, self.learners + 1)]
-
-    def _own(self, k: int) -> Tensor:
+    def own(self, k: int) -> Tensor:
         """The best matrix for the first k learners alone, ridged towards the dense columns."""
         s = self.neurons(k)
         if s == len(self.hidden.c_FF):
@@ -149,22 +142,23 @@ class _Fit:
         a_SS = self.c_KK[:s, :s] + torch.diag(ridge_S)
         return solve(a_SS, self.cross_KO[:s] + ridge_S[:, None] * self.dense_KO[:s])
 
-    def least_errors(self, learners: int) -> Tensor:
+    def _least_errors(self, learners: int) -> Tensor:
         """E|y - V_k h_k|^2 of each k's own matrix, up to `learners`, as parts of the error of the mean output."""
         total = (self.hidden.w_OF @ self.hidden.c_FF * self.hidden.w_OF).sum()
         errors = []
-        for v_SO in map(self._own, range(1, learners + 1)):
+        for v_SO in map(self.own, range(1, learners + 1)):
             s = len(v_SO)
             errors.append(total + (v_SO * (self.c_KK[:s, :s] @ v_SO - 2 * self.cross_KO[:s])).sum())
         return torch.stack(errors) / total.clamp_min(torch.finfo(total.dtype).tiny) if errors else total.new_zeros(0)
 
-    def _minimiser(self, learners: int) -> Tensor:
-        """argmin over V of sum_k w_k (|y - V_k h_k|^2 + ridge |V_k - W_k|^2), V_k the first k learners' part of V.
+    def shared(self, learners: int) -> Tensor:
+        """One matrix for every k up to `learners`.
 
-        Its normal equations weigh block (n, m) of C by omega_max(n, m), omega_n = sum of w_k over k > n.
+        It is the argmin over V of sum_k w_k (|y - V_k h_k|^2 + ridge |V_k - W_k|^2), V_k the first k learners' part of
+        V. Its normal equations weigh block (n, m) of C by omega_max(n, m), omega_n = sum of w_k over k > n.
         """
         s = self.neurons(learners)
-        weight_N = weight_of_k(self.least_errors(learners))
+        weight_N = weight_of_k(self._least_errors(learners))
         omega_N = weight_N.flip(0).cumsum(0).flip(0)
         learner_S = torch.arange(s, device=self.c_KK.device) // self.width
         omega_S = omega_N[learner_S]
@@ -182,12 +176,6 @@ class _Fit:
         w = v_SO.new_zeros(v_SO.shape[1], self.learners * self.width)
         w[:, : len(v_SO)] = v_SO.T
         return w
-
-
-RIDGE = 1e-4
-_PICKS, _CANDIDATES = 16, 48
-# the greedy order takes about F^3 multiply-adds; beyond this width on this kind of device it is not worth the wait
-_WIDEST = {"cpu": 8192, "cuda": 32768}
 
 
 def neuron_order(c_FF: Tensor, w_OF: Tensor, count: int) -> Tensor:
@@ -223,8 +211,8 @@ def greedy_order(c_FF: Tensor, w_OF: Tensor, count: int) -> Tensor:
 class _Selection:
     """Covariances that are left once the picked neurons explain what they can.
 
-    Of the covariance of the neurons only the diagonal is kept up to date, and rows of those that were nearly picked;
-    other rows follow from a growing Cholesky factor when they are asked for.
+    Of the covariance of the neurons only the diagonal is kept up to date, and the rows of the last block's candidates,
+    which are likely to be candidates again; other rows follow from a growing Cholesky factor when they are asked for.
     """
 
     def __init__(self, c_FF: Tensor, w_OF: Tensor, ridge: Tensor, count: int) -> None:
@@ -234,7 +222,9 @@ class _Selection:
         self.cross_FO = c_FF @ w_OF.T
         self.factor_PF = c_FF.new_empty(count, len(c_FF))
         self.free_F = torch.ones(len(c_FF), dtype=torch.bool, device=c_FF.device)
-        self.place_F, self.last_MF = torch.full((len(c_FF),), -1, device=c_FF.device), c_FF[:0]
+        # rows that are up to date, and the place of every neuron's among them, -1 for none
+        self.recent_MF = c_FF[:0]
+        self.place_F = torch.full((len(c_FF),), -1, device=c_FF.device)
 
     @property
     def picked(self) -> int:
@@ -259,7 +249,7 @@ class _Selection:
         self.cross_FO.addmm_(block_PF.T, explained_PO, alpha=-1)
         self.free_F[picks] = False
         self.order += picks.tolist()
-        self.last_MF = rows_MF.addmm_(block_PF[:, candidates].T, block_PF, alpha=-1)
+        self.recent_MF = rows_MF.addmm_(block_PF[:, candidates].T, block_PF, alpha=-1)
         self.place_F.fill_(-1)[candidates] = torch.arange(len(candidates), device=candidates.device)
 
     def _rows(self, neurons: Tensor) -> Tensor:
@@ -271,7 +261,7 @@ class _Selection:
         new_MF[torch.arange(len(new), device=new.device), new] += self.ridge
         rows_MF = self.c_FF.new_empty(len(neurons), len(self.c_FF))
         rows_MF[is_new_M] = new_MF.addmm_(known_PF[:, new].T, known_PF, alpha=-1)
-        rows_MF[~is_new_M] = self.last_MF[place_M[~is_new_M]]
+        rows_MF[~is_new_M] = self.recent_MF[place_M[~is_new_M]]
         return rows_MF
 
 

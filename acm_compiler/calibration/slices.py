@@ -10,7 +10,8 @@ one head of k (or v), they share one basis.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +19,21 @@ from torch import Tensor
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
+from acm_compiler.calibration.answer import Answer, answers_with, mask_in, relative_change
 from acm_compiler.calibration.damage import Judged
+from acm_compiler.calibration.examples import Options
 from acm_compiler.calibration.moments import square_factors
 from acm_compiler.calibration.records import SiteRecord
+from acm_compiler.passes.rewrite.build_acm import fitted_learners
+from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.runtime.measure_budgets import Example
+
+_LOG = logging.getLogger(__name__)
+# relative error of the model's answer, by floating type
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +49,44 @@ def sliced_site(site: PlannedSite) -> PlannedSite:
     """`site` as it will be with slices for learners."""
     features = site.d_in if site.role == "o" else site.d_out
     return dataclasses.replace(site, form="slices", width=features // site.learners, state="learners")
+
+
+def fit_pairs(
+    found: Rewritten,
+    pairs: Sequence[Sequence[SiteRecord]],
+    judged: Mapping[str, Judged],
+    examples: Sequence[Example],
+    options: Options,
+) -> dict[str, Fit]:
+    """Slices for the sites of these pairs, by name, without the pairs whose change of basis the model refutes."""
+    fits = [kept(fit_slices(first, second, judged)) for first, second in pairs]
+    hold = _prove(found, fits, examples[0], answer=options.answer) if fits else []
+    return {part.site.name: part for fit, holds in zip(fits, hold, strict=True) if holds for part in fit}
+
+
+def _prove(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *, answer: Answer) -> list[bool]:
+    """Prove each pair: True if it leaves the output as it is; the others are named in the log.
+
+    All pairs run all their slices in one forward. Only where that moves the output is every pair tried alone.
+    """
+    acms = found.acms
+    tolerances = [_TOLERANCE[acms[pair[0].site.name].learners.w_in.dtype] for pair in pairs]
+    learners = [
+        {p.site.name: fitted_learners(p.site, p.weights, like=acms[p.site.name].learners.w_in) for p in pair}
+        for pair in pairs
+    ]
+    mask_BS = mask_in(found.model, example)
+    wanted = answers_with(found, {}, example, answer)
+    everywhere = {name: module for pair in learners for name, module in pair.items()}
+    if relative_change(wanted, answers_with(found, everywhere, example, answer), mask_BS) <= min(tolerances):
+        return [True] * len(pairs)
+    hold = []
+    for pair, tolerance in zip(learners, tolerances, strict=True):
+        error = relative_change(wanted, answers_with(found, pair, example, answer), mask_BS)
+        hold.append(error <= tolerance)
+        if not hold[-1]:
+            _LOG.info("%s: not sliced, a change of basis moves the model's answer by %.1e", " and ".join(pair), error)
+    return hold
 
 
 @torch.no_grad()

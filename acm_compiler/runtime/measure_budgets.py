@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.acm import ACM, tokens
-from acm_compiler.acm.context import observed
 from acm_compiler.errors import DataError
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
-from acm_compiler.passes.rewrite.offload import trim
-from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.progress import Progress
-from acm_compiler.runtime import ranks
-from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import NEAR
 from acm_compiler.runtime.control import refuse_unfitted
-from acm_compiler.runtime.expected_share import (
-    STRONGEST_KNOB,
-    Part,
-    Probe,
-    Whole,
-    corners,
-    expected_between,
-    quantiles,
-    refuse_broken,
-    turning_knobs,
-)
-from acm_compiler.runtime.usage import PADDING, recorded
-from acm_compiler.sources.inputs import ForwardEnded, Inputs, call_model, in_mode
+from acm_compiler.runtime.expected_share import Probe, corners, expected_between
+from acm_compiler.runtime.trials import Trials
+from acm_compiler.sources.inputs import Inputs, in_mode
 
 _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names: those that are asked for most are met best
@@ -48,12 +31,8 @@ _JUMP = 0.02
 # budgets between two measured rows are reached by what both expect of them, in straight pieces that miss it by _CLOSE,
 # if they differ by no more than _APART at any knob; else by one straight line that is expected to miss by no more
 _APART, _CLOSE = 0.008, 0.004
-# so many knobs, the strongest and the weakest, are tried on all batches; the digits of a share that are no rounding
-_WHOLE, _DIGITS = 2, 12
 # a search ends after so many probes; the first keeps this far from its neighbours, each later one four times as far
 _STEPS, _MARGIN = 14, 1e-4
-# tokens of each site, in whole examples, whose scores say where to look next
-_SCORED = 4096
 
 Example = tuple[Inputs, Tensor | None]
 
@@ -86,9 +65,10 @@ def fill_table(
     if not (examples := list(batches)):
         raise DataError("batches must hold at least one example, got none", fix="a generator can be read only once")
     progress = progress or Progress("budgets", shown=False)
-    search = _Search(found, examples, k_lo)
+    trials = Trials(found, examples, k_lo)
     with undisturbed(found):
-        least, most = search.probe(STRONGEST_KNOB), search.probe(-STRONGEST_KNOB)
+        search = _Search(trials)
+        most, least = (row.share for row in search.rows())
         exactly = dict.fromkeys(budgets, NEAR) | {least + NEAR: NEAR / 2}
         # those in the middle first: each is looked for between the ones before it
         wanted = sorted((dict.fromkeys(GRID, _NEAR) | exactly).items(), key=lambda row: (-row[1], abs(row[0] - 0.5)))
@@ -100,7 +80,7 @@ def fill_table(
         search.fill()
         jumps = search.jumps()
     rule = next(iter(found.acms.values())).gate.rule
-    table = BudgetTable(rule=rule, points=search.points(), examples=search.count, jumps=jumps)
+    table = BudgetTable(rule=rule, points=search.points(), examples=trials.count, jumps=jumps)
     if jumps:
         _LOG.info("shares that no setting reaches follow %s", ", ".join(f"{share:.3f}" for share in jumps))
     found.owner.table = table
@@ -108,91 +88,17 @@ def fill_table(
 
 
 class _Search:
-    """Probes of one model, each a knob and the share of learner MACs that it reaches; the share falls with the knob."""
+    """The rows of one table; the share falls with the knob.
 
-    def __init__(self, found: Rewritten, examples: list[Example], k_lo: int) -> None:
-        self.found, self.examples, self.k_lo = found, examples, k_lo
-        self.device = next(iter(found.acms.values())).k_lo.device
-        self.least = found.plan.cost.least_share(k_lo)
-        self.probes: dict[float, Probe] = {}
+    probes: rows that forwards ran, by knob. expected: shares of knobs between them that none ran. missed: targets that
+    no probe came near.
+    """
+
+    def __init__(self, trials: Trials) -> None:
+        self.trials = trials
+        self.probes = {probe.knob: probe for probe in trials.extremes()}
         self.expected: dict[float, float] = {}
         self.missed: list[float] = []
-        self.calls = defaultdict[int, list[int]](list)
-        self.whole: Whole | None = None
-        self.count = self.tokens = 0
-
-    def probe(self, knob: float) -> float:
-        """The share reached with `knob`: the mean over examples of their shares, padding left out."""
-        if knob not in self.probes:
-            for acm in self.found.acms.values():
-                acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
-            expected = {} if self.whole is None else self.whole.expected(knob)
-            parts = self._measured(expected)
-            knobs = quantiles(chain.from_iterable(part.turning for part in parts.values()))
-            turning = ranks.averaged(knobs, self.device).numpy()
-            share = self._share(parts, expected)
-            self.probes[knob] = Probe(knob=knob, share=share, turning=turning, least=self.least)
-            if len(self.probes) == _WHOLE:
-                self.whole = Whole(parts, knob, self.least)
-                self.count = sum(len(part.shares) for part in parts.values())
-            _LOG.debug("knob %+.3f: budget %.3f, %d batches", knob, share, len(parts))
-        return self.probes[knob].share
-
-    def _measured(self, expected: Mapping[int, float]) -> dict[int, Part]:
-        """Batches with the knob that is set: all, or as many as tell what all would spend."""
-        if self.whole is None:
-            return {number: self._run(number) for number in range(len(self.examples))}
-        parts: dict[int, Part] = {}
-        for number in self.whole.order:
-            parts[number] = self._run(number)
-            if self.whole.is_known_by(parts, expected):
-                break
-        return parts
-
-    def _share(self, parts: Mapping[int, Part], expected: Mapping[int, float]) -> float:
-        """The share of all batches: what is expected of them, and how those that were run differ from it."""
-        beyond = [part.shares - expected.get(number, 0.0) for number, part in parts.items()]
-        share = _mean_over_ranks(torch.cat(beyond), self.device)
-        if self.whole is not None:
-            share += _mean_over_ranks(self.whole.of_examples(expected), self.device)
-        return round(share, _DIGITS)
-
-    def _run(self, number: int) -> Part:
-        """The shares of one batch's examples, and by site the knobs at which its tokens turn.
-
-        What comes after the last call of an ACM is not run: once two forwards have made as many calls, the next end
-        there. TrainingFailed for scores that are not finite: all are looked at with the first knob, as nan and infinity
-        in data or weights show with every knob, and those of some examples afterwards.
-        """
-        inputs, mask = self.examples[number]
-        model, calls, before = self.found.model, defaultdict[str, list[Tensor]](list), self.calls[number]
-        every = max(1, self.tokens // _SCORED) if self.probes else 1
-        last = before[0] if len(before) > 1 and len(set(before)) == 1 else 0
-
-        def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
-            lowest = acm.within(self.k_lo, acm.count)[0] - acm.k_min
-            x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)[::every]
-            scores, costs = acm.gate(x_BSD.flatten(0, 1)), acm.choice_costs(x.device)
-            knobs_Tn = turning_knobs(scores[:, lowest:], costs[lowest:], acm.gate.rule)
-            calls[acm.name].append(knobs_Tn.unflatten(0, x_BSD.shape[:2]))
-            if last and sum(map(len, calls.values())) == last:
-                raise ForwardEnded
-
-        watched = observed(self.found.owner, see)
-        stopped = suppress(ForwardEnded)
-        with batch_context(model, mask=mask), recorded(self.found) as usage, watched, stopped:
-            call_model(model, inputs)
-            before.append(sum(map(len, calls.values())))
-        trim()
-        turning = []
-        for name, parts in calls.items():
-            knobs_Rn = torch.cat(parts, dim=1)[usage.k[name][::every] != PADDING]
-            refuse_broken(name, knobs_Rn, f"batch {number + 1} of {len(self.examples)} to measure budgets on")
-            turning.append((knobs_Rn.flatten(), float(macs_per_learner(self.found.plan.site(name)))))
-        if not self.probes:
-            self.tokens += max(k_BS.numel() for k_BS in usage.k.values())
-        real = max(int((k_BS != PADDING).sum()) for k_BS in usage.k.values())
-        return Part(shares=usage.real_shares, tokens=real, turning=turning)
 
     def bisect(self, target: float, within: float) -> None:
         """Add probes until one lies `within` of `target` or the steps are used up.
@@ -201,7 +107,7 @@ class _Search:
         crosses it, and next in the middle of the knobs around it.
         """
         for step in range(_STEPS):
-            rows = self._rows()
+            rows = self.rows()
             if min(abs(row.share - target) for row in rows) <= within:
                 return
             right = bisect_left([-row.share for row in rows], -target)
@@ -212,10 +118,13 @@ class _Search:
             guess = float(np.interp(-target, -shares, knobs))
             # where scores do not tell, each probe leaves more of the gap behind it
             margin = min(_MARGIN * 4**step, (high.knob - low.knob) / 2)
-            self.probe(min(max(guess, low.knob + margin), high.knob - margin))
+            knob = min(max(guess, low.knob + margin), high.knob - margin)
+            if knob not in self.probes:
+                self.probes[knob] = self.trials.at(knob)
         self.missed.append(target)
 
-    def _rows(self) -> list[Probe]:
+    def rows(self) -> list[Probe]:
+        """The probes, by rising knob."""
         return [self.probes[knob] for knob in sorted(self.probes)]
 
     def fill(self) -> None:
@@ -224,7 +133,7 @@ class _Search:
         They are read from recorded scores where these tell enough, and probed where they do not.
         """
         for _ in range(_STEPS):
-            unknown = [gap for low, high in pairwise(self._rows()) if (gap := self._fill(low, high)) is not None]
+            unknown = [gap for low, high in pairwise(self.rows()) if (gap := self._fill(low, high)) is not None]
             if not unknown:
                 return
             for target, within in unknown:
@@ -274,7 +183,7 @@ class _Search:
                 continue
             if rows and shares[knob] == rows[-1].share:
                 rows.pop()
-            rows.append(BudgetPoint(share=shares[knob], knob=knob, k_lo=self.k_lo, measured=knob in self.probes))
+            rows.append(BudgetPoint(share=shares[knob], knob=knob, k_lo=self.trials.k_lo, measured=knob in self.probes))
         return tuple(rows)
 
 
@@ -290,11 +199,3 @@ def undisturbed(found: Rewritten) -> Iterator[None]:
         owner.budget, owner.cap = budget, cap
         for acm, values in choices.items():
             acm.set_run_time(values)
-
-
-def _mean_over_ranks(shares: Tensor, device: torch.device) -> float:
-    """The mean over all processes."""
-    total = ranks.added(torch.stack([shares.sum(), shares.new_tensor(float(shares.numel()))]), device)
-    if not total[1]:
-        raise DataError("the examples to measure budgets on hold no real token", fix="give batches that are not empty")
-    return float(total[0] / total[1])

@@ -1,27 +1,20 @@
-"""Run a user's model, as the eager code that it was, and restore its state: attributes, hooks, generators, caches.
-
-Caches are tensors that a model's code keeps outside of the model: in `lru_cache`s and in globals of its files.
-"""
+"""Run a user's model and restore its state: attributes, hooks, tensors written in place, generators, caches."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import functools
-import sys
-import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from acm_compiler.data.draws import generators_restored
+from acm_compiler.passes.capture.global_caches import GlobalCaches, is_lru_cache
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.capture.op_names import written_tensors
 
@@ -79,8 +72,7 @@ class _State:
         seen = {id(module) for module in modules}
         level: list[Any] = [vars(module) for module in modules]
         for _ in range(_DEPTH):
-            found = [value for value in level if id(value) not in seen]
-            level = [inner for value in found if id(value) not in seen for inner in self._remember(value, seen)]
+            level = [part for value in level if id(value) not in seen for part in self._remember(value, seen)]
 
     def _remember(self, value: Any, seen: set[int]) -> Iterable[Any]:
         """Note how to put `value` back; its parts, which are remembered next."""
@@ -137,7 +129,7 @@ class _WriteGuard(TorchFunctionMode):
     def __init__(self, owned: Sequence[Tensor]) -> None:
         super().__init__()
         self._owned = {storage._cdata for t in owned if (storage := storage_of(t)) is not None}
-        self._storages: dict[int, tuple[Any, Any]] = {}
+        self._contents: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
         self._data: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(
@@ -152,10 +144,11 @@ class _WriteGuard(TorchFunctionMode):
             storage = storage_of(tensor)
             if storage is None or storage._cdata not in self._owned or tensor.is_meta:
                 continue
+            # `tensor.data = other` leaves the memory as it is and gives the tensor another
             if func.__name__ == "__set__":
                 self._data.append((tensor, tensor.data))
-            elif storage._cdata not in self._storages:
-                self._storages[storage._cdata] = (storage, storage.clone())
+            elif storage._cdata not in self._contents:
+                self._contents[storage._cdata] = (storage, storage.clone())
         return func(*args, **kwargs)
 
     @staticmethod
@@ -170,7 +163,7 @@ class _WriteGuard(TorchFunctionMode):
         super().__exit__(*error)
         for tensor, data in reversed(self._data):
             tensor.data = data
-        for storage, contents in self._storages.values():
+        for storage, contents in self._contents.values():
             storage.copy_(contents)
 
 
@@ -180,88 +173,3 @@ def storage_of(tensor: Tensor) -> UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-
-
-_OWN_CACHES = ("torch", "builtins", "typing", "collections", "abc")
-_MISSING = object()
-_EMPTY = CellType()
-
-
-class GlobalCaches:
-    """Values kept by the files of a model's classes, so that fake tensors can be taken out of them after a run.
-
-    A mask built once per size and kept in a module-level dict would otherwise be a fake one ever after.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        classes = {cls for module in model.modules() for cls in type(module).__mro__}
-        classes = {cls for cls in classes if cls.__module__.partition(".")[0] not in _OWN_CACHES}
-        files = {name: vars(sys.modules[name]) for cls in classes if (name := cls.__module__) in sys.modules}
-        kept = [value for space in (*files.values(), *map(vars, classes)) for value in space.values()]
-        known = [inner for value in kept for inner in (value, *enclosed(value))]
-        self._caches = [(value, value.cache_info()) for value in known if is_lru_cache(value)]
-        dicts = [*files.values(), *(value for value in kept if type(value) is dict)]
-        self._dicts = [(value, dict(value)) for value in dicts]
-        self._lists = [(value, list(value)) for value in kept if type(value) is list]
-
-    def forget_fakes(self) -> None:
-        """Empty the caches that were added to, and put back or take out what now holds a fake tensor."""
-        for cache, info in self._caches:
-            if cache.cache_info().misses != info.misses:
-                cache.cache_clear()
-        for values, before in self._dicts:
-            for key, value in list(values.items()):
-                old = before.get(key, _MISSING)
-                if value is not old and _holds_fake(value):
-                    values.pop(key) if old is _MISSING else values.update({key: old})
-        for items, former in self._lists:
-            if any(_holds_fake(item) for item in items):
-                items[:] = former
-
-
-def is_lru_cache(value: Any) -> bool:
-    """True if `value` is a function wrapped by `functools.lru_cache` or `cache`."""
-    return isinstance(value, functools._lru_cache_wrapper)
-
-
-def enclosed(function: Any) -> list[Any]:
-    """Values that a function carries along from its definition, as wrappers do."""
-    cells = getattr(function, "__closure__", None) or ()
-    return [cell.cell_contents for cell in cells if cell != _EMPTY]
-
-
-def _holds_fake(value: Any) -> bool:
-    return any(isinstance(tensor, FakeTensor) for tensor in tensors(value))
-
-
-class Eager:
-    """Turns torch.compile off while anyone holds it; its stance is one for all threads, so the last one restores it."""
-
-    def __init__(self) -> None:
-        self._lock, self._holders, self._stance = threading.Lock(), 0, contextlib.ExitStack()
-        self._forced = False
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Compiled functions run as the eager code that they were within it."""
-        with self._lock:
-            self._holders += 1
-        try:
-            self.force()
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self._forced = False
-                    self._stance.close()
-
-    def force(self) -> None:
-        """See to it while it is held, once anything is compiled: before, the import would take seconds."""
-        with self._lock:
-            if self._holders and not self._forced and "torch._dynamo" in sys.modules:
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-                self._forced = True
-
-
-EAGER = Eager()

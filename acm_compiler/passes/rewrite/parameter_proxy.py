@@ -93,31 +93,39 @@ class WeightStandIn:
         if not tensors:
             return shown[0]._viewed(func.__name__, args[1:], kwargs)
         leader = _leader(shown)
-        use = leader.source.use_of(leader.rows)
         # rows that stay dense: `x @ self.qkv[:d].t()` beside a site of the rows from d on
-        if use is None:
+        if leader.use is None:
             return func(*_real(args), **_real(kwargs))
+        return leader._called(func, tensors, leader.use)
+
+    def _called(self, func: Callable[..., Any], tensors: Sequence[Tensor], use: Use) -> Tensor:
+        """The result of a call with `tensors` that computes the first linears of a site, or its last one."""
         # a bias that the model computed: `F.linear(h, self.w2, self.scale * self.offset)`
         if func is F.linear and use.part == "last" and len(tensors) == 2:
             return use.acm(tensors[0]) + tensors[1]
         if len(tensors) != 1:
-            raise leader.source.misused(f"{func.__name__} of {len(tensors)} other tensors")
-        if len(leader.shape) == 1:
+            raise self.source.misused(f"{func.__name__} of {len(tensors)} other tensors")
+        if len(self.shape) == 1:
             # a bias added by itself, `h @ self.w2.t() + self.b2`: the ACM has added it, and to a dummy it means nothing
             return tensors[0]
         # `h @ self.w2.t()` gives the ACM's output, `F.linear(x, self.w1, self.b1)` keeps x
         if use.part == "last":
             return use.acm(tensors[0])
         if use.stash is None:
-            raise leader.source.misused(func.__name__)
+            raise self.source.misused(func.__name__)
         use.stash.value = tensors[0]
-        return dummy(tensors[0], leader.shape[leader.out_axis])
+        return dummy(tensors[0], self.shape[self.out_axis])
 
     def _viewed(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         view = _VIEWS.get(function)
         if view is None:
             raise self.source.misused(function)
         return view(self, *args, **kwargs)
+
+    @property
+    def use(self) -> Use | None:
+        """The use of the rows that it shows; None where they stay dense."""
+        return self.source.use_of(self.rows)
 
     def __getattr__(self, name: str) -> Any:
         if name in _VIEWS:
@@ -164,9 +172,7 @@ class WeightStandIn:
     def T(self) -> WeightStandIn:
         return self.flipped()
 
-    @property
-    def mT(self) -> WeightStandIn:
-        return self.flipped()
+    mT = T
 
     @property
     def dtype(self) -> torch.dtype:
@@ -202,10 +208,8 @@ def _leader(shown: Sequence[WeightStandIn]) -> WeightStandIn:
 def dense_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments with the parameters themselves in place of stand-ins; None where an ACM takes the call."""
     shown = [operand for operand in _flat((*args, *kwargs.values())) if isinstance(operand, WeightStandIn)]
-    if shown:
-        leader = _leader(shown)
-        if leader.source.use_of(leader.rows) is not None:
-            return None
+    if shown and _leader(shown).use is not None:
+        return None
     return _real(tuple(args)), _real(dict(kwargs))
 
 

@@ -1,0 +1,71 @@
+"""Caches that a model's code keeps outside of the model: `lru_cache`s, and dicts and lists of its files and classes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import CellType
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from acm_compiler.passes.capture.graph import tensors
+
+# files whose caches are none of a model's
+_NOT_SEARCHED = ("torch", "builtins", "typing", "collections", "abc")
+_MISSING = object()
+_EMPTY = CellType()
+
+
+class GlobalCaches:
+    """Values kept by the files of a model's classes, so that fake tensors can be taken out of them after a run.
+
+    A mask built once per size and kept in a module-level dict would otherwise be a fake one ever after.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        classes = {cls for module in model.modules() for cls in type(module).__mro__}
+        classes = {cls for cls in classes if cls.__module__.partition(".")[0] not in _NOT_SEARCHED}
+        files = {name: vars(sys.modules[name]) for cls in classes if (name := cls.__module__) in sys.modules}
+        kept = [value for names in (*files.values(), *map(vars, classes)) for value in names.values()]
+        # a decorator may hide a cache behind a function of its own
+        functions = [function for value in kept for function in (value, *enclosed(value))]
+        self._caches = [(function, function.cache_info()) for function in functions if is_lru_cache(function)]
+        # a file's names are a dict too: `global mask` puts a tensor there
+        dicts = [*files.values(), *(value for value in kept if type(value) is dict)]
+        self._dicts = [(value, dict(value)) for value in dicts]
+        self._lists = [(value, list(value)) for value in kept if type(value) is list]
+
+    def forget_fakes(self) -> None:
+        """Empty the caches that were added to, and put back or take out what now holds a fake tensor."""
+        for cache, info in self._caches:
+            if cache.cache_info().misses != info.misses:
+                cache.cache_clear()
+        for values, before in self._dicts:
+            for key, value in list(values.items()):
+                old = before.get(key, _MISSING)
+                if value is old or not _holds_fake(value):
+                    continue
+                if old is _MISSING:
+                    del values[key]
+                else:
+                    values[key] = old
+        for items, former in self._lists:
+            if any(_holds_fake(item) for item in items):
+                items[:] = former
+
+
+def is_lru_cache(value: Any) -> bool:
+    """True if `value` is a function wrapped by `functools.lru_cache` or `cache`."""
+    return isinstance(value, functools._lru_cache_wrapper)
+
+
+def enclosed(function: Any) -> list[Any]:
+    """Values that a function carries along from its definition, as wrappers do."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != _EMPTY]
+
+
+def _holds_fake(value: Any) -> bool:
+    return any(isinstance(tensor, FakeTensor) for tensor in tensors(value))

@@ -7,6 +7,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -22,6 +23,8 @@
 int main(int count, char** words) try {
   if (count < 5) throw std::runtime_error("expected: run_package FOLDER INPUT OUTPUT BUDGET...");
   const std::string folder = words[1];
+  // else the package does not look at shapes and types of what it is given
+  setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 0);
   // the operators of ACMs: from here on torch knows them
   if (!dlopen((folder + "/acm_operators.so").c_str(), RTLD_NOW)) throw std::runtime_error(dlerror());
   torch::inductor::AOTIModelPackageLoader model(folder + "/package.pt2");

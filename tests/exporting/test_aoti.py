@@ -176,6 +176,10 @@ def test_it_runs_in_a_cpp_program(block, folder, tmp_path):
         assert_close(found, model(x))
     failed = subprocess.run([*program, "0.1"], check=False, capture_output=True, text=True)
     assert failed.returncode == 1 and "budget must be from 0.2 to 1, got 0.1" in failed.stderr
+    torch.save(x[..., :-1].contiguous(), folder / "narrow.pt")
+    narrow = [program[0], folder, folder / "narrow.pt", program[-1], "0.7"]
+    failed = subprocess.run(narrow, check=False, capture_output=True, text=True)
+    assert failed.returncode == 1 and "unmatched dim value" in failed.stderr
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from acm_compiler.sources.inputs import Inputs, split_inputs
 MaskOf = Callable[[Any], Tensor | None]
 # one batch of so many is kept for measuring; more tokens than _MEASURED tell little more about shares
 _HELD_OUT, _MEASURED = 6, 4096
-# tokens that are run at once on a CPU, which gains nothing from more
+# tokens that are run at once on a CPU, for memory: forwards of so few take longer for each token
 _AT_ONCE = 192
 # batches that serve for both where there are too few to hold one out
 _SHARED = 2

@@ -139,8 +139,8 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     say(str(made))
     for name in check_recipe(recipe, built.model, made):
         built.model.get_parameter(name).requires_grad_(False)
-    apart = rewrite if _changes_weights(recipe) else rewrite_beside
-    model = apart(built.model, made, offload=recipe.run.offload)
+    rewrite_copy = rewrite if _changes_weights(recipe) else rewrite_beside
+    model = rewrite_copy(built.model, made, offload=recipe.run.offload)
     conversion(model).default_budget = recipe.budgets.train
     dump("30_rewritten.txt", lambda: str(model))
     return built.model, model

@@ -33,8 +33,8 @@ def _reciprocal(x, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _logit(x):
-    """The argument whose tanh is 2 Phi(x) - 1: a polynomial fitted on |x| <= 8; beyond, the clamp keeps it rising."""
+def _half_logit(x):
+    """Half the logit of Phi(x), its tanh being 2 Phi(x) - 1: fitted on |x| <= 8; beyond, the clamp keeps it rising."""
     s = tl.minimum(x * x, 64.0)
     return x * (0.7975072370084152 + s * (0.03700623506684452 + s * -0.0003516124737655334))
 
@@ -44,7 +44,7 @@ def gelu(x, SHORT: tl.constexpr, INTERPRET: tl.constexpr):
     """x * Phi(x). SHORT: off by less than 3e-5 (results in bf16); else by less than 1e-6."""
     if SHORT:
         v = 0.5 * x
-        return v * _tanh(_logit(x), INTERPRET) + v
+        return v * _tanh(_half_logit(x), INTERPRET) + v
     else:
         # Abramowitz & Stegun 7.1.28 for erfc(|x| / sqrt 2), the coefficients divided by powers of sqrt 2
         t = tl.abs(x)
@@ -118,7 +118,7 @@ def activate(x, ACT: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr)
 @triton.jit
 def _derive_gelu(x, SHORT: tl.constexpr, INTERPRET: tl.constexpr):
     """Phi(x) + x phi(x). SHORT: Phi as in `gelu`."""
-    cumulative = 0.5 * _tanh(_logit(x), INTERPRET) + 0.5 if SHORT else 0.5 + 0.5 * tl.erf(0.7071067811865476 * x)
+    cumulative = 0.5 * _tanh(_half_logit(x), INTERPRET) + 0.5 if SHORT else 0.5 + 0.5 * tl.erf(0.7071067811865476 * x)
     return cumulative + 0.3989422804014327 * x * tl.exp(-0.5 * x * x)
 
 

@@ -38,8 +38,8 @@ class Grid:
         return fewer(self._most, (blocks_in(tokens, self._rows) + self._extra) * self._columns)
 
 
-class Given:
-    """Makes of a matrix of weights what a product takes."""
+class AsOperand:
+    """Makes of a matrix of weights the operand that a product takes."""
 
     __slots__ = ("_block", "_descriptor")
 
@@ -62,7 +62,7 @@ class Layer1:
     ) -> None:
         loads = loads_of(spec, machine, None, in_order=in_order, turned=turned)
         self._row, self._d_in = spec.hidden_row, spec.d_in
-        self._given = Given(tile, loads)
+        self._as_operand = AsOperand(tile, loads)
         self._columns = spec.learners * spec.width if turned else spec.d_in
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
         self._grid = Grid(machine, tile, spec.learners * spec.width)
@@ -77,7 +77,7 @@ class Layer1:
     ) -> tuple[Any, ...]:
         """Weights of any shape as the kernel takes them."""
         both = (
-            None if matrix is None else self._given(matrix.contiguous().view(-1, self._columns))
+            None if matrix is None else self._as_operand(matrix.contiguous().view(-1, self._columns))
             for matrix in (w_in, w_up)
         )
         first, up = both
@@ -110,7 +110,7 @@ class Layer2:
         loads = loads_of(spec, machine, product, turned=turned)
         assert not (loads.a_desc and misplaced)
         self.from_x, self.product = product.from_x, product
-        self._given, self._d_in = Given(tile, loads), spec.d_in
+        self._as_operand, self._d_in = AsOperand(tile, loads), spec.d_in
         self._columns = spec.d_out if turned else reduction_of(spec, product)
         self._blocks = (tile.m, tile.k) if loads.a_desc else None
         self._grid = Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
@@ -126,7 +126,7 @@ class Layer2:
         matrix = w[self.product.weight]
         assert matrix is not None
         b_out = weights.b_out.contiguous() if self.product.bias else None
-        return self._given(matrix.contiguous().view(-1, self._columns)), b_out
+        return self._as_operand(matrix.contiguous().view(-1, self._columns)), b_out
 
     def __call__(
         self, y_TO: Tensor, a: Tensor, residual: Tensor | None, order: Order, operands: tuple[Any, ...]

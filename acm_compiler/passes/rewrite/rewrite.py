@@ -83,7 +83,7 @@ def rewrite(
 
 
 def rewrite_beside(model: nn.Module, plan: Plan, *, offload: str | os.PathLike[str] | None = None) -> nn.Module:
-    """`rewrite` for two models of which nobody changes a weight that the other has: the copy's lie where they lay."""
+    """`rewrite` of a copy that shares the memory of `model`'s weights, for callers that change none of them."""
     _check_live(model, plan)
     with torch.inference_mode(False), offloading(None if offload == "cpu" else offload):
         beside = copied(model, lent=True)

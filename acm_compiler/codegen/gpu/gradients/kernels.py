@@ -1,7 +1,7 @@
 """The kernels of the backward beside those of the forward, over tokens sorted by k; sums have a fixed order.
 
 hidden:   of a plain MLP with fixed choices: h, what reaches it before its activation, and biases, in parts
-branches: else: h and what reaches branches, of their products and what reaches h; what reaches a relaxed choice
+branches: of other learners: h and what reaches branches, of their products and dh; what reaches a relaxed choice
 weights:  dW = left.T right, over the tokens that run a weight's learner, in parts that are added up afterwards
 sums:     of rows, over the tokens of each k, in parts, too: gradients of biases
 total:    parts added up
@@ -36,8 +36,8 @@ def hidden_kernel(
 ):  # fmt: skip
     """h = act(x W_in + b_in) and `reached` = dy W_out act', both [T, ROW], in sorted order as x and dy are.
 
-    Of what tokens run; zeros behind that in the same tile. w_in [N * H, D_IN], w_out [D_OUT, N * H]. sums [row tiles,
-    N * H]: of `reached` over a tile's rows, fp32.
+    They hold what tokens run, and zeros behind that in the same tile. w_in [N * H, D_IN], w_out [D_OUT, N * H].
+    sums [row tiles, N * H]: `reached` summed over the rows of each tile, fp32.
     """
     _, _, _, _, _, _, _, tiles = find_band(0, counts, N, 1, N, H, 0, False, BM, BN)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):

@@ -33,7 +33,7 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     product_tiles,
     second_spec,
 )
-from acm_compiler.codegen.gpu.products import Given, Grid, Layer1, Layer2, by_rows, flat
+from acm_compiler.codegen.gpu.products import AsOperand, Grid, Layer1, Layer2, by_rows, flat
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, is_starting
@@ -46,8 +46,8 @@ _PLANS: dict[Hashable, BackwardPlan] = {}
 class Hidden(NamedTuple):
     """Hidden values of a first layer, in sorted order, and what reaches its branches' products, [T, hidden_row].
 
-    of_bias: gradients of its biases, where they came along; of_learners [T, N]: sums of h dh over each learner, where
-    a choice has a gradient.
+    of_bias: the gradient of its one branch's biases, where the launch gave it, too. of_learners [T, N]: sums of h dh
+    over each learner, where a choice has a gradient.
     """
 
     h: Tensor
@@ -57,12 +57,12 @@ class Hidden(NamedTuple):
 
 
 class _Fused:
-    """One launch for the first layer of a plain MLP: both products that its hidden values take, and sums of them."""
+    """The launch that gives a plain MLP's hidden values and what reaches them, and one for gradients of its biases."""
 
     def __init__(self, spec: KernelSpec, machine: Machine, tile: Tile) -> None:
         loads = of_x, of_dy = hidden_loads(spec, machine)
         self._row, self._columns, self._sizes = spec.hidden_row, spec.learners * spec.width, (spec.d_in, spec.d_out)
-        self._given = Given(tile, of_x), Given(tile, of_dy)
+        self._w_in, self._w_out = AsOperand(tile, of_x), AsOperand(tile, of_dy)
         self._blocks = tuple((tile.m, tile.k) if load.a_desc else None for load in loads)
         self._grid, self._tile_rows = Grid(machine, tile, self._columns), tile.m
         constants = hidden_constants(spec, tile, loads, interpret=INTERPRETED)
@@ -79,8 +79,8 @@ class _Fused:
             rows if block is None else blocks_of(rows, *block)
             for rows, block in zip((x, dy), self._blocks, strict=True)
         )
-        w_in = self._given[0](weights.w_in.contiguous().view(-1, self._sizes[0]))
-        w_out = self._given[1](weights.w_out.contiguous().view(-1, self._columns))
+        w_in = self._w_in(weights.w_in.contiguous().view(-1, self._sizes[0]))
+        w_out = self._w_out(weights.w_out.contiguous().view(-1, self._columns))
         operands = x_rows, w_in, flat(weights.b_in), dy_rows, w_out
         self._start(self._grid(tokens), h, reached, sums, *operands, order.counts, tokens, *self._sizes)
         of_bias = None if self._of_bias is None or sums is None else self._of_bias(sums, order, x.dtype)
@@ -147,6 +147,7 @@ class BackwardPlan:
     ) -> tuple[dict[str, Tensor], Tensor | None, Order]:
         """Gradients by name; where the choice has one, sums of h dh over each learner, [T, N] in sorted order."""
         w, order = weights, self._sort(k_T) if order is None else order
+        assert w.w_out is not None
         whole = Order(order.perm, torch.full_like(order.counts, x_TD.shape[0])) if self._every else order
         x, dy = (rows(given, whole) for rows, given in zip(self._rows, (x_TD, dy_TO), strict=True))
         h, reached, of_bias, of_learners = self._hidden(x, dy, w, whole, order)
@@ -157,9 +158,8 @@ class BackwardPlan:
             if f"w_{branch}" in wanted:
                 found[f"w_{branch}"] = self._of_first(of_branch, x, order).view_as(w.w_in)
             if f"b_{branch}" in wanted and w.b_in is not None:
-                of_bias = self._of_b_in(of_branch, order) if of_bias is None else of_bias
-                found[f"b_{branch}"], of_bias = of_bias.view_as(w.b_in), None
-        if "w_out" in wanted and w.w_out is not None:
+                found[f"b_{branch}"] = (self._of_b_in(of_branch, order) if of_bias is None else of_bias).view_as(w.b_in)
+        if "w_out" in wanted:
             found["w_out"] = self._of_second(h, dy, order).view_as(w.w_out)
         if "b_out" in wanted:
             found["b_out"] = self._of_b_out(dy_TO, order)

@@ -13,7 +13,7 @@ import typer
 from acm_compiler.cli.output import JsonOption, Output
 
 if TYPE_CHECKING:
-    from acm_compiler.codegen.gpu.ahead import Kernel
+    from acm_compiler.codegen.gpu.ahead.build import Kernel
     from acm_compiler.codegen.gpu.gate_spec import GateSpec
     from acm_compiler.codegen.gpu.spec import KernelSpec
     from acm_compiler.planning.plan import Plan
@@ -106,13 +106,13 @@ def _plan(what: Path) -> Plan:
 
 def _kernels(spec: KernelSpec, gate: GateSpec, arch: int, tokens: int) -> list[tuple[Kernel, str]]:
     """The kernels of a site, in order, with the dtype of their operands."""
-    from acm_compiler.codegen.gpu.ahead import gate_kernels_of, kernels_of
+    from acm_compiler.codegen.gpu.ahead.forward import gate_kernels_of, kernels_of
 
     return [(kernel, spec.dtype) for kernel in (*gate_kernels_of(gate, arch, tokens), *kernels_of(spec, arch, tokens))]
 
 
 def _row(kernel: Kernel, dtype: str, arch: int, *, provenance: str, build: bool) -> dict[str, Any]:
-    from acm_compiler.codegen.gpu.ahead import build as compile_kernel
+    from acm_compiler.codegen.gpu.ahead.build import build as compile_kernel
 
     built = asdict(compile_kernel(kernel, dtype, arch)) if build else None
     row: dict[str, Any] = {

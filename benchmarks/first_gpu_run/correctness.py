@@ -20,6 +20,7 @@ from acm_compiler.acm.reference import Norm, normalised, run_learners, utilities
 from acm_compiler.codegen.compare import TOLERANCE, relative_errors
 from acm_compiler.codegen.gpu.gate_plan import run_gate
 from acm_compiler.codegen.gpu.launch import run
+from acm_compiler.codegen.gpu.stages import Machine
 from benchmarks.first_gpu_run.contenders import (
     MLPS,
     PROJECTIONS,
@@ -32,7 +33,7 @@ from benchmarks.first_gpu_run.contenders import (
 )
 from benchmarks.first_gpu_run.device import Device
 from benchmarks.first_gpu_run.parts import Row
-from tests.helpers.kernel_cases import FORMS, inputs_of
+from tests.helpers.kernel_cases import FORMS, WIDE, inputs_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 REPEATS = 200
@@ -42,12 +43,21 @@ CHOOSING = {"cost": 0.6, "k_min": 0, "rule": "logits"}
 def forms(device: Device) -> Iterator[Row]:
     """Every form and type of learners, few tokens and sorted ones, against float64."""
     some = device.some(DTYPES), (7, 300)[: None if device.is_cuda else 1], device.some(FORMS)
-    for name, tokens, case in device.mine(product(*some)):
+    cases = [(*case, device.machine) for case in product(*some)]
+    if device.machine.turns:  # one program has tiles enough for both groups of warps
+        cases += [(*case, one_processor(device)) for case in product(("bf16", "fp16"), (1, 300, 3000), WIDE)]
+    for name, tokens, case, machine in device.mine(cases):
         inputs = inputs_of(replace(case, tokens=tokens, dtype=DTYPES[name]), device.kind)
-        y = run(inputs.x, inputs.k, inputs.weights, residual=inputs.residual, machine=device.machine)
+        y = run(inputs.x, inputs.k, inputs.weights, residual=inputs.residual, machine=machine)
         errors = relative_errors(y.cpu(), inputs.expected)
         fine = max(errors) <= TOLERANCE[DTYPES[name]]
-        yield {"case": str(case), "dtype": name, "tokens": tokens, **errors._asdict(), "fine": fine}
+        facts = {"case": str(case), "dtype": name, "tokens": tokens, "processors": machine.processors}
+        yield {**facts, **errors._asdict(), "fine": fine}
+
+
+def one_processor(device: Device) -> Machine:
+    """The device, as if it had one multiprocessor: calls of any size fill it."""
+    return replace(device.machine, processors=1)
 
 
 def not_a_number(device: Device) -> Iterator[Row]:

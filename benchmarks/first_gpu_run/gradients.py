@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from acm_compiler.acm.reference import relaxed_output
 from acm_compiler.codegen.compare import TOLERANCE
 from acm_compiler.codegen.gpu.gradients.launch import run_backward
-from benchmarks.first_gpu_run.correctness import DTYPES
+from benchmarks.first_gpu_run.correctness import DTYPES, one_processor
 from benchmarks.first_gpu_run.device import Device
 from benchmarks.first_gpu_run.parts import Row
-from tests.helpers.kernel_cases import Case, inputs_of, to
+from tests.helpers.kernel_cases import WIDE, Case, inputs_of, to
 
 REPEATS = 50
 CASES = (
@@ -31,7 +31,10 @@ CASES = (
 def exact(device: Device) -> Iterator[Row]:
     """Largest relative norm of the difference of a gradient from float64's, over x, nu and weights."""
     tokens = (1, 300, 5000) if device.is_cuda else (40,)
-    for name, count, case in device.mine(product(device.some(DTYPES), tokens, device.some(CASES))):
+    cases = [(*case, device.machine) for case in product(device.some(DTYPES), tokens, device.some(CASES))]
+    if device.machine.turns:
+        cases += [(*case, one_processor(device)) for case in product(("bf16", "fp16"), (1, 300, 3000), WIDE)]
+    for name, count, case, machine in device.mine(cases):
         case = replace(case, tokens=count, dtype=DTYPES[name], residual=False)
         inputs, dy = inputs_of(case, device.kind), torch.randn(count, case.d_out).to(case.dtype)
         leaves = {key: t.double().cpu() for key, t in inputs.weights.tensors._asdict().items() if t is not None}
@@ -46,7 +49,7 @@ def exact(device: Device) -> Iterator[Row]:
         for choice in (None, (torch.float32, 0)):
             wanted = set(leaves) - ({"nu"} if choice is None else set())
             given = dy.to(device.kind), inputs.x, inputs.k, inputs.weights
-            options = {"wanted": wanted, "machine": device.machine, "choice": choice}
+            options = {"wanted": wanted, "machine": machine, "choice": choice}
             found = run_backward(*given, **options)
             errors = {
                 key: float((found[key].double().cpu() - (0 if grad is None else grad)).norm())
@@ -58,6 +61,7 @@ def exact(device: Device) -> Iterator[Row]:
             again = (run_backward(*given, **options) for _ in range(repeats))
             odd = sum(any(not torch.equal(found[key], other[key]) for key in wanted) for other in again)
             worst = max(errors, key=lambda key: errors[key])
-            facts = {"case": str(case), "dtype": name, "tokens": count, "relaxed": choice is not None}
+            facts = {"case": str(case), "dtype": name, "tokens": count, "processors": machine.processors}
+            facts |= {"relaxed": choice is not None}
             fine = errors[worst] <= 4 * TOLERANCE[case.dtype] and not odd
             yield {**facts, "worst": worst, "error": errors[worst], "other bits": f"{odd} of {repeats}", "fine": fine}

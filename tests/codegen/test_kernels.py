@@ -24,14 +24,25 @@ from acm_compiler.backend import choose_implementation
 from acm_compiler.cli import app
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.gpu import gate_not_covered, not_covered, take_over
-from acm_compiler.codegen.gpu.ahead import build, gate_kernels_of, kernels_of
+from acm_compiler.codegen.gpu.ahead.build import build
+from acm_compiler.codegen.gpu.ahead.forward import gate_kernels_of, kernels_of
+from acm_compiler.codegen.gpu.ahead.gradients import gradient_kernels
 from acm_compiler.codegen.gpu.calls import operators
 from acm_compiler.codegen.gpu.gate_spec import GateSpec, cut_of
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
-from acm_compiler.codegen.gpu.stages import Machine, build_options, loads_of, permutes_rows, products_of, puts_fences
+from acm_compiler.codegen.gpu.stages import (
+    Machine,
+    build_options,
+    loads_of,
+    permutes_rows,
+    products_of,
+    puts_fences,
+    takes_turns_on,
+)
 from acm_compiler.codegen.gpu.start import Launcher
 from acm_compiler.codegen.gpu.tiles import TABLE, choose_tiles
 from acm_compiler.passes.lower.verify import Call, GateCall
+from acm_compiler.site import ACTIVATIONS
 from tests.helpers import ROOT, ttir
 from tests.helpers.asan_cases import gate_call, gated_call, learners_call
 from tests.helpers.build import plan_of, planned_site, sliced_site
@@ -75,9 +86,9 @@ def test_all_kernels_equal_the_reference_in_the_interpreter():
     interpret("interpreter_cases", "-m", "slow")
 
 
-def require_good(spec: KernelSpec, arch: int, tokens: int) -> None:
+def require_good(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = False) -> None:
     """Nothing spills, CTAs share a multiprocessor as the tiles say, tensor cores and asynchronous copies are used."""
-    for kernel in kernels_of(spec, arch, tokens):
+    for kernel in kernels_of(spec, arch, tokens, turns=turns):
         built = build(kernel, spec.dtype, arch)
         assert built.spills == 0, built
         if kernel.tile is None:
@@ -95,12 +106,59 @@ def require_good(spec: KernelSpec, arch: int, tokens: int) -> None:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_kernels_of_a_vit_are_built_as_designed(arch):
     require_good(VIT, arch, TOKENS)
-    layer1, layer2 = (kernel for kernel in kernels_of(VIT, arch, TOKENS) if kernel.tile)
+    layer1, layer2 = (kernel for kernel in kernels_of(VIT, arch, TOKENS, turns=False) if kernel.tile)
     if arch == 90:
         assert layer1.tile.resident == layer2.tile.resident == 2
         gathered, bulk = build(layer1, "bf16", 90).instructions, build(layer2, "bf16", 90).instructions
         assert gathered["UTMALDG"] and bool(gathered["LDGSTS"]) == puts_fences()  # x through the permutation
         assert bulk["UTMALDG"] and not bulk["LDGSTS"]
+
+
+IN_TURNS = (
+    VIT,
+    replace(VIT, residual=False),
+    replace(VIT, dtype="fp16", act="relu", bias_in=False),
+    SWIGLU,
+    replace(PROJECTION, width=256),
+)
+
+
+def require_turns(kernels, dtype: str) -> None:
+    """Kernels whose groups of warps take turns, of bulk copies alone: nothing spills, no product waits for the last."""
+    for kernel in kernels:
+        built = build(kernel, dtype, 90)
+        assert built.spills == 0 and built.resident == 1, built
+        assert built.instructions["UTMALDG"] and not built.instructions["LDGSTS"]
+        # an arrival and a wait around each product would be two for one
+        assert 0 < built.instructions["WARPGROUP"] < built.instructions["HGMMA"], built
+
+
+@pytest.mark.parametrize("spec", IN_TURNS[:1] + IN_TURNS[3:4], ids=str)
+def test_groups_of_warps_take_turns_on_sm_90(spec):
+    kernels = [kernel for kernel in kernels_of(spec, 90, TOKENS) if kernel.tile]
+    assert all(kernel.tile.turns for kernel in kernels) and len(kernels) == 2
+    require_turns(kernels, spec.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", IN_TURNS, ids=str)
+def test_all_kernels_that_take_turns_are_built_as_designed(spec):
+    for act in ACTIVATIONS if spec is VIT else (spec.act,):
+        one = replace(spec, act=act)
+        kernels = [*kernels_of(one, 90, TOKENS), *gradient_kernels(replace(one, residual=False), 90, TOKENS)]
+        turns = [kernel for kernel in kernels if kernel.tile and kernel.tile.turns]
+        assert turns or act in ("softplus", "mish")
+        require_turns(turns, spec.dtype)
+
+
+def test_turns_are_taken_where_wgmma_is_and_tiles_fill_the_device():
+    assert choose_tiles(VIT, 90, 4096, turns=True).layer1.turns
+    assert not choose_tiles(VIT, 90, 2048, turns=True).layer1.turns
+    assert not choose_tiles(VIT, 90, 4096).layer1.turns
+    others = {"dtype": "fp32"}, {"act": "mish"}, {"d_in": 771}, {"second": "top"}, {"second": "per_k"}, {"width": 96}
+    for change in others:
+        assert not choose_tiles(replace(VIT, **change), 90, TOKENS, turns=True).layer1.turns, change
+    assert takes_turns_on(90) and not takes_turns_on(80) and not takes_turns_on(100)
 
 
 def test_a_k_that_does_not_exist_is_caught_on_the_device():
@@ -116,7 +174,9 @@ def test_a_gate_is_built_as_designed(arch):
     built = build(gate_kernels_of(GATE, arch, TOKENS)[0], "bf16", arch)
     assert built.spills == 0 and built.resident >= (4 if arch == 80 else 3)
     found = {name for name, count in built.instructions.items() if count}
-    assert found == ({"HMMA", "LDGSTS"} if arch == 80 else {"HGMMA", "UTMALDG"})  # whether there are fences or not
+    assert found == (
+        {"HMMA", "LDGSTS"} if arch == 80 else {"HGMMA", "UTMALDG", "WARPGROUP"}
+    )  # whether there are fences or not
 
 
 @pytest.mark.parametrize("fold", [ttir.from_left, ttir.from_right, ttir.by_halves])
@@ -138,14 +198,16 @@ def test_a_folded_norm_is_built_as_designed(arch):
     assert gate.spills == 0 and gate.resident >= 4
     # a normalised block comes from registers, which wgmma must not read with old versions of ptxas
     assert gate.instructions["HMMA"] and not gate.instructions["HGMMA"] and gate.instructions["LDGSTS"]
-    kernels = {kernel.name: kernel for kernel in kernels_of(replace(VIT, norm=True), arch, TOKENS)}
+    kernels = {kernel.name: kernel for kernel in kernels_of(replace(VIT, norm=True), arch, TOKENS, turns=False)}
     assert list(kernels) == ["count", "place", "permute norm", "layer1", "layer2 w_out"]
     rows, layer1 = (build(kernels[name], "bf16", arch) for name in ("permute norm", "layer1"))
     assert rows.spills == layer1.spills == 0 and rows.resident >= 8 and layer1.resident >= 2
     assert arch == 80 or (layer1.instructions["UTMALDG"] and not layer1.instructions["LDGSTS"])
     rms = gate_kernels_of(replace(GATE, norm=True, centred=False), arch, TOKENS)
     rms += [
-        kernel for kernel in kernels_of(replace(VIT, norm=True, centred=False), arch, TOKENS) if "norm" in kernel.name
+        kernel
+        for kernel in kernels_of(replace(VIT, norm=True, centred=False), arch, TOKENS, turns=False)
+        if "norm" in kernel.name
     ]
     assert [build(kernel, "bf16", arch).spills for kernel in rms] == [0, 0]
     few = kernels_of(replace(VIT, norm=True), arch, 20)
@@ -164,7 +226,7 @@ def test_rows_of_slices_of_the_input_are_normalised_in_the_order_of_tokens():
 @pytest.mark.parametrize("d_in", [64, 1024, 4096, 8192, 16384])
 def test_norms_of_every_width_are_built_without_spills(d_in):
     spec = replace(VIT, norm=True, d_in=d_in)
-    rows = next(kernel for kernel in kernels_of(spec, 90, TOKENS) if kernel.name == "permute norm")
+    rows = next(kernel for kernel in kernels_of(spec, 90, TOKENS, turns=False) if kernel.name == "permute norm")
     assert build(rows, "bf16", 90).spills == 0
 
 
@@ -269,13 +331,14 @@ def test_every_row_of_the_table_holds_what_it_says(row):
     for spec in (replace(spec, dtype=dtype, tf32=tf32) for spec in kinds[row.kind]):
         if row.tiles.sorts:
             counts = [TOKENS, 2048, 1024, 512, 256]
-            tokens = next(count for count in counts if choose_tiles(spec, row.arch, count) == row.tiles)
+            turns = row.tiles.layer1.turns
+            tokens = next(count for count in counts if choose_tiles(spec, row.arch, count, turns=turns) == row.tiles)
         else:
             assert row.tokens
-            tokens = row.tokens
-        require_good(spec, row.arch, tokens)
+            tokens, turns = row.tokens, False
+        require_good(spec, row.arch, tokens, turns=turns)
         if row.dtype == "16":
-            require_good(replace(spec, dtype="fp16"), row.arch, tokens)
+            require_good(replace(spec, dtype="fp16"), row.arch, tokens, turns=turns)
 
 
 def test_old_triton_never_feeds_wgmma_from_gathered_rows():

@@ -52,6 +52,16 @@ FORMS = (
     Case(form="cols", heads=2, width=16, d_in=48),
     Case(form="cols", heads=3, width=15, d_in=45),
 )
+WIDE = (
+    Case(width=256, d_in=200, d_out=136),
+    Case(width=264, d_in=136, d_out=200, act="silu", bias=False, k="one"),
+    Case(form="gated", act="silu", width=256, d_in=200, d_out=136),
+    Case(form="gated", act="gelu", width=264, bias=False, residual=False),
+    Case(form="linear", act="identity", bias=False, width=128, d_in=256, d_out=256),
+    Case(width=256, k="none"),
+    Case(width=256, k="all", act="relu", residual=False),
+)
+"""Learners of whose tiles groups of warps take turns, where there are enough of them."""
 ODD = tuple(Case(tokens=t) for t in (1, 2, 63, 64, 65, 257)) + tuple(
     Case(k=k, form=form, second=second, act=act)
     for k in ("none", "all", "one", "same")

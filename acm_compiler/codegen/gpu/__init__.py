@@ -13,7 +13,7 @@ import torch
 from acm_compiler import env
 from acm_compiler.acm.ops import SITES
 from acm_compiler.codegen.gpu.spec import DTYPES
-from acm_compiler.codegen.gpu.stages import Machine, puts_fences
+from acm_compiler.codegen.gpu.stages import Machine, puts_fences, takes_turns_on
 from acm_compiler.errors import KernelUnavailable
 from acm_compiler.site import ACTIVATIONS
 
@@ -113,7 +113,8 @@ def machine_of(device: torch.device) -> Machine:
     """The facts of a device that kernels depend on."""
     major, minor = torch.cuda.get_device_capability(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Machine(arch=10 * major + minor, processors=processors, fenced=puts_fences())
+    arch = 10 * major + minor
+    return Machine(arch=arch, processors=processors, fenced=puts_fences(), turns=takes_turns_on(arch))
 
 
 def is_here() -> bool:

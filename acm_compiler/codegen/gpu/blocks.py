@@ -62,8 +62,8 @@ def raster(local, rows, columns, GROUP: tl.constexpr):
 @triton.jit
 def k_of_rows(rows, counts, N: tl.constexpr):
     """k of sorted rows, int32: how many of the counts lie above each."""
-    k = tl.zeros_like(rows)
-    for n in tl.static_range(1, N + 1):
+    k = (rows < tl.load(counts + 1)).to(tl.int32)
+    for n in tl.static_range(2, N + 1):
         k += (rows < tl.load(counts + n)).to(tl.int32)
     return k
 

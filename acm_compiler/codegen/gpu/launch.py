@@ -70,7 +70,7 @@ def run(
 def plan_of(spec: KernelSpec, weights: Weights, norm: Norm | None, machine: Machine, tokens: Any) -> Plan:
     """The plan for calls of about so many tokens."""
     bucket = bucket_of(tokens)
-    tiles = choose_tiles(spec, machine.arch, 1 << bucket, machine.processors)
+    tiles = choose_tiles(spec, machine.arch, 1 << bucket, machine.processors, turns=machine.turns)
     if tiles.sorts:
         return SortedPlan(spec, weights, norm, machine=machine, tiles=tiles, bucket=bucket)
     return FewPlan(spec, weights, norm, tiles=tiles)
@@ -131,11 +131,11 @@ class SortedPlan:
         tiles: Tiles,
         bucket: int,
     ) -> None:
-        in_order = permutes_rows(spec, machine)
+        in_order = tiles.layer1.turns or permutes_rows(spec, machine)
         self._d_out = spec.d_out
         self._sort = Sort(spec.learners, bucket)
         self._rows = Rows(spec.d_in, in_order=in_order, norm=norm) if in_order or norm else None
-        self._layer1 = Layer1(spec, machine, tiles.layer1) if layer1_bands(spec) else None
+        self._layer1 = Layer1(spec, machine, tiles.layer1, in_order=in_order) if layer1_bands(spec) else None
         w = weights
         self._first = self._layer1.operands(w.w_in, w.b_in, w.w_up, w.b_up) if self._layer1 is not None else ()
         misplaced = self._rows is None

@@ -90,7 +90,7 @@ def interleaved(index, N: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr):
 
 
 @triton.jit
-def _start(
+def start_sum(
     b_out, rows, columns, counts, pure, q, N: tl.constexpr, D_OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """b_out(k) of every row, where the sum begins; `pure`: all rows run k = q."""
@@ -186,7 +186,7 @@ def layer2_kernel(
         if OWN or b_out is None:
             acc = tl.zeros((BM, BN), tl.float32)
         else:
-            acc = _start(b_out, rows, columns, counts, m0 + BM <= tl.load(counts + q), q, N, D_OUT, BM, BN)
+            acc = start_sum(b_out, rows, columns, counts, m0 + BM <= tl.load(counts + q), q, N, D_OUT, BM, BN)
         length = _reduction(q, n0, D_IN, H, REDUCE)
         if REDUCE == "cols":
             acc = _sum_of_slices(

@@ -17,12 +17,14 @@ from acm_compiler.codegen.gpu.stages import (
     Machine,
     Product,
     build_options,
+    constants_in_turns,
     layer1_constants,
     layer2_constants,
     loads_of,
 )
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, fewer, is_tracing
 from acm_compiler.codegen.gpu.tiles import Tile
+from acm_compiler.codegen.gpu.turns import layers as turns
 
 
 class Grid:
@@ -41,14 +43,14 @@ class Grid:
 class AsOperand:
     """Makes of a matrix of weights the operand that a product takes."""
 
-    __slots__ = ("_block", "_descriptor")
+    __slots__ = ("_block", "_descriptor", "_turns")
 
     def __init__(self, tile: Tile, loads: Loads) -> None:
-        self._block = loads.block_of_weights(tile)
+        self._block, self._turns = loads.block_of_weights(tile), tile.turns
         self._descriptor = loads.w_desc
 
     def __call__(self, matrix: Tensor) -> Any:
-        return operand(matrix, *self._block, self._descriptor)
+        return operand(matrix, *self._block, self._descriptor, turns=self._turns)
 
 
 class Layer1:
@@ -64,13 +66,13 @@ class Layer1:
         self._row, self._d_in = spec.hidden_row, spec.d_in
         self._as_operand = AsOperand(tile, loads)
         self._columns = spec.learners * spec.width if turned else spec.d_in
-        self._blocks = (tile.m, tile.k) if loads.a_desc else None
+        self._blocks, self._turns = (tile.m, tile.k) if loads.a_desc else None, tile.turns
         self._grid = Grid(machine, tile, spec.learners * spec.width)
-        self._start = Launcher(
-            layer1_kernel,
-            layer1_constants(spec, tile, loads, interpret=INTERPRETED),
-            build_options(spec, tile, loads, machine),
-        )
+        kernel, constants = layer1_kernel, layer1_constants(spec, tile, loads, interpret=INTERPRETED)
+        if tile.turns:
+            kernel = turns.layer1_kernel
+            constants = constants_in_turns(kernel, constants, tile)
+        self._start = Launcher(kernel, constants, build_options(spec, tile, loads, machine))
 
     def operands(
         self, w_in: Tensor, b_in: Tensor | None, w_up: Tensor | None = None, b_up: Tensor | None = None
@@ -86,7 +88,7 @@ class Layer1:
     def __call__(self, x_TD: Tensor, order: Order, operands: tuple[Any, ...]) -> Tensor:
         tokens, blocks = x_TD.shape[0], self._blocks
         h, stride = x_TD.new_empty(tokens, self._row), x_TD.stride(0)
-        x: Any = x_TD if blocks is None else blocks_of(x_TD, *blocks)
+        x: Any = x_TD if blocks is None else blocks_of(x_TD, *blocks, turns=self._turns)
         self._start(self._grid(tokens), h, x, *operands, order.perm, order.counts, tokens, self._d_in, stride)
         return h
 
@@ -112,13 +114,13 @@ class Layer2:
         self.from_x, self.product = product.from_x, product
         self._as_operand, self._d_in = AsOperand(tile, loads), spec.d_in
         self._columns = spec.d_out if turned else reduction_of(spec, product)
-        self._blocks = (tile.m, tile.k) if loads.a_desc else None
+        self._blocks, self._turns = (tile.m, tile.k) if loads.a_desc else None, tile.turns
         self._grid = Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
-        self._start = Launcher(
-            layer2_kernel,
-            layer2_constants(spec, tile, loads, product, interpret=INTERPRETED),
-            build_options(spec, tile, loads, machine),
-        )
+        kernel, constants = layer2_kernel, layer2_constants(spec, tile, loads, product, interpret=INTERPRETED)
+        if tile.turns:
+            kernel = turns.layer2_kernel
+            constants = constants_in_turns(kernel, constants, tile)
+        self._start = Launcher(kernel, constants, build_options(spec, tile, loads, machine))
 
     def operands(self, weights: Weights) -> tuple[Any, ...]:
         """The product's matrix, as the kernel takes it, and b_out."""
@@ -135,7 +137,7 @@ class Layer2:
         self._start(
             self._grid(tokens),
             y_TO,
-            a if blocks is None else blocks_of(a, *blocks),
+            a if blocks is None else blocks_of(a, *blocks, turns=self._turns),
             *operands,
             residual,
             order.perm,
@@ -159,12 +161,12 @@ def by_rows(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
-def operand(matrix: Tensor, rows: int, columns: int, descriptor: bool) -> Any:
+def operand(matrix: Tensor, rows: int, columns: int, descriptor: bool, *, turns: bool = False) -> Any:
     """Weights as a kernel takes them: their pointer, or a descriptor of blocks."""
     matrix = by_rows(matrix)
     if not descriptor:
         return matrix
-    return blocks_of(matrix.clone() if _is_misplaced(matrix) else matrix, rows, columns)
+    return blocks_of(matrix.clone() if _is_misplaced(matrix) else matrix, rows, columns, turns=turns)
 
 
 def _is_misplaced(matrix: Tensor) -> bool:

@@ -19,13 +19,24 @@ BULK_COPY_BYTES = 16
 """Alignment of addresses and rows that tensor descriptors need."""
 _WGMMA_ROWS = 64
 _FENCED = (3, 7)
+_GLUON = (3, 6), (3, 8)
+_WITH_WGMMA = 90
 _SUMMED = 256  # columns of a token that one program adds up
 _SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "TURNED", "GROUP", "FLAT")
 
 
 def puts_fences() -> bool:
     """True if the installed Triton orders cp.async before wgmma (from 3.7 on)."""
-    return tuple(int(part) for part in version("triton").split(".")[:2]) >= _FENCED
+    return _triton_version() >= _FENCED
+
+
+def takes_turns_on(arch: int) -> bool:
+    """True if kernels written in Gluon run there: wgmma's, by a Triton whose Gluon they were built and tested with."""
+    return arch == _WITH_WGMMA and _GLUON[0] <= _triton_version() <= _GLUON[1]
+
+
+def _triton_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("triton").split(".")[:2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +44,13 @@ class Machine:
     """A GPU: compute capability (80, 90, ...), multiprocessors, and whether gathered operands may feed wgmma.
 
     Triton before 3.7 puts no proxy fence between cp.async and wgmma: there `fenced` is False, rows are permuted
-    first, and what still comes through pointers is not pipelined.
+    first, and what still comes through pointers is not pipelined. turns: groups of warps may take tiles in turn.
     """
 
     arch: int
     processors: int
     fenced: bool = True
+    turns: bool = False
 
     @property
     def bulk_copies(self) -> bool:
@@ -49,7 +61,7 @@ class Machine:
 def machine_of_arch(arch: int) -> Machine:
     """The largest GPU of that architecture, with the Triton that is installed."""
     processors = PROCESSORS[max(known for known in PROCESSORS if known <= arch)]
-    return Machine(arch=arch, processors=processors, fenced=puts_fences())
+    return Machine(arch=arch, processors=processors, fenced=puts_fences(), turns=takes_turns_on(arch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +212,12 @@ def layer2_constants(
     }
 
 
+def constants_in_turns(function: Any, constants: dict[str, Any], tile: Tile) -> dict[str, Any]:
+    """Constants of a kernel whose groups of warps take turns: those of the kernel that it stands for, and slots."""
+    given = constants | {"SLOTS": tile.stages}
+    return {name: given[name] for name in function.arg_names if name in given}
+
+
 @lru_cache
 def few1_constants(spec: KernelSpec, tile: Tile, *, interpret: bool) -> dict[str, Any]:
     """Constants of `few1_kernel`."""
@@ -253,6 +271,8 @@ def tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, A
 @lru_cache
 def build_options(spec: KernelSpec, tile: Tile, loads: Loads, machine: Machine) -> dict[str, int]:
     """Warps and pipeline stages; without the proxy fence, pointer operands must not be pipelined (see Machine)."""
+    if tile.turns:
+        return kernel_options(warps=tile.warps)
     by_pointer = loads.gather or not (loads.a_desc and loads.w_desc)
     by_wgmma = machine.bulk_copies and on_tensor_cores(spec) and tile.m >= _WGMMA_ROWS
     unsafe = by_wgmma and by_pointer and not machine.fenced

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -128,24 +130,33 @@ def _trace(function: Any, programs: Any, args: tuple[Any, ...], given: dict[str,
     Tracer().call_triton_kernel(wrapped, plain, options, None)
 
 
-_CHECKED: dict[tuple[torch.dtype, int, int], dict[str, Any]] = {}  # attributes of descriptors, by type and block
+_CHECKED: dict[tuple[torch.dtype, int, int, bool], dict[str, Any]] = {}  # attributes of descriptors, by type and block
 
 
-def blocks_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def blocks_of(matrix: Tensor, rows: int, columns: int, *, turns: bool = False) -> Any:
     """A matrix as kernels take it that read it by bulk copies, in blocks of so many rows and columns.
 
     Its rows and its address must be aligned; Triton checks that of the first of a kind alone, as it takes long.
+    turns: for kernels in Gluon, which must be told how a block lies in shared memory.
     """
-    kind = matrix.dtype, rows, columns
+    kind = matrix.dtype, rows, columns, turns
     facts = _CHECKED.get(kind)
     if facts is None or not is_starting():
-        made = TensorDescriptor.from_tensor(matrix, [rows, columns])
+        made: Any = TensorDescriptor.from_tensor(matrix, [rows, columns])
+        if turns:
+            made = gluon.TensorDescriptor.from_tensor(matrix, [rows, columns], layout_of(matrix.dtype, rows, columns))
         if is_starting():
             _CHECKED[kind] = {**vars(made), "base": None}
         return made
-    made = object.__new__(TensorDescriptor)
+    made = object.__new__(gluon.TensorDescriptor if turns else TensorDescriptor)
     made.__dict__.update(facts, base=matrix, shape=matrix.shape, strides=matrix.stride())
     return made
+
+
+def layout_of(dtype: torch.dtype, rows: int, columns: int) -> Any:
+    """The layout in shared memory, as wgmma reads it, of blocks of that type."""
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
 
 
 def fewer(programs: int, tiles: Any) -> Any:

@@ -21,6 +21,7 @@ _UNKNOWN_BUCKET = 11  # of as many tokens as a compiler traces as free: from her
 _COMPILED = (
     "compiled ahead of time for sm_{} by triton 3.8: no spills, as many CTAs per SM as r says; not timed on a device"
 )
+_IN_TURN = "the fastest of 11 on an H200, torch 2.11, triton 3.6 (docs/results/h200.md)"
 _TIMED = "the fastest of 15 to 20 pairs on an H100, torch 2.11, triton 3.6 (docs/results/h100.md)"
 
 
@@ -29,8 +30,9 @@ class Tile:
     """Rows, columns and reduction step of one block of work, and how a kernel is built for it.
 
     `resident` CTAs are meant to share one multiprocessor; the grid is that many times their number. flat: loops over
-    tiles and over the reduction are one, so that a tile's first loads start in the last one's end.
-    Written "128x128x64 w4 s3 r2", with " flat" behind.
+    tiles and over the reduction are one, so that a tile's first loads start in the last one's end. turns: two groups of
+    warps take tiles in turn (`codegen.gpu.turns`), stages are slots; n columns of each branch of a gated first layer.
+    Written "128x128x64 w4 s3 r2", with " flat" or " turns" behind.
     """
 
     m: int
@@ -40,10 +42,11 @@ class Tile:
     stages: int
     resident: int
     flat: bool = False
+    turns: bool = False
 
     def __str__(self) -> str:
-        flat = " flat" if self.flat else ""
-        return f"{self.m}x{self.n}x{self.k} w{self.warps} s{self.stages} r{self.resident}{flat}"
+        how = " flat" if self.flat else " turns" if self.turns else ""
+        return f"{self.m}x{self.n}x{self.k} w{self.warps} s{self.stages} r{self.resident}{how}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +92,10 @@ class Row:
 
 
 def tile_of(text: str) -> Tile:
-    """A tile written as m x n x k, w warps, s stages, r resident: "128x128x64 w4 s3 r2", perhaps "flat"."""
+    """A tile written as m x n x k, w warps, s stages, r resident: "128x128x64 w4 s3 r2", perhaps "flat" or "turns"."""
     m, n, k, warps, stages, resident = (int(number) for number in re.findall(r"\d+", text))
-    return Tile(m=m, n=n, k=k, warps=warps, stages=stages, resident=resident, flat=text.endswith(" flat"))
+    how = {"flat": text.endswith(" flat"), "turns": text.endswith(" turns")}
+    return Tile(m=m, n=n, k=k, warps=warps, stages=stages, resident=resident, **how)
 
 
 def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Row:
@@ -136,9 +140,11 @@ TABLE = (
     _row("sm_100 16 gated small", "64x64x64 w4 s3 r3", "64x64x64 w4 s3 r4"),
     _row("sm_90 16 narrow", "128x64x64 w4 s3 r3", "128x128x64 w4 s3 r2"),
     _row("sm_90 16 narrow small", "64x64x64 w4 s3 r4", "64x64x64 w4 s3 r4"),
+    _row("sm_90 16 plain", "128x128x64 w4 s6 r1 turns", "128x128x64 w4 s6 r1 turns", _IN_TURN),
     _row("sm_90 16 plain", "128x128x64 w4 s3 r2 flat", "128x128x64 w4 s3 r2 flat", _TIMED),
     _row("sm_90 16 plain small", "64x128x64 w4 s4 r2 flat", "64x128x64 w4 s4 r2 flat", _TIMED),
     _row("sm_90 16 plain least", "64x128x64 w4 s4 r2", "64x64x128 w4 s4 r1", _TIMED),
+    _row("sm_90 16 gated", "128x64x64 w4 s6 r1 turns", "128x128x64 w4 s6 r1 turns", _IN_TURN),
     _row("sm_90 16 gated", "128x128x64 w8 s4 r1", "128x128x64 w4 s3 r2 flat", _TIMED),
     _row("sm_90 16 gated small", "64x128x64 w8 s4 r1", "64x128x64 w8 s4 r2", _TIMED),
     _row("sm_90 16 gated least", "128x64x64 w8 s4 r1", "128x64x64 w8 s4 r2", _TIMED),
@@ -164,6 +170,7 @@ TABLE = (
     _row("sm_80 fp32 gated", "64x64x32 w8 s3 r2", "64x64x32 w8 s3 r2"),
     _row("sm_80 fp32 sliced", "64x64x32 w8 s3 r2", "64x64x32 w8 s3 r2"),
 )
+_LONG = ("softplus", "mish")  # activations of so many instructions that registers are spilled
 _NARROW = 256
 _SHORT = 256 << 10
 _MOST_SPLITS = 8
@@ -186,10 +193,12 @@ def buckets() -> range:
 
 
 @lru_cache(maxsize=4096)
-def choose_tiles(spec: KernelSpec, arch: int, tokens: int, processors: int | None = None) -> Tiles:
+def choose_tiles(
+    spec: KernelSpec, arch: int, tokens: int, processors: int | None = None, *, turns: bool = False
+) -> Tiles:
     """The table's tiles for a call of that many tokens on compute capability arch (80, 90, ...).
 
-    processors: how many the device has, if it is known.
+    processors: how many the device has, if it is known. turns: two groups of warps may take tiles in turn.
     """
     if processors is None:
         processors = PROCESSORS[max(known for known in PROCESSORS if known <= arch)]
@@ -202,11 +211,19 @@ def choose_tiles(spec: KernelSpec, arch: int, tokens: int, processors: int | Non
         kinds |= {"few", f"few-{kind}"}
     rows = [row for row in TABLE if row.arch <= arch and row.dtype == dtype and row.kind in kinds]
     rows = [row for row in rows if row.tokens is None or tokens <= row.tokens]
+    if not (turns and takes_turns(spec)):
+        rows = [row for row in rows if not row.tiles.layer1.turns]
     if not rows[0].tiles.sorts:
         return _cut(spec, rows[0].tiles, processors)
     first = rows[0]
     group = [row.tiles for row in rows if (row.arch, row.kind) == (first.arch, first.kind)]
     return next((tiles for tiles in group if _fewest(spec, tiles, tokens) >= processors), group[-1])
+
+
+def takes_turns(spec: KernelSpec) -> bool:
+    """True if both layers' operands can be read in blocks, and epilogues do not take more registers than there are."""
+    read = all(columns * spec.itemsize % 16 == 0 for columns in (spec.d_in, spec.learners * spec.width))
+    return spec.itemsize == 2 and spec.second == "shared" and spec.act not in _LONG and read
 
 
 def _fewest(spec: KernelSpec, tiles: Tiles, tokens: int) -> int:

@@ -27,9 +27,11 @@ from acm_compiler.codegen.gpu.dispatch import Histogram
 from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
 from acm_compiler.codegen.gpu.launch import plan_of
 from acm_compiler.codegen.gpu.products import by_rows
-from acm_compiler.codegen.gpu.spec import spec_of
+from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.start import building, tracing
+from acm_compiler.codegen.gpu.tiles import choose_tiles
 
+_LEAST = 1 << 24  # hidden values from which on an operator's microseconds of Python do not count
 _BUILT: set[Any] = set()  # kinds of calls whose kernels were built
 
 
@@ -95,7 +97,7 @@ def _gated(
 
 def _launched(call: LearnersArguments, weights: Weights, norm: Norm | None, histogram: Histogram | None) -> Tensor:
     x, residual = by_rows(call.x), None if call.residual is None else by_rows(call.residual)
-    spec, machine = spec_of(x, weights, residual, norm=norm), gpu.machine_of(x.device)
+    spec, machine = spec_of(x, weights, residual, norm=norm), machine_in_graphs(x.device)
     plan, k = plan_of(spec, weights, norm, machine, x.shape[0]), call.k.contiguous()
     return plan(x, k, residual, plan.order(k, histogram))
 
@@ -103,7 +105,7 @@ def _launched(call: LearnersArguments, weights: Weights, norm: Norm | None, hist
 def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm: Norm | None, kind: Hashable) -> bool:
     """True if kernels run these learners and Triton has built them: a failure would end Inductor's compilation."""
     x, shape = call.x, tuple(weights.w_in.shape)
-    machine = gpu.machine_of(x.device)
+    machine = machine_in_graphs(x.device)
     facts: dict[str, Any] = {
         "form": weights.form,
         "act": weights.act,
@@ -114,6 +116,8 @@ def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm
     if gpu.not_covered(**facts, is_quantized=weights.is_quantized) is not None:
         return False
     spec = spec_of(x, weights, call.residual, norm=norm)
+    if stays_whole(spec, x):
+        return False
 
     def build() -> None:
         own = Weights(*map(empty, weights.tensors), act=weights.act, form=weights.form)
@@ -161,6 +165,24 @@ def size(x: Tensor) -> Any:
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
+
+
+def machine_in_graphs(device: torch.device) -> gpu.Machine:
+    """A device as launches in graphs see it: Inductor starts no kernels in Gluon."""
+    return replace(gpu.machine_of(device), turns=False)
+
+
+def stays_whole(spec: KernelSpec, x: Tensor) -> bool:
+    """True if a call of so many rows stays an operator, whose kernels in Gluon save more than its Python costs.
+
+    Not in packages that run without Python.
+    """
+    from torch._inductor.virtualized import V
+
+    tokens, machine = size(x), gpu.machine_of(x.device)
+    if tokens is None or tokens * spec.learners * spec.width < _LEAST or V.aot_compilation:
+        return False
+    return choose_tiles(spec, machine.arch, tokens, machine.processors, turns=machine.turns).layer1.turns
 
 
 def _own_norm(norm: Norm | None) -> Norm | None:

@@ -137,8 +137,9 @@ class BackwardPlan:
         self._tokens = [
             Layer2(layer, machine, tiles.layer2, of_tokens(layer, branch), turned=True) for layer, branch in of_branches
         ]
-        self._of_first = Products(first, machine, spec.d_in, tokens, turned=False)
-        self._of_second = Products(first, machine, spec.d_out, tokens, turned=True)
+        turns = tiles.layer2.turns
+        self._of_first = Products(first, machine, spec.d_in, tokens, turned=False, turns=turns)
+        self._of_second = Products(first, machine, spec.d_out, tokens, turned=True, turns=turns)
         self._of_b_in = Sums(first, machine, spec.learners * spec.width, is_sorted=True)
         self._of_b_out = Sums(first, machine, spec.d_out, is_sorted=False)
 

@@ -24,8 +24,9 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     weights_tile,
 )
 from acm_compiler.codegen.gpu.spec import KernelSpec
-from acm_compiler.codegen.gpu.stages import Machine, build_options
+from acm_compiler.codegen.gpu.stages import Machine, build_options, constants_in_turns
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of
+from acm_compiler.codegen.gpu.turns import gradients as in_turns
 
 
 class Total:
@@ -45,16 +46,24 @@ class Total:
 class Products:
     """left.T right of sorted rows, [N * H, wide] or turned, of the tokens that run each learner."""
 
-    def __init__(self, spec: KernelSpec, machine: Machine, wide: int, tokens: int, *, turned: bool) -> None:
+    def __init__(
+        self, spec: KernelSpec, machine: Machine, wide: int, tokens: int, *, turned: bool, turns: bool
+    ) -> None:
         m, loads = spec.learners * spec.width, weights_loads(spec, machine, wide)
-        tile = weights_tile(spec, loads)
+        tile = weights_tile(spec, loads, turns=turns)
         tiles = blocks_in(m, tile.m) * blocks_in(wide, tile.n)
-        self._split = split = parts_of(tiles, machine.processors * tile.resident, tokens)
-        self._programs, self._wide = tiles * split, wide
+        slots = machine.processors * tile.resident
+        self._split = split = parts_of(tiles, slots, tokens)
+        self._programs, self._wide = min(tiles * split, slots) if tile.turns else tiles * split, wide
         self._shape = (wide, m) if turned else (m, wide)
         self._blocks = ((tile.k, tile.m), (tile.k, tile.n)) if loads.a_desc else None
-        constants = weights_constants(spec, loads, split, turned=turned, interpret=INTERPRETED)
-        self._start = Launcher(weights_kernel, constants, build_options(spec, tile, loads, machine))
+        self._turns, self._swaps = tile.turns, tile.turns and turned
+        kernel = weights_kernel
+        constants = weights_constants(spec, tile, loads, split, turned=turned, interpret=INTERPRETED)
+        if tile.turns:
+            kernel = in_turns.weights_kernel
+            constants = constants_in_turns(kernel, constants, tile)
+        self._start = Launcher(kernel, constants, build_options(spec, tile, loads, machine))
         self._total = Total(split, m * wide) if split > 1 else None
 
     def __call__(self, left: Tensor, right: Tensor, order: Order) -> Tensor:
@@ -62,7 +71,10 @@ class Products:
         parts = total if self._total is None else right.new_empty(self._split, *self._shape, dtype=torch.float32)
         operands: Any = left, right
         if self._blocks is not None:
-            operands = blocks_of(left, *self._blocks[0]), blocks_of(right, *self._blocks[1])
+            pairs = zip(operands, self._blocks, strict=True)
+            operands = [blocks_of(rows, *block, turns=self._turns) for rows, block in pairs]
+        if self._swaps:
+            operands = operands[::-1]
         self._start(self._programs, parts, *operands, order.counts, self._wide)
         return total if self._total is None else self._total(parts, total)
 

@@ -18,12 +18,13 @@ from acm_compiler.codegen.gpu.stages import (
     loads_of,
     tile_constants,
 )
-from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles, tile_of
+from acm_compiler.codegen.gpu.tiles import Tile, Tiles, choose_tiles, takes_turns, tile_of
 
 _MOST_PARTS = 16
 _PART_TOKENS = 2048  # products of so many tokens take as long as writing and adding up their sums, once more
 _LEAST_TOKENS = 128  # fewer are sorted, too
 _WEIGHTS = {
+    "turns": "128x128x64 w4 s6 r1 turns",
     "bulk": "128x128x64 w4 s3 r2",
     "16": "64x64x32 w4 s2 r3",
     "fp32": "32x32x32 w4 s2 r2",
@@ -67,11 +68,16 @@ def is_fused(spec: KernelSpec, *, every: bool) -> bool:
 def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, every: bool) -> Tiles:
     """Tiles of the products that are layers: those of a forward of as many tokens.
 
-    Where the first layer is fused, of a gated one's forward, whose first layer has two products in one launch, too.
+    Where the first layer is fused, of a gated one's forward, whose first layer has two products in one launch, too;
+    no group of warps has room for two, so that turns are taken by the others alone.
     """
     fused, tokens = is_fused(spec, every=every), max(tokens, _LEAST_TOKENS)
     like = replace(first_spec(spec), form="gated" if fused else "mlp")
     tiles = choose_tiles(like, machine.arch, tokens, machine.processors)
+    turns = machine.turns and takes_turns(second_spec(spec))
+    in_turns = choose_tiles(first_spec(spec), machine.arch, tokens, machine.processors, turns=turns)
+    if in_turns.layer2.turns:
+        tiles = replace(in_turns, layer1=tiles.layer1 if fused else in_turns.layer1)
     if fused:  # what is made of both products takes more registers than in a forward
         first = tiles.layer1
         wide: Any = {"warps": 8, "resident": 1} if first.m * first.n >= _WIDE else {}
@@ -123,14 +129,18 @@ def weights_loads(spec: KernelSpec, machine: Machine, wide: int) -> Loads:
     return Loads(gather=False, a_desc=bulk, w_desc=bulk)
 
 
-def weights_tile(spec: KernelSpec, loads: Loads) -> Tile:
-    """The tile of `weights`; compiled for sm_80 and sm_90 without spills."""
+def weights_tile(spec: KernelSpec, loads: Loads, *, turns: bool) -> Tile:
+    """The tile of `weights`; compiled for sm_80 and sm_90 without spills. turns: if the layers' tiles are taken so."""
+    tile = tile_of(_WEIGHTS["turns"])
+    if turns and loads.a_desc and spec.width % max(tile.m, tile.n) == 0:
+        return tile
     return tile_of(_WEIGHTS["bulk" if loads.a_desc else "fp32" if spec.dtype == "fp32" else "16"])
 
 
-def weights_constants(spec: KernelSpec, loads: Loads, split: int, *, turned: bool, interpret: bool) -> dict[str, Any]:
+def weights_constants(
+    spec: KernelSpec, tile: Tile, loads: Loads, split: int, *, turned: bool, interpret: bool
+) -> dict[str, Any]:
     """Constants of `weights_kernel`."""
-    tile = weights_tile(spec, loads)
     return {
         "N": spec.learners,
         "H": spec.width,

@@ -11,8 +11,15 @@ from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
 from acm_compiler.acm.gradients.operators import LEARNERS_BACKWARD, RELAXED, RELAXED_BACKWARD, learned
 from acm_compiler.acm.gradients.sorted_tokens import chosen
 from acm_compiler.acm.reference import Weights
-from acm_compiler.codegen import gpu
-from acm_compiler.codegen.gpu.calls.traced import builds, decompose, empty, learners, size
+from acm_compiler.codegen.gpu.calls.traced import (
+    builds,
+    decompose,
+    empty,
+    learners,
+    machine_in_graphs,
+    size,
+    stays_whole,
+)
 from acm_compiler.codegen.gpu.gradients.launch import BackwardPlan, run_backward
 from acm_compiler.codegen.gpu.gradients.operators import kind_of, reason_against
 from acm_compiler.codegen.gpu.spec import spec_of
@@ -66,7 +73,9 @@ def _launched(
     """Gradients by launches; None where kernels do not cover the call, or Triton cannot build them."""
     if reason_against(x, weights) is not None:
         return None
-    spec, machine, every = spec_of(x, weights, None), gpu.machine_of(x.device), choice is not None
+    spec, machine, every = spec_of(x, weights, None), machine_in_graphs(x.device), choice is not None
+    if stays_whole(spec, x):
+        return None
 
     def build() -> None:
         own = Weights(*map(empty, weights.tensors), act=weights.act, form=weights.form)

@@ -1,11 +1,18 @@
-"""The kernels of a backward as `codegen/gpu/ahead` builds them, without a GPU."""
+"""Kernels that a backward starts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from acm_compiler.codegen.gpu.ahead import Block, Kernel, layer1_built, layer2_built, product_built
+from acm_compiler.codegen.gpu.ahead.build import Kernel
+from acm_compiler.codegen.gpu.ahead.forward import (
+    Block,
+    descriptor_type,
+    layer1_built,
+    layer2_built,
+    product_built,
+)
 from acm_compiler.codegen.gpu.gradients.kernels import (
     biases_kernel,
     branches_kernel,
@@ -35,13 +42,18 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     weights_tile,
 )
 from acm_compiler.codegen.gpu.spec import KernelSpec
-from acm_compiler.codegen.gpu.stages import Machine, build_options, machine_of_arch
+from acm_compiler.codegen.gpu.stages import Machine, build_options, constants_in_turns, machine_of_arch
 from acm_compiler.codegen.gpu.tiles import Tile
+from acm_compiler.codegen.gpu.turns.gradients import weights_kernel as weights_in_turns
 
 
-def gradient_kernels(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
-    """All kernels of a backward, fixed choices and relaxed ones; of learners that share one second layer."""
+def gradient_kernels(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = True) -> list[Kernel]:
+    """All kernels of a backward, fixed choices and relaxed ones; of learners that share one second layer.
+
+    turns: those in Gluon among them, which graphs of Inductor's do without.
+    """
     machine = machine_of_arch(arch)
+    machine = replace(machine, turns=machine.turns and turns)
     first, kernels = first_spec(spec), []
     for every in (False, True):
         tiles = product_tiles(spec, machine, tokens, every=every)
@@ -51,10 +63,11 @@ def gradient_kernels(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
         kernels += [
             layer2_built(layer, machine, tiles.layer2, of_tokens(layer, w), turned=True) for layer, w in of_branches
         ]
+    turns = product_tiles(spec, machine, tokens, every=False).layer2.turns
     return [
         *kernels,
-        _weights(first, machine, spec.d_in, split=4, turned=False),
-        _weights(first, machine, spec.d_out, split=1, turned=True),
+        _weights(first, machine, spec.d_in, split=4, turned=False, turns=turns),
+        _weights(first, machine, spec.d_out, split=1, turned=True, turns=turns),
         *(_sums(first, in_order=in_order) for in_order in (True, False)),
         Kernel(
             name="total",
@@ -107,19 +120,22 @@ def _branches(spec: KernelSpec, *, every: bool) -> Kernel:
     )
 
 
-def _weights(spec: KernelSpec, machine: Machine, wide: int, *, split: int, turned: bool) -> Kernel:
+def _weights(spec: KernelSpec, machine: Machine, wide: int, *, split: int, turned: bool, turns: bool) -> Kernel:
     """A product of rows, in so many parts."""
     loads = weights_loads(spec, machine, wide)
-    tile = weights_tile(spec, loads)
+    tile = weights_tile(spec, loads, turns=turns)
+    function, constants = weights_kernel, weights_constants(spec, tile, loads, split, turned=turned, interpret=False)
+    if tile.turns:
+        function = weights_in_turns
+        constants = constants_in_turns(function, constants, tile)
     types = {"parts": "*{dtype}" if split == 1 else "*fp32", "WIDE": "i32"}
     if loads.a_desc:
-        types |= {
-            side: f"tensordesc<{{dtype}}[{tile.k},{width}]>" for side, width in (("left", tile.m), ("right", tile.n))
-        }
+        sides = zip(("a", "b") if tile.turns else ("left", "right"), (tile.m, tile.n), strict=True)
+        types |= {side: descriptor_type(spec.dtype, tile.k, width, turns=tile.turns) for side, width in sides}
     return Kernel(
         name="weights turned" if turned else "weights",
-        function=weights_kernel,
-        constants=weights_constants(spec, loads, split, turned=turned, interpret=False),
+        function=function,
+        constants=constants,
         options=build_options(spec, tile, loads, machine),
         operands=types,
         tile=tile,

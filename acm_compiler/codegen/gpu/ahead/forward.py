@@ -1,19 +1,11 @@
-"""Compile a spec's kernels for an architecture without a GPU, and read what came out of the binary."""
+"""Kernels that a call starts, of learners and of gates."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-import tempfile
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from acm_compiler.codegen.gpu.ahead.build import Kernel
 from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.dispatch import (
     count_kernel,
@@ -34,11 +26,12 @@ from acm_compiler.codegen.gpu.gate_plan import (
 )
 from acm_compiler.codegen.gpu.gate_spec import GateSpec, cut_of
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
-from acm_compiler.codegen.gpu.spec import KernelSpec
+from acm_compiler.codegen.gpu.spec import DTYPES, KernelSpec
 from acm_compiler.codegen.gpu.stages import (
     Machine,
     Product,
     build_options,
+    constants_in_turns,
     few1_constants,
     few2_constants,
     few_options,
@@ -52,61 +45,28 @@ from acm_compiler.codegen.gpu.stages import (
     permutes_rows,
     products_of,
 )
+from acm_compiler.codegen.gpu.start import layout_of
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
-from acm_compiler.errors import PackageMissing
+from acm_compiler.codegen.gpu.turns import layers as in_turns
 
-_INDICES = ("perm", "counts", "k", "histogram", "k_of")
-_NUMBERS = ("T", "D_IN", "BLOCKS", "PER", "SPAN", "stride_x", "stride_a", "stride_w", "stride_r")
-_UNALIGNED = ("T", "BLOCKS", "PER", "cost", "eps", "knob", "k_lo", "k_hi")
-_SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
-_REGISTERS = 65536
 Block = tuple[int, int] | Literal[False]
-_INSTRUCTIONS = ("UTCHMMA", "HGMMA", "HMMA", "UTMALDG", "LDGSTS")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """One kernel to be built: its function, what its operands are, its constants and options.
+def kernels_of(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = True) -> list[Kernel]:
+    """The kernels that a call of that many tokens starts on that architecture, in order.
 
-    odd: numbers that are no multiples of 16.
+    turns: those in Gluon among them, which graphs of Inductor's do without.
     """
-
-    name: str
-    function: Any
-    constants: dict[str, Any]
-    options: dict[str, Any]
-    operands: dict[str, str] = field(default_factory=dict)
-    odd: tuple[str, ...] = ()
-    tile: Tile | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """Use of a multiprocessor by a compiled kernel; `resident` CTAs fit at once. Spills are instructions."""
-
-    name: str
-    arch: int
-    registers: int
-    spills: int
-    shared_bytes: int
-    resident: int
-    size: int
-    instructions: dict[str, int]
-    ttir: str = field(repr=False)
-    ptx: str = field(repr=False)
-
-
-def kernels_of(spec: KernelSpec, arch: int, tokens: int) -> list[Kernel]:
-    """The kernels that a call of that many tokens starts on that architecture, in order."""
     machine = machine_of_arch(arch)
-    tiles = choose_tiles(spec, arch, tokens)
-    in_order = tiles.sorts and permutes_rows(spec, machine)
+    machine = replace(machine, turns=machine.turns and turns)
+    tiles = choose_tiles(spec, arch, tokens, turns=machine.turns)
+    in_order = tiles.sorts and (tiles.layer1.turns or permutes_rows(spec, machine))
     rows = [_rows_kernel(spec, in_order=in_order)] if in_order or spec.norm else []
     if not tiles.sorts:
         return rows + _few_kernels(spec, tiles)
     kernels = _dispatch_kernels(spec, tokens) + rows
     if layer1_bands(spec):
-        kernels.append(layer1_built(spec, machine, tiles.layer1))
+        kernels.append(layer1_built(spec, machine, tiles.layer1, in_order=in_order))
     return kernels + [layer2_built(spec, machine, tiles.layer2, product) for product in products_of(spec)]
 
 
@@ -115,7 +75,9 @@ def layer1_built(
 ) -> Kernel:
     """Layer 1; in_order: x is given in sorted order; turned: weights have a column for each output."""
     loads = loads_of(spec, machine, None, in_order=in_order, turned=turned)
-    made = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
+    made: Any = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
+    if tile.turns:
+        made = in_turns.layer1_kernel, constants_in_turns(in_turns.layer1_kernel, made[1], tile)
     weights = loads.w_desc and loads.block_of_weights(tile)
     blocks: dict[str, Block] = {"x": loads.a_desc and (tile.m, tile.k), "w_in": weights, "w_up": weights}
     options = build_options(spec, tile, loads, machine)
@@ -126,10 +88,13 @@ def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Produc
     """A product of layer 2; turned: weights have a column for each output."""
     loads = loads_of(spec, machine, product, turned=turned)
     absent = {} if product.bias else {"b_out": None}
-    constants = layer2_constants(spec, tile, loads, product, interpret=False) | absent
+    made: Any = layer2_kernel, layer2_constants(spec, tile, loads, product, interpret=False)
+    if tile.turns:
+        made = in_turns.layer2_kernel, constants_in_turns(in_turns.layer2_kernel, made[1], tile)
+    made = made[0], made[1] | absent
     blocks = {"a": loads.a_desc and (tile.m, tile.k), "w": loads.w_desc and loads.block_of_weights(tile)}
     options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
-    return product_built(name, layer2_kernel, constants, spec=spec, tile=tile, options=options, blocks=blocks)
+    return product_built(name, *made, spec=spec, tile=tile, options=options, blocks=blocks)
 
 
 def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
@@ -167,9 +132,17 @@ def product_built(
     here["residual"] = constants.get("RESIDUAL", True)
     absent = {operand: None for operand in function.arg_names if not here.get(operand, True)}
     described = {operand: block for operand, block in blocks.items() if block}
-    operands = {name: f"tensordesc<{{dtype}}[{rows},{columns}]>" for name, (rows, columns) in described.items()}
+    operands = {name: descriptor_type(spec.dtype, *block, turns=tile.turns) for name, block in described.items()}
     facts: Any = {"options": options, "operands": operands | (types or {}), "tile": tile}
     return Kernel(name=name, function=function, constants=constants | absent, **facts)
+
+
+def descriptor_type(dtype: str, rows: int, columns: int, *, turns: bool) -> str:
+    """Triton's name of a descriptor of blocks; in Gluon it says how a block lies in shared memory."""
+    if not turns:
+        return f"tensordesc<{dtype}[{rows},{columns}]>"
+    of_torch = next(own for own, name in DTYPES.items() if name == dtype)
+    return f"tensordesc<{dtype}[{rows}, {columns}],{layout_of(of_torch, rows, columns)!r}>"
 
 
 def _dispatch_kernels(spec: KernelSpec, tokens: int) -> list[Kernel]:
@@ -229,72 +202,3 @@ def _gate_kernel(
         operands=types,
         odd=("D_IN", "stride_x") if spec.is_odd else (),
     )
-
-
-def build(kernel: Kernel, dtype: str, arch: int) -> Built:
-    """Compile one kernel, for operands whose addresses and row strides are multiples of 16, but for odd ones."""
-    names, unaligned = kernel.function.arg_names, (*_UNALIGNED, *kernel.odd)
-    signature = {name: _type_of(name, kernel, dtype) for name in names}
-    aligned = [
-        index
-        for index, name in enumerate(names)
-        if signature[name] != "constexpr" and name not in unaligned and "tensordesc" not in signature[name]
-    ]
-    source = ASTSource(
-        kernel.function,
-        signature=signature,
-        constexprs=kernel.constants,
-        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(kernel.options))
-    return _read_binary(kernel, arch, compiled.asm, compiled.metadata.shared)
-
-
-def _type_of(name: str, kernel: Kernel, dtype: str) -> str:
-    if name in kernel.constants:
-        return "constexpr"
-    if name in kernel.operands:
-        return kernel.operands[name].format(dtype=dtype)
-    if name in _NUMBERS:
-        return "i32"
-    return "*i32" if name in _INDICES else f"*{dtype}"
-
-
-def _read_binary(kernel: Kernel, arch: int, texts: dict[str, Any], shared_bytes: int) -> Built:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "kernel.cubin"
-        path.write_bytes(texts["cubin"])
-        usage, text = _dump(path, "--dump-resource-usage"), _dump(path, "-sass")
-    match = re.search(r"REG:(\d+)", usage)
-    registers = int(match.group(1)) if match else 0
-    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text)
-
-    def count(*heads: str) -> int:
-        return sum(operation.split(".")[0] in heads for operation in operations)
-
-    threads = 32 * kernel.options["num_warps"]
-    by_registers = _REGISTERS // (max(8, -(-registers // 8) * 8) * threads)
-    by_memory = _SHARED_BYTES.get(arch, 100 << 10) // (shared_bytes + 1024)
-    return Built(
-        name=kernel.name,
-        arch=arch,
-        registers=registers,
-        spills=count("STL", "LDL"),
-        shared_bytes=shared_bytes,
-        resident=min(by_registers, by_memory, 2048 // threads),
-        size=len(operations),
-        instructions={name: count(name) for name in _INSTRUCTIONS},
-        ttir=texts["ttir"],
-        ptx=texts["ptx"],
-    )
-
-
-def _dump(path: Path, what: str) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    found = str(tool) if tool.exists() else shutil.which("cuobjdump")
-    if found is None:
-        raise PackageMissing(
-            "cuobjdump is not there, so registers and spills cannot be read",
-            fix="install triton from its wheel, which brings it, or the CUDA toolkit",
-        )
-    return subprocess.run([found, what, str(path)], capture_output=True, text=True, check=True, timeout=120).stdout

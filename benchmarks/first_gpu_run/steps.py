@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,28 +28,34 @@ def sites(device: Device) -> Iterator[Row]:
         site = site_of(shape, device)
         dy = torch.randn(site.shape.tokens, site.shape.d_out, device=device.kind).bfloat16()
         facts = {"site": site.shape.name, "tokens": site.shape.tokens}
-        for name, call in whole_steps(site, dy, device).items():
-            yield {**facts, "contender": name, **spent(call, device)}
-        for fraction in device.some(FRACTIONS):
-            call = kernels_step(site, dy, draw_k(site, fraction))
-            facts["share"] = fraction
-            yield {**facts, "contender": "kernels, no gate", **spent(call, device)}
-            if fraction == FRACTIONS[0]:
-                for row in device.profiled(call):
-                    yield {**facts, **row}
+        calls = whole_steps(site, dy, device)
+        by_kernels = {
+            f"kernels at {f}, no gate": kernels_step(site, dy, draw_k(site, f)) for f in device.some(FRACTIONS)
+        }
+        for row in spent(calls | by_kernels, device):
+            yield {**facts, **row}
+        for row in device.profiled(next(iter(by_kernels.values()))):
+            yield {**facts, "share": FRACTIONS[0], **row}
 
 
-def spent(call: Callable[[], object], device: Device) -> Row:
-    """Medians of wall milliseconds with a wait behind each call and of microseconds until it returns; kernels' sum."""
-    host, walls = started_us(call, device), []
+def spent(calls: Calls, device: Device) -> Iterator[Row]:
+    """Medians of all in turn: wall milliseconds with a wait behind each call, and over the first one's in the same round;
+    microseconds until a call returns; the sum of its kernels.
+    """
+    walls: dict[str, list[float]] = {name: [] for name in calls}
+    hosts = {name: started_us(call, device) for name, call in calls.items()}
     for _ in range(device.rounds):
-        device.wait()
-        start = time.perf_counter()
-        call()
-        device.wait()
-        walls.append(1e3 * (time.perf_counter() - start))
-    kernels = sum(row["us"] for row in device.profiled(call))
-    return {"wall_ms": float(torch.tensor(walls).median()), "host_us": host, "kernels_us": kernels}
+        for name, call in calls.items():
+            device.wait()
+            start = time.perf_counter()
+            call()
+            device.wait()
+            walls[name].append(1e3 * (time.perf_counter() - start))
+    base = next(iter(walls.values()))
+    for name, call in calls.items():
+        ratio = statistics.median(own / first for own, first in zip(walls[name], base, strict=True))
+        wall, kernels = statistics.median(walls[name]), sum(row["us"] for row in device.profiled(call))
+        yield {"contender": name, "wall_ms": wall, "ratio": ratio, "host_us": hosts[name], "kernels_us": kernels}
 
 
 def whole_steps(site: Site, dy: Tensor, device: Device) -> Calls:

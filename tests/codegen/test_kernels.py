@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 import numpy as np
 import torch
+from torch._inductor.virtualized import V
 from triton.runtime.errors import OutOfResources
 from typer.testing import CliRunner
 
@@ -28,6 +29,7 @@ from acm_compiler.codegen.gpu.ahead.build import build
 from acm_compiler.codegen.gpu.ahead.forward import gate_kernels_of, kernels_of
 from acm_compiler.codegen.gpu.ahead.gradients import gradient_kernels
 from acm_compiler.codegen.gpu.calls import operators
+from acm_compiler.codegen.gpu.calls.traced import stays_whole
 from acm_compiler.codegen.gpu.gate_spec import GateSpec, cut_of
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.gpu.stages import (
@@ -159,6 +161,16 @@ def test_turns_are_taken_where_wgmma_is_and_tiles_fill_the_device():
     for change in others:
         assert not choose_tiles(replace(VIT, **change), 90, TOKENS, turns=True).layer1.turns, change
     assert takes_turns_on(90) and not takes_turns_on(80) and not takes_turns_on(100)
+
+
+def test_large_calls_stay_operators_in_graphs_unless_no_python_is_there(monkeypatch):
+    monkeypatch.setattr(cuda, "machine_of", lambda device: Machine(arch=90, processors=132, turns=True))
+    x = torch.empty(TOKENS, VIT.d_in, device="meta")
+    assert stays_whole(VIT, x)
+    assert not stays_whole(VIT, x[:4096])
+    assert not stays_whole(replace(VIT, dtype="fp32"), x)
+    with V.set_aot_compilation(True):
+        assert not stays_whole(VIT, x)
 
 
 def test_a_k_that_does_not_exist_is_caught_on_the_device():

@@ -39,7 +39,7 @@ def sites(device: Device) -> Iterator[Row]:
 
 
 def spent(calls: Calls, device: Device) -> Iterator[Row]:
-    """Medians of all in turn: wall milliseconds with a wait behind each call, and over the first one's in the same round;
+    """Medians of all in turn: wall milliseconds with a wait behind each call, and over the first one's of the round;
     microseconds until a call returns; the sum of its kernels.
     """
     walls: dict[str, list[float]] = {name: [] for name in calls}

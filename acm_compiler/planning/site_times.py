@@ -26,23 +26,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A GPU by its data sheet: bfloat16 FLOPs and bytes of memory per second, multiprocessors."""
+    """A GPU by its data sheet: bfloat16 FLOPs and bytes of memory per second, multiprocessors.
+
+    takes_turns: large calls run the kernels of `codegen.gpu.turns`.
+    """
 
     name: str
     flops_per_s: float
     bytes_per_s: float
     processors: int
+    takes_turns: bool = True
 
 
 DEVICES = {
-    "a100": Device(name="A100", flops_per_s=312e12, bytes_per_s=2.04e12, processors=108),
+    "a100": Device(name="A100", flops_per_s=312e12, bytes_per_s=2.04e12, processors=108, takes_turns=False),
     "h100": Device(name="H100", flops_per_s=989e12, bytes_per_s=3.35e12, processors=132),
     "h200": Device(name="H200", flops_per_s=989e12, bytes_per_s=4.8e12, processors=132),
 }
 LAUNCH_S, OUR_LAUNCH_S = 4e-6, 7e-6
 """Expected times of a launch by itself, of torch's kernels and of these."""
-DENSE_RATE, OUR_RATE, MEMORY_RATE = 0.75, 0.65, 0.75
-"""Shares of the data sheet's rates that dense products, these kernels and memory are expected to reach."""
+DENSE_RATE, OUR_RATE, TURNS_RATE, MEMORY_RATE = 0.75, 0.65, 0.75, 0.75
+"""Shares of the data sheet's rates that dense products, these kernels (also where groups of warps take turns) and
+memory are expected to reach.
+"""
 MEASURED = Path("runs") / "first_gpu_run" / "speed.jsonl"
 """Rows of `python -m benchmarks.first_gpu_run speed`, in the folder where a command is started."""
 _DENSE = ("dense, eager", "dense, Inductor max-autotune")  # the whole site; others are told less or do less
@@ -127,6 +133,7 @@ def acm_s(site: PlannedSite, device: Device, share: float) -> float:
     """
     share = max(share, site.k_min / site.learners)
     tokens, hidden = site.tokens, site.learners * site.width
+    rate = _our_rate(site, device)
     launches = 2 + (not site.is_sliced) + (site.gate_width * site.d_in >= _SPLIT)
     spent = _product_s(device, OUR_RATE, tokens, site.gate_width, site.d_in)
     if tokens > _SORTED:
@@ -138,8 +145,16 @@ def acm_s(site: PlannedSite, device: Device, share: float) -> float:
     if _is_split(site, hidden, device):
         spent += _SUM_S
     first = hidden * (2 if site.kind == "gated_mlp" else 1)
-    spent += _product_s(device, OUR_RATE, tokens, first, site.d_in, share=share)
-    return spent + _product_s(device, OUR_RATE, tokens, site.d_out, hidden, share=share)
+    spent += _product_s(device, rate, tokens, first, site.d_in, share=share)
+    return spent + _product_s(device, rate, tokens, site.d_out, hidden, share=share)
+
+
+def _our_rate(site: PlannedSite, device: Device) -> float:
+    """Share of the device's rate that both layers' products reach: more where tiles enough take turns."""
+    tile, narrowest = max(_TILES), min(site.learners * site.width, site.d_out)
+    fills = ceil(site.tokens / tile) * ceil(narrowest / tile) >= device.processors
+    plain = site.second_layer in ("shared", "original") and not site.is_sliced
+    return TURNS_RATE if device.takes_turns and fills and plain else OUR_RATE
 
 
 def _is_split(site: PlannedSite, hidden: int, device: Device) -> bool:

@@ -21,7 +21,7 @@ _UNKNOWN_BUCKET = 11  # of as many tokens as a compiler traces as free: from her
 _COMPILED = (
     "compiled ahead of time for sm_{} by triton 3.8: no spills, as many CTAs per SM as r says; not timed on a device"
 )
-_IN_TURN = "the fastest of 11 on an H200, torch 2.11, triton 3.6 (docs/results/h200.md)"
+_IN_TURN = "the fastest of 11 kinds of kernels on an H200, torch 2.11, triton 3.6 (docs/results/h200.md)"
 _TIMED = "the fastest of 15 to 20 pairs on an H100, torch 2.11, triton 3.6 (docs/results/h100.md)"
 
 

@@ -63,7 +63,7 @@ def test_time_rises_with_the_share_and_calls_add_up(kind, tokens):
     once, thrice = expected_times(sites, H200, SHARES)
     assert list(once.acm_s) == sorted(once.acm_s) and once.acm_s[0] < once.acm_s[-1]
     assert thrice.acm_s == pytest.approx([3 * spent for spent in once.acm_s])
-    assert thrice.dense_s == pytest.approx(3 * once.dense_s) and once.ratios[-1] > 0.8
+    assert thrice.dense_s == pytest.approx(3 * once.dense_s) and once.ratios[-1] > 0.7
 
 
 @pytest.mark.parametrize(("kind", "shape", "most"), [("mlp", VIT, 16), ("gated_mlp", LLAMA, 32)])
@@ -90,7 +90,7 @@ def test_the_table_says_that_nothing_is_measured_and_what_is_slower():
     sites = [planned_site(**VIT, tokens=25216), few, few]
     text = time_table(expected_times(sites, H200, (0.25, 1.0)), H200, (0.25, 1.0))
     assert "not measured" in text and "H200" in text
-    assert "at 1.00 of the learners: 3 mlp" in text and "at 0.25" in text.splitlines()[1]
+    assert "at 1.00 of the learners: 2 mlp" in text and "at 0.25" in text.splitlines()[1]
     rows = [line.split() for line in text.splitlines() if line.startswith("mlp")]
     assert [row[1] for row in rows] == ["2", "1"]
     ratio = expected_times([planned_site(**VIT, tokens=25216)], H200, (0.25,))[0].ratios[0]

@@ -13,8 +13,7 @@ from acm_compiler.baselines.merged_tokens import ToMe
 from acm_compiler.baselines.method import Method
 from acm_compiler.baselines.pruned_neurons import Cmoe, Flap
 from acm_compiler.baselines.sparse_activations import Teal, Wina
-from acm_compiler.baselines.trained.ablations import ABLATIONS
-from acm_compiler.baselines.trained.acms import Distilled, Paper
+from acm_compiler.baselines.trained.acms import ABLATIONS, Distilled, Paper
 from acm_compiler.baselines.trained.early_exit import EarlyExit
 from acm_compiler.baselines.trained.experts import D2dmoe, Moefication
 from acm_compiler.baselines.trained.halted_tokens import Avit

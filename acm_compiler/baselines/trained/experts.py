@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.baselines.count import setting_within
+from acm_compiler.baselines.method import setting_within
 from acm_compiler.baselines.pruned_neurons import EXPERTS, balanced_groups
 from acm_compiler.baselines.site_method import Region
 from acm_compiler.baselines.trained.train import TrainedSites

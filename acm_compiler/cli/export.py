@@ -107,7 +107,7 @@ def _budget(directory: Path, text: str, shape: str | None) -> float | str:
 def _inputs(run: SavedRun, shape: str | None, count: int) -> Inputs:
     """The example inputs: of the shape given, else the first examples of the data, `count` at most."""
     from acm_compiler.data import count_examples
-    from acm_compiler.sources.examples import fit_to, make_inputs, parse_input
+    from acm_compiler.sources.inputs import fit_to, make_inputs, parse_input
 
     return (
         run.inputs(min(count, count_examples(run.data)))

@@ -42,11 +42,11 @@ from acm_compiler.runs.recipe_run import OpenedRecipe, with_progress
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
-from acm_compiler.runtime.measure_budgets import Example, measure_budgets, undisturbed
+from acm_compiler.runtime.measure_budgets import measure_budgets, undisturbed
 from acm_compiler.runtime.site_status import status
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.from_hf import processor_files
-from acm_compiler.sources.inputs import call_model
+from acm_compiler.sources.inputs import Example, call_model
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.job import Job

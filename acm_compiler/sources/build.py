@@ -19,8 +19,7 @@ from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
 from acm_compiler.sources import from_hf, from_python, from_shipped, from_timm, from_torchvision
 from acm_compiler.sources.built import Device, Found
-from acm_compiler.sources.examples import InputSpec, fit_to, make_inputs
-from acm_compiler.sources.inputs import Inputs
+from acm_compiler.sources.inputs import Inputs, InputSpec, fit_to, make_inputs
 
 _BUILDERS: dict[str, Callable[..., Found]] = {
     "torchvision": from_torchvision.build,

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 
 from acm_compiler.data.draws import generators_restored
-from acm_compiler.passes.capture.global_caches import GlobalCaches, is_lru_cache
+from acm_compiler.passes.capture.global_state import GlobalCaches, is_lru_cache
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.capture.op_names import written_tensors
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
-from acm_compiler.passes.capture.global_caches import enclosed
+from acm_compiler.passes.capture.global_state import enclosed
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
 from acm_compiler.passes.rewrite.conversion import Conversion, gates_digest, refuse_inference_tensors, refuse_no_module

@@ -13,7 +13,7 @@ from torch import nn
 from acm_compiler.errors import ModelSourceError, StorageError, did_you_mean
 from acm_compiler.files import parse_json
 from acm_compiler.recipe.fields import FUNCTION
-from acm_compiler.recipe.gguf import SUFFIX
+from acm_compiler.recipe.lookup import SUFFIX
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from acm_compiler.baselines.method import Method, Subject
 from acm_compiler.data import Batch
-from acm_compiler.data.batch import first_examples, size_of
+from acm_compiler.data.batch import first_examples, size_of, sources_of
 from acm_compiler.data.corruptions import KINDS, SEVERITIES, corrupted
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.comparison import Corrupted, Cost, MethodResult, Row
@@ -67,8 +67,7 @@ def measure(method: Method, budgets: Sequence[float], progress: Progress) -> Mea
             seconds[budget] += monotonic() - began
             scores[budget].append(ran.score_B)
             macs[budget].append(ran.macs_B)
-        first = sum(map(len, groups))
-        groups.append(batch["source"].cpu() if "source" in batch else torch.arange(first, first + size_of(batch)))
+        groups.append(sources_of(batch, sum(map(len, groups))))
         units.append(task.units(batch).cpu())
         progress.advance(examples=size_of(batch))
     groups_E = torch.cat(groups)

@@ -190,9 +190,3 @@ def _directory(text: str, folder: Path) -> ModelConfig:
     if (folder / "config.json").is_file():
         raise ModelSourceError(f"{text} was saved by transformers, not by acm_compiler", fix=f"write hf:{text}")
     raise ModelSourceError(f"{text} holds no saved model", expected="model.json in it")
-
-
-def show_reference(config: ModelConfig) -> str:
-    """The reference as a user would type it."""
-    file = f"/{config.gguf}" if config.gguf else ""
-    return config.name if config.source == "directory" else f"{config.source}:{config.name}{file}"

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CellType
 from typing import Any
 
@@ -77,9 +77,7 @@ class GlobalCaches:
 
     def forget_fakes(self) -> None:
         """Empty the caches that were added to, and put back or take out what now holds a fake tensor."""
-        for cache, info in self._caches:
-            if cache.cache_info().misses != info.misses:
-                cache.cache_clear()
+        empty_filled(self._caches)
         for values, before in self._dicts:
             for key, value in list(values.items()):
                 old = before.get(key, _MISSING)
@@ -97,6 +95,13 @@ class GlobalCaches:
 def is_lru_cache(value: Any) -> bool:
     """True if `value` is a function wrapped by `functools.lru_cache` or `cache`."""
     return isinstance(value, functools._lru_cache_wrapper)
+
+
+def empty_filled(caches: Iterable[tuple[Any, Any]]) -> None:
+    """Empty the `lru_cache`s that were added to since they had these `cache_info`s."""
+    for cache, info in caches:
+        if cache.cache_info().misses != info.misses:
+            cache.cache_clear()
 
 
 def enclosed(function: Any) -> list[Any]:

@@ -50,7 +50,7 @@ class Options:
 
     directory: Path
     methods: Sequence[str] | None = None
-    ablations: Sequence[str] = ()
+    ablations: Sequence[str] | None = None
     budgets: Sequence[float] | None = None
     steps: int = STEPS
     quick: bool = False

@@ -58,7 +58,7 @@ def bench(
 
     output = Output(json=json)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)
-    sizes = sorted({_whole(part) for part in by_commas(batches)})
+    sizes = _sizes(batches)
     given = Given.read(task, data, base_model)
     asked = None if budgets is None else read_budgets(directory, budgets)
     run = open_saved_run(directory, given=given, allow_code=allow_code, device=device)
@@ -154,9 +154,12 @@ def _machine(run: SavedRun) -> dict[str, Any]:
     }
 
 
-def _whole(text: str) -> int:
+def _sizes(text: str) -> list[int]:
+    """Batch sizes by commas, each once, in rising order. UsageError for others, and for none."""
     from acm_compiler.errors import UsageError
 
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError("no batch size", where="--batches", found=repr(text), expected="such as 1,8,64")
-    return int(text)
+    parts = by_commas(text)
+    wrong = next((part for part in parts if not part.isdecimal() or int(part) < 1), None if parts else text)
+    if wrong is not None:
+        raise UsageError("no batch size", where="--batches", found=repr(wrong), expected="such as 1,8,64")
+    return sorted(set(map(int, parts)))

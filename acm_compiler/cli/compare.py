@@ -51,7 +51,7 @@ def compare(
     options = Options(
         directory=directory,
         methods=None if methods is None else by_commas(methods),
-        ablations=by_commas(ablate or ""),
+        ablations=None if ablate is None else by_commas(ablate),
         budgets=None if budgets is None else _shares(budgets),
         steps=steps or STEPS,
         quick=quick,

@@ -112,6 +112,8 @@ def test_a_folder_with_another_runs_scores_is_refused_and_keeps_them(whole, tmp_
             ("--methods", "acm", "--budgets", "30%"),
             "below the floor of acm: its least on this model is 42",
         ),
+        (("--methods", ","), "no method was named"),
+        (("--ablate", ""), "no ablation was named"),
         (("--budgets", "40"), "40%?"),
         (("--budgets", "fast"), "shares of the dense model's MACs, such as .4 or 40%"),
     ],

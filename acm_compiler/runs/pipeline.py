@@ -180,6 +180,7 @@ def _frozen_parameters(recipe: Recipe, model: nn.Module) -> list[str]:
             raise SelectionError(
                 f"no parameter matches {pattern!r}{did_you_mean(pattern, modules)}",
                 where=recipe.place("model", "freeze", i),
+                expected='a parameter, a module, a glob over names of parameters, or "re:" and an expression',
             )
         frozen += found
     return frozen

@@ -72,7 +72,8 @@ def call_builder(builder: Callable[..., Any], config: ModelConfig, **defaults: A
             raise
         given = ", ".join(f"{key}={value!r}" for key, value in config.args.items())
         what = f"{config.source}:{config.name} cannot be built with args {given}"
-        raise ModelSourceError(what, found=str(error) or type(error).__name__) from error
+        fix = "leave out of args what the builder does not take, or give it other values"
+        raise ModelSourceError(what, found=str(error) or type(error).__name__, fix=fix) from error
 
 
 def refuse_reserved(config: ModelConfig) -> None:

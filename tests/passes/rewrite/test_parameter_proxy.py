@@ -1,0 +1,68 @@
+"""Bare parameters of a site, however the model's own code looks at them: what the analysis lets pass still runs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import acm_compiler as acm
+from acm_compiler.errors import AcmError
+from acm_compiler.site import Graft
+
+WAYS = {
+    "view": lambda w: w.view(w.shape[0], -1),
+    "reshape by a function": lambda w: torch.reshape(w, w.shape),
+    "reshape to and fro": lambda w: w.reshape(w.numel() // w.shape[1], w.shape[1]),
+    "view_as itself": lambda w: w.view_as(w),
+    "squeeze": lambda w: w.squeeze(),
+    "data": lambda w: w.data,
+    "cpu": lambda w: w.cpu(),
+    "type": lambda w: w.type(torch.float32),
+    "a type by name": lambda w: w.double().float(),
+    "another's type": lambda w: w.type_as(w) if not w.is_cuda else None,
+    "requires_grad_": lambda w: w.requires_grad_(),
+    "an alias": lambda w: torch.ops.aten.alias(w),
+    "dropout that is off": lambda w: F.dropout(w, 0.1, False),
+    "contiguous": lambda w: w.t().contiguous().t(),
+    "swapdims": lambda w: w.swapdims(0, 1).swapaxes(0, 1),
+    "a part of its own length": lambda w: w[: len(w)],
+    "one part": lambda w: w.split(w.size(0))[0].chunk(1)[0].narrow(0, 0, w.shape[0]),
+    "questions": lambda w: w if w.layout == torch.strided and w.is_floating_point() and w.element_size() == 4 else None,
+}
+
+
+class Bare(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.up, self.up_bias = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(16))
+        self.down, self.down_bias = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(8))
+        self.way = way
+
+    def forward(self, x):
+        h = F.gelu(F.linear(x, self.way(self.up), self.up_bias))
+        return x + h @ self.way(self.down).t() + self.down_bias
+
+
+def planned(way):
+    torch.manual_seed(0)
+    model, x = Bare(way).eval(), torch.randn(2, 5, 8)
+    plan = acm.plan(model, x, sites="mlp")
+    assert [site.graft for site in plan.sites] == [Graft(kind="R", modules=("",))]
+    return model, x, plan
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_may_be_looked_at_in_any_way_that_the_analysis_takes_for_the_same(way):
+    model, x, plan = planned(WAYS[way])
+    torch.testing.assert_close(acm.rewrite(model, plan)(x), model(x))
+
+
+def test_what_the_plan_does_not_show_is_refused_with_the_remedy():
+    model, x, plan = planned(lambda w: w)
+    converted = acm.rewrite(model, plan)
+    for other, what in ((lambda w: w.view(-1), "view"), (torch.relu, "relu"), (lambda w: w[0], "index 0")):
+        converted.way = other
+        with pytest.raises(
+            AcmError, match=rf"in a way that its plan does not show .found {what}[^$]*exclude this site"
+        ):
+            converted(x)

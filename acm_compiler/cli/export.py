@@ -65,12 +65,8 @@ def export(
     axes = _axes(dynamic or [])
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
     inputs = _inputs(run, input, 2 if budget is None else _SAMPLE)
-    options: dict[str, Any] = {
-        "controls": by_commas(controls),
-        "per_example": per_example,
-        "dynamic": axes,
-        "fixed_k": fixed_k,
-    }
+    names = by_commas(controls)
+    options: dict[str, Any] = {"controls": names, "per_example": per_example, "dynamic": axes, "fixed_k": fixed_k}
     options |= {"budget": share, "extra": processor_files_in(directory) if format == "checkpoint" else None}
     file = write(run.model, target, inputs, format, **options)
     _report(Output(json=json), file, parse_json((target / "export.json").read_text(encoding="utf-8")))

@@ -201,11 +201,12 @@ def _permuted(view: WeightStandIn, *dims: Any) -> WeightStandIn:
 
 
 def _narrowed(view: WeightStandIn, dim: int, start: int, length: int) -> WeightStandIn:
+    start %= view.shape[dim]
     return view.sliced(dim % len(view.shape), start, start + length)
 
 
-def _split(view: WeightStandIn, split_size_or_sections: Any, dim: int = 0) -> tuple[WeightStandIn, ...]:
-    size, sections = view.shape[dim], split_size_or_sections
+def _split(view: WeightStandIn, sections: Any = None, dim: int = 0, **named: Any) -> tuple[WeightStandIn, ...]:
+    size, sections = view.shape[dim], next(iter(named.values())) if named else sections
     if isinstance(sections, int):
         sections = [min(sections, size - start) for start in range(0, size, sections)]
     starts = [sum(sections[:i]) for i in range(len(sections))]
@@ -230,19 +231,20 @@ def _reshaped(name: str, view: WeightStandIn, *args: Any, **kwargs: Any) -> Weig
 
 
 # what the learners' tensors answer as the parameter did
-_FACTS = op_set("is_cuda is_cpu is_meta is_sparse layout itemsize element_size is_floating_point is_complex")
+_FACTS = op_set("is_cuda is_cpu is_meta is_sparse layout itemsize element_size is_floating_point is_leaf")
 _VIEWS: dict[str, Callable[..., Any]] = {
     "t": WeightStandIn.flipped,
     "transpose": _transposed,
     "permute": _permuted,
     "narrow": _narrowed,
     "split": _split,
+    "split_with_sizes": _split,
     "chunk": _chunked,
 }
 
 
 def _view(name: str) -> Callable[..., Any] | None:
-    """What an operation makes of a stand-in, by the operation's name; the analysis takes it for a view, too."""
+    """The view of a stand-in that the operation of this name gives; the analysis takes it for one, too."""
     if name in COPIES:
         return _copied
     return _VIEWS.get(name) or (partial(_reshaped, name) if name in RESHAPES else None)

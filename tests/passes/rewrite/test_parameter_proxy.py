@@ -66,3 +66,40 @@ def test_what_the_plan_does_not_show_is_refused_with_the_remedy():
             AcmError, match=rf"in a way that its plan does not show .found {what}[^$]*exclude this site"
         ):
             converted(x)
+
+
+PARTS = {
+    "slices": lambda w: (w[:8], w[8:-8], w[-8:]),
+    "narrow from the end": lambda w: (w.narrow(0, -24, 8), w.narrow(0, -16, 8), w.narrow(0, -8, 8)),
+    "narrow by keywords": lambda w: tuple(torch.narrow(w, dim=0, start=start, length=8) for start in (0, 8, 16)),
+    "chunk": lambda w: w.clone().chunk(chunks=3, dim=-w.dim()),
+    "split": lambda w: w.split(split_size=8),
+    "a function's split": lambda w: torch.split(w, split_size_or_sections=[8, 8, 8]),
+    "split_with_sizes": lambda w: torch.split_with_sizes(w, [8, 8, 8]),
+    "split_with_sizes by keywords": lambda w: w.split_with_sizes(split_sizes=[8, 8, 8], dim=0),
+    "parts of parts": lambda w: (w[:16][:8], w[:16][8:], w[8:].narrow(0, 8, 8)),
+}
+
+
+class Packed(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.qkv, self.bias = nn.Parameter(torch.randn(24, 8)), nn.Parameter(torch.randn(24))
+        self.parts = parts
+
+    def forward(self, x):
+        q, k, v = (
+            F.linear(x, *part)[:, None] for part in zip(self.parts(self.qkv), self.parts(self.bias), strict=True)
+        )
+        return x + F.scaled_dot_product_attention(q, k, v)[:, 0]
+
+
+@pytest.mark.parametrize("roles", [("attn.q", "attn.k", "attn.v"), ("attn.v",)])
+@pytest.mark.parametrize("parts", PARTS)
+def test_rows_of_a_packed_weight_are_those_that_torch_gives(parts, roles):
+    torch.manual_seed(0)
+    model, x = Packed(PARTS[parts]).eval(), torch.randn(2, 5, 8)
+    converted = acm.rewrite(model, acm.plan(model, x, sites=roles))
+    with torch.no_grad(), acm.record(converted) as usage:
+        torch.testing.assert_close(converted(x), model(x))
+    assert len(usage.k) == len(roles) and all(k.numel() == 10 for k in usage.k.values())

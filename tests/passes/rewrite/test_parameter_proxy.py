@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import acm_compiler as acm
 from acm_compiler.errors import AcmError
@@ -54,6 +54,16 @@ def planned(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_weight_may_be_looked_at_in_any_way_that_the_analysis_takes_for_the_same(way):
     model, x, plan = planned(WAYS[way])
+    torch.testing.assert_close(acm.rewrite(model, plan)(x), model(x))
+
+
+@pytest.mark.parametrize("way", ["view", "data", "cpu", "a type by name", "contiguous", "one part", "keywords"])
+def test_a_graph_of_the_users_own_looks_at_it_in_these_ways_too(way):
+    torch.manual_seed(0)
+    keywords = {"keywords": lambda w: w.transpose(dim0=0, dim1=1).transpose(dim0=0, dim1=1)}
+    model, x = fx.symbolic_trace(Bare((WAYS | keywords)[way]).eval()), torch.randn(2, 5, 8)
+    plan = acm.plan(model, x, sites="mlp")
+    assert len(plan.sites) == 1
     torch.testing.assert_close(acm.rewrite(model, plan)(x), model(x))
 
 

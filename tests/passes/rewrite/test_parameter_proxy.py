@@ -113,3 +113,25 @@ def test_rows_of_a_packed_weight_are_those_that_torch_gives(parts, roles):
     with torch.no_grad(), acm.record(converted) as usage:
         torch.testing.assert_close(converted(x), model(x))
     assert len(usage.k) == len(roles) and all(k.numel() == 10 for k in usage.k.values())
+
+
+class BiasOutside(nn.Module):
+    """The bias of a linear that is no call of it is added by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + F.linear(F.gelu(self.up(x)), self.down.weight) + self.down.bias
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_module_of_which_more_is_read_than_the_weight_stays(traced):
+    torch.manual_seed(0)
+    model, x = BiasOutside().eval(), torch.randn(2, 5, 8)
+    model = fx.symbolic_trace(model) if traced else model
+    converted = acm.rewrite(model, acm.plan(model, x, sites="mlp"))
+    torch.testing.assert_close(converted(x), model(x))
+    assert torch.equal(converted.down.bias, model.down.bias)
+    assert acm.revert(converted).state_dict().keys() == model.state_dict().keys()

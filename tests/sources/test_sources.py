@@ -236,7 +236,7 @@ def test_a_users_function_gives_a_model_and_maybe_inputs(users_module):
         ("nothing", {}, "returned no model .found NoneType"),
         ("plian", {}, "has no 'plian' .did you mean 'plain'"),
         ("number", {}, "not a function"),
-        ("plain", {"wdith": 3}, "cannot be called with the recipe's args .*wdith"),
+        ("plain", {"wdith": 3}, "does not take the recipe's args .*wdith"),
     ],
 )
 def test_functions_that_give_no_model_are_refused(users_module, name, args, message):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm import ACM
-from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, name_of, op_set
+from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, op_set
 from acm_compiler.passes.rewrite.stand_ins import Replaced, Rows, StashedACM, Use, dummy
 from acm_compiler.site import Site
 
@@ -68,9 +68,9 @@ class WeightStandIn:
         return dummy(tensors[0], self.shape[self.out_axis])
 
     def _viewed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        view = _view(name_of(function))
+        view = _VIEWS.get(function.__name__)
         if view is None:
-            raise self.source.misused(name_of(function))
+            raise self.source.misused(function.__name__)
         return view(self, *args, **kwargs)
 
     @property
@@ -81,9 +81,8 @@ class WeightStandIn:
     def __getattr__(self, name: str) -> Any:
         if name in _FACTS:
             return getattr(self.source.uses[0].acm.learners.b_out, name)
-        view = _view(name_of(getattr(Tensor, name, name)))
-        if view is not None:
-            return partial(view, self)
+        if name in _VIEWS:
+            return partial(_VIEWS[name], self)
         raise AttributeError(f"{name!r}: the parameter here was replaced by an ACM")
 
     def __add__(self, other: Any) -> Any:
@@ -232,22 +231,18 @@ def _reshaped(name: str, view: WeightStandIn, *args: Any, **kwargs: Any) -> Weig
 
 # what the learners' tensors answer as the parameter did
 _FACTS = op_set("is_cuda is_cpu is_meta is_sparse layout itemsize element_size is_floating_point is_leaf")
+# what the analysis takes for a view, too
 _VIEWS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*COPIES, "requires_grad_"), _copied),
+    **{name: partial(_reshaped, name) for name in RESHAPES},
     "t": WeightStandIn.flipped,
-    "transpose": _transposed,
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transposed),
     "permute": _permuted,
     "narrow": _narrowed,
     "split": _split,
     "split_with_sizes": _split,
     "chunk": _chunked,
 }
-
-
-def _view(name: str) -> Callable[..., Any] | None:
-    """The view of a stand-in that the operation of this name gives; the analysis takes it for one, too."""
-    if name in COPIES:
-        return _copied
-    return _VIEWS.get(name) or (partial(_reshaped, name) if name in RESHAPES else None)
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:

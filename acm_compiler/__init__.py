@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from acm_compiler.runtime.meter import Meter as Meter
     from acm_compiler.runtime.meter import meter as meter
     from acm_compiler.runtime.site_status import status as status
-    from acm_compiler.runtime.sparsity.control import set_sparsity as set_sparsity
-    from acm_compiler.runtime.sparsity.measure import measure_sparsity as measure_sparsity
+    from acm_compiler.runtime.sparsity import measure_sparsity as measure_sparsity
+    from acm_compiler.runtime.sparsity import set_sparsity as set_sparsity
     from acm_compiler.runtime.tensor_parallel import SplitLearners as SplitLearners
     from acm_compiler.runtime.usage import record as record
     from acm_compiler.training.loss_terms import losses as losses
@@ -71,7 +71,7 @@ _HOMES = {
     "generate": "runtime.generate",
     "load": "checkpoint.load",
     "losses": "training.loss_terms",
-    "measure_sparsity": "runtime.sparsity.measure",
+    "measure_sparsity": "runtime.sparsity",
     "Meter": "runtime.meter",
     "meter": "runtime.meter",
     "plan": "runs.pipeline",
@@ -86,7 +86,7 @@ _HOMES = {
     "sensitivity": "calibration.recalibrate",
     "set_budget": "runtime.control",
     "set_k": "runtime.control",
-    "set_sparsity": "runtime.sparsity.control",
+    "set_sparsity": "runtime.sparsity",
     "SplitLearners": "runtime.tensor_parallel",
     "sites": "passes.rewrite.conversion",
     "status": "runtime.site_status",

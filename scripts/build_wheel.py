@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from acm_compiler.codegen.cpu import build, levels
+from acm_compiler.codegen.cpu import build
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("acm_compiler", "recipes", "setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -26,8 +26,8 @@ PARTS = ("acm_compiler", "recipes", "setup.py", "pyproject.toml", "README.md", "
 
 def main() -> None:
     """Compile the libraries and build the wheel around them."""
-    known = {level.name: level for level in (*levels.X86, levels.PLAIN)}
-    own = [level.name for level in levels.X86] if platform.machine() == "x86_64" else [levels.PLAIN.name]
+    known = {level.name: level for level in (*build.X86, build.PLAIN)}
+    own = [level.name for level in build.X86] if platform.machine() == "x86_64" else [build.PLAIN.name]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("dist"))
     parser.add_argument("--levels", nargs="+", choices=known, default=own)
@@ -40,10 +40,10 @@ def main() -> None:
                 shutil.copytree(part, copy / part.name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(part, copy)
-        folder = copy / levels.FOLDER.relative_to(ROOT)
+        folder = copy / build.FOLDER.relative_to(ROOT)
         folder.mkdir()
         for name in options.levels:
-            file = folder / levels.file_name(known[name], build.digest())
+            file = folder / build.file_name(known[name], build.digest())
             build.compile_library(build.command_for(known[name]), file)
             sys.stdout.write(f"{file.name}: {file.stat().st_size / 1e6:.1f} MB\n")
         tag = f"manylinux_{platform.libc_ver()[1].replace('.', '_')}_{platform.machine()}"

@@ -212,7 +212,7 @@ def test_every_switch_is_declared_once():
 
 # file: calls that write where nobody looks for a file, or to a file that grows
 _OTHER_WRITES = {
-    "acm_compiler/checkpoint/lock.py": "into the very file that is locked",
+    "acm_compiler/checkpoint/folder.py": "into the very file that is locked",
     "acm_compiler/codegen/gpu/ahead/build.py": "into a temporary folder, for a tool to read",
     "acm_compiler/reporting/figures.py": "into memory",
     "acm_compiler/sources/from_gguf.py": "into a temporary folder, to read what transformers writes",

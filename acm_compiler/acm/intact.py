@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acm_compiler.acm.arguments import LearnerWeights
-from acm_compiler.acm.quantized.foreign import stands_for_floats
+from acm_compiler.acm.quantized.integers import stands_for_floats
 from acm_compiler.errors import UsageError
 
 _OUTSIDE = (

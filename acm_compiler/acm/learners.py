@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.arguments import GateWeights, LearnerWeights, held
 from acm_compiler.acm.precision import without_autocast
-from acm_compiler.acm.quantized import foreign, integers
+from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import GateRule, Weights
 
 
@@ -47,7 +47,7 @@ class Learners(nn.Module):
     have w_in [N, G, H / G, D] or [N, O, G, H / G] and no w_out.
 
     After `quantize` the weights are buffers of integers, with scales s_in to s_top (`reference.Weights`); biases stay.
-    Another library may have put tensors there that stand for floats (`quantized.foreign`).
+    Another library may have put tensors there that stand for floats (`quantized.integers`).
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Learners(nn.Module):
 
     def weights(self) -> Weights:
         """The tensors as the reference and the operators take them."""
-        tensors = foreign.floats_of(held(LearnerWeights._fields, self))
+        tensors = integers.floats_of(held(LearnerWeights._fields, self))
         return Weights(*LearnerWeights(*tensors), act=self.act, form=self.form)
 
     @property
     def quantized(self) -> str | None:
         """The form of the weights: int8 or int4, the name of another library's tensors, None for floats."""
-        return foreign.kind_of(held(integers.WEIGHTS, self))
+        return integers.kind_of(held(integers.WEIGHTS, self))
 
     @torch.no_grad()
     def quantize(self, to: integers.To = "int8", made: Weights | None = None) -> None:

@@ -42,6 +42,11 @@ def is_fast_in_bfloat16(device: torch.device) -> bool:
     return bool(known.get("amx_bf16") or known.get("avx512_bf16"))
 
 
+def rounds_floats() -> bool:
+    """True where torch multiplies float32 as bfloat16 when told to: with AMX, without which the product stays exact."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast is off inside for tensors on `device`."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
@@ -61,7 +66,7 @@ class FastLinears(TorchFunctionMode):
     """Inside, `F.linear` on float32 of the CPU rounds what it multiplies to bfloat16, forward and backward.
 
     Numbers in memory and sums stay float32. Only for weights that were not computed on the way: those have gradients of
-    their own. Does nothing on processors without instructions for bfloat16. `exactly` suspends it.
+    their own. Does nothing where the CPU has no AMX (`rounds_floats`). `exactly` suspends it.
     """
 
     def __torch_function__(
@@ -89,7 +94,7 @@ def _gains(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         all(t.device.type == "cpu" and t.dtype is torch.float32 for t in (x, *given))
         and all(t.is_leaf for t in given)
         and x.numel() >= _ROWS * x.shape[-1]
-        and is_fast_in_bfloat16(x.device)
+        and rounds_floats()
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +10,9 @@ from time import monotonic
 
 import torch
 
-from acm_compiler.baselines.corrupted import LEVELS, levels_of, measure_corrupted
-from acm_compiler.baselines.measure import Measured, measure, result_of
+from acm_compiler.baselines.measure import LEVELS, Measured, Scores, levels_of, measure, measure_corrupted, result_of
 from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.methods import OURS, Chosen, choose, method_named
-from acm_compiler.baselines.scores import Scores
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.checkpoint import check_own_folder, save_id
 from acm_compiler.data import Batch, BatchStream, count_examples
@@ -26,7 +23,7 @@ from acm_compiler.evaluation.statistics import Sample
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths
-from acm_compiler.recipe.resolved import installed_versions
+from acm_compiler.recipe.resolved import measured_with
 from acm_compiler.runs.folder import RunOptions, check_run_folder, one_run
 from acm_compiler.runs.pipeline import check_recipe, plan_recipe
 from acm_compiler.runs.recipe_run import OpenedRecipe
@@ -53,7 +50,7 @@ class Options:
 
     directory: Path
     methods: Sequence[str] | None = None
-    ablations: Sequence[str] = ()
+    ablations: Sequence[str] | None = None
     budgets: Sequence[float] | None = None
     steps: int = STEPS
     quick: bool = False
@@ -212,15 +209,8 @@ class _Comparing:
         discard_state(self.scores.folder / name)
         self.say(f"{name}: fitted in {duration(fitted - began)}, measured in {duration(monotonic() - fitted)}")
         if name == _DENSE:
-            self._expect(subject, found)
+            self.opened.check_expected(subject.task.value(found.scores[1.0], found.units_E))
         return found
-
-    def _expect(self, subject: Subject, found: Measured) -> None:
-        """Refuse a dense model that is not what the recipe expects, if it does. UnexpectedMetric."""
-        wanted = self.recipe.expect
-        if wanted is not None:
-            value = subject.task.value(found.scores[1.0], found.units_E)
-            wanted.refuse_other(value, metric=subject.task.metric, where=self.recipe.place("expect"))
 
     def _comparison(self, found: dict[str, Measured], subject: Subject, chosen: Chosen) -> Comparison:
         dense, task = found[_DENSE], subject.task
@@ -248,7 +238,7 @@ class _Comparing:
             dense_macs=float(dense.macs[1.0].nanmean()),
             left_out=chosen.left_out,
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-            versions={"python": platform.python_version(), **installed_versions()},
+            versions=measured_with(),
             threads=torch.get_num_threads(),
             save=save_id(self.options.directory) if ACM in found else None,
             corrupted={name: levels_of(part, subject) for name, part in self.corrupted.items()},

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.baselines.count import macs_of_call, setting_within
-from acm_compiler.baselines.method import BatchResult, Subject
+from acm_compiler.baselines.method import BatchResult, Subject, macs_of_call, setting_within
 from acm_compiler.baselines.vit import OnVit, Steps, attend, block_macs, mlp_macs, sizes_of
 from acm_compiler.data import Batch
 from acm_compiler.planning.plan import Plan

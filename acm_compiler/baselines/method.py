@@ -1,4 +1,4 @@
-"""A method: one way to make a dense model cheaper, at every budget that it reaches.
+"""A method: one way to make a dense model cheaper, at every budget that it reaches, and the MACs of what it runs.
 
 A budget is a share of the dense model's MACs here, whatever part of the model a method acts on.
 Shapes: B examples.
@@ -7,16 +7,19 @@ Shapes: B examples.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from acm_compiler.data import Batch
+from acm_compiler.passes.find.count_macs import Work
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
+from acm_compiler.runtime.count_dense_work import kept_work_watched
+from acm_compiler.sources.inputs import Inputs, call_model
 from acm_compiler.tasks import Task
 from acm_compiler.training.job import Job
 
@@ -89,3 +92,27 @@ class Method(ABC):
     def score(self, output: object, batch: Batch) -> Tensor:
         """The score of each example of a batch, on the CPU."""
         return self.subject.task.score(output, batch).cpu()
+
+
+def macs_of_call(model: nn.Module, inputs: Inputs) -> int:
+    """All multiply-adds of one call, counted as it runs."""
+    total = 0
+
+    def add(works: Mapping[Any, list[Work]]) -> None:
+        nonlocal total
+        total += sum(work.macs for part in works.values() for work in part)
+
+    with kept_work_watched(model, add, side=lambda: None, when=lambda: True):
+        call_model(model, inputs)
+    return total
+
+
+def setting_within(cost: Callable[[float], float], most: float, *, cheap: float, dear: float, halvings: int) -> float:
+    """The setting nearest to `dear` whose cost is at most `most`, by bisection; `cheap` where none between them is.
+
+    cost: MACs of a setting, which rise from `cheap` to `dear`. The result is off by (dear - cheap) / 2**halvings.
+    """
+    for _ in range(halvings):
+        middle = (cheap + dear) / 2
+        cheap, dear = (middle, dear) if cost(middle) <= most else (cheap, middle)
+    return cheap

@@ -13,8 +13,7 @@ from acm_compiler.baselines.merged_tokens import ToMe
 from acm_compiler.baselines.method import Method
 from acm_compiler.baselines.pruned_neurons import Cmoe, Flap
 from acm_compiler.baselines.sparse_activations import Teal, Wina
-from acm_compiler.baselines.trained.ablations import ABLATIONS
-from acm_compiler.baselines.trained.acms import Distilled, Paper
+from acm_compiler.baselines.trained.acms import ABLATIONS, Distilled, Paper
 from acm_compiler.baselines.trained.early_exit import EarlyExit
 from acm_compiler.baselines.trained.experts import D2dmoe, Moefication
 from acm_compiler.baselines.trained.halted_tokens import Avit
@@ -65,20 +64,20 @@ def choose(
     plan: Plan,
     *,
     names: Sequence[str] | None,
-    ablations: Sequence[str] = (),
+    ablations: Sequence[str] | None = None,
     budgets: Sequence[float] | None,
     usual: Sequence[float],
 ) -> Chosen:
     """Methods and budgets to run on a model, weights or not. UsageError for what was asked for by name and cannot be.
 
-    names: None for every method without training; "all" for every one. ablations: "all", too. budgets: None for the
-    `usual` ones. What was not asked for by name is left out where it does not fit.
+    names: None for every method without training; "all" for every one. ablations: None for none, "all", too.
+    budgets: None for the `usual` ones. What was not asked for by name is left out where it does not fit.
     """
     asked = _known(names, METHODS, "method", "--methods")
     ablated = _known(ablations, ABLATIONS, "ablation", "--ablate")
     free = [name for name, method in METHODS.items() if not method.trains]
     wanted = free if names is None else list(METHODS) if ALL in names else asked
-    wanted = [*wanted, *(ABLATIONS[key].name for key in (ABLATIONS if ALL in ablations else ablated))]
+    wanted = [*wanted, *(ABLATIONS[key].name for key in (ABLATIONS if ALL in (ablations or ()) else ablated))]
     shares = sorted(usual if budgets is None else set(budgets))
     found: dict[str, tuple[float, ...]] = {}
     left_out: dict[str, str] = {}
@@ -107,6 +106,8 @@ def choose(
 
 def _known(names: Sequence[str] | None, known: Mapping[str, object], what: str, option: str) -> list[str]:
     """Names of `known` that were given, each once, without "all". UsageError for others."""
+    if names is not None and not names:
+        raise UsageError(f"no {what} was named", where=option, expected=", ".join((ALL, *known)))
     asked = [name for name in dict.fromkeys(names or ()) if name != ALL]
     for name in asked:
         if name not in known:

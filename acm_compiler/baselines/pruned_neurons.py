@@ -96,7 +96,7 @@ class CmoeRegion(NeuronRegion):
         """Cut the neurons into experts, anew for each share."""
         h_TF = torch.cat(self.seen)[:TOKENS]
         self.seen.clear()
-        is_active_TF = torch.zeros_like(h_TF).scatter_(1, h_TF.topk(min(MOST_ACTIVE, self.neurons), 1).indices, 1.0)
+        is_active_TF = largest(h_TF, min(MOST_ACTIVE, self.neurons)).float().cpu()
         self.experts = {share: self._cut(is_active_TF, share) for share in shares}
 
     def _cut(self, is_active_TF: Tensor, share: float) -> Experts:
@@ -108,13 +108,13 @@ class CmoeRegion(NeuronRegion):
         group, middle = balanced_groups(is_active_TF[:, rest].T, routed, rounds=ROUNDS)
         expert_F = torch.full((neurons,), -1)
         expert_F[rest] = group
-        return Experts(expert_F=expert_F, middle_P=rest[middle], run=run - shared)
+        device = self.last[0].device
+        return Experts(expert_F=expert_F.to(device), middle_P=rest[middle].to(device), run=run - shared)
 
     def compute(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The shared experts, and those whose middle neuron is most active."""
         experts, h_TF = self.experts[self.share], self.dense.hidden(x_TD)
-        chosen = h_TF[:, experts.middle_P].abs().topk(experts.run, -1).indices
-        runs_TP = torch.zeros(len(h_TF), len(experts.middle_P), dtype=torch.bool).scatter_(1, chosen, True)
+        runs_TP = largest(h_TF[:, experts.middle_P].abs(), experts.run)
         keep_TF = runs_TP[:, experts.expert_F.clamp_min(0)] | (experts.expert_F < 0)
         # the middle neurons of experts that do not run are computed all the same, but for their column
         passed_over_T = (~runs_TP).sum(1) * (self.neuron_macs - len(self.last[0]))
@@ -150,6 +150,11 @@ class Cmoe(_OnMlps):
     def refuses(cls, model: nn.Module, plan: Plan) -> str | None:
         """A reason without gated MLPs."""
         return None if any(map(cls.acts, plan.sites)) else "its experts are cut from gated MLPs, and there are none"
+
+
+def largest(value_TE: Tensor, count: int) -> Tensor:
+    """True at so many of the largest values of each row."""
+    return torch.zeros_like(value_TE, dtype=torch.bool).scatter_(1, value_TE.topk(count, -1).indices, True)
 
 
 def balanced_groups(points: Tensor, groups: int, *, rounds: int) -> tuple[Tensor, Tensor]:

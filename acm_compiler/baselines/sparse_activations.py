@@ -24,7 +24,7 @@ from acm_compiler.baselines.site_method import Layer, LayerRegion, SiteMethod
 from acm_compiler.data import Batch
 from acm_compiler.passes.rewrite.dense_region import DenseLinear
 from acm_compiler.progress import Say
-from acm_compiler.runtime.sparsity.measure import quantile, quantiles_of
+from acm_compiler.runtime.sparsity import quantile, quantiles_of
 
 # inputs of a layer that its thresholds are taken from, in tokens of each look; steps of the quantiles that are kept
 _SAMPLE, _STEPS = 64, 1024

@@ -22,8 +22,7 @@ from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import pass_on
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import call_mask
-from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.sources.inputs import Inputs, call_model, refuse_labels, split_inputs
+from acm_compiler.sources.inputs import Example, Inputs, call_model, refuse_labels, split_inputs
 from acm_compiler.sources.user_code import Attempt, first_line, raising_line, with_frames
 
 Answer = Callable[[Any, Tensor | None], Tensor | list[Tensor]]

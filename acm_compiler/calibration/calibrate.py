@@ -33,9 +33,9 @@ from acm_compiler.progress import Progress, Say, progress_of
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import shares_of
 from acm_compiler.runtime.control import spend
-from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
-from acm_compiler.runtime.sparsity.measure import measure_sizes, skipping_sites
-from acm_compiler.sources.inputs import Inputs
+from acm_compiler.runtime.measure_budgets import fill_table, undisturbed
+from acm_compiler.runtime.sparsity import measure_sizes, skipping_sites
+from acm_compiler.sources.inputs import Example, Inputs
 
 # the kinds of gates that `fit_all` gives every site
 _KINDS = ("as gradients do", "nearly alike")

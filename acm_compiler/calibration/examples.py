@@ -17,8 +17,7 @@ from acm_compiler.calibration.answer import Answer, default_answer, shapes_of
 from acm_compiler.data import refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.runtime.budgets import is_number
-from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.sources.inputs import Inputs, split_inputs
+from acm_compiler.sources.inputs import Example, Inputs, split_inputs
 
 # a user's own word on the padding of one batch
 MaskOf = Callable[[Any], Tensor | None]

@@ -31,7 +31,7 @@ from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
 from acm_compiler.runtime import ranks
-from acm_compiler.runtime.measure_budgets import Example
+from acm_compiler.sources.inputs import Example
 
 Records = dict[str, SiteRecord]
 # sites that see few tokens per example end the reading no later than at this many times the tokens asked for

@@ -20,8 +20,9 @@ from acm_compiler.passes.rewrite.offload import device_of, trim
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import PADDING, recorded
+from acm_compiler.sources.inputs import Example
 
 _BATCH, _CLIP = 1024, 1.0
 # a small sample is learned in fewer steps than were asked for: so many passes over it, but no fewer than so many steps

@@ -25,8 +25,7 @@ from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights, dense_regions_run
 from acm_compiler.passes.rewrite.offload import trim
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.measure_budgets import Example
-from acm_compiler.sources.inputs import ForwardEnded
+from acm_compiler.sources.inputs import Example, ForwardEnded
 
 # torch's words for an operator without a gradient: of a library, of `torch.library.custom_op`, of its own
 _UNREGISTERED = "an autograd kernel was not registered"

@@ -26,9 +26,9 @@ from acm_compiler.progress import Say, progress_of
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import shares_of
 from acm_compiler.runtime.control import is_held, refuse_unfitted, set_budget
-from acm_compiler.runtime.measure_budgets import Example, fill_table, undisturbed
+from acm_compiler.runtime.measure_budgets import fill_table, undisturbed
 from acm_compiler.runtime.usage import PADDING, recorded
-from acm_compiler.sources.inputs import Inputs
+from acm_compiler.sources.inputs import Example, Inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.decisions import PlannedSite
-from acm_compiler.runtime.measure_budgets import Example
+from acm_compiler.sources.inputs import Example
 
 _LOG = logging.getLogger(__name__)
 # relative error of the model's answer, by floating type

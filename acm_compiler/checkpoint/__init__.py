@@ -1,8 +1,7 @@
 """Saved models: directories with all that building, filling and running a rewritten model takes."""
 
-from acm_compiler.checkpoint.folder import check_own_folder, holds_model, save_id
+from acm_compiler.checkpoint.folder import check_own_folder, holds_model, locked, save_id
 from acm_compiler.checkpoint.load import build_dense, load, saved_conversion
-from acm_compiler.checkpoint.lock import locked
 from acm_compiler.checkpoint.save import save
 
 __all__ = [

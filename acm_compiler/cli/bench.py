@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption, read_budgets
+from acm_compiler.runs.given import (
+    BaseOption,
+    CodeOption,
+    DataOption,
+    DeviceOption,
+    DirArgument,
+    Given,
+    TaskOption,
+    by_commas,
+    read_budgets,
+)
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.bench import Contest
@@ -31,7 +41,7 @@ def bench(
     batches: Annotated[str, typer.Option(metavar="N,N,…", help="Batch sizes.")] = "1,8,64",
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Turns that every contender gets.")] = 11,
     verify: Annotated[bool, typer.Option("--verify", help="Only compare outputs, at every k.")] = False,
-    device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")] = None,
+    device: DeviceOption = None,
     task: TaskOption = None,
     data: DataOption = None,
     base_model: BaseOption = None,
@@ -48,7 +58,7 @@ def bench(
 
     output = Output(json=json)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)
-    sizes = sorted({_whole(part) for part in batches.split(",") if part.strip()})
+    sizes = _sizes(batches)
     given = Given.read(task, data, base_model)
     asked = None if budgets is None else read_budgets(directory, budgets)
     run = open_saved_run(directory, given=given, allow_code=allow_code, device=device)
@@ -144,9 +154,12 @@ def _machine(run: SavedRun) -> dict[str, Any]:
     }
 
 
-def _whole(text: str) -> int:
+def _sizes(text: str) -> list[int]:
+    """Batch sizes by commas, each once, in rising order. UsageError for others, and for none."""
     from acm_compiler.errors import UsageError
 
-    if not text.strip().isdigit() or int(text) < 1:
-        raise UsageError("no batch size", where="--batches", found=repr(text), expected="such as 1,8,64")
-    return int(text)
+    parts = by_commas(text)
+    wrong = next((part for part in parts if not part.isdecimal() or int(part) < 1), None if parts else text)
+    if wrong is not None:
+        raise UsageError("no batch size", where="--batches", found=repr(wrong), expected="such as 1,8,64")
+    return sorted(set(map(int, parts)))

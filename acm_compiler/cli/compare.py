@@ -9,6 +9,7 @@ import typer
 
 from acm_compiler.cli.output import JsonOption, Output, SetOption
 from acm_compiler.errors import UsageError
+from acm_compiler.runs.given import by_commas
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.comparison import Comparison
@@ -49,8 +50,8 @@ def compare(
     given = {"--methods": methods, "--ablate": ablate, "--budgets": budgets, "--steps": str(steps) if steps else None}
     options = Options(
         directory=directory,
-        methods=None if methods is None else _listed(methods),
-        ablations=_listed(ablate or ""),
+        methods=None if methods is None else by_commas(methods),
+        ablations=None if ablate is None else by_commas(ablate),
         budgets=None if budgets is None else _shares(budgets),
         steps=steps or STEPS,
         quick=quick,
@@ -61,15 +62,10 @@ def compare(
     _show(compare(loaded, options, say=output.progress), directory, output)
 
 
-def _listed(text: str) -> list[str]:
-    """The parts of a text between commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 def _shares(text: str) -> list[float]:
     """Budgets by commas, as shares of the dense model's MACs. UsageError for others."""
     shares = []
-    for part in _listed(text):
+    for part in by_commas(text):
         number, percent = part.removesuffix("%"), part.endswith("%")
         try:
             share = float(number) / (100 if percent else 1)

@@ -19,8 +19,7 @@ _BACKEND = "acm"
 
 def doctor(json: JsonOption = False) -> None:
     """Print the facts; exit code 1 when something is broken that every run needs."""
-    from acm_compiler.codegen.cpu.build import carried_library, find_compiler
-    from acm_compiler.codegen.cpu.levels import levels_here
+    from acm_compiler.codegen.cpu.build import carried_library, find_compiler, levels_here
 
     out = Output(json=json)
     versions, devices, backend = _versions(), _devices(), _backend()

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption, checked_budgets
+from acm_compiler.runs.given import (
+    BaseOption,
+    CodeOption,
+    DataOption,
+    DirArgument,
+    Given,
+    TaskOption,
+    by_commas,
+    checked_budgets,
+)
 
 if TYPE_CHECKING:
     from acm_compiler.runs.recipe_run import SavedRun
@@ -55,8 +64,8 @@ def export(
     target = check_folder(directory / "export" / format if out is None else out)
     axes = _axes(dynamic or [])
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
-    names = [name.strip() for name in controls.split(",") if name.strip()]
     inputs = _inputs(run, input, 2 if budget is None else _SAMPLE)
+    names = by_commas(controls)
     options: dict[str, Any] = {"controls": names, "per_example": per_example, "dynamic": axes, "fixed_k": fixed_k}
     options |= {"budget": share, "extra": processor_files_in(directory) if format == "checkpoint" else None}
     file = write(run.model, target, inputs, format, **options)
@@ -107,7 +116,7 @@ def _budget(directory: Path, text: str, shape: str | None) -> float | str:
 def _inputs(run: SavedRun, shape: str | None, count: int) -> Inputs:
     """The example inputs: of the shape given, else the first examples of the data, `count` at most."""
     from acm_compiler.data import count_examples
-    from acm_compiler.sources.examples import fit_to, make_inputs, parse_input
+    from acm_compiler.sources.inputs import fit_to, make_inputs, parse_input
 
     return (
         run.inputs(min(count, count_examples(run.data)))

@@ -133,7 +133,7 @@ def _make(
     from acm_compiler.errors import UsageError
     from acm_compiler.recipe import Recipe
     from acm_compiler.runs.pipeline import plan_model, plan_recipe, rules_of
-    from acm_compiler.sources.examples import parse_input
+    from acm_compiler.sources.inputs import parse_input
 
     spec = None if example is None else parse_input(example)
     if isinstance(named, Recipe):

@@ -119,7 +119,7 @@ def _check_model(loaded: Recipe) -> list[str]:
     """
     from acm_compiler.errors import RecipeError, UsageError
     from acm_compiler.recipe.load import expand, unset_in
-    from acm_compiler.recipe.registries import is_installed, is_known
+    from acm_compiler.recipe.lookup import is_installed, is_known
 
     model = loaded.model if unset_in(loaded.model) else expand(loaded.model)
     if is_known(model):
@@ -144,8 +144,8 @@ def _check_tokenizers(loaded: Recipe) -> list[str]:
     """
     from acm_compiler.errors import AcmError, RecipeError
     from acm_compiler.recipe.datasets import TextData, TextRowsData
-    from acm_compiler.recipe.gguf import place_is_here, tokenizer_file
     from acm_compiler.recipe.load import expand, unset_in
+    from acm_compiler.recipe.lookup import place_is_here, tokenizer_file
 
     notes = []
     for part in ("train", "eval"):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from acm_compiler.cli.output import Output
-from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
+from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DeviceOption, DirArgument, Given, TaskOption
 
 SloOption = Annotated[
     str | None,
@@ -48,7 +48,7 @@ def serve(
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model first, by backend acm.")] = False,
     quantize: QuantizeOption = None,
     recalibrate: RecalibrateOption = None,
-    device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")] = None,
+    device: DeviceOption = None,
     task: TaskOption = None,
     data: DataOption = None,
     base_model: BaseOption = None,

@@ -41,6 +41,11 @@ def size_of(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
+def sources_of(batch: Batch, first: int) -> Tensor:
+    """The source of each example, on the CPU; where the batch names none, its number, counted from `first`."""
+    return batch["source"].cpu() if "source" in batch else torch.arange(first, first + size_of(batch))
+
+
 def first_examples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
     """The first `count` examples; the last batch is cut."""
     left = count

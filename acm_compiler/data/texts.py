@@ -14,7 +14,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.data.paragraphs import draw_paragraphs
 from acm_compiler.errors import DataError
 from acm_compiler.recipe.datasets import TextData, TextRowsData
-from acm_compiler.recipe.gguf import SUFFIX, tokenizer_file
+from acm_compiler.recipe.lookup import SUFFIX, tokenizer_file
 from acm_compiler.sources.from_gguf import tokenizer_files
 from acm_compiler.sources.from_python import call_function
 

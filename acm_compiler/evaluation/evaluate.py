@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.data import Batch, as_batch, refuse_no_batches
-from acm_compiler.data.batch import size_of
+from acm_compiler.data.batch import sources_of
 from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.evaluation.statistics import Sample, against_fixed
@@ -24,7 +23,7 @@ from acm_compiler.evaluation.tally import Tally
 from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, rewritten, sites
 from acm_compiler.passes.rewrite.dense_region import dense_regions_run
 from acm_compiler.planning.plan import Plan
-from acm_compiler.recipe.resolved import installed_versions
+from acm_compiler.recipe.resolved import measured_with
 from acm_compiler.recipe.schema import BudgetsConfig
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import list_of_budgets, parse_budget, share_within
@@ -145,8 +144,7 @@ class _Runs:
     def take(self, batch: Batch) -> Batch:
         """The batch on the model's device, after the dense model has run on it."""
         batch = {name: value.to(self.device) for name, value in batch.items()}
-        first = sum(len(group) for group in self._groups)
-        self._groups.append(batch["source"].cpu() if "source" in batch else torch.arange(first, first + size_of(batch)))
+        self._groups.append(sources_of(batch, sum(map(len, self._groups))))
         self._units.append(self.task.units(batch).cpu())
         if self.dense_from is not None:
             with _dense_regions(self.model) if self.dense is None else ExitStack():
@@ -233,7 +231,7 @@ def _evaluation(runs: _Runs, tallies: Sequence[tuple[Setting, float, Tally]]) ->
         model=plan.model.cls,
         dense_macs=tallies[0][2].dense_macs if tallies else plan.model.dense_macs / plan.model.batch,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        versions={"python": platform.python_version(), **installed_versions()},
+        versions=measured_with(),
     )
 
 

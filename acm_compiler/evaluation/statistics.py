@@ -65,9 +65,9 @@ class Sample:
         """The metric of these scores."""
         return self.task.value(score_E, self.units_E)
 
-    def error(self, score_E: Tensor, *, draws: int = DRAWS) -> float:
+    def error(self, score_E: Tensor) -> float:
         """The metric's standard error; 0 for a single source."""
-        return float(self._drawn(score_E[:, None], draws)[:, 0].std(correction=0))
+        return float(self._drawn(score_E[:, None], DRAWS)[:, 0].std(correction=0))
 
     def difference(self, a_E: Tensor, b_E: Tensor, *, draws: int = DRAWS) -> Interval:
         """The metric of a minus that of b over the same examples, with its 95 % interval."""

@@ -18,6 +18,7 @@ from acm_compiler.evaluation.results import ForegroundUse, Places, SiteUse
 from acm_compiler.evaluation.statistics import Sample, Spent, resampled_means
 from acm_compiler.planning.cost import learner_macs, macs_per_learner
 from acm_compiler.planning.plan import Plan
+from acm_compiler.runtime.meter import learners_run
 from acm_compiler.runtime.usage import Usage
 
 _ON, _OFF, _SHUFFLED_ON, _SHUFFLED_OFF = range(4)
@@ -193,7 +194,7 @@ class Tally:
         counts = self._tokens_by_k[name]
         return SiteUse(
             name=name,
-            share=_learners(counts) / max(int(counts.sum()), 1) / (len(counts) - 1),
+            share=learners_run(counts) / max(int(counts.sum()), 1) / (len(counts) - 1),
             tokens_by_k=tuple(counts.tolist()),
             foreground_ratio=self._foreground.site_ratio(name) if self._foreground else None,
         )
@@ -205,10 +206,5 @@ class Tally:
 
     def _pooled(self) -> float:
         counts = [(site, self._tokens_by_k[site.name]) for site in self._plan.sites]
-        run, full = learner_macs((site, _learners(tokens), int(tokens.sum())) for site, tokens in counts)
+        run, full = learner_macs((site, learners_run(tokens), int(tokens.sum())) for site, tokens in counts)
         return run / full if full else 0.0
-
-
-def _learners(tokens_by_k: Tensor) -> int:
-    """k of all tokens, added up."""
-    return int((torch.arange(len(tokens_by_k)) * tokens_by_k).sum())

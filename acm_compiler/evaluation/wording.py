@@ -91,6 +91,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def versions_text(versions: Mapping[str, str]) -> str:
+    """Versions that a measurement was made with: python 3.11.4, torch 2.14.1."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
 _NEAR = 0.01
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from acm_compiler.errors import UsageError, did_you_mean
-from acm_compiler.sources.examples import is_hf
-from acm_compiler.sources.inputs import Inputs, split_inputs
+from acm_compiler.sources.inputs import Inputs, is_hf, split_inputs
 
 Control = Literal["budget", "cap", "k_lo", "k_hi"]
 Axes = Mapping[str, int | Sequence[int]]

@@ -47,7 +47,7 @@ def resolve(recipe: Recipe) -> Recipe:
     resolved = Resolved(
         recipe=recipe.origin.document.source,
         overrides=recipe.origin.overrides,
-        versions={"python": platform.python_version(), **installed_versions((*VERSIONED, "accelerate"))},
+        versions=measured_with((*VERSIONED, "accelerate")),
         hash=recipe_hash(recipe),
     )
     return recipe.model_copy(update={"resolved": resolved})
@@ -69,6 +69,11 @@ def resolved_yaml(recipe: Recipe) -> str:
 def installed_versions(distributions: Sequence[str] = VERSIONED) -> dict[str, str]:
     """Versions of the distributions that are installed; by default of what takes part in a measurement."""
     return {name: version for name in distributions if (version := installed_version(name)) is not None}
+
+
+def measured_with(distributions: Sequence[str] = VERSIONED) -> dict[str, str]:
+    """The same with the version of Python."""
+    return {"python": platform.python_version(), **installed_versions(distributions)}
 
 
 def installed_version(distribution: str) -> str | None:

@@ -12,7 +12,18 @@ from torch import Tensor
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.loads import Clip, ClipLoads
 from acm_compiler.evaluation.results import BudgetResult, Evaluation, FixedResult, Result, SiteUse
-from acm_compiler.reporting.figures import Theme, colours_of_k, dress, dress_top, key_of_k, load_scale, new_figure
+from acm_compiler.reporting.figures import (
+    Theme,
+    add_legend,
+    colours_of_k,
+    dress,
+    dress_top,
+    key_of_k,
+    mark_dense,
+    new_figure,
+    new_plot,
+    series_colours,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,14 +39,12 @@ _Z95 = 1.96
 
 def cost_chart(found: Evaluation, theme: Theme, *, narrow: bool = False) -> Figure:
     """The metric over the share of the dense model's MACs; `narrow` for phones."""
-    figure = new_figure(*(_NARROW if narrow else _WIDE))
-    axes = figure.add_subplot()
-    dress(axes, theme)
-    axes.grid(axis="y", color=theme.line, linewidth=0.8)
+    figure, axes = new_plot(*(_NARROW if narrow else _WIDE), theme)
     bounds = low, high = _bounds(found)
     _draw_gates(axes, found, theme)
     _draw_fixed(axes, found.fixed, theme, bounds=bounds)
-    _draw_dense(axes, found, theme)
+    if found.metric.dense is not None:
+        mark_dense(axes, found.metric.dense, theme)
     axes.set_ylim(low, high)
     axes.set_xlim(*_reach(found, bounds))
     axes.set_xlabel("MACs, share of the dense model (modelled)")
@@ -45,7 +54,7 @@ def cost_chart(found: Evaluation, theme: Theme, *, narrow: bool = False) -> Figu
         axes.yaxis.set_major_formatter(lambda y, _: wording.percent(y, 0 if high - low > 0.04 else 1))
     _mark_budgets(axes, found, theme, narrow=narrow)
     _name_hidden(axes, found, theme, narrow=narrow)
-    figure.legend(loc="outside upper left", ncols=1 if narrow else 3, frameon=False, labelcolor=theme.ink, fontsize=9)
+    add_legend(figure, theme, columns=1 if narrow else 3)
     return figure
 
 
@@ -90,13 +99,6 @@ def _whiskers(found: Evaluation, result: Result) -> tuple[float, float]:
     if result.difference is not None and found.metric.dense is not None:
         return found.metric.dense + result.difference.low, found.metric.dense + result.difference.high
     return result.metric - _Z95 * result.metric_error, result.metric + _Z95 * result.metric_error
-
-
-def _draw_dense(axes: Axes, found: Evaluation, theme: Theme) -> None:
-    dense = found.metric.dense
-    if dense is not None:
-        axes.axhline(dense, color=theme.muted, linewidth=1, linestyle=(0, (1, 2.5)), zorder=1)
-        axes.plot([1], [dense], "D", color=theme.dense, markersize=7, label="dense model", zorder=4)
 
 
 def _draw_gates(axes: Axes, found: Evaluation, theme: Theme) -> None:
@@ -192,7 +194,7 @@ def clip_chart(loads: ClipLoads, theme: Theme, names: Mapping[float, str]) -> Fi
         _draw(axes, clip, loads.rate, theme, names)
     rows[-1].set_xlabel("seconds" if loads.rate else "samples")
     handles, labels = rows[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, labelcolor=theme.ink, fontsize=9)
+    add_legend(figure, theme, columns=4, handles=handles, labels=labels)
     figure.supylabel("share of learners run (k / N)", fontsize=9, color=theme.muted)
     return figure
 
@@ -206,9 +208,8 @@ def _draw(axes: Axes, clip: Clip, rate: int | None, theme: Theme, names: Mapping
         runs = [(start * end, (stop - start) * end) for start, stop in stretches(clip.foreground)]
         axes.broken_barh(runs, (0, 1), facecolor=theme.fixed, alpha=0.12, linewidth=0, label="speech")
     budgets = sorted(clip.loads)
-    for i, budget in enumerate(budgets):
+    for budget, colour in zip(budgets, series_colours(len(budgets)), strict=True):
         load = np.array([column.mean() for column in _columns(clip.loads[budget].numpy())])
-        colour = load_scale()(0.15 + 0.7 * i / max(1, len(budgets) - 1))
         axes.step(_middles(load) * end, load, where="mid", color=colour, linewidth=1.3, label=f"budget {names[budget]}")
     axes.set(xlim=(0, end), ylim=(0, 1.02))
 

@@ -13,14 +13,15 @@ from acm_compiler.reporting.contents import Cell, Table
 from acm_compiler.reporting.figures import (
     LIGHT,
     Theme,
+    add_legend,
     as_png,
     as_svg,
     drawing,
-    dress,
     fix_layout,
-    load_scale,
-    new_figure,
+    mark_dense,
+    new_plot,
     require_matplotlib,
+    series_colours,
 )
 
 if TYPE_CHECKING:
@@ -35,13 +36,9 @@ _SHOWN = 6.0  # times the loss of ACMs, and of the dense model's metric a part o
 
 def comparison_chart(found: Comparison, theme: Theme) -> Figure:
     """The metric of every method over the MACs that it executed, 95 % intervals shaded; ACMs in front."""
-    figure = new_figure(*_WIDE)
-    axes = figure.add_subplot()
-    dress(axes, theme)
-    axes.grid(axis="y", color=theme.line, linewidth=0.8)
+    figure, axes = new_plot(*_WIDE, theme)
     others = [method for method in found.methods if method.name != ACM]
-    for place, method in enumerate(others):
-        colour = load_scale()(0.1 + 0.85 * place / max(1, len(others) - 1))
+    for place, (method, colour) in enumerate(zip(others, series_colours(len(others), 0.1, 0.95), strict=True)):
         line, marker = _LINES[place % len(_LINES)], _MARKERS[place % len(_MARKERS)]
         _draw(axes, method, found, colour=colour, linestyle=line, marker=marker)
     for method in found.methods:
@@ -49,15 +46,14 @@ def comparison_chart(found: Comparison, theme: Theme) -> Figure:
             _draw(axes, method, found, colour=theme.fixed, linestyle="-", marker="o", linewidth=2.6, zorder=6)
     dense = found.metric.dense
     assert dense is not None
-    axes.axhline(dense, color=theme.muted, linewidth=1, linestyle=(0, (1, 2.5)), zorder=1)
-    axes.plot([1], [dense], "D", color=theme.dense, markersize=7, label="dense model", zorder=7)
+    mark_dense(axes, dense, theme)
     axes.set_ylim(*_bounds(found))
     axes.set_xlabel("MACs executed, share of the dense model")
     axes.set_ylabel(f"{found.metric.name} (measured)")
     axes.xaxis.set_major_formatter(lambda x, _: wording.percent(x, 0))
     if found.metric.is_share:
         axes.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.4g} %")
-    figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=theme.ink, fontsize=8)
+    add_legend(figure, theme, columns=3, size=8)
     return figure
 
 
@@ -106,8 +102,10 @@ def comparison_facts(found: Comparison) -> dict[str, Any]:
     groups: list[list[list[Cell]]] = [
         [list(cells(found, method, row)) for method, row in found.at(budget)] for budget in found.budgets
     ]
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    words = [f"Measured {found.date}: {versions}, {wording.count(found.threads, 'thread')}.", f"{basis(found)}."]
+    words = [
+        f"Measured {found.date}: {wording.versions_text(found.versions)}, {wording.count(found.threads, 'thread')}.",
+        f"{basis(found)}.",
+    ]
     words += [f"{note}." for note in notes(found)]
     return {"caption": " ".join(words), "table": Table("methods by budget", headers(found), groups, wide=True)}
 

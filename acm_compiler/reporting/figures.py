@@ -69,6 +69,31 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def new_plot(width: float, height: float, theme: Theme) -> tuple[Figure, Axes]:
+    """A figure with one plot, whose values are easy to read off."""
+    figure = new_figure(width, height)
+    axes = figure.add_subplot()
+    dress(axes, theme)
+    axes.grid(axis="y", color=theme.line, linewidth=0.8)
+    return figure, axes
+
+
+def mark_dense(axes: Axes, metric: float, theme: Theme) -> None:
+    """The dense model in a plot over shares of its MACs."""
+    axes.axhline(metric, color=theme.muted, linewidth=1, linestyle=(0, (1, 2.5)), zorder=1)
+    axes.plot([1], [metric], "D", color=theme.dense, markersize=7, label="dense model", zorder=7)
+
+
+def add_legend(figure: Figure, theme: Theme, *, columns: int, size: int = 9, **named: Any) -> None:
+    """The key of a figure, above its plots; `named`: handles and labels, else those of all plots."""
+    figure.legend(loc="outside upper left", ncols=columns, frameon=False, labelcolor=theme.ink, fontsize=size, **named)
+
+
+def series_colours(count: int, first: float = 0.15, last: float = 0.85) -> list[Any]:
+    """Colours of so many series that have an order, from a part of the scale."""
+    return [load_scale()(place) for place in np.linspace(first, last, count)]
+
+
 def dress(axes: Axes, theme: Theme) -> None:
     """The frame of a plot: quiet lines, left and below only."""
     axes.set_facecolor("none")

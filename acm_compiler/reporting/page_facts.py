@@ -181,7 +181,7 @@ def method_facts(report: Report) -> dict[str, str]:
         "Dense model": _DENSE[found.metric.dense_from],
         "Budget": _budget(found),
         "Padding": "Left out of every count." if found.masked else "No padding mask was given: all tokens count.",
-        "Versions": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
+        "Versions": wording.versions_text(found.versions),
     }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.times import BASE, OURS, Row, Times
 from acm_compiler.reporting.contents import Cell, Table
-from acm_compiler.reporting.figures import Theme, dress, load_scale, new_figure
+from acm_compiler.reporting.figures import Theme, add_legend, new_plot, series_colours
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,16 +18,12 @@ _MARKERS = "osD^vP*X"
 
 def time_chart(times: Times, theme: Theme) -> Figure:
     """One line per batch size with the quartiles of its rounds, and a dashed one for the MACs."""
-    figure = new_figure(*_SIZE)
-    axes = figure.add_subplot()
-    dress(axes, theme)
-    axes.grid(axis="y", color=theme.line, linewidth=0.8)
+    figure, axes = new_plot(*_SIZE, theme)
     axes.axhline(1, color=theme.muted, linewidth=1, linestyle=(0, (1, 2.5)), label="dense model, compiled by Inductor")
     batches = sorted({row.batch for row in times.rows})
-    for place, batch in enumerate(batches):
+    for place, (batch, colour) in enumerate(zip(batches, series_colours(len(batches)), strict=True)):
         rows = times.of(OURS, batch)
         x, y = _budgets(rows), [row.ratio for row in rows]
-        colour = load_scale()(0.15 + 0.7 * place / max(1, len(batches) - 1))
         marker = _MARKERS[place % len(_MARKERS)]
         axes.vlines(x, [r.ratio_q1 for r in rows], [r.ratio_q3 for r in rows], color=colour, alpha=0.35, linewidth=5)
         axes.plot(x, y, marker=marker, color=colour, linewidth=2, markersize=6, label=f"time, batch {batch}")
@@ -40,7 +36,7 @@ def time_chart(times: Times, theme: Theme) -> Figure:
     # a round that something else disturbed must not flatten the lines: bars may be cut
     axes.set_ylim(0, 1.15 * max(1.0, *(row.ratio for row in times.rows if row.contender == OURS)))
     axes.yaxis.set_major_formatter(lambda y, _: wording.percent(y, 0))
-    figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=theme.ink, fontsize=9)
+    add_legend(figure, theme, columns=3)
     return figure
 
 
@@ -56,16 +52,16 @@ def time_facts(times: Times) -> dict[str, Any]:
         dense, ours = times.of(BASE, batch), {row.budget: row for row in times.of(OURS, batch)}
         timed = [ours.get(budget) for budget in names]
         cells = [f"{row.time_ms:.3g} ms ({wording.percent(row.ratio, 0)})" if row else "" for row in timed]
-        rows.append([str(batch), *(f"{row.time_ms:.3g} ms" for row in dense[:1]), *cells])
+        rows.append([str(batch), f"{dense[0].time_ms:.3g} ms" if dense else "", *cells])
     headers = ["batch", "dense, Inductor", *(f"budget {name}" for name in names.values())]
     return {"caption": _caption(times), "table": Table("time by batch size and budget", headers, [rows], wide=True)}
 
 
 def _caption(times: Times) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in times.versions.items())
     machine = f"{times.device}, {wording.count(times.threads, 'thread')}, {times.clock}"
     return (
-        f"Measured {times.date}: {machine}; {versions}. Bars: quartiles over rounds. {_break_even(times)} "
+        f"Measured {times.date}: {machine}; {wording.versions_text(times.versions)}. "
+        f"Bars: quartiles over rounds. {_break_even(times)} "
         "bench.json has all contenders."
     )
 

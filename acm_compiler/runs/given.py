@@ -36,6 +36,9 @@ BaseOption = Annotated[
 CodeOption = Annotated[
     bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
 ]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")
+]
 DirArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")]
 
 
@@ -88,10 +91,14 @@ def checked_budgets(directory: Path, text: str) -> list[float | str]:
 
 def parse_budgets(text: str) -> list[float | str]:
     """Budgets by commas: shares, or texts as `acm.set_budget` takes them."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
+    if not (parts := by_commas(text)):
         raise UsageError("no budgets given", where="--budgets", found=repr(text), expected="such as .25,60%,11GMACs")
     return [_number(part) for part in parts]
+
+
+def by_commas(text: str) -> list[str]:
+    """The parts of a text between commas, without empty ones."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _number(text: str) -> float | str:

@@ -30,9 +30,8 @@ from acm_compiler.recipe.tasks import PythonTask, fitting_classes, refuse_other_
 from acm_compiler.runtime.budgets import refuse_unreachable
 from acm_compiler.site import Skip
 from acm_compiler.sources.build import BuiltModel, build
-from acm_compiler.sources.examples import InputSpec
 from acm_compiler.sources.from_python import PREFIX, check_call
-from acm_compiler.sources.inputs import Inputs
+from acm_compiler.sources.inputs import Inputs, InputSpec
 
 Rule = SiteRule | Mapping[str, Any]
 
@@ -181,6 +180,7 @@ def _frozen_parameters(recipe: Recipe, model: nn.Module) -> list[str]:
             raise SelectionError(
                 f"no parameter matches {pattern!r}{did_you_mean(pattern, modules)}",
                 where=recipe.place("model", "freeze", i),
+                expected='a parameter, a module, a glob over names of parameters, or "re:" and an expression',
             )
         frozen += found
     return frozen

@@ -27,8 +27,7 @@ from acm_compiler.recipe.tasks import TaskConfig
 from acm_compiler.runs.folder import subject_of
 from acm_compiler.runs.given import Given, check_folder
 from acm_compiler.sources.build import build
-from acm_compiler.sources.examples import fit_to
-from acm_compiler.sources.inputs import Inputs
+from acm_compiler.sources.inputs import Inputs, fit_to
 from acm_compiler.tasks import Task, open_task
 from acm_compiler.training.machine import find_device
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import only, recomputing
-from acm_compiler.passes.capture.eager import EAGER
+from acm_compiler.passes.capture.global_state import EAGER
 from acm_compiler.passes.capture.op_names import name_of
 from acm_compiler.passes.find.count_macs import Call, Work, does_macs, work_of
 from acm_compiler.passes.rewrite.parameter_proxy import dense_arguments

@@ -10,16 +10,15 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from acm_compiler.errors import DataError
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
 from acm_compiler.progress import Progress
 from acm_compiler.runtime.budgets import NEAR
 from acm_compiler.runtime.control import refuse_unfitted
-from acm_compiler.runtime.expected_share import Probe, corners, expected_between
-from acm_compiler.runtime.trials import Trials
-from acm_compiler.sources.inputs import Inputs, in_mode
+from acm_compiler.runtime.trials import Probe, Trials, corners, expected_between
+from acm_compiler.sources.inputs import Example, in_mode
 
 _LOG = logging.getLogger(__name__)
 # measured beside whatever budgets the caller names: those that are asked for most are met best
@@ -33,8 +32,6 @@ _JUMP = 0.02
 _APART, _CLOSE = 0.008, 0.004
 # a search ends after so many probes; the first keeps this far from its neighbours, each later one four times as far
 _STEPS, _MARGIN = 14, 1e-4
-
-Example = tuple[Inputs, Tensor | None]
 
 
 def measure_budgets(

@@ -48,7 +48,7 @@ class Meter:
     @property
     def mean_k(self) -> dict[str, float]:
         """Mean learners per token at each site that has run."""
-        sums = {name: (_learners(counts), int(counts.sum())) for name, counts in self.k.items()}
+        sums = {name: (learners_run(counts), int(counts.sum())) for name, counts in self.k.items()}
         return {name: learners / tokens for name, (learners, tokens) in sums.items() if tokens}
 
     @property
@@ -175,5 +175,6 @@ def drift_text(share: float, promised: float) -> str:
     )
 
 
-def _learners(counts: Tensor) -> int:
-    return int((counts * torch.arange(len(counts))).sum())
+def learners_run(tokens_by_k: Tensor) -> int:
+    """k of all tokens added up, of how many ran k = 0, 1, ..., N."""
+    return int((tokens_by_k * torch.arange(len(tokens_by_k))).sum())

@@ -17,7 +17,7 @@ from acm_compiler.errors import AcmError
 from acm_compiler.passes.rewrite.conversion import BudgetTable, rewritten
 from acm_compiler.serving.batcher import Example, Refused
 from acm_compiler.serving.served import Served
-from acm_compiler.sources.examples import fit_to
+from acm_compiler.sources.inputs import fit_to
 
 _LOG = logging.getLogger(__name__)
 MOST, MOST_BYTES = 256, 64_000_000

@@ -18,8 +18,7 @@ from acm_compiler.runtime.control import spend
 from acm_compiler.serving.batcher import Example
 from acm_compiler.serving.readers import Reader
 from acm_compiler.serving.recent_usage import RecentUsage
-from acm_compiler.sources.examples import fit_to
-from acm_compiler.sources.inputs import call_model
+from acm_compiler.sources.inputs import call_model, fit_to
 from acm_compiler.tasks import Task
 
 Kind = Literal["classify", "embed"]

@@ -13,14 +13,13 @@ from torch import nn
 from acm_compiler.errors import ModelSourceError, StorageError, did_you_mean
 from acm_compiler.files import parse_json
 from acm_compiler.recipe.fields import FUNCTION
-from acm_compiler.recipe.gguf import SUFFIX
+from acm_compiler.recipe.lookup import SUFFIX
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
 from acm_compiler.sources import from_hf, from_python, from_shipped, from_timm, from_torchvision
 from acm_compiler.sources.built import Device, Found
-from acm_compiler.sources.examples import InputSpec, fit_to, make_inputs
-from acm_compiler.sources.inputs import Inputs
+from acm_compiler.sources.inputs import Inputs, InputSpec, fit_to, make_inputs
 
 _BUILDERS: dict[str, Callable[..., Found]] = {
     "torchvision": from_torchvision.build,
@@ -191,9 +190,3 @@ def _directory(text: str, folder: Path) -> ModelConfig:
     if (folder / "config.json").is_file():
         raise ModelSourceError(f"{text} was saved by transformers, not by acm_compiler", fix=f"write hf:{text}")
     raise ModelSourceError(f"{text} holds no saved model", expected="model.json in it")
-
-
-def show_reference(config: ModelConfig) -> str:
-    """The reference as a user would type it."""
-    file = f"/{config.gguf}" if config.gguf else ""
-    return config.name if config.source == "directory" else f"{config.source}:{config.name}{file}"

@@ -8,7 +8,6 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -73,20 +72,8 @@ def call_builder(builder: Callable[..., Any], config: ModelConfig, **defaults: A
             raise
         given = ", ".join(f"{key}={value!r}" for key, value in config.args.items())
         what = f"{config.source}:{config.name} cannot be built with args {given}"
-        raise ModelSourceError(what, found=str(error) or type(error).__name__) from error
-
-
-def check_arguments(function: Callable[..., Any], config: ModelConfig) -> None:
-    """ModelSourceError when `function` cannot be called with `config.args`."""
-    try:
-        takes = signature(function)
-    except ValueError:  # some built-in classes do not say
-        return
-    try:
-        takes.bind(**config.args)
-    except TypeError as error:
-        what = f"{config.name} cannot be called with the recipe's args"
-        raise ModelSourceError(what, found=str(error), expected=str(takes)) from error
+        fix = "leave out of args what the builder does not take, or give it other values"
+        raise ModelSourceError(what, found=str(error) or type(error).__name__, fix=fix) from error
 
 
 def refuse_reserved(config: ModelConfig) -> None:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, did_you_mean, nearest
-from acm_compiler.recipe.gguf import gguf_file
 from acm_compiler.recipe.load import installed_path
+from acm_compiler.recipe.lookup import gguf_file
 from acm_compiler.recipe.models import AUTO_CLASSES, ModelConfig
 from acm_compiler.sources import from_gguf
 from acm_compiler.sources.built import Device, Found, build_on, load_own_file, refuse_names, refuse_reserved, unloadable
-from acm_compiler.sources.examples import default_inputs
+from acm_compiler.sources.inputs import default_inputs
 
 # keys of a saved config that make transformers fetch or run code of others
 _UNSAFE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "trust_remote_code")

@@ -10,7 +10,7 @@ from typing import Any
 
 from acm_compiler.errors import UsageError, did_you_mean
 from acm_compiler.recipe.models import ModelConfig
-from acm_compiler.sources.built import Device, Found, check_arguments, expect_module, load_own_file, refuse_names
+from acm_compiler.sources.built import Device, Found, expect_module, load_own_file, refuse_names
 from acm_compiler.sources.user_code import Attempt, failed, users_code
 
 PREFIX = "python:"
@@ -78,8 +78,7 @@ def run_function(reference: str, function: Callable[..., Any], arguments: Mappin
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     """Call the function, whose model stays on the device that it chose: it may need values."""
     refuse_names(config)
-    function = find_function(config.name)
-    check_arguments(function, config)
+    function = check_call(config.name, config.args)
     returned = run_function(config.name, function, config.args)
     model, example = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     model = expect_module(model, config.name)

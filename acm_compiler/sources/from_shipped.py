@@ -6,8 +6,8 @@ import importlib
 from typing import Any
 
 from acm_compiler.errors import ModelSourceError, did_you_mean
+from acm_compiler.recipe.lookup import SHIPPED
 from acm_compiler.recipe.models import ModelConfig
-from acm_compiler.recipe.registries import SHIPPED
 from acm_compiler.sources.built import Device, Found, build_on, call_builder, load_own_file, refuse_names
 
 

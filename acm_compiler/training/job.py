@@ -19,7 +19,7 @@ from acm_compiler.errors import StorageError
 from acm_compiler.files import remedy
 from acm_compiler.recipe.phases import CalibratePhase, Phase
 from acm_compiler.recipe.schema import RunConfig
-from acm_compiler.runtime.measure_budgets import Example
+from acm_compiler.sources.inputs import Example
 from acm_compiler.tasks import Task
 from acm_compiler.training.state import what_remains
 

@@ -20,7 +20,7 @@ from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.planning.check_schedule import check_phase, check_schedule
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
-from acm_compiler.runtime.measure_budgets import Example
+from acm_compiler.sources.inputs import Example
 from acm_compiler.training.finetune import Finetune
 from acm_compiler.training.job import Job, Journal
 from acm_compiler.training.live_state import seed_generators

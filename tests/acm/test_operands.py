@@ -12,7 +12,7 @@ from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.gradients.operators import LEARNERS_BACKWARD
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.cpu import build as build_cpu
-from acm_compiler.codegen.cpu.levels import levels_here
+from acm_compiler.codegen.cpu.build import levels_here
 from acm_compiler.codegen.gpu.calls import operators
 from acm_compiler.errors import UsageError
 from tests.acm.test_reference import OUT, D

@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from acm_compiler.acm import precision
-from acm_compiler.acm.precision import FastLinears, exactly, is_fast_in_bfloat16
+from acm_compiler.acm.precision import FastLinears, exactly, rounds_floats
 
-FAST = is_fast_in_bfloat16(torch.device("cpu"))
+FAST = rounds_floats()
 
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch):
-    monkeypatch.setattr(precision, "is_fast_in_bfloat16", lambda device: True)
+    monkeypatch.setattr(precision, "rounds_floats", lambda: True)
 
 
 def distance(found, expected):

@@ -112,6 +112,8 @@ def test_a_folder_with_another_runs_scores_is_refused_and_keeps_them(whole, tmp_
             ("--methods", "acm", "--budgets", "30%"),
             "below the floor of acm: its least on this model is 42",
         ),
+        (("--methods", ","), "no method was named"),
+        (("--ablate", ""), "no ablation was named"),
         (("--budgets", "40"), "40%?"),
         (("--budgets", "fast"), "shares of the dense model's MACs, such as .4 or 40%"),
     ],
@@ -187,8 +189,8 @@ def test_methods_without_training_are_what_is_run_unless_asked_otherwise():
 
 
 def test_corrupted_images_are_measured_by_severity_kept_and_for_images_alone(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("acm_compiler.baselines.corrupted.EXAMPLES", 4)
-    monkeypatch.setattr("acm_compiler.baselines.corrupted.KINDS", ["noise", "blur"])
+    monkeypatch.setattr("acm_compiler.baselines.measure.EXAMPLES", 4)
+    monkeypatch.setattr("acm_compiler.baselines.measure.KINDS", ["noise", "blur"])
     shutil.copytree(whole[0], tmp_path / "run", ignore=shutil.ignore_patterns("compare.*", "report"))
     options = Options(directory=tmp_path / "run", methods=("acm", "tome"), budgets=(0.6, 0.75), corruptions=True)
     found = compare(small(), options, say=print)
@@ -205,8 +207,7 @@ def test_corrupted_images_are_measured_by_severity_kept_and_for_images_alone(who
 
 
 def test_scores_that_a_killed_process_left_half_written_are_measured_again(tmp_path):
-    from acm_compiler.baselines.measure import Measured
-    from acm_compiler.baselines.scores import Scores
+    from acm_compiler.baselines.measure import Measured, Scores
 
     scores, one = Scores(directory=tmp_path, of={}), torch.ones(2)
     scores.begin(anew=False)

@@ -18,7 +18,7 @@ from acm_compiler.cli.output import JsonOption, Output
 from acm_compiler.cli.plan import read_what
 from acm_compiler.errors import AcmError, BudgetUnreachable, NothingToConvert, RunInterrupted, UsageError
 from acm_compiler.recipe import ModelConfig, shipped_recipes
-from acm_compiler.recipe.registries import is_known
+from acm_compiler.recipe.lookup import is_known
 from tests.helpers import ROOT
 from tests.helpers.rewrite_cases import ALL, rewritten
 

@@ -198,6 +198,12 @@ def test_batches_that_the_data_do_not_fill_are_refused_before_anything_is_compil
     assert done.exit_code == 2 and "5000" in done.stderr and "smaller batches" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("sizes", ["", ",", "8,0", "2.5", "²"])
+def test_batch_sizes_are_whole_numbers_and_at_least_one(out, sizes):
+    done = acmc("bench", out, "--batches", sizes)
+    assert done.exit_code == 2 and "--batches: no batch size" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_bench_measures_a_folder_of_save_and_keeps_its_times(out):

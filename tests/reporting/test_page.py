@@ -15,6 +15,7 @@ from acm_compiler.evaluation.loads import Loads, find_load_maps
 from acm_compiler.evaluation.times import BASE, OURS, Row, Times
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.reporting.contents import Report
+from acm_compiler.reporting.time_chart import time_facts
 from acm_compiler.reporting.write import environment, write_report
 from acm_compiler.runtime.control import FixedK
 from tests.helpers import golden
@@ -157,6 +158,17 @@ def test_the_page_says_with_what_times_were_measured(page):
         assert words in page.text
     (chart,) = [attributes["alt"] for attributes in page.all("img") if "time of the" in attributes["alt"]]
     assert "batch 8, budget 0.50: 50 % of the dense model's time, 45 % of its MACs" in chart
+
+
+@pytest.mark.parametrize("without", [BASE, OURS])
+def test_times_stand_below_their_headings_also_where_a_contender_has_none(without):
+    times = dataclasses.replace(
+        TIMES, rows=tuple(row for row in TIMES.rows if (row.contender, row.batch) != (without, 8))
+    )
+    table = time_facts(times)["table"]
+    assert {len(row) for row in table.groups[0]} == {len(table.headers)}
+    empty = [cell for cell, head in zip(table.groups[0][1], table.headers, strict=True) if cell == ""]
+    assert len(empty) == (1 if without == BASE else 3)
 
 
 def test_charts_lie_beside_the_page_as_png_and_svg_on_an_opaque_ground(written):

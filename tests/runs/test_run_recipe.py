@@ -339,7 +339,7 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would(name, words, folder):
         ),
         (("--set", "model.weights=nowhere.safetensors"), "nowhere.safetensors: no such weights file"),
         (("--set", "expect={at_least: 0.99, examples: 5}"), "does not reach the accuracy that the recipe expects"),
-        (("--set", "model.args={foo: 1}"), "cannot be called with the recipe's args"),
+        (("--set", "model.args={foo: 1}"), "does not take the recipe's args"),
         (("--set", "model.name=tests.helpers.tour_model:failing"), "the function raised RuntimeError: nothing here"),
     ],
 )

@@ -14,7 +14,7 @@ from acm_compiler.errors import DataError, ModelSourceError, UsageError
 from acm_compiler.recipe.datasets import TextRowsData
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.tasks import CausalLMTask
-from acm_compiler.sources.build import build, build_from_record, parse_reference, show_reference
+from acm_compiler.sources.build import build, build_from_record, parse_reference
 from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.tasks import open_task
 from tests.helpers.gguf_files import WORDS, small_llama, write_gguf
@@ -87,7 +87,6 @@ def test_settings_of_a_recipe_hold_for_a_gguf_file(folder):
 def test_a_reference_names_the_file_behind_its_folder(folder):
     config = parse_reference(f"hf:{folder}/small.gguf")
     assert (config.name, config.gguf) == (str(folder), "small.gguf")
-    assert show_reference(config) == f"hf:{folder}/small.gguf"
     assert parse_reference(f"hf:{folder}", gguf="small.gguf") == config
 
 

@@ -1,12 +1,17 @@
-"""Learners whose weights are integers, of 8 bits (`int8`) or of 4 (`int4`): made of floats, and multiplied."""
+"""Learners whose weights are no floats: integers of 8 bits (`int8`) or 4 (`int4`), made of floats and multiplied.
+
+Tensors of another library that stand for floats, as torchao's do, stay what they are in memory and in state dicts; each
+call computes with the floats.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acm_compiler.acm.quantized import int4, int8
 
@@ -65,3 +70,31 @@ def _groups(weights: Weights, name: str) -> dict[str, int]:
 def linear(x_TD: Tensor, w_OD: Tensor, s_O: Tensor, parts: int = 1) -> Tensor:
     """x w^T of float32 tokens and integers with their scales; rows of x are quantised in so many equal parts."""
     return (int4 if w_OD.dtype == torch.uint8 else int8).linear(x_TD, w_OD, s_O, parts)
+
+
+_OWN = frozenset((nn.Parameter, Tensor, type(None)))
+
+
+def floats_of(tensors: Iterable[Tensor | None]) -> Iterable[Any]:
+    """The same tensors, those of other libraries as the floats that they stand for."""
+    held = list(tensors)
+    if _OWN.issuperset(map(type, held)):  # before a loop in Python, which outlasts a small kernel
+        return held
+    return [tensor.dequantize() if tensor is not None and stands_for_floats(tensor) else tensor for tensor in held]
+
+
+def stands_for_floats(tensor: Tensor) -> bool:
+    """True for a tensor of another library that says itself which floats it stands for."""
+    return type(tensor).dequantize is not Tensor.dequantize and tensor.is_floating_point()
+
+
+def kind_of(tensors: Iterable[Tensor | None]) -> str | None:
+    """The form of learners' weights: int8 or int4, the name of another library's tensors, None for floats."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if stands_for_floats(tensor):
+            return f"{type(tensor).__module__}.{type(tensor).__name__}"
+        if tensor.dtype in (torch.int8, torch.uint8):
+            return "int8" if tensor.dtype == torch.int8 else "int4"
+    return None

@@ -18,8 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.baselines.count import setting_within
-from acm_compiler.baselines.method import BatchResult, Method, Subject
+from acm_compiler.baselines.method import BatchResult, Method, Subject, setting_within
 from acm_compiler.baselines.trained.blocks import Blockwise, Tokens, blockwise
 from acm_compiler.baselines.trained.train import to_dense, train
 from acm_compiler.baselines.vit import layer_macs

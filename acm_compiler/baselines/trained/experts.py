@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.baselines.count import setting_within
-from acm_compiler.baselines.pruned_neurons import EXPERTS, balanced_groups
+from acm_compiler.baselines.method import setting_within
+from acm_compiler.baselines.pruned_neurons import EXPERTS, balanced_groups, largest
 from acm_compiler.baselines.site_method import Region
 from acm_compiler.baselines.trained.train import TrainedSites
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
@@ -115,8 +115,7 @@ class ExpertRegion(Region):
     def choose(self, x_TD: Tensor, limit: float) -> Tensor:
         """The experts that run, bool [T, E]: the `limit` first ones."""
         assert self.router is not None
-        best_TK = self.router(x_TD).topk(int(limit), -1).indices
-        return torch.zeros(len(x_TD), EXPERTS, dtype=torch.bool, device=x_TD.device).scatter_(1, best_TK, True)
+        return largest(self.router(x_TD), int(limit))
 
     def compute(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """All neurons while it is trained; then the experts that the router names, each on the tokens that chose it."""

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.baselines.count import setting_within
 from acm_compiler.baselines.learners import in_percent
-from acm_compiler.baselines.method import BatchResult
+from acm_compiler.baselines.method import BatchResult, setting_within
 from acm_compiler.baselines.trained.train import to_dense, train
 from acm_compiler.baselines.vit import OnVit, Steps, block_macs, run_block
 from acm_compiler.data import Batch

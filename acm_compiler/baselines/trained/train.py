@@ -1,25 +1,35 @@
-"""Training of a method's model on the dense model's outputs, alike for all methods: data, steps, optimizer.
+"""Training of a method's model on the dense model's outputs, alike for all: data, steps, optimizer, state on disk.
 
 What is learned is the distance of outputs that our own finetune phase has with `objective: distillation`, which needs
-no labels. Adam, a cosine from `lr`, gradients clipped at 1. The model is in eval mode.
+no labels. Adam, a cosine from `lr`, gradients clipped at 1. The model is in eval mode. A training goes on at the very
+step where it was cut:
+
+    compare/METHOD/state/TRAINING.pt    what is trained, buffers, optimizer, generators, and what they belong to
+
+Files are written whole or not at all. Those of a method's finished trainings stay until the method is measured.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.site_method import SiteMethod
-from acm_compiler.baselines.trained.state import TrainingState, state_path
 from acm_compiler.data import Batch
 from acm_compiler.data.batch import size_of
-from acm_compiler.errors import RunInterrupted, TrainingFailed
+from acm_compiler.errors import RunInterrupted, StorageError, TrainingFailed
+from acm_compiler.files import storing, whole_file
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -27,7 +37,7 @@ from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks.base import distance
 from acm_compiler.training.answers import model_digest
 from acm_compiler.training.job import Job
-from acm_compiler.training.live_state import seed_generators
+from acm_compiler.training.live_state import generator_states, restore_generators, seed_generators
 from acm_compiler.training.loop import Optimization, endless, passes
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.phase import Group, only_training, unique
@@ -151,3 +161,59 @@ class TrainedSites(SiteMethod):
             parameters=(p for p in self.host.parameters() if id(p) not in idle),
         )
         self.host.requires_grad_(False)
+
+
+def state_path(directory: Path, name: str) -> Path:
+    """The file of the training called `name` of the method whose folder this is."""
+    return directory / "state" / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', name).strip('-')}.pt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """A training kept in one file. tensors: all that it changes; facts: what another training would differ in."""
+
+    path: Path
+    facts: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    optimization: Optimization
+    device: torch.device
+
+    def save(self, step: int, *, is_last: bool) -> None:
+        """Keep what `step` optimizer steps have made; of a finished training all but the optimizer. StorageError."""
+        document = {
+            "facts": dict(self.facts),
+            "step": step,
+            "tensors": [tensor.detach() for tensor in self.tensors],
+            "optimization": None if is_last else self.optimization.state_dict(),
+            "generators": generator_states(self.device),
+        }
+        with storing(self.path, "the state of a training cannot be saved"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(self.path) as beside:
+                torch.save(document, beside)
+
+    @torch.no_grad()
+    def load(self) -> int:
+        """Go back to what was saved, and return how many steps are done: 0 where nothing of this training was.
+
+        StorageError where the file is damaged.
+        """
+        if not self.path.is_file():
+            return 0
+        try:
+            found = torch.load(self.path, map_location="cpu", weights_only=True)
+            if found["facts"] != dict(self.facts):
+                return 0
+            for tensor, saved in zip(self.tensors, found["tensors"], strict=True):
+                tensor.copy_(saved)
+            if found["optimization"] is not None:
+                self.optimization.load_state_dict(found["optimization"])
+            restore_generators(found["generators"], self.device)
+            return int(found["step"])
+        except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+            raise StorageError(
+                "the state of a training is damaged",
+                where=str(self.path),
+                found=error,
+                fix="remove that file: this training then starts over",
+            ) from error

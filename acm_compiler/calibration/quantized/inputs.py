@@ -21,7 +21,8 @@ from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.progress import Progress
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import highest_k, spend
-from acm_compiler.runtime.measure_budgets import Example, undisturbed
+from acm_compiler.runtime.measure_budgets import undisturbed
+from acm_compiler.sources.inputs import Example
 
 # batches run at these budgets in turn, so that learners are seen by the tokens that run them
 BUDGETS = (1.0, 0.75, 0.6, 0.4)

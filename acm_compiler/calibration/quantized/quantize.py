@@ -22,9 +22,8 @@ from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, wholly_rewritten
 from acm_compiler.progress import Progress, Say, progress_of
 from acm_compiler.runtime.control import refuse_unfitted
-from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.runtime.quantized_linear import choose_rest, one_learner_of, replace_linears
-from acm_compiler.sources.inputs import Inputs
+from acm_compiler.sources.inputs import Example, Inputs
 
 # tokens that are read of `batches`, unless said
 _TOKENS = 24_000

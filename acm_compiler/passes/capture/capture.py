@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from acm_compiler.errors import CaptureFailed
-from acm_compiler.passes.capture.eager import EAGER
 from acm_compiler.passes.capture.export import capture_exported
+from acm_compiler.passes.capture.global_state import EAGER
 from acm_compiler.passes.capture.graph import Capture, ModuleCall, Signature, map_tensors, tensors
 from acm_compiler.passes.capture.isolate import preserve_state
 from acm_compiler.passes.capture.recorder import Recorder, UnseenTensor

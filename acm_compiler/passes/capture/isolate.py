@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 
 from acm_compiler.data.draws import generators_restored
-from acm_compiler.passes.capture.global_caches import GlobalCaches, is_lru_cache
+from acm_compiler.passes.capture.global_state import GlobalCaches, empty_filled, is_lru_cache
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.capture.op_names import written_tensors
 
@@ -106,9 +106,7 @@ class _State:
                 (container.update if isinstance(container, set) else container.extend)(items)
         for generator, state in self._generators:
             generator.set_state(state)
-        for cache, info in self._caches:
-            if cache.cache_info().misses != info.misses:
-                cache.cache_clear()
+        empty_filled(self._caches)
 
 
 def _restore_dict(container: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:

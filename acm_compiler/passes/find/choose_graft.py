@@ -236,13 +236,16 @@ def _joint_probability(dropouts: Sequence[Value]) -> float:
 def _path_of(place: _Place, *, traced: bool) -> str:
     """Path of the ACM of graft R: the place of the last linear's module, else one beside its parameter.
 
-    In a live model a module that is called, or keeps a bias, stays: its forward uses the weight.
+    In a live model a module that is called, or keeps a bias, stays: its forward uses the weight. So does one of whose
+    parameters others read: `F.linear(h, self.down.weight) + self.down.bias`.
     """
     region = place.region
     ref = region.last or region.first[0]
     owner, _, leaf = ref.weight.rpartition(".")
     around = {call.fqn: call for call in place.stack(region.output)}
     stays = region.own_bias if owner not in around else not traced or not place.inside(around[owner]) <= place.nodes
+    own = {name for ref in region.refs for name in (ref.weight, ref.bias)}
+    stays = stays or any(name.startswith(f"{owner}.") and name not in own for name in place.flow.reads)
     if owner and leaf == "weight" and ref.rows is None and not stays:
         return owner
     return f"{ref.weight}_{region.role or 'acm'}"

@@ -106,20 +106,21 @@ def _refusal(flow: Dataflow, hidden: _Hidden, last: str) -> str | None:
     if len(types) > 1:
         return f"its layers compute in different types: {', '.join(types)}; an ACM computes in one"
     if hidden.norms:
-        return f"norm over the hidden axis: {_where(hidden.norms[0])}; learners cannot share it"
+        return f"norm over the hidden axis: {hidden.norms[0].name}{hidden.norms[0].place}; learners cannot share it"
     choice = next((v for v in map(flow.values.__getitem__, hidden.values) if v.op in _CHOICES), None)
     if choice:
-        return f"{_where(choice)} chooses between hidden values by data; an ACM holds a fixed pointwise function"
+        where = f"{choice.name}{choice.place}"
+        return f"{where} chooses between hidden values by data; an ACM holds a fixed pointwise function"
     if hidden.foreign:
         op = next((v for v in hidden.foreign if v.op not in MOVES), hidden.foreign[0])
-        return f"op between the linears is not element-wise: {_where(op)}"
+        return f"op between the linears is not element-wise: {op.name}{op.place}"
     inner = dict.fromkeys([*hidden.frontier, *hidden.values])
     for name in inner:
         if name in flow.outputs:
             return "hidden value is also returned by the model; an ACM needs a single exit"
         reader = next((u for u in flow.consumers(name) if u not in inner and u != last), None)
         if reader is not None:
-            return f"hidden value is also read by {_where(flow.values[reader])}; an ACM needs a single exit"
+            return f"hidden value is also read by {reader}{flow.values[reader].place}; an ACM needs a single exit"
     return None
 
 
@@ -235,7 +236,3 @@ def _without_chains(found: list[Region], others: list[LookAlike]) -> tuple[list[
     reason = "three or more linears in a row; an ACM replaces exactly two"
     others += [LookAlike(linears=r.linears, reason=reason) for r in found if r not in kept]
     return kept, others
-
-
-def _where(value: Value) -> str:
-    return f"{value.name} ({value.source})" if value.source else value.name

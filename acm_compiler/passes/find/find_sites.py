@@ -140,7 +140,7 @@ def _read_elsewhere(flow: Dataflow, runs: Sequence[Region]) -> str | None:
             for read in flow.reads.get(param, ()) if param else ():
                 if read.reader not in own and read.overlaps(ref):
                     value = flow.values.get(read.reader)
-                    where = f" ({value.source})" if value is not None and value.source else ""
+                    where = "" if value is None else value.place
                     return f"weight read as a tensor: {param} is also read by {read.reader}{where}"
     return None
 
@@ -162,7 +162,7 @@ def _joint_role(runs: Sequence[Region]) -> Role | None:
 def _with_pairs(flow: Dataflow, matches: Sequence[Match]) -> list[Match]:
     """The matches, projections with what is known of their partners."""
     once = {m.runs[0].output: m.site for m in matches if m.site.kind == "linear" and len(m.runs) == 1}
-    paired = {site.name: site for site in with_pairs(once, flow).values()}
+    paired = with_pairs(once, flow)
     return [dataclasses.replace(m, site=paired.get(m.site.name, m.site)) for m in matches]
 
 

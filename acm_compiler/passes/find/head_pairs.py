@@ -62,8 +62,7 @@ def _follow(flow: Dataflow, name: str, channels: Tensor) -> _End | str:
             return _End(value=value, operand=name, channels=channels)
         moved = _moved(flow, value, name, channels)
         if moved is None:
-            where = f" ({value.source})" if value.source else ""
-            return f"{value.op}{where} lies between it and the attention"
+            return f"{value.op}{value.place} lies between it and the attention"
         name, channels = value.name, moved
 
 
@@ -173,14 +172,14 @@ def _values_pair(flow: Dataflow, site: Site, v: _End, outputs: Mapping[str, Site
 
 
 def with_pairs(sites: Mapping[str, Site], flow: Dataflow) -> dict[str, Site]:
-    """`sites` (value name of the only run -> projection), each with its pair or the reason why it has none."""
+    """`sites` (value name of the only run -> projection) by their names, with their pairs or why they have none."""
     found = find_pairs(flow, sites)
     result = {}
-    for output, site in sites.items():
+    for site in sites.values():
         pair = found.get(site.name)
         if isinstance(pair, Pair) and isinstance(found.get(pair.partner), Pair):
-            result[output] = dataclasses.replace(site, pair=pair)
+            result[site.name] = dataclasses.replace(site, pair=pair)
         else:
             why = pair if isinstance(pair, str) else "its partner cannot change its basis with it"
-            result[output] = dataclasses.replace(site, unpaired=why)
+            result[site.name] = dataclasses.replace(site, unpaired=why)
     return result

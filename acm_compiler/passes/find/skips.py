@@ -25,6 +25,7 @@ from acm_compiler.passes.find.bypass import find_bypass
 from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.linears import QUANTISED_LINEAR
 from acm_compiler.passes.find.values import Linear, LookAlike, Region
+from acm_compiler.planning.planner import NOT_SELECTED
 from acm_compiler.site import LinearRef, Site, Skip
 
 CLASSIFIER = "classifier: its output has no bypass and is the model's prediction"
@@ -127,7 +128,7 @@ def _plain_reason(flow: Dataflow, linear: Linear) -> str:
 def kept_dense(flow: Dataflow, sites: Sequence[Site], skips: Iterable[Skip] = ()) -> list[Skip]:
     """Everything that does multiply-adds outside `sites`, the largest first; the macs add up with the sites'.
 
-    Linears and convolutions have the reason they have in `skips`, else `not selected`. Products of two values,
+    Linears and convolutions have the reason they have in `skips`, else NOT_SELECTED. Products of two values,
     such as attention's, are one entry per operation.
     """
     owners = {node: linear for linear in flow.linears.values() for node in linear.nodes}
@@ -178,7 +179,7 @@ def _belongs(linear: Linear, refs: Mapping[str, Sequence[LinearRef]]) -> bool:
 def _reason(nodes: Sequence[fx.Node], owners: Mapping[str, Linear]) -> str:
     op = op_name(nodes[0])
     if nodes[0].name in owners:
-        return "not selected"
+        return NOT_SELECTED
     if op in CONVOLUTIONS:
         return "convolution"
     kind = "attention's scores and values" if op in ATTENTION else "products of computed values"

@@ -31,6 +31,11 @@ class Value:
     source: str | None
     node: fx.Node
 
+    @property
+    def place(self) -> str:
+        """Its line of code in brackets, for messages; empty where that is not known."""
+        return f" ({self.source})" if self.source else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:

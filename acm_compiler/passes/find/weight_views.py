@@ -144,6 +144,7 @@ def taken(node: fx.Node, op: str, rank: int) -> list[int | slice] | None:
         if op == "narrow":
             length = argument(node, 3, "length")
             stop = start + length if isinstance(start, int) and isinstance(length, int) else length
+            stop = None if stop == 0 and start < 0 else stop  # the last ones: `w.narrow(0, -d, d)`
         items = [slice(None)] * rank
         items[argument(node, 1, "dim", 0)] = start if op == "select" else slice(start, stop, argument(node, 4, "step"))
     ends = [end for item in items if isinstance(item, slice) for end in (item.start, item.stop, item.step)]

@@ -7,7 +7,7 @@ Shapes: T tokens, D in, F hidden neurons, O out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -93,14 +93,7 @@ def check_tensors(sites: Iterable[Site], model: nn.Module) -> None:
     """Raise PlanMismatch unless every parameter that `sites` name is there with the size they expect."""
     tensors = named_tensors(model)
     for site in sites:
-        missing = [name for name in tensor_names(site) if name not in tensors]
-        if missing:
-            raise PlanMismatch(
-                f"the plan names parameters that this {type(model).__name__} does not have",
-                where=site.name,
-                found=", ".join(missing),
-                fix="plan again: acm.plan(model, example_inputs)",
-            )
+        check_named(tensor_names(site), tensors, "parameters", site, model)
         shapes = [tuple(dense_linear(ref, tensors)[0].shape) for ref in site.refs]
         if shapes != _expected_shapes(site):
             raise PlanMismatch(
@@ -110,6 +103,17 @@ def check_tensors(sites: Iterable[Site], model: nn.Module) -> None:
                 expected=_expected_shapes(site),
                 fix="plan again: acm.plan(model, example_inputs)",
             )
+
+
+def check_named(names: Iterable[str], there: Collection[str], what: str, site: Site, model: nn.Module) -> None:
+    """Raise PlanMismatch unless what a site names is there in the model."""
+    if missing := [name for name in names if name not in there]:
+        raise PlanMismatch(
+            f"the plan names {what} that this {type(model).__name__} does not have",
+            where=site.name,
+            found=", ".join(missing),
+            fix="plan again: acm.plan(model, example_inputs)",
+        )
 
 
 def _expected_shapes(site: Site) -> list[tuple[int, int]]:

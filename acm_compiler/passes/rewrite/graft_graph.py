@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.passes.capture.graph import upwards
+from acm_compiler.passes.capture.op_names import COPIES, name_of
 from acm_compiler.passes.rewrite.dense_region import DenseRegion, tensor_names
 from acm_compiler.passes.rewrite.graft_modules import TakenOut, owners_of, put_module, registry_of
 from acm_compiler.site import LinearRef, Site
@@ -181,12 +182,19 @@ def _views(node: fx.Node, weight: Tensor) -> dict[fx.Node, Any]:
         for user in source.users:
             if user in views or user.op not in ("call_function", "call_method") or user.all_input_nodes != [source]:
                 continue
-            args, kwargs = fx.map_arg((user.args, user.kwargs), views.__getitem__)
-            value = user.target(*args, **kwargs) if callable(user.target) else getattr(args[0], user.target)(*args[1:])
-            is_copy = isinstance(value, Tensor) and not value._is_view()
-            views[user] = views[source] if is_copy else value
+            views[user] = views[source] if name_of(user.target) in COPIES else _run(user, views)
             todo.append(user)
     return views
+
+
+def _run(node: fx.Node, views: Mapping[fx.Node, Any]) -> Any:
+    """The result of a call on views; what is none of them is a copy, and shows the same."""
+    (source,) = node.all_input_nodes
+    args, kwargs = fx.map_arg((node.args, node.kwargs), views.__getitem__)
+    value = (
+        node.target(*args, **kwargs) if callable(node.target) else getattr(args[0], node.target)(*args[1:], **kwargs)
+    )
+    return views[source] if isinstance(value, Tensor) and not value._is_view() else value
 
 
 def _overlaps(view: Tensor, ref: LinearRef, weight: Tensor) -> bool:

@@ -10,66 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from acm_compiler.acm import ACM
-from acm_compiler.errors import AcmError
-from acm_compiler.passes.rewrite.stand_ins import Stash, StashedACM, dummy
+from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, op_set
+from acm_compiler.passes.rewrite.stand_ins import Replaced, Rows, StashedACM, Use, dummy
 from acm_compiler.site import Site
-
-Rows = tuple[int, int]
-
-
-@dataclass(slots=True, kw_only=True)
-class Use:
-    """Use of `rows` of a parameter by a site: `part` of its first linears or of its last one.
-
-    A linear site's only matrix is its last: the ACM runs at once.
-    """
-
-    acm: ACM
-    stash: Stash | None
-    part: Literal["first", "last"]
-    rows: Rows
-
-
-@dataclass(slots=True, kw_only=True)
-class Replaced:
-    """A parameter whose place is taken: its name, the axis of its outputs, and what its rows are used for.
-
-    `owner` holds the parameter itself, as `leaf`, where some of its rows stay dense; else it is None.
-    """
-
-    name: str
-    out_axis: int
-    uses: list[Use] = field(default_factory=list)
-    owner: nn.Module | None = None
-    leaf: str = ""
-
-    def use_of(self, rows: Rows) -> Use | None:
-        """The use that `rows` belong to; None for rows that stay dense."""
-        return next((use for use in self.uses if rows[0] < use.rows[1] and use.rows[0] < rows[1]), None)
-
-    def misused(self, how: str) -> AcmError:
-        """The error for a call that no ACM can run."""
-        return AcmError(
-            f"{self.name} was replaced by an ACM, but the model uses it in a way that its plan does not show",
-            where=self.uses[0].acm.name,
-            found=how,
-            fix="exclude this site from the plan",
-        )
-
-    def tensor(self) -> Tensor:
-        """The parameter itself."""
-        if self.owner is None:
-            raise self.misused("rows outside its sites")
-        held = self.owner._parameters.get(self.leaf)
-        return self.owner._buffers[self.leaf] if held is None else held  # type: ignore[return-value]
 
 
 class WeightStandIn:
@@ -91,7 +42,7 @@ class WeightStandIn:
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         # a view: `self.w1[:d].t()`
         if not tensors:
-            return shown[0]._viewed(func.__name__, args[1:], kwargs)
+            return shown[0]._viewed(func, args[1:], kwargs)
         leader = _leader(shown)
         # rows that stay dense: `x @ self.qkv[:d].t()` beside a site of the rows from d on
         if leader.use is None:
@@ -116,10 +67,10 @@ class WeightStandIn:
         use.stash.value = tensors[0]
         return dummy(tensors[0], self.shape[self.out_axis])
 
-    def _viewed(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        view = _VIEWS.get(function)
+    def _viewed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        view = _VIEWS.get(function.__name__)
         if view is None:
-            raise self.source.misused(function)
+            raise self.source.misused(function.__name__)
         return view(self, *args, **kwargs)
 
     @property
@@ -128,8 +79,10 @@ class WeightStandIn:
         return self.source.use_of(self.rows)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _FACTS:
+            return getattr(self.source.uses[0].acm.learners.b_out, name)
         if name in _VIEWS:
-            return lambda *args, **kwargs: _VIEWS[name](self, *args, **kwargs)
+            return partial(_VIEWS[name], self)
         raise AttributeError(f"{name!r}: the parameter here was replaced by an ACM")
 
     def __add__(self, other: Any) -> Any:
@@ -175,6 +128,10 @@ class WeightStandIn:
     mT = T
 
     @property
+    def data(self) -> WeightStandIn:
+        return self
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.source.uses[0].acm.learners.b_out.dtype
 
@@ -198,6 +155,9 @@ class WeightStandIn:
 
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
 
 def _leader(shown: Sequence[WeightStandIn]) -> WeightStandIn:
@@ -240,11 +200,12 @@ def _permuted(view: WeightStandIn, *dims: Any) -> WeightStandIn:
 
 
 def _narrowed(view: WeightStandIn, dim: int, start: int, length: int) -> WeightStandIn:
+    start %= view.shape[dim]
     return view.sliced(dim % len(view.shape), start, start + length)
 
 
-def _split(view: WeightStandIn, split_size_or_sections: Any, dim: int = 0) -> tuple[WeightStandIn, ...]:
-    size, sections = view.shape[dim], split_size_or_sections
+def _split(view: WeightStandIn, sections: Any = None, dim: int = 0, **named: Any) -> tuple[WeightStandIn, ...]:
+    size, sections = view.shape[dim], next(iter(named.values())) if named else sections
     if isinstance(sections, int):
         sections = [min(sections, size - start) for start in range(0, size, sections)]
     starts = [sum(sections[:i]) for i in range(len(sections))]
@@ -260,14 +221,26 @@ def _copied(view: WeightStandIn, *_args: Any, **_kwargs: Any) -> WeightStandIn:
     return view
 
 
-_COPIES = ("to", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach")
-_VIEWS: dict[str, Callable[..., Any]] = {name: _copied for name in _COPIES} | {
+def _reshaped(name: str, view: WeightStandIn, *args: Any, **kwargs: Any) -> WeightStandIn:
+    """The same view after a reshape that changes nothing, as `w.view(w.shape[0], -1)`."""
+    shapes = [torch.empty(v.shape, device="meta") if isinstance(v, WeightStandIn) else v for v in (view, *args)]
+    if getattr(shapes[0], name)(*shapes[1:], **kwargs).shape != view.shape:
+        raise view.source.misused(name)
+    return view
+
+
+# what the learners' tensors answer as the parameter did
+_FACTS = op_set("is_cuda is_cpu is_meta is_sparse layout itemsize element_size is_floating_point is_leaf")
+# what the analysis takes for a view, too
+_VIEWS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*COPIES, "requires_grad_"), _copied),
+    **{name: partial(_reshaped, name) for name in RESHAPES},
     "t": WeightStandIn.flipped,
-    "transpose": _transposed,
-    "swapaxes": _transposed,
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transposed),
     "permute": _permuted,
     "narrow": _narrowed,
     "split": _split,
+    "split_with_sizes": _split,
     "chunk": _chunked,
 }
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, PlanMismatch, UsageError
-from acm_compiler.passes.capture.global_caches import enclosed
+from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, UsageError
+from acm_compiler.passes.capture.global_state import enclosed
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
 from acm_compiler.passes.rewrite.conversion import Conversion, gates_digest, refuse_inference_tensors, refuse_no_module
-from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, weights_digest
+from acm_compiler.passes.rewrite.dense_region import check_named, check_tensors, named_tensors, weights_digest
 from acm_compiler.passes.rewrite.graft_graph import find_in_graph, graft_graph
 from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graft_modules, graft_weights, paths_of
 from acm_compiler.passes.rewrite.offload import file_copy, kept, offloading
@@ -129,7 +129,9 @@ def check_convertible(model: nn.Module, plan: Plan, *, resized: bool = False) ->
         if seen is not model:
             raise UsageError("the model is itself an attention, which cannot be replaced", fix="put it into a module")
         check_tensors(plan.sites, seen)
-        _check_modules(seen, plan)
+        modules = dict(seen.named_modules(remove_duplicate=False))
+        for site in plan.sites:
+            check_named(site.graft.modules, modules, "modules", site, seen)
 
 
 def copied(model: nn.Module, *, lent: bool = False) -> nn.Module:
@@ -234,16 +236,3 @@ def _unpack(model: nn.Module, plan: Plan) -> dict[str, nn.MultiheadAttention]:
         for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             attention._parameters[name] = None
     return packed
-
-
-def _check_modules(model: nn.Module, plan: Plan) -> None:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for site in plan.sites:
-        missing = [name for name in site.graft.modules if name not in modules]
-        if missing:
-            raise PlanMismatch(
-                f"the plan names modules that this {type(model).__name__} does not have",
-                where=site.name,
-                found=", ".join(missing),
-                fix="plan again: acm.plan(model, example_inputs)",
-            )

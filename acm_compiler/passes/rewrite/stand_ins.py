@@ -1,9 +1,10 @@
-"""Small modules that take the places around an ACM: pass-throughs (T) and the two ends of a stash (S)."""
+"""Things in the places around an ACM: modules that pass on (T), the two ends of a stash (S), rows of parameters (R)."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -82,3 +83,53 @@ class StashedACM(ACM):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(self.stash.take(self.name))
         return y if y.shape[:-1] == x.shape[:-1] else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+Rows = tuple[int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Use:
+    """Use of `rows` of a parameter by a site: `part` of its first linears or of its last one.
+
+    A linear site's only matrix is its last: the ACM runs at once.
+    """
+
+    acm: ACM
+    stash: Stash | None
+    part: Literal["first", "last"]
+    rows: Rows
+
+
+@dataclass(slots=True, kw_only=True)
+class Replaced:
+    """A parameter whose place is taken: its name, the axis of its outputs, and what its rows are used for.
+
+    `owner` holds the parameter itself, as `leaf`, where some of its rows stay dense; else it is None.
+    """
+
+    name: str
+    out_axis: int
+    uses: list[Use] = field(default_factory=list)
+    owner: nn.Module | None = None
+    leaf: str = ""
+
+    def use_of(self, rows: Rows) -> Use | None:
+        """The use that `rows` belong to; None for rows that stay dense."""
+        return next((use for use in self.uses if rows[0] < use.rows[1] and use.rows[0] < rows[1]), None)
+
+    def misused(self, how: str) -> AcmError:
+        """The error for a call that no ACM can run."""
+        return AcmError(
+            f"{self.name} was replaced by an ACM, but the model uses it in a way that its plan does not show",
+            where=self.uses[0].acm.name,
+            found=how,
+            fix="exclude this site from the plan",
+        )
+
+    def tensor(self) -> Tensor:
+        """The parameter itself."""
+        if self.owner is None:
+            raise self.misused("rows outside its sites")
+        held = self.owner._parameters.get(self.leaf)
+        return self.owner._buffers[self.leaf] if held is None else held  # type: ignore[return-value]

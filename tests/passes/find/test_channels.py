@@ -40,6 +40,7 @@ PICKS = {
     "slice": lambda y: y[..., 5:17],
     "every other one": lambda y: y[..., 1::2],
     "narrow": lambda y: y.narrow(-1, 3, 7),
+    "the last ones": lambda y: y.narrow(-1, -7, 7),
     "heads": lambda y: y.view(*TOKENS, 4, 6),
     "one head": lambda y: y.view(*TOKENS, 4, 6)[:, :, 2],
     "unbound heads": lambda y: y.view(*TOKENS, 4, 6).unbind(2)[3],

@@ -30,6 +30,8 @@ def read(view: WeightView, parameter: torch.Tensor) -> torch.Tensor:
         ("permute", ((-1, 0),), {}),
         ("narrow", (0, 3, 4), {}),
         ("narrow", (), {"dim": 1, "start": 1, "length": 2}),
+        ("narrow", (0, -4, 4), {}),
+        ("narrow", (1, -3, 2), {}),
         ("slice", (0, 2, -3), {}),
         ("contiguous", (), {}),
     ],

@@ -9,7 +9,7 @@ import torch
 
 from acm_compiler.baselines.methods import METHODS
 from acm_compiler.baselines.trained import experts, train
-from acm_compiler.baselines.trained.state import state_path
+from acm_compiler.baselines.trained.train import state_path
 from acm_compiler.errors import RunInterrupted, StorageError
 from acm_compiler.recipe.fields import Every
 from acm_compiler.recipe.schema import RunConfig

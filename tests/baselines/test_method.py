@@ -2,7 +2,7 @@
 
 import pytest
 
-from acm_compiler.baselines.count import setting_within
+from acm_compiler.baselines.method import setting_within
 
 
 @pytest.mark.parametrize(("cheap", "dear"), [(0.0, 1.0), (1.0, 0.0), (-3.0, 5.0)])

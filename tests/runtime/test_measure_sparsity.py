@@ -7,7 +7,7 @@ import acm_compiler as acm
 from acm_compiler.acm.sparse import column_norms
 from acm_compiler.errors import CompiledModelError, DataError, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
-from acm_compiler.runtime.sparsity.measure import STEPS, quantile, quantiles_of
+from acm_compiler.runtime.sparsity import STEPS, quantile, quantiles_of
 from tests.helpers.decoders import drawn, gated_llama, llama
 
 pytest.importorskip("transformers")

@@ -1,12 +1,14 @@
-"""GGUF files and tokenizers, found without opening more of them than their first bytes."""
+"""Models, GGUF files and tokenizers that recipes name, looked for without importing a package or reading a file."""
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from acm_compiler.errors import DataError, ModelSourceError, UsageError, did_you_mean
-from acm_compiler.recipe.load import PREFIX, installed_path
+from acm_compiler.recipe.load import PREFIX, installed_path, unset_in
 from acm_compiler.recipe.models import ModelConfig
 
 SUFFIX = ".gguf"
@@ -73,7 +75,7 @@ def _check_magic(path: Path) -> None:
         )
 
 
-def is_found(model: ModelConfig) -> bool:
+def _has_file(model: ModelConfig) -> bool:
     """True where `gguf_file` finds the file."""
     try:
         gguf_file(model)
@@ -82,7 +84,7 @@ def is_found(model: ModelConfig) -> bool:
     return True
 
 
-def is_here(model: ModelConfig) -> bool:
+def _has_place(model: ModelConfig) -> bool:
     """True where the folder or package is on this machine, and transformers' reader of GGUF is installed."""
     try:
         _folder(model.name)
@@ -101,3 +103,44 @@ def _folder(name: str) -> Path:
         f"there is no folder {name!r}, and no Python package has such a name",
         fix="download the file, and give its folder; GGUF files are not fetched from the hub",
     )
+
+
+# each is a `ShippedModel` of acm_compiler/shipped/models.py, under its name in capitals
+SHIPPED = ("digits_vit", "llama_docs", "modernbert_packages", "wav2vec2_digits")
+REGISTRIES = ("torchvision", "timm")
+
+
+def is_known(model: ModelConfig) -> bool:
+    """True if a quick look finds the model that `model` names, its weights included, without loading the registry.
+
+    Models of other sources count as found: they are files, functions and places that a recipe may be far from. A GGUF
+    file is looked for where its folder or package is here.
+    """
+    if model.gguf:
+        return bool(unset_in(model)) or _has_file(model)
+    if model.source == "shipped":
+        return model.name in SHIPPED
+    if model.source not in REGISTRIES:
+        return True
+    name, dot, _ = model.name.partition(".")
+    builder = re.compile(rf"^@register_model\b(?:.*\n)(?:@.*\n)*def {re.escape(name)}\(", re.MULTILINE)
+    found = next((text for text in _sources(model.source) if builder.search(text)), None)
+    if found is None or dot:
+        return False
+    return model.weights in (None, "default") or f"\n    {model.weights} = Weights(" in found
+
+
+def is_installed(model: ModelConfig) -> bool:
+    """True if the package that knows the names of such models is installed; for GGUF files, their folder and reader."""
+    if model.gguf:
+        return _has_place(model)
+    return model.source not in REGISTRIES or find_spec(model.source) is not None
+
+
+@cache
+def _sources(package: str) -> tuple[str, ...]:
+    """The text of the package's files that define models."""
+    spec = find_spec(package)
+    places = spec.submodule_search_locations if spec is not None else None
+    files = sorted(Path(places[0], "models").rglob("*.py")) if places else []
+    return tuple(file.read_text(encoding="utf-8") for file in files)

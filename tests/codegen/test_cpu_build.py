@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from acm_compiler.codegen.cpu import build, levels
+from acm_compiler.codegen.cpu import build
 from acm_compiler.errors import KernelUnavailable
 
 ROOT = Path(__file__).parents[2]
-NAMES = [level.name for level in levels.X86]
+NAMES = [level.name for level in build.X86]
 
 
 def processor(monkeypatch, capability, *more):
     """A processor of this capability, with what `more` names beside."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     changed = [
-        levels.Level(name=one.name, capability=one.capability, flags=one.flags, runs=lambda n=one.name: n in more)
+        build.Level(name=one.name, capability=one.capability, flags=one.flags, runs=lambda n=one.name: n in more)
         if one.name in NAMES[2:]
         else one
-        for one in levels.X86
+        for one in build.X86
     ]
-    monkeypatch.setattr(levels, "X86", tuple(changed))
+    monkeypatch.setattr(build, "X86", tuple(changed))
 
 
 @pytest.mark.parametrize(
@@ -42,23 +42,23 @@ def processor(monkeypatch, capability, *more):
 )
 def test_a_processor_runs_its_level_and_those_below(monkeypatch, capability, more, expected):
     processor(monkeypatch, capability, *more)
-    assert [level.name for level in levels.levels_here()] == expected
+    assert [level.name for level in build.levels_here()] == expected
 
 
 def test_each_level_has_all_that_the_one_below_has():
-    for below, above in zip(levels.X86, levels.X86[1:], strict=False):
+    for below, above in zip(build.X86, build.X86[1:], strict=False):
         assert set(below.flags) < set(above.flags)
 
 
 @pytest.fixture
 def carried(monkeypatch, tmp_path):
     """A function that lets the installation carry libraries of these levels, and its folder."""
-    monkeypatch.setattr(levels, "FOLDER", tmp_path)
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
 
     def carry(*names):
-        for level in levels.X86:
+        for level in build.X86:
             if level.name in names:
-                (tmp_path / levels.file_name(level, build.digest())).touch()
+                (tmp_path / build.file_name(level, build.digest())).touch()
 
     return carry
 
@@ -66,7 +66,7 @@ def carried(monkeypatch, tmp_path):
 def test_the_wheels_library_is_taken_for_all_that_the_processor_has(monkeypatch, carried, tmp_path):
     processor(monkeypatch, "AVX512", "avx512-vnni")
     carried("avx2", "avx512-vnni", "amx")
-    assert build.library_file() == tmp_path / levels.file_name(levels.X86[2], build.digest())
+    assert build.library_file() == tmp_path / build.file_name(build.X86[2], build.digest())
 
 
 def test_a_lower_one_is_taken_where_there_is_no_compiler(monkeypatch, carried, tmp_path):
@@ -77,7 +77,7 @@ def test_a_lower_one_is_taken_where_there_is_no_compiler(monkeypatch, carried, t
     monkeypatch.setattr(build, "compile_library", lambda command, target: compiled.append(command) or target.touch())
     assert build.library_file().parent == tmp_path / "cache/acm_compiler" and "-mamx-bf16" in compiled[0]
     monkeypatch.setattr(build, "find_compiler", lambda: None)
-    assert build.library_file() == tmp_path / levels.file_name(levels.X86[1], build.digest())
+    assert build.library_file() == tmp_path / build.file_name(build.X86[1], build.digest())
 
 
 @pytest.mark.parametrize("other", ["sources", "torch"])
@@ -107,7 +107,7 @@ print(build.library_file(), torch._C._dispatch_has_kernel_for_dispatch_key("acm:
 
 @pytest.mark.slow
 def test_an_installed_wheel_needs_no_compiler(tmp_path):
-    level = levels.levels_here()[-1].name
+    level = build.levels_here()[-1].name
     script = [sys.executable, str(ROOT / "scripts/build_wheel.py"), "--out", str(tmp_path), "--levels", level]
     subprocess.run(script, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     (wheel,) = tmp_path.glob("*.whl")
@@ -129,7 +129,7 @@ def test_the_kernel_compiles_for_arm(target, tmp_path, monkeypatch):
     """The cross compiler of the package ziglang takes it; nothing runs."""
     pytest.importorskip("ziglang")
     monkeypatch.setattr(build, "find_compiler", lambda: "c++")
-    options = [o for o in build.command_for(levels.PLAIN)[1:] if not o.startswith(("-L", "-l", "-fopenmp", "-shared"))]
+    options = [o for o in build.command_for(build.PLAIN)[1:] if not o.startswith(("-L", "-l", "-fopenmp", "-shared"))]
     made = tmp_path / "learners.o"
     folders = {f"ZIG_{kind}_CACHE_DIR": str(tmp_path / "zig") for kind in ("GLOBAL", "LOCAL")}
     command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *options, "-c", str(build.SOURCE)]

@@ -6,7 +6,7 @@ import torch
 
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
 from acm_compiler.passes.rewrite.conversion import sites
-from acm_compiler.runtime.expected_share import (
+from acm_compiler.runtime.trials import (
     STRONGEST_KNOB,
     Part,
     Probe,

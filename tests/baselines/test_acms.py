@@ -9,8 +9,7 @@ import torch
 import acm_compiler as acm
 from acm_compiler.baselines.compare import Options, compare
 from acm_compiler.baselines.methods import METHODS, choose
-from acm_compiler.baselines.trained.ablations import ABLATIONS
-from acm_compiler.baselines.trained.acms import Paper
+from acm_compiler.baselines.trained.acms import ABLATIONS, Paper
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation.comparison import comparison_table
 from acm_compiler.training.schedule import run_schedule

@@ -1,16 +1,54 @@
-"""Caches that a model's code keeps outside of the model: `lru_cache`s, and dicts and lists of its files and classes."""
+"""State outside of a model that runs of it touch: torch.compile's stance, and caches in files of its code."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
+from collections.abc import Iterable, Iterator
 from types import CellType
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from acm_compiler.passes.capture.graph import tensors
+
+
+class Eager:
+    """Turns torch.compile off while anyone holds it; its stance is one for all threads, so the last one restores it."""
+
+    def __init__(self) -> None:
+        self._lock, self._holders, self._stance = threading.Lock(), 0, contextlib.ExitStack()
+        self._forced = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Compiled functions run as the eager code that they were within it."""
+        with self._lock:
+            self._holders += 1
+        try:
+            self.force()
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._forced = False
+                    self._stance.close()
+
+    def force(self) -> None:
+        """See to it while it is held, once anything is compiled: before, the import would take seconds."""
+        with self._lock:
+            if self._holders and not self._forced and "torch._dynamo" in sys.modules:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+                self._forced = True
+
+
+EAGER = Eager()
+
 
 # files whose caches are none of a model's
 _NOT_SEARCHED = ("torch", "builtins", "typing", "collections", "abc")
@@ -39,9 +77,7 @@ class GlobalCaches:
 
     def forget_fakes(self) -> None:
         """Empty the caches that were added to, and put back or take out what now holds a fake tensor."""
-        for cache, info in self._caches:
-            if cache.cache_info().misses != info.misses:
-                cache.cache_clear()
+        empty_filled(self._caches)
         for values, before in self._dicts:
             for key, value in list(values.items()):
                 old = before.get(key, _MISSING)
@@ -59,6 +95,13 @@ class GlobalCaches:
 def is_lru_cache(value: Any) -> bool:
     """True if `value` is a function wrapped by `functools.lru_cache` or `cache`."""
     return isinstance(value, functools._lru_cache_wrapper)
+
+
+def empty_filled(caches: Iterable[tuple[Any, Any]]) -> None:
+    """Empty the `lru_cache`s that were added to since they had these `cache_info`s."""
+    for cache, info in caches:
+        if cache.cache_info().misses != info.misses:
+            cache.cache_clear()
 
 
 def enclosed(function: Any) -> list[Any]:

@@ -1,1 +1,0 @@
-"""Small values that learners skip, a token at a time (docs/semantics.md, Skipped values)."""

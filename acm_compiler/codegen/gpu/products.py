@@ -24,7 +24,6 @@ from acm_compiler.codegen.gpu.stages import (
 )
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, fewer, is_tracing
 from acm_compiler.codegen.gpu.tiles import Tile
-from acm_compiler.codegen.gpu.turns import layers as turns
 
 
 class Grid:
@@ -70,7 +69,7 @@ class Layer1:
         self._grid = Grid(machine, tile, spec.learners * spec.width)
         kernel, constants = layer1_kernel, layer1_constants(spec, tile, loads, interpret=INTERPRETED)
         if tile.turns:
-            kernel = turns.layer1_kernel
+            kernel = layers_in_turns().layer1_kernel
             constants = constants_in_turns(kernel, constants, tile)
         self._start = Launcher(kernel, constants, build_options(spec, tile, loads, machine))
 
@@ -118,7 +117,7 @@ class Layer2:
         self._grid = Grid(machine, tile, spec.d_out, spec.learners if product.own else 1)
         kernel, constants = layer2_kernel, layer2_constants(spec, tile, loads, product, interpret=INTERPRETED)
         if tile.turns:
-            kernel = turns.layer2_kernel
+            kernel = layers_in_turns().layer2_kernel
             constants = constants_in_turns(kernel, constants, tile)
         self._start = Launcher(kernel, constants, build_options(spec, tile, loads, machine))
 
@@ -148,6 +147,13 @@ class Layer2:
             self._columns,
             0 if residual is None else residual.stride(0),
         )
+
+
+def layers_in_turns() -> Any:
+    """The layers' kernels in Gluon, which is not imported where a Triton has another one, or none."""
+    from acm_compiler.codegen.gpu.turns import layers
+
+    return layers
 
 
 def reduction_of(spec: KernelSpec, product: Product) -> int:

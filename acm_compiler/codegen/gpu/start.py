@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -130,7 +128,7 @@ def _trace(function: Any, programs: Any, args: tuple[Any, ...], given: dict[str,
     Tracer().call_triton_kernel(wrapped, plain, options, None)
 
 
-_CHECKED: dict[tuple[torch.dtype, int, int, bool], dict[str, Any]] = {}  # attributes of descriptors, by type and block
+_CHECKED: dict[tuple[torch.dtype, int, int, bool], tuple[type, dict[str, Any]]] = {}  # descriptors, by type and block
 
 
 def blocks_of(matrix: Tensor, rows: int, columns: int, *, turns: bool = False) -> Any:
@@ -140,23 +138,19 @@ def blocks_of(matrix: Tensor, rows: int, columns: int, *, turns: bool = False) -
     turns: for kernels in Gluon, which must be told how a block lies in shared memory.
     """
     kind = matrix.dtype, rows, columns, turns
-    facts = _CHECKED.get(kind)
-    if facts is None or not is_starting():
+    checked = _CHECKED.get(kind)
+    if checked is None or not is_starting():
         made: Any = TensorDescriptor.from_tensor(matrix, [rows, columns])
-        if turns:
-            made = gluon.TensorDescriptor.from_tensor(matrix, [rows, columns], layout_of(matrix.dtype, rows, columns))
+        if turns:  # Gluon is not imported where a Triton has another one, or none
+            from acm_compiler.codegen.gpu.turns.pipeline import described
+
+            made = described(matrix, rows, columns)
         if is_starting():
-            _CHECKED[kind] = {**vars(made), "base": None}
+            _CHECKED[kind] = type(made), {**vars(made), "base": None}
         return made
-    made = object.__new__(gluon.TensorDescriptor if turns else TensorDescriptor)
-    made.__dict__.update(facts, base=matrix, shape=matrix.shape, strides=matrix.stride())
+    made = object.__new__(checked[0])
+    made.__dict__.update(checked[1], base=matrix, shape=matrix.shape, strides=matrix.stride())
     return made
-
-
-def layout_of(dtype: torch.dtype, rows: int, columns: int) -> Any:
-    """The layout in shared memory, as wgmma reads it, of blocks of that type."""
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
 
 
 def fewer(programs: int, tiles: Any) -> Any:

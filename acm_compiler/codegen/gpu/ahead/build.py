@@ -13,7 +13,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from acm_compiler.codegen.gpu.tiles import Tile
 from acm_compiler.errors import PackageMissing
@@ -68,7 +67,7 @@ def build(kernel: Kernel, dtype: str, arch: int) -> Built:
         for index, name in enumerate(names)
         if signature[name] != "constexpr" and name not in unaligned and "tensordesc" not in signature[name]
     ]
-    source = (GluonASTSource if kernel.function.is_gluon() else ASTSource)(
+    source = _source_of(kernel.function)(
         kernel.function,
         signature=signature,
         constexprs=kernel.constants,
@@ -76,6 +75,15 @@ def build(kernel: Kernel, dtype: str, arch: int) -> Built:
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(kernel.options))
     return _read_binary(kernel, arch, compiled.asm, compiled.metadata.shared)
+
+
+def _source_of(function: Any) -> Any:
+    """The class of what Triton compiles a function from."""
+    if not function.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def _type_of(name: str, kernel: Kernel, dtype: str) -> str:

@@ -26,6 +26,7 @@ from acm_compiler.codegen.gpu.gate_plan import (
 )
 from acm_compiler.codegen.gpu.gate_spec import GateSpec, cut_of
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
+from acm_compiler.codegen.gpu.products import layers_in_turns
 from acm_compiler.codegen.gpu.spec import DTYPES, KernelSpec
 from acm_compiler.codegen.gpu.stages import (
     Machine,
@@ -45,9 +46,7 @@ from acm_compiler.codegen.gpu.stages import (
     permutes_rows,
     products_of,
 )
-from acm_compiler.codegen.gpu.start import layout_of
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
-from acm_compiler.codegen.gpu.turns import layers as in_turns
 
 Block = tuple[int, int] | Literal[False]
 
@@ -77,7 +76,8 @@ def layer1_built(
     loads = loads_of(spec, machine, None, in_order=in_order, turned=turned)
     made: Any = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
     if tile.turns:
-        made = in_turns.layer1_kernel, constants_in_turns(in_turns.layer1_kernel, made[1], tile)
+        kernel = layers_in_turns().layer1_kernel
+        made = kernel, constants_in_turns(kernel, made[1], tile)
     weights = loads.w_desc and loads.block_of_weights(tile)
     blocks: dict[str, Block] = {"x": loads.a_desc and (tile.m, tile.k), "w_in": weights, "w_up": weights}
     options = build_options(spec, tile, loads, machine)
@@ -90,7 +90,8 @@ def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Produc
     absent = {} if product.bias else {"b_out": None}
     made: Any = layer2_kernel, layer2_constants(spec, tile, loads, product, interpret=False)
     if tile.turns:
-        made = in_turns.layer2_kernel, constants_in_turns(in_turns.layer2_kernel, made[1], tile)
+        kernel = layers_in_turns().layer2_kernel
+        made = kernel, constants_in_turns(kernel, made[1], tile)
     made = made[0], made[1] | absent
     blocks = {"a": loads.a_desc and (tile.m, tile.k), "w": loads.w_desc and loads.block_of_weights(tile)}
     options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
@@ -141,6 +142,8 @@ def descriptor_type(dtype: str, rows: int, columns: int, *, turns: bool) -> str:
     """Triton's name of a descriptor of blocks; in Gluon it says how a block lies in shared memory."""
     if not turns:
         return f"tensordesc<{dtype}[{rows},{columns}]>"
+    from acm_compiler.codegen.gpu.turns.pipeline import layout_of
+
     of_torch = next(own for own, name in DTYPES.items() if name == dtype)
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout_of(of_torch, rows, columns)!r}>"
 

@@ -44,7 +44,6 @@ from acm_compiler.codegen.gpu.gradients.stages import (
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import Machine, build_options, constants_in_turns, machine_of_arch
 from acm_compiler.codegen.gpu.tiles import Tile
-from acm_compiler.codegen.gpu.turns.gradients import weights_kernel as weights_in_turns
 
 
 def gradient_kernels(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = True) -> list[Kernel]:
@@ -126,7 +125,8 @@ def _weights(spec: KernelSpec, machine: Machine, wide: int, *, split: int, turne
     tile = weights_tile(spec, loads, turns=turns)
     function, constants = weights_kernel, weights_constants(spec, tile, loads, split, turned=turned, interpret=False)
     if tile.turns:
-        function = weights_in_turns
+        from acm_compiler.codegen.gpu.turns.gradients import weights_kernel as function
+
         constants = constants_in_turns(function, constants, tile)
     types = {"parts": "*{dtype}" if split == 1 else "*fp32", "WIDE": "i32"}
     if loads.a_desc:

@@ -26,7 +26,6 @@ from acm_compiler.codegen.gpu.gradients.stages import (
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import Machine, build_options, constants_in_turns
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of
-from acm_compiler.codegen.gpu.turns import gradients as in_turns
 
 
 class Total:
@@ -61,7 +60,8 @@ class Products:
         kernel = weights_kernel
         constants = weights_constants(spec, tile, loads, split, turned=turned, interpret=INTERPRETED)
         if tile.turns:
-            kernel = in_turns.weights_kernel
+            from acm_compiler.codegen.gpu.turns.gradients import weights_kernel as kernel
+
             constants = constants_in_turns(kernel, constants, tile)
         self._start = Launcher(kernel, constants, build_options(spec, tile, loads, machine))
         self._total = Total(split, m * wide) if split > 1 else None

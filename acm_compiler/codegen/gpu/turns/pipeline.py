@@ -8,6 +8,10 @@ that others take, so that each knows which slot holds a block.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _WARPS = 4
 GROUP_WARPS = gl.constexpr(_WARPS)
@@ -24,6 +29,17 @@ GROUP_WARPS = gl.constexpr(_WARPS)
 GROUP_REGISTERS = gl.constexpr(240)
 READER_REGISTERS = gl.constexpr(24)
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.7
+
+
+def described(matrix: Tensor, rows: int, columns: int) -> Any:
+    """A matrix that these kernels read in blocks of so many rows and columns."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout_of(matrix.dtype, rows, columns))
+
+
+def layout_of(dtype: torch.dtype, rows: int, columns: int) -> Any:
+    """The layout in shared memory, as wgmma reads it, of blocks of that type."""
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from acm_compiler.codegen.gpu.ahead.build import build
 from acm_compiler.codegen.gpu.ahead.gradients import gradient_kernels
 from acm_compiler.codegen.gpu.gradients.stages import parts_of, weights_loads
 from acm_compiler.codegen.gpu.stages import Loads, Machine, loads_of, puts_fences
-from tests.codegen.test_kernels import PROJECTION, SWIGLU, VIT, interpret
+from tests.codegen.test_kernels import PROJECTION, SWIGLU, VIT, interpret, require_products_in_flight
 
 SPECS = {
     f"{spec.form} {dtype}": replace(spec, residual=False, dtype=dtype.removeprefix("t"), tf32=dtype == "tfp32")
@@ -47,6 +47,8 @@ def require_good(spec, arch: int, kernels) -> None:
         found = {name for name, count in built.instructions.items() if count}
         assert found & {"LDGSTS", "UTMALDG"} or ("HGMMA" in found and not puts_fences()), built
         assert found & {"HMMA", "HGMMA"} or exact, built
+        if spec.width % kernel.tile.m == 0 or not kernel.name.startswith("weights"):
+            require_products_in_flight(built)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

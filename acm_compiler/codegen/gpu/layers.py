@@ -90,17 +90,15 @@ def interleaved(index, N: tl.constexpr, H: tl.constexpr, HEAD: tl.constexpr):
 
 
 @triton.jit
-def start_sum(
-    b_out, rows, columns, counts, pure, q, N: tl.constexpr, D_OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    """b_out(k) of every row, where the sum begins; `pure`: all rows run k = q."""
-    real = columns < D_OUT
-    if pure:
-        one = tl.load(b_out + q * D_OUT + columns, mask=real, other=0.0).to(tl.float32)
-        acc = tl.broadcast_to(one[None, :], (BM, BN))
-    else:
-        at = (k_of_rows(rows, counts, N) * D_OUT)[:, None] + columns[None, :]
-        acc = tl.load(b_out + at, mask=real[None, :], other=0.0).to(tl.float32)
+def add_bias_of_rows(acc, b_out, rows, columns, counts, last, q, N: tl.constexpr, D_OUT: tl.constexpr):
+    """acc and b_out(k) of every row, of which row `last` has the least k, and q is the largest.
+
+    One row of b_out at a time, as registers are few; nearly all tiles have but one.
+    """
+    k = k_of_rows(rows, counts, N)
+    for n in range(k_of_rows(last, counts, N), q + 1):
+        one = tl.load(b_out + n * D_OUT + columns, mask=columns < D_OUT, other=0.0).to(tl.float32)
+        acc += tl.where((k == n)[:, None], one[None, :], 0.0)
     return acc
 
 
@@ -183,10 +181,9 @@ def layer2_kernel(
         token = tl.load(perm + rows, mask=mine, other=0).to(tl.int64)
         source = token if GATHER else tl.minimum(rows, T - 1).to(tl.int64)
         w_rows = tl.minimum(columns, D_OUT - 1)
-        if OWN or b_out is None:
-            acc = tl.zeros((BM, BN), tl.float32)
-        else:
-            acc = start_sum(b_out, rows, columns, counts, m0 + BM <= tl.load(counts + q), q, N, D_OUT, BM, BN)
+        acc = tl.zeros(
+            (BM, BN), tl.float32
+        )  # a sum that began with loaded values would have products wait for each other
         length = _reduction(q, n0, D_IN, H, REDUCE)
         if REDUCE == "cols":
             acc = _sum_of_slices(
@@ -203,4 +200,6 @@ def layer2_kernel(
                     w, w_at, above + n0, k, length, stride_w, D_OUT, TURNED, W_DESC, EVEN, BN, BK
                 )  # fmt: skip
                 acc = multiply(left, right, acc, PRECISION, INTERPRET)
+        if not (OWN or b_out is None):
+            acc = add_bias_of_rows(acc, b_out, rows, columns, counts, m0 + BM - 1, q, N, D_OUT)
         _finish(y, acc, b_out, residual, token, mine, columns, q, stride_r, N, H, HEAD, D_OUT, OWN, REDUCE, RESIDUAL)

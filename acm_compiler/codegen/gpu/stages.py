@@ -184,6 +184,8 @@ def layer1_constants(spec: KernelSpec, tile: Tile, loads: Loads, *, interpret: b
         "EVEN": spec.d_in % tile.k == 0,
         "SHORT": spec.dtype == "bf16",
         **tile_constants(spec, tile, interpret),
+        # sums that are stored as they are would have the products of one loop over all tiles wait for each other
+        "FLAT": tile.flat and (spec.bias_in or spec.act != "identity"),
     }
 
 
@@ -209,6 +211,7 @@ def layer2_constants(
         "TURNED": loads.turned,
         "EVEN": (spec.width if product.reduce in ("learners", "cols") else spec.d_in) % tile.k == 0,
         **tile_constants(spec, tile, interpret),
+        "FLAT": tile.flat and not product.own,  # whose tiles of two k take registers of their own
     }
 
 

@@ -182,7 +182,7 @@ def weights_kernel(
         if whole < end:
             acc = _add_rows(acc, left, right, whole, end, m0, n0, WIDE, M, ROW, TURNED, True, DESC, PRECISION,
                             INTERPRET, BM, BN, BK)  # fmt: skip
-        if q < most:  # values of learners beyond q are zero, but times NaN or infinity, or were not written
+        if H % BM != 0 and q < most:  # values of learners beyond q are zero, but times NaN or infinity, or not written
             runs = m0 + tl.arange(0, BM) < q * H
             acc = tl.where(runs[None, :] if TURNED else runs[:, None], acc, 0.0)
     m = m0 + tl.arange(0, BM)

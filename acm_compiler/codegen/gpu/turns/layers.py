@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from acm_compiler.codegen.gpu.activation import activate
 from acm_compiler.codegen.gpu.blocks import find_band, raster
-from acm_compiler.codegen.gpu.layers import add_bias, start_sum, zero_beyond_k
+from acm_compiler.codegen.gpu.layers import add_bias, add_bias_of_rows, zero_beyond_k
 from acm_compiler.codegen.gpu.turns.pipeline import (
     GROUP_REGISTERS,
     GROUP_WARPS,
@@ -160,7 +160,7 @@ def _write(
         layout: gl.constexpr = acc.type.layout
         own_rows = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
         own_columns = n0 + gl.arange(0, BN, gl.SliceLayout(0, layout))
-        acc += start_sum(b_out, own_rows, own_columns, counts, m0 + BM <= gl.load(counts + q), q, N, D_OUT, BM, BN)
+        acc = add_bias_of_rows(acc, b_out, own_rows, own_columns, counts, m0 + BM - 1, q, N, D_OUT)
     if residual is not None:
         beside = gl.load(residual + token[:, None] * stride_r + columns[None, :], mask=real, other=0.0)
         acc += gl.convert_layout(beside, acc.type.layout).to(gl.float32)

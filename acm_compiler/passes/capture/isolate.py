@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import operator
 import random
 import types
 from collections import OrderedDict, deque
@@ -87,8 +86,6 @@ class _State:
             return ()
         if isinstance(value, Tensor):
             self.tensors.append(value)
-        elif (undo := _put_back(value)) is not None:
-            self._undo.append(undo)
         elif is_lru_cache(value):
             self._caches.append((value, value.cache_info()))
         elif isinstance(value, dict):
@@ -99,6 +96,8 @@ class _State:
                 self._containers.append((value, list(value)))
             return value
         else:
+            if (undo := _put_back(value)) is not None:
+                self._undo.append(undo)
             if slots := _slots(value):
                 self._slots.append((value, slots))
             attributes = getattr(value, "__dict__", None)
@@ -133,8 +132,13 @@ def _put_back(value: Any) -> Callable[[], object] | None:
     if isinstance(value, np.random.Generator):
         return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if isinstance(value, np.ndarray) and value.flags.writeable:
-        return functools.partial(operator.setitem, value, ..., value.copy())
+        return functools.partial(_refill, value, value.copy())
     return None
+
+
+def _refill(array: np.ndarray, before: np.ndarray) -> None:
+    if array.flags.writeable and array.shape == before.shape:
+        array[...] = before
 
 
 def _slots(value: Any) -> dict[types.MemberDescriptorType, Any]:

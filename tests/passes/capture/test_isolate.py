@@ -184,6 +184,21 @@ def fill_slots(cache, x):
     cache.seen.append(x)
 
 
+class Dice(random.Random):
+    """A generator that counts what it gives."""
+
+    given = 0
+
+    def throw(self, _: Tensor) -> None:
+        self.given += 1
+        self.random()
+
+
+def freeze(held, x):
+    held[0] = 1
+    held.setflags(write=False)
+
+
 class Using(nn.Module):
     def __init__(self, held, use) -> None:
         super().__init__()
@@ -204,6 +219,7 @@ class Using(nn.Module):
         (numpy.random.RandomState(3), lambda held, x: held.rand(), lambda held: held.get_state()[1].tolist()),
         (numpy.zeros(3), lambda held, x: numpy.add(held, 1, out=held), numpy.ndarray.tolist),
         (numpy.zeros(()), lambda held, x: held.fill(1), numpy.ndarray.tolist),
+        (Dice(3), Dice.throw, lambda held: (held.getstate(), held.given)),
         (numpy.array([None]), lambda held, x: held.fill(x), numpy.ndarray.tolist),
     ],
     ids=lambda value: type(value).__name__,
@@ -214,3 +230,9 @@ def test_slots_generators_and_arrays_that_a_model_holds_are_put_back(held, use, 
     assert state(held) == before
     use(held, torch.ones(1))
     assert state(held) != before
+
+
+def test_an_array_that_a_model_makes_read_only_is_no_error():
+    held = numpy.zeros(3)
+    capture(Using(held, freeze), torch.randn(2, D))
+    assert not held.flags.writeable

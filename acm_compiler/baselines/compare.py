@@ -167,7 +167,7 @@ class _Comparing:
         return replace(self.opened.job(options), evaluate=None)
 
     def _planned_with(self, learners: int) -> Plan:
-        """What the recipe's plan would be with so many learners at every site."""
+        """The recipe's plan, had every site so many learners."""
         rules = tuple(rule.model_copy(update={"learners": learners}) for rule in self.recipe.sites)
         return plan_recipe(self.recipe.model_copy(update={"sites": rules}))[1]
 

@@ -122,7 +122,7 @@ class _State:
 
 
 def _put_back(value: Any) -> Callable[[], object] | None:
-    """What puts a generator or an array back to what it is now, None for other values."""
+    """A call that puts a generator or an array back to what it is now, None for other values."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -142,7 +142,7 @@ def _refill(array: np.ndarray, before: np.ndarray) -> None:
 
 
 def _slots(value: Any) -> dict[types.MemberDescriptorType, Any]:
-    """What is in the slots that an object's classes declare, by slot."""
+    """The slots that an object's classes declare, and what is in them."""
     declared = (vars(kind).values() for kind in type(value).__mro__ if "__slots__" in vars(kind))
     found = (slot for slots in declared for slot in slots if isinstance(slot, types.MemberDescriptorType))
     return {slot: _filled(slot, value) for slot in found}

@@ -96,7 +96,7 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
         run_recipe(recipe, run_options, say=say)
     with one_run(options.directory, machine, say):
         scores.begin(anew=options.force)
-        return _Comparing(recipe, options, machine, scores, say).run(chosen)
+        return _Comparing(recipe, plan, options, machine, scores, say).run(chosen)
 
 
 def _refuse_no_images(recipe: Recipe) -> None:
@@ -110,10 +110,13 @@ def _refuse_no_images(recipe: Recipe) -> None:
 class _Comparing:
     """The methods of one comparison, on a model and data that are opened once."""
 
-    def __init__(self, recipe: Recipe, options: Options, machine: Machine, scores: Scores, say: Say) -> None:
+    def __init__(
+        self, recipe: Recipe, plan: Plan, options: Options, machine: Machine, scores: Scores, say: Say
+    ) -> None:
         if recipe.run.threads is not None:
             torch.set_num_threads(recipe.run.threads)
-        self.recipe, self.options, self.machine, self.scores, self.say = recipe, options, machine, scores, say
+        self.recipe, self.plan, self.options = recipe, plan, options
+        self.machine, self.scores, self.say = machine, scores, say
         self.opened = RecipeRun(recipe, machine, say)
         self.corrupted: dict[str, Measured] = {}
         self.corrupted_at: float | None = None
@@ -146,7 +149,7 @@ class _Comparing:
         self.opened.model = dense
         return Subject(
             dense=dense,
-            plan=self._plan(),
+            plan=self.plan,
             task=self.opened.task,
             fit=lambda: self.opened.first(plain(data.train), _FITTED, self.machine.device),
             held_out=self._held_out,
@@ -154,7 +157,7 @@ class _Comparing:
             seed=recipe.run.seed,
             steps=self.options.steps,
             job=self._job,
-            replan=self._plan,
+            replan=self._planned_with,
         )
 
     def _job(self, name: str) -> Job:
@@ -163,11 +166,9 @@ class _Comparing:
         options = RunOptions(directory=folder, resume=True, resume_command=self.options.command)
         return replace(self.opened.job(options), evaluate=None)
 
-    def _plan(self, learners: int | None = None) -> Plan:
-        """The recipe's plan, or what it would be with so many learners at every site."""
-        rules = self.recipe.sites
-        if learners is not None:
-            rules = tuple(rule.model_copy(update={"learners": learners}) for rule in rules)
+    def _planned_with(self, learners: int) -> Plan:
+        """The recipe's plan, had every site so many learners."""
+        rules = tuple(rule.model_copy(update={"learners": learners}) for rule in self.recipe.sites)
         return plan_recipe(self.recipe.model_copy(update={"sites": rules}))[1]
 
     def _held_out(self) -> Iterable[Batch]:

@@ -70,7 +70,7 @@ def read_picture(file: str | BinaryIO, name: str) -> Any:
     try:
         with Image.open(file) as picture:
             return picture.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
             "the image cannot be read", where=name, found=error, fix="repair the file, or remove it"
         ) from error

@@ -203,7 +203,9 @@ def test_corrupted_images_are_measured_by_severity_kept_and_for_images_alone(who
     monkeypatch.setattr(compared, "measure", None)
     assert str(compare(small(), options, say=print)) == str(found)
     with pytest.raises(UsageError, match="corruptions are for images"):
-        compared._refuse_no_images(load_recipe("modernbert_packages", ["data.eval.count=4"]))
+        compared._refuse_no_images(
+            load_recipe("digits_vit", ["data.eval={kind: 'python:tests.helpers.tour_model:data'}"])
+        )
 
 
 def test_scores_that_a_killed_process_left_half_written_are_measured_again(tmp_path):

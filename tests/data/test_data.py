@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import sys
 from pathlib import Path
 
@@ -267,6 +268,19 @@ def test_an_unreadable_picture_is_told_by_its_path(tmp_path: Path, content: byte
         content = path.read_bytes()[:2000]
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"broken\.png"):
+        folder(tmp_path)[0]
+
+
+def test_a_tiff_that_says_where_its_pixels_are_in_words_is_told_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    path = tmp_path / "cat" / "broken.tiff"
+    Image.new("RGB", (4, 4)).save(path)
+    content = bytearray(path.read_bytes())
+    place_of_pixels, number, words = 273, 4, 2
+    entry = content.index(struct.pack("<HH", place_of_pixels, number))
+    content[entry + 2] = words
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"broken\.tiff"):
         folder(tmp_path)[0]
 
 

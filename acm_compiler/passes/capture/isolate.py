@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
+import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
@@ -21,15 +24,16 @@ from acm_compiler.passes.capture.op_names import written_tensors
 # how far attributes are followed: a module's __dict__, a config there, the config's __dict__, a list there, items
 _DEPTH = 6
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, enum.Enum)
+_EMPTY = object()
 
 
 @contextlib.contextmanager
 def preserve_state(model: nn.Module) -> Iterator[list[Tensor]]:
     """The tensors the model holds; within it the model is in eval mode, after it everything is as it was before.
 
-    That covers every module's attributes (so caches, flags and hooks), the lists, dicts, sets and plain objects
-    that they hold, what in-place operations wrote to tensors the model owns, and the random generators. What the
-    model's code keeps outside of it loses no more than fake tensors.
+    That covers every module's attributes (so caches, flags and hooks), the lists, dicts, sets, NumPy arrays and plain
+    objects that they hold, what in-place operations wrote to tensors the model owns, and the random generators, the
+    model's own too. What the model's code keeps outside of it loses no more than fake tensors.
     """
     state, elsewhere = _State(model), GlobalCaches(model)
     training = {module: module.training for module in model.modules()}
@@ -66,7 +70,8 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[Tensor] = []
         self._containers: list[tuple[Any, list[Any]]] = []
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._slots: list[tuple[Any, dict[types.MemberDescriptorType, Any]]] = []
+        self._undo: list[Callable[[], object]] = []
         self._caches: list[tuple[Any, Any]] = []
         modules = list(model.modules())
         seen = {id(module) for module in modules}
@@ -81,8 +86,6 @@ class _State:
             return ()
         if isinstance(value, Tensor):
             self.tensors.append(value)
-        elif isinstance(value, torch.Generator):
-            self._generators.append((value, value.get_state()))
         elif is_lru_cache(value):
             self._caches.append((value, value.cache_info()))
         elif isinstance(value, dict):
@@ -92,8 +95,13 @@ class _State:
             if not isinstance(value, tuple):
                 self._containers.append((value, list(value)))
             return value
-        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
-            return (attributes,)
+        else:
+            if (undo := _put_back(value)) is not None:
+                self._undo.append(undo)
+            if slots := _slots(value):
+                self._slots.append((value, slots))
+            attributes = getattr(value, "__dict__", None)
+            return (*slots.values(), *([attributes] if isinstance(attributes, dict) else []))
         return ()
 
     def restore(self) -> None:
@@ -104,9 +112,47 @@ class _State:
             elif len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(items)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for value, slots in self._slots:
+            for slot, before in slots.items():
+                if _filled(slot, value) is not before:
+                    slot.__set__(value, before) if before is not _EMPTY else slot.__delete__(value)
+        for undo in self._undo:
+            undo()
         empty_filled(self._caches)
+
+
+def _put_back(value: Any) -> Callable[[], object] | None:
+    """A call that puts a generator or an array back to what it is now, None for other values."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        return functools.partial(_refill, value, value.copy())
+    return None
+
+
+def _refill(array: np.ndarray, before: np.ndarray) -> None:
+    if array.flags.writeable and array.shape == before.shape:
+        array[...] = before
+
+
+def _slots(value: Any) -> dict[types.MemberDescriptorType, Any]:
+    """The slots that an object's classes declare, and what is in them."""
+    declared = (vars(kind).values() for kind in type(value).__mro__ if "__slots__" in vars(kind))
+    found = (slot for slots in declared for slot in slots if isinstance(slot, types.MemberDescriptorType))
+    return {slot: _filled(slot, value) for slot in found}
+
+
+def _filled(slot: types.MemberDescriptorType, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return _EMPTY
 
 
 def _restore_dict(container: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:

@@ -149,3 +149,90 @@ def test_a_renormalizing_embedding_keeps_its_weight_although_it_is_really_run():
     assert torch.equal(model.embed.weight, before)
     model(torch.arange(5))
     assert not torch.equal(model.embed.weight, before)
+
+
+class Cache:
+    """Keeps its state in slots, one of which is empty at first."""
+
+    __slots__ = ("calls", "last", "seen")
+
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, [0]
+
+    def state(self) -> tuple:
+        return self.calls, [*self.seen], hasattr(self, "last")
+
+
+class NamedCache(Cache):
+    """Slots of a base class, and attributes beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "of a layer"
+
+    def state(self) -> tuple:
+        return *super().state(), dict(vars(self))
+
+
+def fill(cache, x):
+    cache.calls, cache.last, cache.name = cache.calls + 1, x, "of a call"
+    cache.seen.append(x)
+
+
+def fill_slots(cache, x):
+    cache.calls, cache.last = cache.calls + 1, x
+    cache.seen.append(x)
+
+
+class Dice(random.Random):
+    """A generator that counts what it gives."""
+
+    given = 0
+
+    def throw(self, _: Tensor) -> None:
+        self.given += 1
+        self.random()
+
+
+def freeze(held, x):
+    held[0] = 1
+    held.setflags(write=False)
+
+
+class Using(nn.Module):
+    def __init__(self, held, use) -> None:
+        super().__init__()
+        self.block, self.held, self.use = Block(), [held], use
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.use(self.held[0], x)
+        return self.block(x)
+
+
+@pytest.mark.parametrize(
+    ("held", "use", "state"),
+    [
+        (Cache(), fill_slots, Cache.state),
+        (NamedCache(), fill, NamedCache.state),
+        (random.Random(3), lambda held, x: held.gauss(0, 1), random.Random.getstate),
+        (numpy.random.default_rng(3), lambda held, x: held.random(), lambda held: held.bit_generator.state),
+        (numpy.random.RandomState(3), lambda held, x: held.rand(), lambda held: held.get_state()[1].tolist()),
+        (numpy.zeros(3), lambda held, x: numpy.add(held, 1, out=held), numpy.ndarray.tolist),
+        (numpy.zeros(()), lambda held, x: held.fill(1), numpy.ndarray.tolist),
+        (Dice(3), Dice.throw, lambda held: (held.getstate(), held.given)),
+        (numpy.array([None]), lambda held, x: held.fill(x), numpy.ndarray.tolist),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_slots_generators_and_arrays_that_a_model_holds_are_put_back(held, use, state):
+    before = state(held)
+    capture(Using(held, use), torch.randn(2, D))
+    assert state(held) == before
+    use(held, torch.ones(1))
+    assert state(held) != before
+
+
+def test_an_array_that_a_model_makes_read_only_is_no_error():
+    held = numpy.zeros(3)
+    capture(Using(held, freeze), torch.randn(2, D))
+    assert not held.flags.writeable

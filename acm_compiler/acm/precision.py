@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 Precision = Literal["fp32", "bf16", "fp16"]
 # calls with fewer rows gain nothing from bfloat16, as their weight is rounded in each
 _ROWS = 64
-# so many outputs for an input are logits: rounding them would change probabilities, and rounding their weight takes long
+# so many outputs for an input are logits: rounding them would change probabilities, and their weight is large to round
 _LOGITS = 16
 
 
@@ -62,8 +62,9 @@ def no_autocast() -> Iterator[None]:
 class FastLinears(TorchFunctionMode):
     """Inside, `F.linear` on float32 of the CPU rounds what it multiplies and gives to bfloat16, forward and backward.
 
-    Numbers in memory and sums stay float32, and logits are not rounded. Only for weights that were not computed on the way: those have gradients of
-    their own. Does nothing on processors without instructions for bfloat16. `exactly` suspends it.
+    Numbers in memory and sums stay float32, and logits are not rounded. Only for weights that were not computed on the
+    way: those have gradients of their own. Does nothing on processors without instructions for bfloat16. `exactly`
+    suspends it.
     """
 
     def __torch_function__(

@@ -38,8 +38,8 @@ _SMALL = 2**16
 _STREAMED_TO = "acm_compiler_streamed_to"
 _HOST = torch.device("cpu")
 # glibc (mallopt): from a size on, memory that is freed goes back to the system at once; what is smaller, as activations
-# of a batch are, comes from memory that is held until `trim`, as the system takes its time to give a page. 32 MiB is the
-# most that glibc allows, and where its own adaptation ends.
+# of a batch are, comes from memory that is held until `trim`, as the system takes its time to give a page. 32 MiB is
+# the most that glibc allows, and where its own adaptation ends.
 _THRESHOLD, _HELD = -3, -1
 _GIVEN_BACK, _AT_MOST = 2**25, 2**26
 # Linux's MADV_DONTNEED: pages of a shared file leave the process, and the file keeps what was written to them

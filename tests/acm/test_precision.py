@@ -54,8 +54,20 @@ def test_what_it_does_not_gain_from_is_left_alone():
     torch.testing.assert_close(grad, 2 * many.sum(0).expand(17, 33))
 
 
+def test_logits_keep_digits_that_other_outputs_lose():
+    torch.manual_seed(0)
+    x, rounded = torch.randn(64, 33), {}
+    for outputs in (17, 16 * 33):
+        layer = nn.Linear(33, outputs)
+        with FastLinears(), torch.no_grad():
+            y = layer(x)
+        assert distance(y, layer(x)) < 2**-7
+        rounded[outputs] = torch.equal(y, y.bfloat16().float())
+    assert rounded == {17: True, 16 * 33: False}
+
+
 def test_torchs_own_setting_holds_again_even_after_an_error():
     before = torch.backends.mkldnn.matmul.fp32_precision
     with FastLinears(), pytest.raises(RuntimeError):
-        nn.Linear(33, 17)(torch.randn(64, 32))
+        nn.Linear(33, 16 * 33)(torch.randn(64, 32))
     assert torch.backends.mkldnn.matmul.fp32_precision == before

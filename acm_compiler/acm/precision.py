@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 Precision = Literal["fp32", "bf16", "fp16"]
 # calls with fewer rows gain nothing from bfloat16, as their weight is rounded in each
 _ROWS = 64
-# so many outputs for an input are logits: rounding them would change probabilities, and their weight is large to round
-_LOGITS = 16
 
 
 def float64_device(device: torch.device) -> torch.device:
@@ -60,11 +58,11 @@ def no_autocast() -> Iterator[None]:
 
 
 class FastLinears(TorchFunctionMode):
-    """Inside, `F.linear` on float32 of the CPU rounds what it multiplies and gives to bfloat16, forward and backward.
+    """Inside, `F.linear` on float32 of the CPU rounds what it multiplies to bfloat16, forward and backward.
 
-    Numbers in memory and sums stay float32, and logits are not rounded. Only for weights that were not computed on the
-    way: those have gradients of their own. Does nothing on processors without instructions for bfloat16. `exactly`
-    suspends it.
+    Numbers in memory and sums stay float32. Only for weights that were not computed on the way: those have gradients of
+    their own. Does nothing on processors without instructions for bfloat16. oneDNN rounds for AMX alone: with other
+    instructions only calls without gradients are rounded, and their outputs, too. `exactly` suspends it.
     """
 
     def __torch_function__(
@@ -75,7 +73,9 @@ class FastLinears(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function is F.linear and not kwargs and _gains(*args):
-            return _Linear.apply(*args) if torch.is_grad_enabled() else _rounded(F.linear, *args)
+            if torch.is_grad_enabled():
+                return _Linear.apply(*args)
+            return _rounded(F.linear, *args) if _has_tiles() else _in_bfloat16(*args)
         return function(*args, **(kwargs or {}))
 
 
@@ -109,17 +109,22 @@ class _Linear(torch.autograd.Function):
         return _rounded(torch.matmul, grads[0], ctx.weight), None, None
 
 
-def _rounded(product: Callable[..., Tensor], x: Tensor, weight: Tensor, *bias: Tensor | None) -> Tensor:
-    """The product of float32 operands rounded to bfloat16, in float32; torch's own setting holds again afterwards.
+def _has_tiles() -> bool:
+    """True on processors with AMX."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
-    Products of tensors in bfloat16 are twice as fast as those that oneDNN rounds by itself where there is no AMX.
-    """
-    if len(weight) < _LOGITS * weight.shape[1]:
-        return product(*(part if part is None else part.bfloat16() for part in (x, weight, *bias))).float()
+
+def _in_bfloat16(*operands: Tensor | None) -> Tensor:
+    """The linear layer of operands, and with an output, that are rounded to bfloat16, in float32."""
+    return F.linear(*(part if part is None else part.bfloat16() for part in operands)).float()
+
+
+def _rounded(product: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
+    """The product of float32 operands, rounded to bfloat16 by oneDNN; torch's own setting holds again afterwards."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
-        return product(x, weight, *bias)
+        return product(*operands)
     finally:
         matmul.fp32_precision = before

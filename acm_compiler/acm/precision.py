@@ -114,9 +114,9 @@ def _has_tiles() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
-def _in_bfloat16(*operands: Tensor | None) -> Tensor:
+def _in_bfloat16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The linear layer of operands, and with an output, that are rounded to bfloat16, in float32."""
-    return F.linear(*(part if part is None else part.bfloat16() for part in operands)).float()
+    return F.linear(x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()).float()
 
 
 def _rounded(product: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:

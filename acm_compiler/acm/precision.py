@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Precision = Literal["fp32", "bf16", "fp16"]
-# calls with fewer rows gain nothing from bfloat16
-_ROWS = 16
+# calls with fewer rows gain nothing from bfloat16, as their weight is rounded in each
+_ROWS = 64
 
 
 def float64_device(device: torch.device) -> torch.device:
@@ -42,11 +42,6 @@ def is_fast_in_bfloat16(device: torch.device) -> bool:
     return bool(known.get("amx_bf16") or known.get("avx512_bf16"))
 
 
-def rounds_floats() -> bool:
-    """True where torch multiplies float32 as bfloat16 when told to: with AMX, without which the product stays exact."""
-    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
-
-
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast is off inside for tensors on `device`."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
@@ -66,7 +61,8 @@ class FastLinears(TorchFunctionMode):
     """Inside, `F.linear` on float32 of the CPU rounds what it multiplies to bfloat16, forward and backward.
 
     Numbers in memory and sums stay float32. Only for weights that were not computed on the way: those have gradients of
-    their own. Does nothing where the CPU has no AMX (`rounds_floats`). `exactly` suspends it.
+    their own. Does nothing on processors without instructions for bfloat16. oneDNN rounds for AMX alone: with other
+    instructions only calls without gradients are rounded, and their outputs, too. `exactly` suspends it.
     """
 
     def __torch_function__(
@@ -77,7 +73,9 @@ class FastLinears(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function is F.linear and not kwargs and _gains(*args):
-            return _Linear.apply(*args) if torch.is_grad_enabled() else _rounded(F.linear, *args)
+            if torch.is_grad_enabled():
+                return _Linear.apply(*args)
+            return _rounded(F.linear, *args) if _has_tiles() else _in_bfloat16(*args)
         return function(*args, **(kwargs or {}))
 
 
@@ -94,7 +92,7 @@ def _gains(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         all(t.device.type == "cpu" and t.dtype is torch.float32 for t in (x, *given))
         and all(t.is_leaf for t in given)
         and x.numel() >= _ROWS * x.shape[-1]
-        and rounds_floats()
+        and is_fast_in_bfloat16(x.device)
     )
 
 
@@ -111,8 +109,18 @@ class _Linear(torch.autograd.Function):
         return _rounded(torch.matmul, grads[0], ctx.weight), None, None
 
 
+def _has_tiles() -> bool:
+    """True on processors with AMX."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
+def _in_bfloat16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The linear layer of operands, and with an output, that are rounded to bfloat16, in float32."""
+    return F.linear(x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()).float()
+
+
 def _rounded(product: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
-    """The product of float32 operands rounded to bfloat16; torch's own setting holds again afterwards."""
+    """The product of float32 operands, rounded to bfloat16 by oneDNN; torch's own setting holds again afterwards."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

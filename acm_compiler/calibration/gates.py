@@ -120,7 +120,7 @@ _PLACES = (0.1, 0.3)
 # raising costs the budgets below: it must earn so much of the log damage
 _WORTH = 0.05
 # tokens on which kinds of gates and lowest k are compared; they differ by far more than more tokens would tell
-_COMPARED = 2048
+_COMPARED = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,7 +199,7 @@ class Trials:
         self._device = next(iter(found.acms.values())).k_lo.device
         self._found, self._examples, self.k_lo = found, examples, k_lo
         self._least = found.plan.cost.least_share(k_lo)
-        self._calls = defaultdict[int, list[int]](list)
+        self._calls: dict[int, int] = {}  # of ACMs, in a whole forward of a batch
         # tokens run until now; one of so many examples has its scores looked at
         self._tokens, self._every = 0, 1
 
@@ -273,12 +273,10 @@ class Trials:
     def _forward(self, number: int) -> tuple[Usage, dict[str, Tensor]]:
         """The usage of a batch, and by site the knobs [B, S, C - 1] at which every so many-th example's tokens turn.
 
-        What comes after the last call of an ACM is not run: once two forwards have made as many calls, the next end
-        there.
+        A batch is run whole once; from then on what comes after its last call of an ACM is not run.
         """
         inputs, mask = self._examples[number]
-        model, calls, before = self._found.model, defaultdict[str, list[Tensor]](list), self._calls[number]
-        last = before[0] if len(before) > 1 and len(set(before)) == 1 else 0
+        model, calls, last = self._found.model, defaultdict[str, list[Tensor]](list), self._calls.get(number)
 
         def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
             lowest = acm.within(self.k_lo, acm.count)[0] - acm.k_min
@@ -286,13 +284,13 @@ class Trials:
             scores, costs = acm.gate(x_BSD.flatten(0, 1)), acm.choice_costs(x.device)
             knobs_Tn = turning_knobs(scores[:, lowest:], costs[lowest:], acm.gate.rule)
             calls[acm.name].append(knobs_Tn.unflatten(0, x_BSD.shape[:2]))
-            if last and sum(map(len, calls.values())) == last:
+            if sum(map(len, calls.values())) == last:
                 raise ForwardEnded
 
         watched = observed(self._found.owner, see)
         stopped = suppress(ForwardEnded)
         with batch_context(model, mask=mask), recorded(self._found) as usage, watched, stopped:
             call_model(model, inputs)
-            before.append(sum(map(len, calls.values())))
+            self._calls[number] = sum(map(len, calls.values()))
         trim()
         return usage, {name: torch.cat(parts, dim=1) for name, parts in calls.items()}

@@ -89,8 +89,10 @@ class LanguageModel(TokenLogits):
         """-log p of what stands at every guessed token, [B, S - ahead]; 0 elsewhere."""
         ids_BS = entry_of(batch, "input_ids", "tokens", task=self.kind)
         logits_BSV = self.logits(output)[:, : ids_BS.shape[1] - self.ahead].float()
-        found_BS = F.cross_entropy(logits_BSV.transpose(1, 2), ids_BS[:, self.ahead :], reduction="none")
-        return found_BS * self.guessed(batch)
+        wanted_BS = ids_BS[:, self.ahead :]
+        # token by token: over a middle axis torch takes three times as long
+        found_T = F.cross_entropy(logits_BSV.flatten(0, 1), wanted_BS.flatten(), reduction="none")
+        return found_T.view_as(wanted_BS) * self.guessed(batch)
 
     def logits(self, output: Any) -> Tensor:
         fix = f"use a model with a language head (for hf: auto_class {self.auto_class})"

@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from acm_compiler.acm import precision
-from acm_compiler.acm.precision import FastLinears, exactly, rounds_floats
+from acm_compiler.acm.precision import FastLinears, exactly
 
-FAST = rounds_floats()
+AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch):
-    monkeypatch.setattr(precision, "rounds_floats", lambda: True)
+    monkeypatch.setattr(precision, "is_fast_in_bfloat16", lambda device: True)
 
 
 def distance(found, expected):
@@ -35,8 +35,20 @@ def test_answers_and_gradients_are_those_of_rounded_operands(shape, bias):
     (exact_grad,) = torch.autograd.grad(exact, x, along)
     assert y.dtype == torch.float32
     assert distance(y, exact) < 2**-7 and distance(grad, exact_grad) < 2**-7
-    if FAST:
+    if AMX:  # oneDNN rounds for nothing else
         assert distance(y, exact) > 1e-5 and distance(grad, exact_grad) > 1e-5
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_without_gradients_operands_are_rounded_with_amx_and_without(monkeypatch, tiles):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(384, 512), torch.randn(256, 384)
+    monkeypatch.setattr(precision, "_has_tiles", lambda: tiles)
+    with FastLinears(), torch.no_grad():
+        y = layer(x)
+    assert y.dtype == torch.float32 and distance(y, layer(x)) < 2**-7
+    if AMX or not tiles:
+        assert distance(y, layer(x)) > 1e-5
 
 
 def test_what_it_does_not_gain_from_is_left_alone():

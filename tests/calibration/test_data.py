@@ -374,7 +374,7 @@ def test_gradients_stop_at_the_tokens_asked_for():
 
 
 def test_a_model_read_in_bfloat16_has_nearly_the_same_statistics(monkeypatch):
-    monkeypatch.setattr(precision, "rounds_floats", lambda: True)  # slow is as good here
+    monkeypatch.setattr(precision, "is_fast_in_bfloat16", lambda device: True)  # slow is as good here
     model, data = make_tiny(), texts(24)
     records = {fast: observed(model, data, fast=fast)[0] for fast in (False, True)}
     for name, exact in records[False].items():

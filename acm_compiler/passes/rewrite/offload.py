@@ -37,11 +37,11 @@ _SMALL = 2**16
 # attribute of a storage in host memory that is computed with elsewhere: the device
 _STREAMED_TO = "acm_compiler_streamed_to"
 _HOST = torch.device("cpu")
-# glibc (mallopt): from a size on, memory that is freed goes back to the system at once, and never stays between small
-# parts; a gigabyte of that is left by a hundred tensors of 8 MB. What is smaller, as activations of a batch are, comes
-# from memory that is held, as the system takes its time to give a page. 32 MiB is where glibc's own adaptation ends.
+# glibc (mallopt): from a size on, memory that is freed goes back to the system at once; what is smaller, as activations
+# of a batch are, comes from memory that is held until `trim`, as the system takes its time to give a page. 32 MiB is
+# the most that glibc allows, and where its own adaptation ends.
 _THRESHOLD, _HELD = -3, -1
-_GIVEN_BACK, _ADAPTED, _AT_MOST = 2**22, 2**25, 2**26
+_GIVEN_BACK, _AT_MOST = 2**25, 2**26
 # Linux's MADV_DONTNEED: pages of a shared file leave the process, and the file keeps what was written to them
 _UNMAPPED = 4
 # attribute of a storage whose file was made here: others may be mapped so that what is written to them is in no file
@@ -75,12 +75,9 @@ def offloading(to: str | os.PathLike[str] | None) -> Iterator[None]:
     set_allocator = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
     set_allocator(_THRESHOLD, _GIVEN_BACK)
     set_allocator(_HELD, _AT_MOST)
-    try:
-        with placing(partial(_in_file, folder=folder)):
-            trim()
-            yield
-    finally:
-        set_allocator(_THRESHOLD, _ADAPTED)
+    with placing(partial(_in_file, folder=folder)):
+        trim()
+        yield
 
 
 def kept(value: _Kept) -> _Kept:

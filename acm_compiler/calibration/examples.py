@@ -16,6 +16,7 @@ from acm_compiler.acm.precision import Precision
 from acm_compiler.calibration.answer import Answer, default_answer, shapes_of
 from acm_compiler.data import refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.budgets import is_number
 from acm_compiler.runtime.measure_budgets import Example
 from acm_compiler.sources.inputs import Inputs, split_inputs
@@ -77,6 +78,42 @@ def in_parts(example: Example) -> list[Example]:
     if len(cuts) <= 1:
         return [example]
     return [tree_map_only(Tensor, operator.itemgetter(cut), example) for cut in cuts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Examples that this process runs at once, None where others do all of it.
+
+    before: the number of examples that other processes run before them. cut: all have some rows of one batch.
+    """
+
+    example: Example | None
+    before: int = 0
+    cut: bool = False
+
+
+def shares(example: Example, *, apart: bool, whole: bool) -> Iterator[Share]:
+    """This process's shares of a batch; all processes have as many, and together they are the batch.
+
+    apart: as of `Examples`; other batches are not shared out, the first process runs them. whole: not `in_parts`.
+    """
+    parts, world, rank = in_parts(example) if apart and not whole else [example], ranks.world(), ranks.rank()
+    rows = _rows(example) if apart and len(parts) == 1 else 0
+    if world > 1 and rows > 1:
+        low, high = (rows * place // world for place in (rank, rank + 1))
+        own = tree_map_only(Tensor, operator.itemgetter(slice(low, high)), example)
+        yield Share(example=own if low < high else None, before=low, cut=True)
+        return
+    for start in range(0, len(parts), world):
+        at_once = parts[start : start + world]
+        own = at_once[rank] if rank < len(at_once) else None
+        yield Share(example=own, before=sum(map(_rows, at_once[:rank])))
+
+
+def _rows(example: Example) -> int:
+    """The number of rows that all tensors of a batch have, 0 where they have not."""
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tree_leaves(example) if isinstance(leaf, Tensor)}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def held_out_every(tokens: int) -> int:

@@ -62,7 +62,7 @@ def quantiles(knobs: Iterable[tuple[Tensor, float]]) -> Tensor:
 
     float64 [levels].
     """
-    parts = [(knobs_R.cpu(), torch.full((len(knobs_R),), weight, dtype=torch.float64)) for knobs_R, weight in knobs]
+    parts = [(knobs_R, torch.full((len(knobs_R),), weight, dtype=torch.float64)) for knobs_R, weight in knobs]
     values, order = torch.cat([values for values, _ in parts]).sort()
     weights = torch.cat([weights for _, weights in parts])[order]
     if not len(values):
@@ -121,12 +121,13 @@ def corners(knobs: np.ndarray, shares: np.ndarray, within: float, first: int = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One batch at one knob: the shares of its examples [E], real tokens, and its tokens' knobs as `quantiles` takes
-    them.
+    """One batch at one knob: the shares of its examples [E], real tokens, tokens that ran, padding too, and its tokens'
+    knobs as `quantiles` takes them.
     """
 
     shares: Tensor
     tokens: int
+    run: int
     turning: list[tuple[Tensor, float]]
 
 

@@ -50,20 +50,19 @@ class Trials:
     _whole: Whole
 
     def __init__(self, found: Rewritten, examples: Sequence[tuple[Inputs, Tensor | None]], k_lo: int) -> None:
-        self._device = next(iter(found.acms.values())).k_lo.device
         self._found, self._examples, self.k_lo = found, examples, k_lo
         self._least = found.plan.cost.least_share(k_lo)
         self._calls = defaultdict[int, list[int]](list)
-        # tokens run until now; one of so many examples has its scores looked at
-        self._tokens, self._every = 0, 1
+        # one of so many examples has its scores looked at
+        self._every = 1
 
     def extremes(self) -> tuple[Probe, Probe]:
         """The probes of the strongest and the weakest knob, of all batches.
 
         Nan and infinity in data or weights show with every knob: the first one looks at the scores of all examples.
         """
-        strongest, _ = self._of_all(STRONGEST_KNOB)
-        self._every = max(1, self._tokens // _SCORED)
+        strongest, parts = self._of_all(STRONGEST_KNOB)
+        self._every = max(1, sum(part.run for part in parts.values()) // _SCORED)
         weakest, parts = self._of_all(-STRONGEST_KNOB)
         self._whole = Whole(parts, weakest.knob, self._least)
         self.count = sum(len(part.shares) for part in parts.values())
@@ -77,8 +76,8 @@ class Trials:
         self._set(knob)
         expected = self._whole.expected(knob)
         parts: dict[int, Part] = {}
-        for number in self._whole.order:
-            parts[number] = self._run(number)
+        for number, part in zip(self._whole.order, ranks.shared(self._run, self._whole.order), strict=False):
+            parts[number] = part
             if self._whole.is_known_by(parts, expected):
                 break
         beyond = torch.cat([part.shares - expected.get(number, 0.0) for number, part in parts.items()])
@@ -87,7 +86,7 @@ class Trials:
 
     def _of_all(self, knob: float) -> tuple[Probe, dict[int, Part]]:
         self._set(knob)
-        parts = {number: self._run(number) for number in range(len(self._examples))}
+        parts = dict(enumerate(ranks.shared(self._run, range(len(self._examples)))))
         share = self._mean(torch.cat([part.shares for part in parts.values()]))
         return self._probe(knob, share, parts), parts
 
@@ -96,17 +95,14 @@ class Trials:
             acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
 
     def _mean(self, shares: Tensor) -> float:
-        """The mean over all processes."""
-        total = ranks.added(torch.stack([shares.sum(), shares.new_tensor(float(shares.numel()))]), self._device)
-        if not total[1]:
+        if not len(shares):
             raise DataError(
                 "the examples to measure budgets on hold no real token", fix="give batches that are not empty"
             )
-        return float(total[0] / total[1])
+        return float(shares.mean())
 
     def _probe(self, knob: float, share: float, parts: Mapping[int, Part]) -> Probe:
-        knobs = quantiles(chain.from_iterable(part.turning for part in parts.values()))
-        turning = ranks.averaged(knobs, self._device).numpy()
+        turning = quantiles(chain.from_iterable(part.turning for part in parts.values())).numpy()
         probe = Probe(knob=knob, share=round(share, _DIGITS), turning=turning, least=self._least)
         _LOG.debug("knob %+.3f: budget %.3f, %d batches", knob, probe.share, len(parts))
         return probe
@@ -119,10 +115,13 @@ class Trials:
         for name, knobs_BSn in knobs.items():
             knobs_Rn = knobs_BSn[real[name][:: self._every]]
             refuse_broken(name, knobs_Rn, f"batch {number + 1} of {len(self._examples)} to measure budgets on")
-            turning.append((knobs_Rn.flatten(), float(macs_per_learner(self._found.plan.site(name)))))
-        self._tokens += max(real_BS.numel() for real_BS in real.values())
-        most = max(int(real_BS.sum()) for real_BS in real.values())
-        return Part(shares=usage.real_shares, tokens=most, turning=turning)
+            turning.append((knobs_Rn.flatten().cpu(), float(macs_per_learner(self._found.plan.site(name)))))
+        return Part(
+            shares=usage.real_shares.cpu(),
+            tokens=max(int(real_BS.sum()) for real_BS in real.values()),
+            run=max(real_BS.numel() for real_BS in real.values()),
+            turning=turning,
+        )
 
     def _forward(self, number: int) -> tuple[Usage, dict[str, Tensor]]:
         """The usage of a batch, and by site the knobs [B, S, C - 1] at which every so many-th example's tokens turn.

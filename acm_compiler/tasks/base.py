@@ -51,6 +51,10 @@ class Task:
         """The loss of the model's output, a scalar: the mean over the batch."""
         raise NotImplementedError
 
+    def counted(self, batch: Batch) -> Tensor:
+        """The number, a scalar, of examples that `loss` is the mean over, or of tokens."""
+        return torch.tensor(size_of(batch))
+
     def score(self, output: Any, batch: Batch) -> Tensor:
         """fp32 [B]: one value per example; scale(total score / total units) is the metric."""
         raise NotImplementedError
@@ -160,13 +164,18 @@ def distance(task: Task, answer: Tensor, wanted: Tensor) -> Tensor:
     Where those are logits [B, ..., C]: KL(wanted || answer) in nats, the mean over tokens that are no padding.
     Else |answer - wanted|^2 / |wanted|^2: for vectors of length 1 twice 1 - cosine.
     """
-    wanted = wanted.detach()
+    wanted, unit = wanted.detach(), distance_unit(task, wanted)
     if not task.answers_logits:
-        answer, wanted = answer.float(), wanted.float()
-        return (answer - wanted).square().sum() / wanted.square().sum().clamp_min(torch.finfo(wanted.dtype).tiny)
+        return (answer.float() - wanted.float()).square().sum() / unit.clamp_min(torch.finfo(unit.dtype).tiny)
+    return _Divergence.apply(answer, wanted) / unit.clamp_min(1)
+
+
+def distance_unit(task: Task, wanted: Tensor) -> Tensor:
+    """What `distance` is divided by, a scalar: the number of tokens, or |wanted|^2."""
+    if not task.answers_logits:
+        return wanted.detach().float().square().sum()
     # where an answer is 0 throughout there is no token, and nothing adds up
-    tokens = (wanted != 0).any(-1).sum().clamp_min(1)
-    return _Divergence.apply(answer, wanted) / tokens
+    return (wanted != 0).any(-1).sum()
 
 
 # logits that are turned into probabilities at a time: of a large vocabulary whole copies take gigabytes, and on CPUs

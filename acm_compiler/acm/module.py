@@ -24,7 +24,7 @@ from acm_compiler.acm.context import (
     transforms,
 )
 from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript
-from acm_compiler.acm.learners import Gate, Learners, OnlyK
+from acm_compiler.acm.learners import Gate, Learners, OnlyK, gumbel_noise
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.reference import Weights, choice_costs, choose_k, prefix_output, sample_nu, utilities
@@ -200,8 +200,8 @@ class ACM(nn.Module):
 
     def _run_relaxed(self, x: Tensor, temperature: float) -> Tensor:
         shape, x_TD = x.shape[:-1], x.reshape(-1, x.shape[-1])
-        u_TC = self.utilities(x_TD, self.knob.view(torch.float32))
-        nu_TC = sample_nu(u_TC, temperature, None if self.noise is None else self.noise(self, u_TC, shape))
+        u_TC, draw = self.utilities(x_TD, self.knob.view(torch.float32)), self.noise
+        nu_TC = sample_nu(u_TC, gumbel_noise(u_TC) if draw is None else draw(self, u_TC, shape), temperature)
         self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), x)
         if torch.is_grad_enabled() and not recomputing():
             nu = tokens.to_batch(nu_TC, shape, self.layout, site=self.name)

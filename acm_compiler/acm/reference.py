@@ -293,13 +293,8 @@ def choose_k(u_TC: Tensor, k_lo: Tensor, k_hi: Tensor, k_min: int) -> Tensor:
     return best_T.clamp(least, most).to(torch.int32)
 
 
-def gumbel_noise(u_TC: Tensor) -> Tensor:
-    """Standard Gumbel noise like `u_TC`, from torch's generator."""
-    return -torch.empty_like(u_TC, memory_format=torch.contiguous_format).exponential_().log()
-
-
-def sample_nu(u_TC: Tensor, temperature: float, noise_TC: Tensor | None = None) -> Tensor:
+def sample_nu(u_TC: Tensor, noise_TC: Tensor, temperature: float) -> Tensor:
     """Gumbel-softmax sample with straight-through gradient, [T, C]: one-hot in value, softmax in gradient."""
-    soft_TC = ((u_TC + (gumbel_noise(u_TC) if noise_TC is None else noise_TC)) / temperature).softmax(-1)
+    soft_TC = ((u_TC + noise_TC) / temperature).softmax(-1)
     hard_TC = torch.zeros_like(soft_TC).scatter_(-1, soft_TC.max(-1, keepdim=True).indices, 1.0)
     return hard_TC - soft_TC.detach() + soft_TC

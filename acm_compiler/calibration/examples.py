@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, get_args
 
 import torch
@@ -29,6 +31,8 @@ _HELD_OUT, _MEASURED = 6, 4096
 _AT_ONCE = 192
 # batches that serve for both where there are too few to hold one out
 _SHARED = 2
+# numbers of a tensor by which processes see that they read the same
+_MARKED = 1024
 
 
 class Examples:
@@ -45,7 +49,7 @@ class Examples:
 
     def read(self, enough: Callable[[], bool]) -> Iterator[Example]:
         """Batches to fit on until `enough()`, which is asked after each; DataError when there are none."""
-        for place, (inputs, mask) in enumerate(self._batches, start=1):
+        for place, (inputs, mask) in enumerate(_alike(self._batches), start=1):
             example = (_plain(inputs), None if mask is None else _plain(mask))
             if self._every and place % self._every == 0:
                 self._held_out += in_parts(example) if self.apart else [example]
@@ -108,6 +112,29 @@ def shares(example: Example, *, apart: bool, whole: bool) -> Iterator[Share]:
         at_once = parts[start : start + world]
         own = at_once[rank] if rank < len(at_once) else None
         yield Share(example=own, before=sum(map(_rows, at_once[:rank])))
+
+
+def _alike(batches: Iterable[Example]) -> Iterator[Example]:
+    """The batches; UsageError where another process reads others, since each is to run a part of the same."""
+    if ranks.world() == 1:
+        yield from batches
+        return
+    for example in chain(batches, [None]):
+        if len(set(ranks.gathered(_mark(example)))) > 1:
+            raise UsageError(
+                "several processes calibrate on the same batches, which they share out, and these differ",
+                found="another batch in this process than in another one, or none",
+                fix="give all processes all batches, in one order: no DistributedSampler, and data that is drawn alike",
+            )
+        if example is not None:
+            yield example
+
+
+def _mark(example: Example | None) -> tuple[Any, ...]:
+    """The shape of each tensor of a batch, and a digest of its first numbers."""
+    leaves = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    heads = [leaf.detach().flatten()[:_MARKED].cpu().contiguous().view(torch.uint8) for leaf in leaves]
+    return tuple(leaf.shape for leaf in leaves), tuple(zlib.crc32(head.numpy().tobytes()) for head in heads)
 
 
 def _rows(example: Example) -> int:

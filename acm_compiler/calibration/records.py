@@ -221,8 +221,8 @@ class WholeExamples:
         """Keep what fits with the examples that other processes saw."""
         counts = {example: count for own in ranks.gathered(self._counts) for example, count in own.items()}
         until = self._fitting(counts, self._next)
-        cut = [(*parts, g, parts[1] < until) for *parts, g in self._kept]
-        self._kept = [(x[own], e[own], at[own], [g[own] for g in gs]) for x, e, at, gs, own in cut if own.any()]
+        owned = [(call, call[1] < until) for call in self._kept]
+        self._kept = [(x[own], e[own], at[own], [g[own] for g in gs]) for (x, e, at, gs), own in owned if own.any()]
 
     def take(self) -> Whole | None:
         """Everything kept, which is held here no longer; None where nothing was."""

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-
-Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 def world() -> int:
@@ -45,7 +43,7 @@ def gathered(value: Any) -> list[Any]:
     return every
 
 
-def shared(work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+def shared(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
     """`work` of every item in their order, in all processes; of as many neighbours as there are, each does one.
 
     All have the same items and stop asking at the same one. Results are as of `gathered`.

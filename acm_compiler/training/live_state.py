@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import recomputing
-from acm_compiler.acm.reference import gumbel_noise
+from acm_compiler.acm.learners import gumbel_noise
 from acm_compiler.data.draws import derive
 from acm_compiler.passes.rewrite.build_acm import build_acm
 from acm_compiler.passes.rewrite.conversion import plain_facts, restore_facts, rewritten

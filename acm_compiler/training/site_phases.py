@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.reference import gumbel_noise
+from acm_compiler.acm.learners import gumbel_noise
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.planning.cost import learner_macs

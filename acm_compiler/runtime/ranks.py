@@ -43,11 +43,15 @@ def gathered(value: Any) -> list[Any]:
     return every
 
 
-def shared(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+def shared(work: Callable[[Any], Any], items: Sequence[Any], *, apart: bool = True) -> Iterator[Any]:
     """`work` of every item in their order, in all processes; of as many neighbours as there are, each does one.
 
-    All have the same items and stop asking at the same one. Results are as of `gathered`.
+    All have the same items and stop asking at the same one. Results are as of `gathered`. Where work is not `apart`,
+    but takes all processes as a model in parts does, each does all of it.
     """
+    if not apart:
+        yield from map(work, items)
+        return
     for start in range(0, len(items), world()):
         own = items[start + rank() : start + world()][:1]
         yield from gathered(work(own[0]) if own else None)[: len(items) - start]

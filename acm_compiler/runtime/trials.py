@@ -10,6 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
+from acm_compiler.acm.intact import in_parts
 from acm_compiler.errors import DataError
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.offload import trim
@@ -53,6 +55,7 @@ class Trials:
         self._found, self._examples, self.k_lo = found, examples, k_lo
         self._least = found.plan.cost.least_share(k_lo)
         self._calls = defaultdict[int, list[int]](list)
+        self._run_all = partial(ranks.shared, self._run, apart=not in_parts(found.model))
         # one of so many examples has its scores looked at
         self._every = 1
 
@@ -76,7 +79,7 @@ class Trials:
         self._set(knob)
         expected = self._whole.expected(knob)
         parts: dict[int, Part] = {}
-        for number, part in zip(self._whole.order, ranks.shared(self._run, self._whole.order), strict=False):
+        for number, part in zip(self._whole.order, self._run_all(self._whole.order), strict=False):
             parts[number] = part
             if self._whole.is_known_by(parts, expected):
                 break
@@ -86,7 +89,7 @@ class Trials:
 
     def _of_all(self, knob: float) -> tuple[Probe, dict[int, Part]]:
         self._set(knob)
-        parts = dict(enumerate(ranks.shared(self._run, range(len(self._examples)))))
+        parts = dict(enumerate(self._run_all(range(len(self._examples)))))
         share = self._mean(torch.cat([part.shares for part in parts.values()]))
         return self._probe(knob, share, parts), parts
 

@@ -215,7 +215,7 @@ def _word_errors(app: FastAPI) -> None:
         if error.status_code not in (404, 405):
             return error.detail
         known = [route for route in app.routes if isinstance(route, APIRoute)]
-        return f"no such endpoint: there are {', '.join(f'{min(route.methods)} {route.path}' for route in known)}"
+        return f"no such endpoint: there are {', '.join(f'{min(route.methods or ())} {route.path}' for route in known)}"
 
     app.add_exception_handler(HTTPException, worded(lambda error: error.status_code, detail))
     app.add_exception_handler(RequestValidationError, worded(_status, _faults))

@@ -123,15 +123,19 @@ def refuse_skips(acms: Mapping[str, Any], request: str) -> None:
 
 def refuse_in_parts(model: nn.Module, request: str) -> None:
     """Raise UsageError where each process holds a part of the model, and `request` needs all of it."""
-    parts = [name for name, module in model.named_modules() if is_fully_sharded(module)]
-    parts += [name for name, parameter in model.named_parameters() if is_in_parts(parameter)]
-    if parts:
+    if parts := in_parts(model):
         raise UsageError(
             f"{request} needs whole parameters, and each process holds a part of these (FSDP, tensor parallelism)",
             where=parts[0] or type(model).__name__,
             fix="do it before fully_shard or parallelize_module; or acm.save(model, folder) in all processes, which "
             "gathers them, and acm.load(folder)",
         )
+
+
+def in_parts(model: nn.Module) -> list[str]:
+    """Names of modules and parameters of which each process holds a part."""
+    parts = [name for name, module in model.named_modules() if is_fully_sharded(module)]
+    return parts + [name for name, parameter in model.named_parameters() if is_in_parts(parameter)]
 
 
 def is_in_parts(tensor: Tensor) -> bool:

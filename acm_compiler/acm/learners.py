@@ -15,6 +15,11 @@ from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import GateRule, Weights
 
 
+def gumbel_noise(u_TC: Tensor) -> Tensor:
+    """Standard Gumbel noise like `u_TC`, from torch's generator."""
+    return -torch.empty_like(u_TC, memory_format=torch.contiguous_format).exponential_().log()
+
+
 class Gate(nn.Module):
     """Linear -> GELU -> Linear, one output column per allowed k (docs/semantics.md, Gate and knob).
 

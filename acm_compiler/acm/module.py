@@ -24,7 +24,7 @@ from acm_compiler.acm.context import (
     transforms,
 )
 from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript
-from acm_compiler.acm.learners import Gate, Learners, OnlyK
+from acm_compiler.acm.learners import Gate, Learners, OnlyK, gumbel_noise
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.reference import Weights, choice_costs, choose_k, prefix_output, sample_nu, utilities
@@ -54,7 +54,7 @@ class ACM(nn.Module):
     `cost` is what one learner of this site costs in units of the model's mean site. `counts`, where a meter has put it,
     is how many tokens ran k = 0, 1, ..., N: int64 [N + 1], added to in place, in graphs too. `adapter` gives the
     weights that run, from the learners' own. `split` makes operators run on this process's part of the learners.
-    `skips`, where there are any, are the small values that calls in eval mode skip.
+    `skips`, where there are any, are the small values that calls in eval mode skip. `noise` draws for sampled gates.
     """
 
     knob: Tensor
@@ -84,6 +84,7 @@ class ACM(nn.Module):
         self.state: State = "learners"
         self.temperature: float | None = None
         self.tap: Tap | None = None
+        self.noise: Operator | None = None
         self.adapter: Callable[[Weights], Weights] | None = None
         self.split: Callable[[Operator], Operator] | None = None
         self.skips: Skips | None = None
@@ -194,20 +195,20 @@ class ACM(nn.Module):
 
     def skipping(self, shape: torch.Size) -> bool:
         """True if a call with an input [*shape, D] skips small values."""
-        if self.skips is None or self.training:
-            return False
-        return self.skips.every_call or tokens.is_one_each(shape, self.axis_of_ones)
+        every = self.skips is not None and self.skips.every_call
+        return self.skips is not None and not self.training and (every or tokens.is_one_each(shape, self.axis_of_ones))
 
     def _run_relaxed(self, x: Tensor, temperature: float) -> Tensor:
         shape, x_TD = x.shape[:-1], x.reshape(-1, x.shape[-1])
-        nu_TC = sample_nu(self.utilities(x_TD, self.knob.view(torch.float32)), temperature)
+        u_TC, draw = self.utilities(x_TD, self.knob.view(torch.float32)), self.noise
+        nu_TC = sample_nu(u_TC, gumbel_noise(u_TC) if draw is None else draw(self, u_TC, shape), temperature)
         self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), x)
         if torch.is_grad_enabled() and not recomputing():
             nu = tokens.to_batch(nu_TC, shape, self.layout, site=self.name)
-            thread = 0 if torch.compiler.is_compiling() else get_ident()
             mask, padding = self._mask(shape), getattr(self.conversion, "padding", None)
             if mask is None and padding is not None:
                 mask = padding.mask_of(nu.shape[:2], self.layout)
+            thread = 0 if torch.compiler.is_compiling() else get_ident()
             keep_choices(self.choices, Choices(nu=nu, mask=mask, thread=thread))
         run = ops.relaxed if self.split is None else self.split(ops.relaxed)
         weights = self.learners.weights()
@@ -261,10 +262,9 @@ class ACM(nn.Module):
         """Write the run-time choices in place, of both phases or of one; the bounds are clamped to [k_min, N]."""
         bits = int(torch.tensor(knob, dtype=torch.float32).view(torch.int32))
         low, high = self.within(k_lo, k_hi)
-        if phase != "decode":
-            self.set_run_time(dict(zip(RUN_TIME[:3], (bits, low, high), strict=True)))
-        if phase != "prefill":
-            self.set_run_time(dict(zip(RUN_TIME[3:], (bits, low, high), strict=True)))
+        for names, other in ((RUN_TIME[:3], "decode"), (RUN_TIME[3:], "prefill")):
+            if phase != other:
+                self.set_run_time(dict(zip(names, (bits, low, high), strict=True)))
 
     def within(self, k_lo: int, k_hi: int) -> tuple[int, int]:
         """The same bounds, as far as this site can keep them: within [k_min, N]."""

@@ -293,6 +293,8 @@ def choose_k(u_TC: Tensor, k_lo: Tensor, k_hi: Tensor, k_min: int) -> Tensor:
     return best_T.clamp(least, most).to(torch.int32)
 
 
-def sample_nu(u_TC: Tensor, temperature: float) -> Tensor:
+def sample_nu(u_TC: Tensor, noise_TC: Tensor, temperature: float) -> Tensor:
     """Gumbel-softmax sample with straight-through gradient, [T, C]: one-hot in value, softmax in gradient."""
-    return F.gumbel_softmax(u_TC, tau=temperature, hard=True)
+    soft_TC = ((u_TC + noise_TC) / temperature).softmax(-1)
+    hard_TC = torch.zeros_like(soft_TC).scatter_(-1, soft_TC.max(-1, keepdim=True).indices, 1.0)
+    return hard_TC - soft_TC.detach() + soft_TC

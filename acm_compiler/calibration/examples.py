@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, get_args
 
 import torch
@@ -16,6 +18,7 @@ from acm_compiler.acm.precision import Precision
 from acm_compiler.calibration.answer import Answer, default_answer, shapes_of
 from acm_compiler.data import refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.budgets import is_number
 from acm_compiler.sources.inputs import Example, Inputs, split_inputs
 
@@ -27,6 +30,8 @@ _HELD_OUT, _MEASURED = 6, 4096
 _AT_ONCE = 192
 # batches that serve for both where there are too few to hold one out
 _SHARED = 2
+# numbers of a tensor by which processes see that they read the same
+_MARKED = 1024
 
 
 class Examples:
@@ -43,7 +48,7 @@ class Examples:
 
     def read(self, enough: Callable[[], bool]) -> Iterator[Example]:
         """Batches to fit on until `enough()`, which is asked after each; DataError when there are none."""
-        for place, (inputs, mask) in enumerate(self._batches, start=1):
+        for place, (inputs, mask) in enumerate(_alike(self._batches), start=1):
             example = (_plain(inputs), None if mask is None else _plain(mask))
             if self._every and place % self._every == 0:
                 self._held_out += in_parts(example) if self.apart else [example]
@@ -76,6 +81,65 @@ def in_parts(example: Example) -> list[Example]:
     if len(cuts) <= 1:
         return [example]
     return [tree_map_only(Tensor, operator.itemgetter(cut), example) for cut in cuts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Examples that this process runs at once, None where others do all of it.
+
+    before: the number of examples that other processes run before them. cut: all have some rows of one batch.
+    """
+
+    example: Example | None
+    before: int = 0
+    cut: bool = False
+
+
+def shares(example: Example, *, apart: bool, whole: bool) -> Iterator[Share]:
+    """This process's shares of a batch; all processes have as many, and together they are the batch.
+
+    apart: as of `Examples`; other batches are not shared out, the first process runs them. whole: not `in_parts`.
+    """
+    parts, world, rank = in_parts(example) if apart and not whole else [example], ranks.world(), ranks.rank()
+    rows = _rows(example) if apart and len(parts) == 1 else 0
+    if world > 1 and rows > 1:
+        low, high = (rows * place // world for place in (rank, rank + 1))
+        own = tree_map_only(Tensor, operator.itemgetter(slice(low, high)), example)
+        yield Share(example=own if low < high else None, before=low, cut=True)
+        return
+    for start in range(0, len(parts), world):
+        at_once = parts[start : start + world]
+        own = at_once[rank] if rank < len(at_once) else None
+        yield Share(example=own, before=sum(map(_rows, at_once[:rank])))
+
+
+def _alike(batches: Iterable[Example]) -> Iterator[Example]:
+    """The batches; UsageError where another process reads others, since each is to run a part of the same."""
+    if ranks.world() == 1:
+        yield from batches
+        return
+    for example in chain(batches, [None]):
+        if len(set(ranks.gathered(_mark(example)))) > 1:
+            raise UsageError(
+                "several processes calibrate on the same batches, which they share out, and these differ",
+                found="another batch in this process than in another one, or none",
+                fix="give all processes all batches, in one order: no DistributedSampler, and data that is drawn alike",
+            )
+        if example is not None:
+            yield example
+
+
+def _mark(example: Example | None) -> tuple[Any, ...]:
+    """The shape of each tensor of a batch, and a digest of its first numbers."""
+    leaves = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    heads = [leaf.detach().flatten()[:_MARKED].cpu().contiguous().view(torch.uint8) for leaf in leaves]
+    return tuple(leaf.shape for leaf in leaves), tuple(zlib.crc32(head.numpy().tobytes()) for head in heads)
+
+
+def _rows(example: Example) -> int:
+    """The number of rows that all tensors of a batch have, 0 where they have not."""
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tree_leaves(example) if isinstance(leaf, Tensor)}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def held_out_every(tokens: int) -> int:

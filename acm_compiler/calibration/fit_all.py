@@ -125,7 +125,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
     """One pass; the first one decides how many batches all of them use."""
 
     def seen_all(tokens: int) -> bool:
-        counts = [record.tokens * ranks.world() for record in records.values()]
+        counts = [record.tokens for record in records.values()]
         return min(counts) >= tokens or max(counts) >= _PATIENCE * tokens
 
     def report(number: int) -> None:
@@ -142,7 +142,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         reading(batches, report),
         records,
         answer=options.answer,
-        seed=options.seed + ranks.rank(),
+        seed=options.seed,
         projections=options.projections,
         enough=lambda: with_gradients is not None and seen_all(with_gradients),
         fast=options.precision == "bf16",
@@ -152,7 +152,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         record.join()
     parts = ranks.gathered(seen)
     return Seen(
-        examples=sum(part.examples for part in parts),
+        examples=seen.examples,
         judged=sum(part.judged for part in parts),
         energy=sum(part.energy for part in parts),
         has_gradients=any(part.has_gradients for part in parts),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -149,10 +150,9 @@ class _Trial:
     shares: float = 0.0
     damage: float = 0.0
 
-    def join(self) -> None:
-        """Become what came of it on all processes."""
-        parts = ranks.gathered((self.examples, self.shares, self.damage))
-        self.examples, self.shares, self.damage = (sum(values) for values in zip(*parts, strict=True))
+    def add(self, examples: int, shares: float, damage: float) -> None:
+        """Add what came of it over one batch."""
+        self.examples, self.shares, self.damage = self.examples + examples, self.shares + shares, self.damage + damage
 
     @property
     def share(self) -> float:
@@ -207,30 +207,31 @@ def _try_all(
     trials: Mapping[Choice, Sequence[_Trial]],
     answer: Answer,
 ) -> None:
-    """Run every trial on as many examples as tell, on all processes."""
+    """Run every trial on as many examples as tell."""
     own, seen = {name: acm.gate for name, acm in found.acms.items()}, 0
+    every = [trial for row in trials.values() for trial in row]
     try:
         with undisturbed(found):
-            for example in examples:
-                seen += _try(found, example, kinds, trials, answer)
+            for tokens, came in ranks.shared(partial(_try, found, kinds, trials, answer), examples):
+                for trial, parts in zip(every, came, strict=True):
+                    trial.add(*parts)
+                seen += tokens
                 if seen >= _COMPARED:
                     break
     finally:
         for name, acm in found.acms.items():
             acm.gate = own[name]
-    for row in trials.values():
-        for trial in row:
-            trial.join()
 
 
 def _try(
     found: Rewritten,
-    example: Example,
     kinds: Sequence[Mapping[str, ScoredGate]],
     trials: Mapping[Choice, Sequence[_Trial]],
     answer: Answer,
-) -> int:
-    """Add what every trial does to one batch; the real tokens in it, at the site that sees most."""
+    example: Example,
+) -> tuple[int, list[tuple[int, float, float]]]:
+    """The real tokens in one batch, at the site that sees most, and what comes of every trial on it."""
+    came = []
     mask_BS = mask_in(found.model, example)
     wanted = answers_with(found, {}, example, answer)
     with batch_context(found.model, mask=example[1]):
@@ -241,12 +242,11 @@ def _try(
                     acm.set_choices(knob=trial.knob, k_lo=trial.k_lo, k_hi=acm.count)
                 with recorded(found) as usage:
                     given = answers(run(found, example[0]), answer, mask_BS)
-                trial.examples += len(usage.real_shares)
-                trial.shares += float(usage.real_shares.sum())
-                trial.damage += energy([g - w for g, w in zip(given, wanted, strict=True)], mask_BS)
+                damage = energy([g - w for g, w in zip(given, wanted, strict=True)], mask_BS)
+                came.append((len(usage.real_shares), float(usage.real_shares.sum()), damage))
                 del given  # before the next forward
     trim()
-    return max((int((k_BS != PADDING).sum()) for k_BS in usage.k.values()), default=0)
+    return max((int((k_BS != PADDING).sum()) for k_BS in usage.k.values()), default=0), came
 
 
 def _log_damage(trials: Sequence[_Trial], share: float) -> float:

@@ -1,10 +1,11 @@
-"""Mean, covariance, second moment and a bounded sample of a stream of vectors; linear algebra on covariances.
+"""Mean, covariance, second moment and a bounded sample of a stream of vectors.
 
-Products are taken in fp32 block by block and added up in float64. Covariances may be singular: dead and duplicated
-features are allowed. T tokens, F features.
+Products are taken in fp32 block by block and added up in float64. T tokens, F features.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +117,8 @@ class SecondMoment:
 class Reservoir:
     """At most `size` tokens of a stream, each with the same chance: their vectors [R, F] and one weight each.
 
-    A token's vector comes first and its weight, if any, later; `settle` joins them.
+    A token's vector comes first and its weight, if any, later; `settle` joins them. The stream is that of all
+    processes: each draws for all of it, alike, and holds zeros in place of what others have seen, until `join`.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -126,9 +128,13 @@ class Reservoir:
         self._pending: list[_Call] = []
 
     def offer(self, v_TF: Tensor) -> _Call:
-        """Draw which tokens of `v_TF` are kept; their weights go to the `_Call` that comes back."""
-        rows, slots = self._draw(v_TF.shape[0])
-        call = _Call(rows.to(v_TF.device), slots, v_TF[rows.to(v_TF.device)])
+        """Take in tokens; their weights go to the `_Call` that comes back.
+
+        Which are kept is drawn now or, of several processes, once it is known what the others saw before them.
+        """
+        call = _Call(v_TF)
+        if ranks.world() == 1:
+            call.keep(*self._draw(len(v_TF)))
         self._pending.append(call)
         return call
 
@@ -142,15 +148,30 @@ class Reservoir:
         last = dict(zip(slots[rows].tolist(), rows.tolist(), strict=True))
         return torch.tensor(list(last.values()), dtype=torch.long), torch.tensor(list(last), dtype=torch.long)
 
-    def settle(self) -> None:
-        """Move what was drawn since the last call into the sample; tokens without a weight weigh nothing."""
-        for call in self._pending:
+    def settle(self, stream: Iterable[ranks.Call] = ()) -> None:
+        """Move what was drawn since the last call into the sample; tokens without a weight weigh nothing.
+
+        stream: of several processes, what all have seen since then.
+        """
+        for call in self._pending if ranks.world() == 1 else self._drawn_from(stream):
             self._make_room(call.vectors)
             slots = call.slots.to(self._vectors.device)
             self._vectors[slots] = call.vectors
             self._weights[slots] = 0.0 if call.weights is None else call.weights
         let_go(self._vectors)
         self._pending.clear()
+
+    def _drawn_from(self, stream: Iterable[ranks.Call]) -> Iterator[_Call]:
+        """This process's calls with what is drawn of them; what others overwrite is zero by then."""
+        for seen in stream:
+            rows, slots = self._draw(seen.tokens)
+            own = (rows >= seen.start) & (rows < seen.start + seen.own)
+            others = slots[~own & (slots < len(self._weights))].to(self._vectors.device)
+            self._vectors[others], self._weights[others] = 0, 0
+            if seen.number is not None:
+                call = self._pending[seen.number]
+                call.keep(rows[own] - seen.start, slots[own])
+                yield call
 
     def _make_room(self, like: Tensor) -> None:
         """Hold as many as were seen, at least twice as many as before."""
@@ -162,15 +183,12 @@ class Reservoir:
             self._vectors = kept(F.pad(self._vectors, (0, 0, 0, more)))
             self._weights = F.pad(self._weights, (0, more))
 
-    def join(self, home: torch.device) -> None:
-        """Become a sample of what all processes saw: of each process's tokens as many."""
-        every = slice(None, None, ranks.world() if self.seen >= self.size else None)
-        own = (self.vectors[every].cpu(), self.weights[every].cpu()) if self.seen else None
-        parts = [part for part in ranks.gathered(own) if part is not None]
-        if parts:
-            self._vectors = kept(torch.cat([vectors for vectors, _ in parts]).to(home))
-            self._weights = torch.cat([weights for _, weights in parts]).to(home)
-            self.size = self.seen = len(self._vectors)
+    def join(self, like: Tensor) -> None:
+        """Become the sample of what all processes saw, in the type of `like` [0, F]."""
+        self._make_room(like)
+        wide = torch.promote_types(like.dtype, torch.float32)  # not every backend adds up bfloat16
+        self._vectors = kept(ranks.total(self.vectors.to(wide)).to(like))
+        self._weights = ranks.total(self.weights)
 
     @property
     def holds_all(self) -> bool:
@@ -189,19 +207,25 @@ class Reservoir:
 
 
 class _Call:
-    """The tokens that a reservoir drew from one call of a site."""
+    """The tokens of one call of a site, and later those of them that a reservoir keeps."""
 
-    def __init__(self, rows: Tensor, slots: Tensor, vectors: Tensor) -> None:
-        self.rows, self.slots, self.vectors = rows, slots, vectors
+    def __init__(self, vectors: Tensor) -> None:
+        self.vectors, self.slots = vectors, torch.zeros(0, dtype=torch.long)
         self.weights: Tensor | None = None
+        self._rows: Tensor | None = None
+
+    def keep(self, rows: Tensor, slots: Tensor) -> None:
+        """Keep these tokens alone, one for each of these slots."""
+        self._rows, self.slots = rows.to(self.vectors.device), slots
+        self.vectors = self.vectors[self._rows]
+        self.weights = None if self.weights is None else self.weights[self._rows]
 
     def weigh(self, weights_T: Tensor) -> None:
         """Add to the weights of all tokens of the call, [T]."""
-        more = weights_T[self.rows].float()
+        more = (weights_T if self._rows is None else weights_T[self._rows]).float()
         self.weights = more if self.weights is None else self.weights + more
 
 
-_TINY, _ROUNDING = torch.finfo(torch.float64).tiny, 1e-7
 # rows of a symmetric product that are computed at once, from the diagonal on
 _ROWS = 256
 
@@ -255,45 +279,3 @@ class SymmetricSum:
     def replace(self, value_FF: Tensor) -> None:
         """Become this symmetric matrix."""
         self._blocks = [kept(value_FF[at : at + _ROWS, at:].clone()) for at in range(0, len(value_FF), _ROWS)]
-
-
-def mean_diagonal(c_FF: Tensor) -> Tensor:
-    """Mean of the diagonal, a positive scalar also for a zero matrix."""
-    return c_FF.diagonal().mean().clamp_min(_TINY)
-
-
-def solve(a_FF: Tensor, b_FO: Tensor) -> Tensor:
-    """a^-1 b for a symmetric positive semi-definite `a` in float64, see `cholesky`."""
-    return torch.cholesky_solve(b_FO, cholesky(a_FF))
-
-
-def cholesky(a_FF: Tensor) -> Tensor:
-    """Lower L with L L^T = a, of a symmetric positive semi-definite matrix in float64.
-
-    Where `a` is numerically singular, the least ridge of 1e-12, 1e-11, ... times its mean diagonal is added that lets
-    the factorisation succeed.
-    """
-    factor, failed = torch.linalg.cholesky_ex(a_FF)
-    ridge = 1e-12 * mean_diagonal(a_FF)
-    while failed:
-        factor, failed = torch.linalg.cholesky_ex(a_FF + ridge * torch.eye(len(a_FF), dtype=a_FF.dtype).to(a_FF))
-        ridge = ridge * 10
-    return factor
-
-
-def thin_factors(c_FF: Tensor) -> tuple[Tensor, Tensor]:
-    """R [F, rank] and its left inverse with R R^T = c, without directions in which `c`, summed in fp32, is rounding."""
-    values, vectors = torch.linalg.eigh(c_FF)
-    large = values > _ROUNDING * values[-1]
-    values, vectors = values[large].sqrt(), vectors[:, large]
-    return vectors * values, (vectors / values).T
-
-
-def square_factors(c_FF: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """R and R^-1 with R R^T = c plus `ridge` times its mean diagonal, c symmetric positive semi-definite.
-
-    R is not symmetric, but for all that is invariant under rotations it does what the root c^1/2 does, with less work.
-    """
-    same_FF = torch.eye(len(c_FF), dtype=c_FF.dtype, device=c_FF.device)
-    root = cholesky(c_FF + ridge * mean_diagonal(c_FF) * same_FF)
-    return root, torch.linalg.solve_triangular(root, same_FF, upper=False)

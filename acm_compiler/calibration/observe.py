@@ -18,12 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import FastLinears, exactly, no_autocast
 from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, random_directions, run
-from acm_compiler.calibration.examples import in_parts
+from acm_compiler.calibration.examples import Share, shares
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights, dense_regions_run
 from acm_compiler.passes.rewrite.offload import trim
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.sources.inputs import Example, ForwardEnded
 
@@ -63,41 +64,58 @@ def observe(
     number: squares of gradients, summed up, expect what those of one would, with less noise. Once `enough()` is true
     before a batch, it and the rest are run forward alone, for the moments, and no further than to the last site if
     every batch before called the sites as often as the plan says. `fast` multiplies linear layers in bfloat16. `apart`
-    runs batches with gradients in parts, see `in_parts`.
+    runs batches with gradients in parts, and several processes run a share of each batch, see `shares`: records and
+    totals are then of what each saw, but for numbers of examples and tokens, until they are joined.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.
     """
     seen = Seen()
     with _tapped(found.acms, records) as taps, _differentiable(found):
-        for example, alone in _in_turn(examples, taps, enough, apart=apart):
-            taps.begin(mask_in(found.model, example), first=seen.examples, forward_alone=alone)
-            grads = torch.set_grad_enabled(not taps.forward_alone)
-            with batch_context(found.model, mask=example[1]), grads, suppress(ForwardEnded):
-                with FastLinears() if fast else nullcontext():
-                    output = run(found, example[0])
-                if not taps.forward_alone:
-                    taps.as_planned &= taps.calls == taps.planned
-                    outputs = answers(output, answer, taps.mask_BS)
-                    del output  # may be the largest tensor of all, and this batch's is of no use to the next
-                    draw = partial(random_directions, outputs, taps.mask_BS, first=seen.examples, seed=seed)
-                    seen.has_gradients |= _differentiate_all(outputs, draw, projections, taps.edges)
-                    seen.judged += outputs[0].shape[0]
-                    seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
-                    del outputs, draw
-            for record in records.values():
-                record.settle()
-            trim()
-            seen.examples += taps.examples
+        for share, alone in _in_turn(examples, taps, enough, apart=apart):
+            mask_BS = None if share.example is None else mask_in(found.model, share.example)
+            taps.begin(mask_BS, first=seen.examples + share.before, forward_alone=alone)
+            if share.example is not None:
+                _observe_share(found, share.example, taps, seen, answer=answer, seed=seed, count=projections, fast=fast)
+            _settle(records, taps, seen, share)
     return seen
 
 
 def _in_turn(
     examples: Iterable[Example], taps: _Taps, enough: Callable[[], bool], *, apart: bool
-) -> Iterator[tuple[Example, bool]]:
-    """Batches or parts that are run at once, and True with those that are run forward alone."""
+) -> Iterator[tuple[Share, bool]]:
+    """Shares of batches that are run at once, and True with those that are run forward alone."""
     for example in examples:
         alone = taps.forward_alone or enough()
-        yield from ((part, alone) for part in (in_parts(example) if apart and not alone else [example]))
+        yield from ((share, alone) for share in shares(example, apart=apart, whole=alone))
+
+
+def _observe_share(
+    found: Rewritten, example: Example, taps: _Taps, seen: Seen, *, answer: Answer, seed: int, count: int, fast: bool
+) -> None:
+    """Run the model on what is run at once, and add up what its output and its gradients say."""
+    grads = torch.set_grad_enabled(not taps.forward_alone)
+    with batch_context(found.model, mask=example[1]), grads, suppress(ForwardEnded):
+        with FastLinears() if fast else nullcontext():
+            output = run(found, example[0])
+        if not taps.forward_alone:
+            taps.as_planned &= taps.calls == taps.planned
+            outputs = answers(output, answer, taps.mask_BS)
+            del output  # may be the largest tensor of all, and this batch's is of no use to the next
+            draw = partial(random_directions, outputs, taps.mask_BS, first=taps.first, seed=seed)
+            seen.has_gradients |= _differentiate_all(outputs, draw, count, taps.edges)
+            seen.judged += outputs[0].shape[0]
+            seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
+
+
+def _settle(records: Mapping[str, SiteRecord], taps: _Taps, seen: Seen, share: Share) -> None:
+    """Let records take in what all processes ran at once."""
+    examples = 0 if share.example is None else share.before + taps.examples
+    every = ranks.gathered((examples, {name: record.calls for name, record in records.items()}))
+    for name, record in records.items():
+        stream = ranks.stream([calls[name] for _, calls in every], cut=share.cut)
+        record.settle(stream, forward_alone=taps.forward_alone)
+    trim()
+    seen.examples += max(examples for examples, _ in every)
 
 
 def _differentiate_all(
@@ -153,7 +171,7 @@ class _Taps:
         self.begin(None, first=0, forward_alone=False)
 
     def begin(self, mask_BS: Tensor | None, *, first: int, forward_alone: bool) -> None:
-        """Expect a batch with this mask, whose first example has the number `first`."""
+        """Expect examples with this mask, the first of which has the number `first`."""
         self.mask_BS, self.first, self.forward_alone = mask_BS, first, forward_alone
         self.examples = self.calls = 0
         self.edges: list[GradientEdge] = []

@@ -6,7 +6,7 @@ Shapes: T tokens, P projections of the model's output, D in, O out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,8 @@ class SiteRecord:
     gradient g at the output. `sample` holds inputs, weighted by |g|^2, `whole` the first examples with their
     gradients. `heard` is, for a linear site, `moments` with |g|^2 for weights. `shown` holds as many inputs of an MLP,
     in bfloat16, as that argument says: those that its learners are trained on; None where there are none.
+    Several processes see a part of the data each: `tokens` are those of all, the rest is from `join` on. `calls`: real
+    tokens of this one's calls since the last `settle`.
     """
 
     def __init__(self, site: PlannedSite, dense: DenseWeights, *, sample: int, seed: int, shown: int = 0) -> None:
@@ -39,12 +41,9 @@ class SiteRecord:
         self.sample, self.whole = Reservoir(sample, seed), WholeExamples(int(sample * _WHOLE))
         self.shown = Reservoir(shown, seed) if shown and dense.last is not None else None
         self.home = float64_device(dense.device)
+        self.tokens = 0
+        self.calls: list[int] = []
         self._listens: list[tuple[Tensor, list[Tensor]]] = []
-
-    @property
-    def tokens(self) -> int:
-        """Real tokens seen."""
-        return int(self.moments.count)
 
     @property
     def inputs(self) -> Tensor:
@@ -87,6 +86,7 @@ class SiteRecord:
         h_TF: the hidden activation of an MLP, in the type of its dense weights, where it is known.
         """
         x_TD = (x_TD if real_T is None else x_TD[real_T]).to(self.dense.first[0][0].dtype)
+        self.calls.append(len(x_TD))
         if self.dense.last is None:
             self.moments.add(x_TD)
         elif h_TF is None:
@@ -97,11 +97,14 @@ class SiteRecord:
             self.shown.offer(x_TD.bfloat16())
         return x_TD
 
-    def settle(self) -> None:
-        """After a batch's backward. TrainingFailed when something was not finite."""
-        self.sample.settle()
+    def settle(self, stream: Sequence[ranks.Call], *, forward_alone: bool) -> None:
+        """After a batch's backward; `stream`: what all processes saw. TrainingFailed when something was not finite."""
+        self.tokens += sum(call.tokens for call in stream)
+        self.calls.clear()
+        if not forward_alone:
+            self.sample.settle(stream)
         if self.shown is not None:
-            self.shown.settle()
+            self.shown.settle(stream)
         for x_TD, listens in self._listens:
             if listens and self.dense.last is None:
                 self.heard.add(x_TD, torch.stack(listens).sum(0))
@@ -126,9 +129,11 @@ class SiteRecord:
             self.metric.join(self.site.d_out, self.home)
             if self.dense.last is None:
                 self.heard.join(self.site.d_in, self.home)
-            self.sample.join(self.dense.device)
+            like = torch.empty(0, self.site.d_in, dtype=self.dense.first[0][0].dtype, device=self.dense.device)
+            self.sample.join(like)
+            self.whole.join()
             if self.shown is not None:
-                self.shown.join(self.dense.device)
+                self.shown.join(like.bfloat16())
 
     def require_tokens(self) -> None:
         """DataError when the site never ran on a real token."""
@@ -163,11 +168,15 @@ class Whole:
 
 
 class WholeExamples:
-    """The first examples of a stream, at least one, up to `tokens` tokens."""
+    """The first examples of a stream, at least one, up to `tokens` tokens.
+
+    Of several processes each keeps what it sees of them, and, until `join`, maybe more.
+    """
 
     def __init__(self, tokens: int) -> None:
-        self._left = tokens
+        self._most = tokens
         self._until = self._next = self._seen = 0
+        self._counts: dict[int, int] = {}
         self._kept: list[tuple[Tensor, Tensor, Tensor, list[Tensor]]] = []
 
     def offer(self, x_TD: Tensor, example_T: Tensor) -> Callable[[Tensor], None]:
@@ -193,12 +202,27 @@ class WholeExamples:
 
     def _decide(self, example_T: Tensor) -> None:
         """Choose the examples of a new batch that are kept: none after one that was not."""
-        counts = torch.bincount(example_T - self._next)
-        fitting = int((counts.cumsum(0) <= self._left).sum())
+        counts = torch.bincount(example_T - self._next).tolist()
         if self._until == self._next:
-            self._until += fitting if self._until else max(1, fitting)
-        self._left -= int(counts[:fitting].sum())
+            self._counts |= {example: count for example, count in enumerate(counts, start=self._next) if count}
+            self._until = self._fitting(self._counts, self._next + len(counts))
         self._next += len(counts)
+
+    def _fitting(self, counts: Mapping[int, int], following: int) -> int:
+        """The number of the first example that is not kept, by the tokens of each, at least 1; else `following`."""
+        total = 0
+        for example in sorted(counts):
+            total += counts[example]
+            if total > self._most:
+                return max(1, example)
+        return following
+
+    def join(self) -> None:
+        """Keep what fits with the examples that other processes saw."""
+        counts = {example: count for own in ranks.gathered(self._counts) for example, count in own.items()}
+        until = self._fitting(counts, self._next)
+        owned = [(call, call[1] < until) for call in self._kept]
+        self._kept = [(x[own], e[own], at[own], [g[own] for g in gs]) for (x, e, at, gs), own in owned if own.any()]
 
     def take(self) -> Whole | None:
         """Everything kept, which is held here no longer; None where nothing was."""

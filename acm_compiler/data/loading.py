@@ -30,7 +30,8 @@ _ORDER, _EXAMPLE, _MIX = 1, 2, 3  # what a seed is for
 class BatchStream:
     """The batches of one data set, epoch by epoch; `batch` counts the examples of all ranks together.
 
-    With `drop_last` (for training) every batch is full, and `batch` must be a multiple of `world`. Without it the
+    With `drop_last` (for training) every batch is full, and `batch` must be a multiple of `world`; where the data set
+    puts examples together itself, a rank reads all of a batch, so that its part is padded as the whole. Without it the
     last batch may be smaller, and a rank that has no share of it does not get it. An unusable example,
     which is None, is excluded; where batches must be full, the next usable one takes its place. `count`: an epoch is so
     many examples of the order alone, drawn before those of like length are brought together. `apart`: every so many-th
@@ -122,10 +123,18 @@ class BatchStream:
         shares = []
         for number in range(len(self)):
             whole = order[number * self.batch : (number + 1) * self.batch]
-            low, high = (len(whole) * rank // self.world for rank in (self.rank, self.rank + 1))
-            neighbour = whole[low - 1] if self.world > 1 else None
-            shares.append(_Share(epoch, number, whole[low:high], neighbour))
+            shares.append(_Share(epoch, number, *self._own(whole)))
         return shares
+
+    def _own(self, whole: list[int]) -> tuple[list[int], slice]:
+        """The examples of a batch that this rank reads, and which of them are its part."""
+        low, high = (len(whole) * rank // self.world for rank in (self.rank, self.rank + 1))
+        if self.world > 1 and low < high and self.drop_last and hasattr(self.dataset, "collate"):
+            return whole, slice(low, high)
+        if self.world > 1 and low < high and hasattr(self.dataset, "mix"):
+            # each example is mixed with the one before it in the whole batch, the first one with the last
+            return [whole[low - 1], *whole[low:high]], slice(1, None)
+        return whole[low:high], slice(None)
 
     def _grouped(self, order: list[int]) -> list[int]:
         """The order with examples of like length brought together; two at a time of the batches that stay `apart`."""
@@ -148,12 +157,12 @@ def _parts(values: list[Any], size: int) -> list[list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One rank's part of a batch: an unbroken run of it, and the example before (the last one's before the first)."""
+    """One rank's part of a batch: the examples that are read for it, and which of them it is."""
 
     epoch: int
     number: int
     indices: list[int]
-    neighbour: int | None
+    own: slice
 
 
 class _Fetch(Dataset[Any]):
@@ -174,14 +183,13 @@ class _Fetch(Dataset[Any]):
 
     def _batch(self, share: _Share) -> Batch | None:
         mix = getattr(self.dataset, "mix", None)
-        if mix is None:
-            return self._examples(share.epoch, share.indices, filled=self.filled)
-        # each example is mixed with the one before it in the whole batch: this rank's first needs its neighbour
-        extra = [] if share.neighbour is None else [share.neighbour]
-        batch = self._examples(share.epoch, extra + share.indices, filled=True)
-        with seeded(self.seed, share.epoch, _MIX, share.number):
-            batch = mix(batch)
-        return {name: value[len(extra) :] for name, value in batch.items()} if extra else batch
+        batch = self._examples(share.epoch, share.indices, filled=self.filled or mix is not None)
+        if batch is None:
+            return None
+        if mix is not None:
+            with seeded(self.seed, share.epoch, _MIX, share.number):
+                batch = mix(batch)
+        return batch if share.own == slice(None) else {name: value[share.own] for name, value in batch.items()}
 
     def _examples(self, epoch: int, indices: list[int], *, filled: bool) -> Batch | None:
         if hasattr(self.dataset, "batch"):

@@ -86,10 +86,10 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
     done = 0
     if recipe.schedule:
         done = run_schedule(model, recipe.schedule, run.job(options), resume=options.resume, until=options.until)
+    if done == len(recipe.schedule):
+        run.quantize(model)  # in all processes: they measure budgets together
     if not machine.is_main:
         return None
-    if done == len(recipe.schedule):
-        run.quantize(model)
     with as_run_interrupted(options):
         evaluation = run.judge(model, dense) if options.judge and recipe.data and recipe.task else None
     if evaluation is not None:

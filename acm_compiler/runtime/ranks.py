@@ -1,9 +1,11 @@
-"""Several processes that work together, each with its own batches: what they saw is joined."""
+"""Several processes that work together: what each did is joined."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -32,17 +34,6 @@ def total(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def added(values: Tensor, device: torch.device) -> Tensor:
-    """`total`, on the CPU, of what is sent by tensors on `device`: NCCL knows no others."""
-    return total(values.to(device)).cpu()
-
-
-def averaged(values: Tensor, device: torch.device) -> Tensor:
-    """The mean of each value over all processes, on the CPU; `device` as of `added`."""
-    sums = added(torch.cat([values, values.new_ones(1)]), device)
-    return sums[:-1] / sums[-1]
-
-
 def gathered(value: Any) -> list[Any]:
     """The value of every process, in the order of ranks; its tensors on the CPU."""
     if world() == 1:
@@ -50,6 +41,48 @@ def gathered(value: Any) -> list[Any]:
     every: list[Any] = [None] * world()
     dist.all_gather_object(every, value)
     return every
+
+
+def shared(work: Callable[[Any], Any], items: Sequence[Any], *, apart: bool = True) -> Iterator[Any]:
+    """`work` of every item in their order, in all processes; of as many neighbours as there are, each does one.
+
+    All have the same items and stop asking at the same one. Results are as of `gathered`. Where work is not `apart`,
+    but takes all processes as a model in parts does, each does all of it.
+    """
+    if not apart:
+        yield from map(work, items)
+        return
+    for start in range(0, len(items), world()):
+        own = items[start + rank() : start + world()][:1]
+        yield from gathered(work(own[0]) if own else None)[: len(items) - start]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a site on all processes: its tokens, and the place of this one's `own` among them.
+
+    number: which of this process's calls it is, None where it ran none.
+    """
+
+    tokens: int
+    start: int = 0
+    own: int = 0
+    number: int | None = None
+
+
+def stream(tokens: Sequence[Sequence[int]], *, cut: bool) -> list[Call]:
+    """The calls of a site as one process would make them, from the tokens of every process's.
+
+    Of a batch that is `cut` all have a part of every call, else each has its own calls, one after the other.
+    """
+    own = rank()
+    if not cut:
+        each = [(of == own, number, count) for of, counts in enumerate(tokens) for number, count in enumerate(counts)]
+        return [Call(tokens=n, own=n, number=number) if mine else Call(tokens=n) for mine, number, n in each]
+    return [
+        Call(tokens=sum(row), start=sum(row[:own]), own=row[own], number=at if at < len(tokens[own]) else None)
+        for at, row in enumerate(zip_longest(*tokens, fillvalue=0))
+    ]
 
 
 @contextmanager

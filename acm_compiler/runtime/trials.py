@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import observed
+from acm_compiler.acm.intact import in_parts
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import GateRule, priced_errors
 from acm_compiler.errors import DataError, TrainingFailed
@@ -76,7 +78,7 @@ def quantiles(knobs: Iterable[tuple[Tensor, float]]) -> Tensor:
 
     float64 [levels].
     """
-    parts = [(knobs_R.cpu(), torch.full((len(knobs_R),), weight, dtype=torch.float64)) for knobs_R, weight in knobs]
+    parts = [(knobs_R, torch.full((len(knobs_R),), weight, dtype=torch.float64)) for knobs_R, weight in knobs]
     values, order = torch.cat([values for values, _ in parts]).sort()
     weights = torch.cat([weights for _, weights in parts])[order]
     if not len(values):
@@ -135,12 +137,13 @@ def corners(knobs: np.ndarray, shares: np.ndarray, within: float, first: int = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One batch at one knob: the shares of its examples [E], real tokens, and its tokens' knobs as `quantiles` takes
-    them.
+    """One batch at one knob: the shares of its examples [E], real tokens, tokens that ran, padding too, and its tokens'
+    knobs as `quantiles` takes them.
     """
 
     shares: Tensor
     tokens: int
+    run: int
     turning: list[tuple[Tensor, float]]
 
 
@@ -196,20 +199,20 @@ class Trials:
     _whole: Whole
 
     def __init__(self, found: Rewritten, examples: Sequence[Example], k_lo: int) -> None:
-        self._device = next(iter(found.acms.values())).k_lo.device
         self._found, self._examples, self.k_lo = found, examples, k_lo
         self._least = found.plan.cost.least_share(k_lo)
         self._calls: dict[int, int] = {}  # of ACMs, in a whole forward of a batch
-        # tokens run until now; one of so many examples has its scores looked at
-        self._tokens, self._every = 0, 1
+        self._run_all = partial(ranks.shared, self._run, apart=not in_parts(found.model))
+        # one of so many examples has its scores looked at
+        self._every = 1
 
     def extremes(self) -> tuple[Probe, Probe]:
         """The probes of the strongest and the weakest knob, of all batches.
 
         Nan and infinity in data or weights show with every knob: the first one looks at the scores of all examples.
         """
-        strongest, _ = self._of_all(STRONGEST_KNOB)
-        self._every = max(1, self._tokens // _SCORED)
+        strongest, parts = self._of_all(STRONGEST_KNOB)
+        self._every = max(1, sum(part.run for part in parts.values()) // _SCORED)
         weakest, parts = self._of_all(-STRONGEST_KNOB)
         self._whole = Whole(parts, weakest.knob, self._least)
         self.count = sum(len(part.shares) for part in parts.values())
@@ -223,8 +226,8 @@ class Trials:
         self._set(knob)
         expected = self._whole.expected(knob)
         parts: dict[int, Part] = {}
-        for number in self._whole.order:
-            parts[number] = self._run(number)
+        for number, part in zip(self._whole.order, self._run_all(self._whole.order), strict=False):
+            parts[number] = part
             if self._whole.is_known_by(parts, expected):
                 break
         beyond = torch.cat([part.shares - expected.get(number, 0.0) for number, part in parts.items()])
@@ -233,7 +236,7 @@ class Trials:
 
     def _of_all(self, knob: float) -> tuple[Probe, dict[int, Part]]:
         self._set(knob)
-        parts = {number: self._run(number) for number in range(len(self._examples))}
+        parts = dict(enumerate(self._run_all(range(len(self._examples)))))
         share = self._mean(torch.cat([part.shares for part in parts.values()]))
         return self._probe(knob, share, parts), parts
 
@@ -242,17 +245,14 @@ class Trials:
             acm.set_choices(knob=knob, k_lo=self.k_lo, k_hi=acm.count)
 
     def _mean(self, shares: Tensor) -> float:
-        """The mean over all processes."""
-        total = ranks.added(torch.stack([shares.sum(), shares.new_tensor(float(shares.numel()))]), self._device)
-        if not total[1]:
+        if not len(shares):
             raise DataError(
                 "the examples to measure budgets on hold no real token", fix="give batches that are not empty"
             )
-        return float(total[0] / total[1])
+        return float(shares.mean())
 
     def _probe(self, knob: float, share: float, parts: Mapping[int, Part]) -> Probe:
-        knobs = quantiles(chain.from_iterable(part.turning for part in parts.values()))
-        turning = ranks.averaged(knobs, self._device).numpy()
+        turning = quantiles(chain.from_iterable(part.turning for part in parts.values())).numpy()
         probe = Probe(knob=knob, share=round(share, _DIGITS), turning=turning, least=self._least)
         _LOG.debug("knob %+.3f: budget %.3f, %d batches", knob, probe.share, len(parts))
         return probe
@@ -265,10 +265,13 @@ class Trials:
         for name, knobs_BSn in knobs.items():
             knobs_Rn = knobs_BSn[real[name][:: self._every]]
             refuse_broken(name, knobs_Rn, f"batch {number + 1} of {len(self._examples)} to measure budgets on")
-            turning.append((knobs_Rn.flatten(), float(macs_per_learner(self._found.plan.site(name)))))
-        self._tokens += max(real_BS.numel() for real_BS in real.values())
-        most = max(int(real_BS.sum()) for real_BS in real.values())
-        return Part(shares=usage.real_shares, tokens=most, turning=turning)
+            turning.append((knobs_Rn.flatten().cpu(), float(macs_per_learner(self._found.plan.site(name)))))
+        return Part(
+            shares=usage.real_shares.cpu(),
+            tokens=max(int(real_BS.sum()) for real_BS in real.values()),
+            run=max(real_BS.numel() for real_BS in real.values()),
+            turning=turning,
+        )
 
     def _forward(self, number: int) -> tuple[Usage, dict[str, Tensor]]:
         """The usage of a batch, and by site the knobs [B, S, C - 1] at which every so many-th example's tokens turn.

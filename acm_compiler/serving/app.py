@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, File, Form, Request, Response, UploadFile
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -210,7 +211,13 @@ def _word_errors(app: FastAPI) -> None:
 
         return answer
 
-    app.add_exception_handler(HTTPException, worded(lambda error: error.status_code, lambda error: error.detail))
+    def detail(error: Any) -> str:
+        if error.status_code not in (404, 405):
+            return error.detail
+        known = [route for route in app.routes if isinstance(route, APIRoute)]
+        return f"no such endpoint: there are {', '.join(f'{min(route.methods or ())} {route.path}' for route in known)}"
+
+    app.add_exception_handler(HTTPException, worded(lambda error: error.status_code, detail))
     app.add_exception_handler(RequestValidationError, worded(_status, _faults))
     app.add_exception_handler(AcmError, worded(lambda error: 400 if isinstance(error, _THEIRS) else 500, str))
     app.add_exception_handler(Refused, worded(lambda _: 503, str))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.data.batch import Batch
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import BudgetUnreachable, UsageError
 from acm_compiler.passes.rewrite.conversion import BudgetTable, Rewritten
 from acm_compiler.runtime.batch_context import batch
 from acm_compiler.runtime.budgets import setting_of, share_within
@@ -85,8 +85,13 @@ class Served:
         if self.found is None:
             raise UsageError("this model has no budget: it holds no ACMs", fix="leave the budget out")
         owner = self.found.owner
-        setting_of(owner, budget)
-        share = share_within(budget, owner.plan, low=owner.table_min)
+        try:
+            setting_of(owner, budget)
+            share = share_within(budget, owner.plan, low=owner.table_min)
+        except (UsageError, BudgetUnreachable) as error:
+            kind = UsageError if isinstance(error, UsageError) else BudgetUnreachable
+            fix = f"give {owner.table_min:.3g} to 1, '60%' or '11GMACs'; without a budget the server chooses"
+            raise kind(error.what, where="budget", found=error.found, expected=error.expected, fix=fix) from error
         assert share is not None  # or it would have been refused
         return share
 

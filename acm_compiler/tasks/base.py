@@ -51,6 +51,10 @@ class Task:
         """The loss of the model's output, a scalar: the mean over the batch."""
         raise NotImplementedError
 
+    def counted(self, batch: Batch) -> Tensor:
+        """The number, a scalar, of examples that `loss` is the mean over, or of tokens."""
+        return torch.tensor(size_of(batch))
+
     def score(self, output: Any, batch: Batch) -> Tensor:
         """fp32 [B]: one value per example; scale(total score / total units) is the metric."""
         raise NotImplementedError
@@ -112,10 +116,6 @@ class Task:
         return float(self.scale(to_float64(score_E).sum() / to_float64(unit_E).sum()))
 
 
-# the number of pairs grows with the square of the examples
-_COMPARED = 1024
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
     """A second measure beside a task's metric: one number from two models' outputs on the same examples.
@@ -134,39 +134,22 @@ def agreement(found_E: Tensor, wanted_E: Tensor) -> float:
     return float((found_E == wanted_E).double().mean())
 
 
-def pairwise_spearman(found_ED: Tensor, wanted_ED: Tensor) -> float:
-    """Rank correlation of the similarities v . w of all pairs of examples; nan for fewer than three examples.
-
-    Over the first 1,024 examples where there are more.
-    """
-    count = min(len(found_ED), _COMPARED)
-    if count < 3:
-        return float("nan")
-    rows, columns = torch.triu_indices(count, count, 1)
-    ranks_2P = [_ranks((v[:count].double() @ v[:count].double().T)[rows, columns]) for v in (found_ED, wanted_ED)]
-    return float(torch.corrcoef(torch.stack(ranks_2P))[0, 1])
-
-
-def _ranks(value_P: Tensor) -> Tensor:
-    """The place of each value in rising order, float64; equal values share the mean of theirs."""
-    _, group_P, sizes = torch.unique(value_P, return_inverse=True, return_counts=True)
-    last = sizes.cumsum(0).double()
-    return (last - (sizes.double() - 1) / 2)[group_P]
-
-
 def distance(task: Task, answer: Tensor, wanted: Tensor) -> Tensor:
     """The distance of `answer` from `wanted`, both as `task.answer` gives them; a scalar with its graph, in fp32.
 
     Where those are logits [B, ..., C]: KL(wanted || answer) in nats, the mean over tokens that are no padding.
     Else |answer - wanted|^2 / |wanted|^2: for vectors of length 1 twice 1 - cosine.
     """
-    wanted = wanted.detach()
+    wanted, unit = wanted.detach(), distance_unit(task, wanted)
     if not task.answers_logits:
-        answer, wanted = answer.float(), wanted.float()
-        return (answer - wanted).square().sum() / wanted.square().sum().clamp_min(torch.finfo(wanted.dtype).tiny)
+        return (answer.float() - wanted.float()).square().sum() / unit.clamp_min(torch.finfo(unit.dtype).tiny)
+    return _Divergence.apply(answer, wanted) / unit.clamp_min(1)
+
+
+def distance_unit(task: Task, wanted: Tensor) -> Tensor:
+    """The divisor of `distance`, a scalar: the number of tokens, or |wanted|^2."""
     # where an answer is 0 throughout there is no token, and nothing adds up
-    tokens = (wanted != 0).any(-1).sum().clamp_min(1)
-    return _Divergence.apply(answer, wanted) / tokens
+    return (wanted != 0).any(-1).sum() if task.answers_logits else wanted.detach().float().square().sum()
 
 
 # logits that are turned into probabilities at a time: of a large vocabulary whole copies take gigabytes, and on CPUs

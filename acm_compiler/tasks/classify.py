@@ -48,6 +48,11 @@ class Classify(Task):
         loss = F.cross_entropy(logits, label, label_smoothing=self.label_smoothing, ignore_index=_IGNORED)
         return torch.where((label != _IGNORED).any(), loss, torch.zeros_like(loss))
 
+    def counted(self, batch: Batch) -> Tensor:
+        """The examples whose label is not -100."""
+        label = self._label(batch)
+        return torch.tensor(len(label)) if label.is_floating_point() else (label != _IGNORED).sum()
+
     def score(self, output: Any, batch: Batch) -> Tensor:
         """1 where the largest logit is the label's, else 0; fp32 [B]. DataError for labels of no class."""
         logits, label = self.logits(output), self._label(batch)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError
 from acm_compiler.sources.inputs import Inputs
-from acm_compiler.tasks.base import Likeness, Task, named_inputs, pairwise_spearman, part_of
+from acm_compiler.tasks.base import Likeness, Task, named_inputs, part_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +67,27 @@ class Embed(Task):
                 fix="evaluate and train beside the dense model, whose output `remember` puts into the batch",
             )
         return (self.answer(output, self.mask(batch)) * batch["teacher"]).sum(-1)
+
+
+# the number of pairs grows with the square of the examples
+_COMPARED = 1024
+
+
+def pairwise_spearman(found_ED: Tensor, wanted_ED: Tensor) -> float:
+    """Rank correlation of the similarities v . w of all pairs of examples; nan for fewer than three examples.
+
+    Over the first 1,024 examples where there are more.
+    """
+    count = min(len(found_ED), _COMPARED)
+    if count < 3:
+        return float("nan")
+    rows, columns = torch.triu_indices(count, count, 1)
+    ranks_2P = [_ranks((v[:count].double() @ v[:count].double().T)[rows, columns]) for v in (found_ED, wanted_ED)]
+    return float(torch.corrcoef(torch.stack(ranks_2P))[0, 1])
+
+
+def _ranks(value_P: Tensor) -> Tensor:
+    """The place of each value in rising order, float64; equal values share the mean of theirs."""
+    _, group_P, sizes = torch.unique(value_P, return_inverse=True, return_counts=True)
+    last = sizes.cumsum(0).double()
+    return (last - (sizes.double() - 1) / 2)[group_P]

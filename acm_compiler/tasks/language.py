@@ -61,7 +61,11 @@ class LanguageModel(TokenLogits):
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         """Mean cross entropy over all guessed tokens, in nats and fp32."""
-        return self._surprise(output, batch).sum() / self.guessed(batch).sum().clamp_min(1)
+        return self._surprise(output, batch).sum() / self.counted(batch).clamp_min(1)
+
+    def counted(self, batch: Batch) -> Tensor:
+        """All guessed tokens."""
+        return self.guessed(batch).sum()
 
     def score(self, output: Any, batch: Batch) -> Tensor:
         """Cross entropy summed over each text's guessed tokens, in nats; fp32 [B]."""

@@ -18,13 +18,15 @@ from acm_compiler.acm import ACM
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.recipe.phases import FinetunePhase
+from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.control import refuse_unfitted, relax, set_budget
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
-from acm_compiler.tasks.base import distance
+from acm_compiler.tasks.base import distance, distance_unit
 from acm_compiler.training.job import Job
+from acm_compiler.training.live_state import SharedNoise
 from acm_compiler.training.loss_terms import take_choices
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Backward, Figures, Group, free_gate, unique
@@ -43,7 +45,6 @@ class Finetune:
 
     name = "finetune"
     answers = True
-    same_noise = False
 
     def __init__(self, model: nn.Module, config: FinetunePhase, job: Job, machine: Machine) -> None:
         self.model, self.config, self.job, self.machine = model, config, job, machine
@@ -55,6 +56,7 @@ class Finetune:
         self.step = _Step(model, config, job.task, budget=job.budget)
         self.step_module: nn.Module = self.step
         self.seen: list[_Seen] = []
+        self.noise = SharedNoise(machine) if machine.world > 1 else None
 
     def prepare(self, batches: BatchStream, steps: int) -> None:
         """Have the original answer all examples beforehand, where its answers are to be kept."""
@@ -72,10 +74,16 @@ class Finetune:
         try:
             with in_mode(self.model, training=self.sampled):
                 self.step_module = self.machine.parallel(wrapped)
+                self._set_noise(self.noise)
                 yield
         finally:
+            self._set_noise(None)
             self.step_module = wrapped
             relax(self.model, before)
+
+    def _set_noise(self, noise: SharedNoise | None) -> None:
+        for acm in self.acms.values():
+            acm.noise = noise
 
     def _set_gates(self) -> None:
         if self.config.budget_range is not None:
@@ -91,8 +99,7 @@ class Finetune:
         """Aim at another budget of the range, the same on all processes. NoBudgetTable where none were measured."""
         assert self.config.budget_range is not None
         low, high = self.config.budget_range
-        (drawn, *_) = self.machine.gather(float(torch.rand(())))
-        budget = low + (high - low) * drawn
+        budget = low + (high - low) * float(torch.rand(()))
         set_budget(self.model, max(budget, conversion(self.model).table_min))
         self.step.budget = budget
 
@@ -101,7 +108,8 @@ class Finetune:
         if self.config.budget_range is not None and not self.seen:
             self._draw_budget()
         batch, wanted = (batch, None) if self.teacher is None else self.teacher.teach(batch)
-        with batch_context(self.model, mask=self.task.mask(batch)), self._sync(last):
+        own_draws = nullcontext() if self.noise is None else self.noise.apart()
+        with batch_context(self.model, mask=self.task.mask(batch)), self._sync(last), own_draws:
             with self.machine.autocast():
                 loss, seen = self.step_module(batch, wanted)
             backward(loss / self.config.accumulate)
@@ -193,9 +201,18 @@ class _Step(nn.Module):
 
     def _objective(self, output: Any, batch: Batch, wanted: Tensor | None) -> Tensor:
         if wanted is None:
-            return self.task.loss(output, batch)
+            return _of_all(self.task.loss(output, batch), self.task.counted(batch))
         answer = self.task.answer(output, self.task.mask(batch))
-        return distance(self.task, answer, wanted.reshape(answer.shape))
+        wanted = wanted.reshape(answer.shape)
+        return _of_all(distance(self.task, answer, wanted), distance_unit(self.task, wanted))
+
+
+def _of_all(loss: Tensor, counted: Tensor) -> Tensor:
+    """`loss`, a mean over so many, so that its mean over processes is that over what all of them count."""
+    if ranks.world() == 1:
+        return loss
+    own = counted.to(loss.device, torch.float32)
+    return loss * (own * ranks.world() / ranks.total(own).clamp_min(torch.finfo(own.dtype).tiny))
 
 
 def _groups(model: nn.Module, config: FinetunePhase) -> list[Group]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.context import recomputing
+from acm_compiler.acm.learners import gumbel_noise
 from acm_compiler.data.draws import derive
 from acm_compiler.passes.rewrite.build_acm import build_acm
 from acm_compiler.passes.rewrite.conversion import plain_facts, restore_facts, rewritten
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.plan import Plan
+from acm_compiler.training.machine import Machine
 from acm_compiler.training.sharding import names_of_parts, read_parts
 
 
@@ -136,3 +141,56 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
 def _named_generators(device: torch.device) -> tuple[torch.device, ...]:
     """Arguments that name a device to its module: none where there is only one."""
     return () if device.type == "mps" else (device,)
+
+
+class SharedNoise:
+    """The gates' noise of several processes: each draws what one process would for the whole batch, and takes its rows.
+
+    All have as many examples of a batch, padded alike. The draws are from the global generators, which stay the same in
+    all processes: for the rest of a forward, dropout for instance, each has some of its own (`apart`).
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._shared: dict[str, Any] | None = None
+        self._drawn: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, acm: ACM, u_TC: Tensor, shape: torch.Size) -> Tensor:
+        """Gumbel noise for the utilities of an input [*shape, D]."""
+        drawn = self._drawn.get(acm.name, [])
+        if recomputing():  # a checkpoint's second forward of this batch
+            return next(noise_TC for u, noise_TC in drawn if len(drawn) == 1 or u.equal(u_TC))
+        axis = 0 if acm.layout is None else acm.layout.batch_axis or 0
+        every = list(shape)
+        every[axis] *= self.machine.world
+        with self._of_all():
+            noise = gumbel_noise(u_TC.new_empty(*every, u_TC.shape[1]))
+        noise_TC = noise.narrow(axis, shape[axis] * self.machine.rank, shape[axis]).reshape(u_TC.shape)
+        if self._shared is not None:
+            self._drawn.setdefault(acm.name, []).append((u_TC.detach(), noise_TC))
+        return noise_TC
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, the global generators are this process's own, started from those of all, which come back after it."""
+        self._shared = states = generator_states(self.machine.device)
+        self._drawn.clear()
+        tensors = [state for state in states.values() if isinstance(state, Tensor)]
+        seed_generators(zlib.crc32(b"".join(state.numpy().tobytes() for state in tensors)), self.machine.rank)
+        try:
+            yield
+        finally:
+            restore_generators(self._shared, self.machine.device)
+            self._shared = None
+            self._drawn.clear()
+
+    @contextmanager
+    def _of_all(self) -> Iterator[None]:
+        if self._shared is None:
+            yield
+            return
+        own = generator_states(self.machine.device)
+        restore_generators(self._shared, self.machine.device)
+        yield
+        self._shared = generator_states(self.machine.device)
+        restore_generators(own, self.machine.device)

@@ -76,8 +76,7 @@ class PhaseLoop:
 
     def _begin(self, snapshot: Snapshot | None) -> int:
         """Seed the generators, or continue from the snapshot; the number of steps done."""
-        rank = 0 if self.phase.same_noise else self.run.machine.rank
-        seed_generators(self.run.job.run.seed, self.index, rank)
+        seed_generators(self.run.job.run.seed, self.index, 0)
         if snapshot is None or snapshot.optimization is None or snapshot.generators is None:
             return 0
         self.optimization.load_state_dict(snapshot.optimization)

@@ -44,13 +44,12 @@ class Phase(Protocol):
     """One phase of a schedule on one model. The loop knows nothing else of either.
 
     name: the phase's in the recipe. groups: exactly what it trains. answers: whether the model runs its ACMs meanwhile,
-    so that it can be measured. same_noise: whether all processes draw the same random numbers, instead of each its own.
+    so that it can be measured. The global generators are seeded alike in all processes: see `SharedNoise`.
     """
 
     name: str
     groups: list[Group]
     answers: bool
-    same_noise: bool
 
     def prepare(self, batches: BatchStream, steps: int) -> None:
         """Get ready what `steps` steps on these batches need and keep beside the model; an interrupted one goes on."""

@@ -145,7 +145,10 @@ def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
     seed_generators(job.run.seed, index)
 
     def examples() -> Iterator[Example]:
-        stream = replace(_open_data(run, config.loaded_batch, index), apart=held_out_every(config.tokens))
+        # of several processes all read whole batches, and run a share of each
+        stream = replace(
+            _open_data(run, config.loaded_batch, index), apart=held_out_every(config.tokens), rank=0, world=1
+        )
         for cpu_batch in stream.epoch():
             batch = {name: value.to(device) for name, value in cpu_batch.items()}
             yield job.task.inputs(batch), job.task.mask(batch)

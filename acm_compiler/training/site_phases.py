@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.learners import gumbel_noise
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.planning.cost import learner_macs
@@ -24,6 +25,7 @@ from acm_compiler.recipe.phases import DistillPhase, GatePhase, LabelRule, Train
 from acm_compiler.runtime.control import refuse_unfitted
 from acm_compiler.runtime.ranks import from_first
 from acm_compiler.training.job import Job
+from acm_compiler.training.live_state import SharedNoise
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Figures, free_gate
 from acm_compiler.training.tapped import Sums, TappedPhase, prefix_errors
@@ -56,8 +58,7 @@ def gate_phase(model: nn.Module, config: GatePhase, job: Job, machine: Machine) 
         labels=config.labels,
         temperature=config.temperature,
         plan=found.plan,
-        rank=machine.rank,
-        world=machine.world,
+        noise=None if machine.world == 1 else SharedNoise(machine),
     )
     return TappedPhase(model, objective, job.task, machine, batch=config.batch)
 
@@ -84,8 +85,9 @@ class Distill:
         """One figure: the size of the output."""
         return 1
 
-    def loss(self, acm: ACM, x_TD: Tensor, o_TO: Tensor, *, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    def loss(self, acm: ACM, x: Tensor, o: Tensor, *, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """The squared error summed over tokens; the figure is ||o||^2, summed too."""
+        x_TD, o_TO = x.flatten(0, -2), o.flatten(0, -2)
         if real_T is not None:
             x_TD, o_TO = x_TD[real_T], o_TO[real_T]
         errors = prefix_errors(x_TD, o_TO, acm.learners.weights(), acm.k_min, last_only=self.detach)
@@ -108,8 +110,8 @@ class Distill:
 class GateLabels:
     """A `SiteObjective`: cross entropy of nu = softmax((u + gumbel) / temperature) with the tokens' labels.
 
-    Labels follow from d(k) = ||y_k(z) - o||_2 by `labels`. `rank` and `world` give each process its part of the
-    noise that one process would draw for all their tokens.
+    Labels follow from d(k) = ||y_k(z) - o||_2 by `labels`. `noise` gives each of several processes its part of what one
+    would draw for all their tokens.
     """
 
     name: ClassVar[str] = "gate"
@@ -117,8 +119,7 @@ class GateLabels:
     labels: LabelRule
     temperature: float
     plan: Plan
-    rank: int = 0
-    world: int = 1
+    noise: SharedNoise | None = None
 
     def prepare(self, acm: ACM) -> None:
         """Give the gate the rule of logits, which it learns here, whatever its scores meant before."""
@@ -132,10 +133,11 @@ class GateLabels:
         """Tokens at their label, and one count per choice."""
         return 1 + acm.count - acm.k_min + 1
 
-    def loss(self, acm: ACM, x_TD: Tensor, o_TO: Tensor, *, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    def loss(self, acm: ACM, x: Tensor, o: Tensor, *, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """The cross entropy summed over tokens; figures: tokens at their label without noise, and choices [C]."""
+        x_TD, o_TO = x.flatten(0, -2), o.flatten(0, -2)
         u_TC = acm.utilities(x_TD, torch.zeros((), device=x_TD.device))
-        noise_TC = self._noise(u_TC)
+        noise_TC = gumbel_noise(u_TC) if self.noise is None else self.noise(acm, u_TC, x.shape[:-1])
         label_T = label_columns(self._errors(acm, x_TD, o_TO), self.labels)
         if real_T is not None:
             u_TC, noise_TC, label_T = u_TC[real_T], noise_TC[real_T], label_T[real_T]
@@ -149,12 +151,6 @@ class GateLabels:
         """d(k) [C, T]."""
         errors = prefix_errors(x_TD, o_TO, acm.learners.weights(), acm.k_min)
         return torch.stack([torch.linalg.vector_norm(error_TO, dim=-1) for error_TO in errors])
-
-    def _noise(self, u_TC: Tensor) -> Tensor:
-        """Gumbel noise like `u_TC`, from the global generator: this process's rows of everyone's."""
-        tokens = u_TC.shape[0]
-        drawn = u_TC.new_empty(self.world * tokens, u_TC.shape[1]).exponential_()
-        return -drawn[self.rank * tokens : (self.rank + 1) * tokens].log()
 
     def figures(self, sums: Sums, losses: dict[str, float]) -> Figures:
         """`loss` is the mean of the sites' losses, `agreement` the share of tokens that choose their label."""

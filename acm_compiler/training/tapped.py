@@ -56,10 +56,10 @@ class SiteObjective(Protocol):
     def width(self, acm: ACM) -> int:
         """m, the number of figures that `loss` gives for this site."""
 
-    def loss(self, acm: ACM, x_TD: Tensor, o_TO: Tensor, *, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    def loss(self, acm: ACM, x: Tensor, o: Tensor, *, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """The loss summed over real tokens, with its graph, and figures [m] summed over them, for one call of a site.
 
-        x_TD is the site's input, o_TO the dense region's output, real_T marks real tokens (None: all).
+        x [..., D] is the site's input, o [..., O] the dense region's output, real_T marks real tokens (None: all).
         """
 
     def figures(self, sums: Sums, losses: dict[str, float]) -> Figures:
@@ -73,7 +73,6 @@ class TappedPhase:
     """A `Phase` that trains every site of a model by a `SiteObjective`."""
 
     answers = False
-    same_noise = True
 
     def __init__(self, model: nn.Module, objective: SiteObjective, task: Task, machine: Machine, *, batch: int) -> None:
         self.model, self.objective, self.task, self.machine = model, objective, task, machine
@@ -116,7 +115,7 @@ class TappedPhase:
         def tap(acm: ACM, x: Tensor, output: Tensor) -> None:
             real_T = acm.mask_of(x.shape[:-1])
             with torch.enable_grad():
-                total, shown = self.objective.loss(acm, x.flatten(0, -2), output.flatten(0, -2), real_T=real_T)
+                total, shown = self.objective.loss(acm, x, output, real_T=real_T)
                 with without_autocast(self.machine.device):
                     backward(total / self.units[acm.name])
             if self.machine.sharded:

@@ -1,51 +1,50 @@
-"""Two processes that calibrate together see what one would have seen, and end with one model."""
-
-import os
-import subprocess
-import sys
+"""Processes that calibrate together share batches out, and end where one process ends."""
 
 import pytest
 import torch
 
-from acm_compiler.calibration.answer import default_answer
-from tests.helpers import ROOT
-from tests.helpers.calibration_tiny import make_tiny, observed, texts
+from tests.helpers.calibration_ranks import calibrated
+from tests.helpers.launch import run_all
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Results of each of two processes."""
-    directory = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.helpers.calibration_ranks", str(directory)]
-    runs = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for run in runs:
-        _, errors = run.communicate(timeout=600)
-        assert run.returncode == 0, errors
-    return [torch.load(directory / f"rank{rank}.pt") for rank in range(2)]
+def alone():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield calibrated()
+    torch.set_num_threads(threads)
 
 
-def test_what_they_saw_is_joined(found):
-    batches = texts(16)
-    whole, _ = observed(make_tiny(), batches, answer=default_answer, seed=0)
-    halves = [observed(make_tiny(), batches[r::2], answer=default_answer, seed=r)[0] for r in range(2)]
-    for name, record in whole.items():
-        tokens, mean, covariance, metric, sample = found[0]["seen"][name]
-        assert tokens == record.tokens
-        torch.testing.assert_close(mean, record.moments.mean)
-        torch.testing.assert_close(covariance, record.moments.covariance, rtol=1e-5, atol=1e-7)
-        # the projections differ from process to process, so the metric is compared with that of the halves
-        wanted = sum(half[name].metric.value(12, record.home) * half[name].tokens for half in halves) / tokens
-        torch.testing.assert_close(metric, wanted)
-        rows = {tuple(row) for row in record.sample.vectors.tolist()}
-        assert {tuple(row) for row in sample.tolist()} <= rows and len(sample) == len(rows)
+def results(directory, processes):
+    run_all("tests.helpers.calibration_ranks", str(directory), processes=processes)
+    return [torch.load(directory / f"rank{rank}.pt") for rank in range(processes)]
 
 
-def test_they_end_with_one_model_and_one_table(found):
-    first, second = found
-    assert first["table"] == second["table"] and first["damage"] == second["damage"]
-    for name, tensor in first["weights"].items():
-        assert torch.equal(tensor, second["weights"][name]), name
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("ranks"), 2)
+
+
+def check(ranks, alone):
+    for found in ranks:
+        assert found["examples"] == alone["examples"]
+        torch.testing.assert_close(found["seen"], alone["seen"], rtol=1e-9, atol=1e-12)
+        for part in ("weights", "rows", "damage"):  # gates are fitted in float32
+            torch.testing.assert_close(found[part], alone[part], rtol=1e-5, atol=1e-5)
+    for name, tensor in ranks[0]["weights"].items():
+        assert all(tensor.equal(found["weights"][name]) for found in ranks), name
+
+
+def test_two_processes_end_as_one(two, alone):
+    assert all(len(vectors) == 100 < tokens for tokens, vectors, _ in alone["seen"].values())
+    check(two, alone)
+
+
+@pytest.mark.slow
+def test_four_processes_end_as_one(alone, tmp_path):
+    check(results(tmp_path, 4), alone)
+
+
+def test_batches_that_differ_are_refused(two):
+    for found in two:
+        assert "calibrate on the same batches" in found["refused"]

@@ -30,13 +30,15 @@ def free_port() -> int:
 def launch(
     module: str, directory: Path, *arguments: str, launcher: Sequence[str] = (), processes: int = 2
 ) -> list[dict[str, Tensor]]:
-    """Run the module to its end; the tensors that each process left in DIRECTORY/rankN.safetensors.
+    """The tensors that each process of the module left in DIRECTORY/rankN.safetensors; see `run_all`."""
+    run_all(module, str(directory), *arguments, launcher=launcher, processes=processes)
+    return [load_file(directory / f"rank{rank}.safetensors") for rank in range(processes)]
 
-    launcher: the start of another command than torchrun's, up to the port.
-    """
+
+def run_all(module: str, *arguments: str, launcher: Sequence[str] = (), processes: int = 2) -> None:
+    """Run the module to its end; launcher: the start of another command than torchrun's, up to the port."""
     start = [sys.executable, "-m", *(launcher or torchrun(processes)), str(free_port())]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*start, "-m", module, str(directory), *arguments]
+    command = [*start, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    return [load_file(directory / f"rank{rank}.safetensors") for rank in range(processes)]

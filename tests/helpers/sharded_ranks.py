@@ -12,11 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from acm_compiler.errors import RunInterrupted
+import acm_compiler as acm
+from acm_compiler.errors import NoBudgetTable, RunInterrupted
+from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.training import loop
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import run_schedule
 from acm_compiler.training.sharding import shard, whole
+from tests.helpers.models import Mlp, Residual, Stack, example
 from tests.helpers.training_process import SCHEDULE, Signalling, weights
 from tests.helpers.training_ranks import CONFIGS, train_each
 from tests.helpers.training_runs import fitted, job_in
@@ -87,7 +90,35 @@ def half(directory: Path, machine: Machine) -> Found:
     return {f"half/{key}": tensor for key, tensor in weights(model).items()}
 
 
-WORK: dict[str, Callable[[Path, Machine], Found]] = {"resumed": resumed, "uneven": uneven, "half": half}
+def recalibrated(directory: Path, machine: Machine) -> Found:
+    """Rows of the budget table of a sharded model that had none, and of the whole one; and what untrained gates are."""
+    torch.manual_seed(0)
+    original = Stack(Residual(Mlp()), Residual(Mlp())).eval()
+    batches = [example() for _ in range(7)]  # no multiple of the processes
+    model = acm.rewrite(original, acm.plan(original, example(), sites="mlp"))
+    acm.calibrate(model, batches, tokens=100)
+    found = {}
+    for name in ("whole", "sharded"):
+        conversion(model).table = None
+        points = acm.recalibrate(model, batches, tokens=10_000).points
+        found[f"rows/{name}"] = torch.tensor([[point.share, point.knob] for point in points])
+        if name == "whole":
+            shard(model, machine)
+    untrained = acm.rewrite(original, acm.plan(original, example(), sites="mlp"))
+    shard(untrained, machine)
+    try:
+        acm.recalibrate(untrained, batches)
+    except NoBudgetTable:
+        return found
+    raise AssertionError("a table of what chance chooses")
+
+
+WORK: dict[str, Callable[[Path, Machine], Found]] = {
+    "resumed": resumed,
+    "uneven": uneven,
+    "half": half,
+    "recalibrated": recalibrated,
+}
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from acm_compiler.acm import module as acm_module
 from acm_compiler.training.loss_terms import budget_loss, diversity_loss, gather_examples
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.schedule import run_schedule
@@ -30,30 +29,14 @@ SHARES = (0.2, 0.9, 0.4, 0.5, 0.7)
 SPLIT = (2, 3)
 
 
-def noiseless(u_TC: Tensor, temperature: float) -> Tensor:
-    """The gate's sample without its noise: the likeliest choice, with the gradient of the softmax."""
-    soft_TC = (u_TC / temperature).softmax(-1)
-    hard_TC = nn.functional.one_hot(soft_TC.argmax(-1), soft_TC.shape[-1]).to(soft_TC.dtype)
-    return hard_TC + soft_TC - soft_TC.detach()
-
-
 def train_each(directory: Path, phases: Iterable[str] = CONFIGS, **options: Any) -> dict[str, nn.Module]:
-    """A model trained by each of `phases` alone, without dropout and without the finetune phase's noise.
-
-    options: of `job_in`.
-    """
-    sample_nu, acm_module.sample_nu = acm_module.sample_nu, noiseless
+    """A model trained by each of `phases` alone, without dropout; options: of `job_in`."""
     models = {}
-    try:
-        for name in phases:
-            config = CONFIGS[name]
-            models[name] = fitted(make_model())
-            for block in models[name].blocks:
-                block.dropout.p = 0.0
-            padded = config.phase != "gate"
-            run_schedule(models[name], [config], job_in(directory / name, padded=padded, **options))
-    finally:
-        acm_module.sample_nu = sample_nu
+    for name in phases:
+        models[name] = fitted(make_model())
+        for block in models[name].blocks:
+            block.dropout.p = 0.0
+        run_schedule(models[name], [CONFIGS[name]], job_in(directory / name, padded=True, **options))
     return models
 
 

@@ -100,7 +100,8 @@ def test_a_line_through_the_corners_of_a_curve_misses_it_by_no_more_than_allowed
 def part(share, *, tokens=100, examples=4):
     """A batch whose tokens turn evenly between the knobs 0 and 2 share."""
     knobs = torch.linspace(0, 2 * share, tokens, dtype=torch.float64)
-    return Part(shares=torch.full((examples,), share, dtype=torch.float64), tokens=tokens, turning=[(knobs, 1.0)])
+    shares = torch.full((examples,), share, dtype=torch.float64)
+    return Part(shares=shares, tokens=tokens, run=tokens, turning=[(knobs, 1.0)])
 
 
 def test_batches_are_expected_to_differ_as_they_did():

@@ -4,9 +4,10 @@ import logging
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from acm_compiler.training.machine import open_machine
-from tests.helpers.launch import launch
+from tests.helpers.launch import launch, run_all
 from tests.helpers.training_process import weights
 from tests.helpers.training_ranks import CONFIGS, SHARES, SPLIT, share_gradient, train_each
 from tests.helpers.training_runs import metrics
@@ -43,6 +44,47 @@ def test_the_metrics_of_two_processes_are_those_of_one(phase, runs):
     for a, b in zip(found, expected, strict=True):
         assert a.pop("phase") == b.pop("phase")
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+
+
+RECIPE = """acm: 1
+name: unequal
+model: {source: python, name: "tests.helpers.unequal_texts:model", weights: null}
+task: {kind: "python:tests.helpers.unequal_texts:task"}
+data:
+  train: {kind: "python:tests.helpers.unequal_texts:data", args: {count: 200}}
+  eval: {kind: "python:tests.helpers.unequal_texts:data", args: {count: 16, seed: 1}}
+sites:
+  - {match: mlp, learners: 4}
+  - {match: attn, learners: 4, form: svd}
+budgets: {train: 0.5, report: [0.5, 1.0]}
+schedule:
+  - {phase: calibrate, tokens: 1500, batch: 16, local_steps: 4}
+  - {phase: finetune, steps: 4, batch: 16, accumulate: 2, lr: 1.0e-3, budget_range: [0.3, 0.9]}
+  - {phase: distill, steps: 4, batch: 16, accumulate: 2, lr: 1.0e-3}
+  - {phase: gate, steps: 4, batch: 16, lr: 1.0e-2}
+  - {phase: finetune, steps: 4, batch: 16, lr: 1.0e-3, objective: distillation}
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A recipe, and what one process makes of it."""
+    directory = tmp_path_factory.mktemp("recipe")
+    path = directory / "recipe.yaml"
+    path.write_text(RECIPE)
+    run_all("acm_compiler", "rewrite", "--recipe", str(path), "--out", str(directory / "one"), processes=1)
+    return path, load_file(directory / "one/model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", ["false", "true"])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_whole_recipe_ends_as_in_one_process(processes, sharded, recipe, tmp_path):
+    path, expected = recipe
+    words = ["rewrite", "--recipe", str(path), "--out", str(tmp_path / "out"), "--set", f"run.sharded={sharded}"]
+    run_all("acm_compiler", *words, processes=processes)
+    # float64, but for gates, which calibrate fits in float32
+    torch.testing.assert_close(load_file(tmp_path / "out/model.safetensors"), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_shares_are_gathered_with_their_gradients(runs):

@@ -25,7 +25,7 @@ from tests.helpers.training_runs import fitted, metrics
 from tests.helpers.training_tiny import make_model
 
 SHARDED = "tests.helpers.sharded_ranks"
-QUICK = ("distill_accumulated", "gate", "finetune_accumulated", "uneven")
+QUICK = ("distill_accumulated", "gate", "finetune_accumulated", "uneven", "recalibrated")
 # as `accelerate config` writes it
 ACCELERATE = """compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -83,6 +83,12 @@ def test_a_layer_that_ran_on_one_process_alone_gets_its_gradient(two):
     for rank in two[0]:
         assert rank["top/alone"].abs().max() > 0
         torch.testing.assert_close(rank["top/sharded"], rank["top/alone"])
+
+
+def test_budgets_of_a_sharded_model_are_measured_anew(two):
+    for rank in two[0]:
+        assert len(rank["rows/whole"]) > 2
+        torch.testing.assert_close(rank["rows/sharded"], rank["rows/whole"])
 
 
 @pytest.mark.slow

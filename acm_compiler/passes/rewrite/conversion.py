@@ -6,12 +6,13 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.intact import is_in_parts
 from acm_compiler.acm.quantized.integers import To
 from acm_compiler.acm.sparse import ValueSizes
 from acm_compiler.errors import AcmError, CompiledModelError, FixedBudget, NotRewritten, UsageError
@@ -245,6 +246,8 @@ def gates_digest(acms: Iterable[ACM]) -> str:
     digest = hashlib.sha256()
     for acm in acms:
         for tensor in (acm.gate.outer.weight, acm.gate.outer.bias):
+            if is_in_parts(tensor):
+                tensor = cast(Any, tensor).full_tensor()
             digest.update(tensor.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy().data)
     return digest.hexdigest()
 

@@ -97,7 +97,10 @@ def test_four_sharded_processes_equal_one(alone, tmp_path):
     ranks = launch(SHARDED, tmp_path, *CONFIGS, "half", "resumed", "uneven", processes=4)
     for phase in CONFIGS:
         compare(ranks, alone[0][phase], phase=phase)
-    compare(ranks, alone[0]["half"], phase="half", atol=1e-3)
+    # a gradient that bfloat16 rounds across 0 has Adam step the other way
+    compare(ranks, alone[0]["half"], phase="half", atol=5e-3)
+    apart = torch.cat([(ranks[0][f"half/{name}"] - t).flatten().abs() for name, t in alone[0]["half"].items()])
+    assert apart.mean() < 1e-4
     assert max(rank["held/finetune"][0] for rank in ranks) <= 0.3 * whole
     for rank in ranks:  # an interrupted run ends bit for bit as the other
         ends = [{key: rank[f"{name}/{key}"] for key in weights(make_model())} for name in ("resumed", "straight")]

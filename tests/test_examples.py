@@ -100,9 +100,10 @@ def test_a_run_from_a_gguf_file_is_shown_at_its_budgets_and_beside_others(tmp_pa
     rows = [row.split(" |")[0] for row in shown]
     assert rows[2:4] == ["| 0.6", "| 1"] and "| 0.6, 0.3 skipped" in rows
     assert rows[-13:-8] == [f"| teal, {share}" for share in (0.75, 0.6, 0.5, 0.4, 0.25)]
-    ours = ["gates alone", "small values skipped"]
+    ours = {"gates alone": "which save in every call"}
+    ours["small values skipped"] = "which saves where a token is computed at a time"
     behind = [f"| teal, less ours, {which}" for which in ours]
-    assert rows[-5:] == [*(f"| ours, {which}" for which in ours), "| teal", *behind]
+    assert rows[-5:] == [*(f"| ours, {which}, {when}" for which, when in ours.items()), "| teal", *behind]
     assert all(row.split("|")[4].count("%") == 3 for row in shown[-5:])  # a figure and its interval at .5
     arguments = [str(tmp_path / "run"), "the cat", "--tokens", "4", "--budgets", "1", ".6"]
     monkeypatch.setattr(sys, "argv", ["side_by_side.py", *arguments])

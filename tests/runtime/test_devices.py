@@ -20,7 +20,6 @@ from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.runtime import measure_budgets as measure
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.masks import CallPadding
-from acm_compiler.runtime.trials import Trials
 from acm_compiler.runtime.usage import Usage
 from acm_compiler.tasks import Task
 from acm_compiler.training.finetune import _Seen
@@ -51,17 +50,6 @@ def test_knobs_are_guessed_where_the_scores_are(rule, monkeypatch):
 
 class Sent(Exception):
     """A sum over processes began."""
-
-
-def test_processes_add_up_shares_on_the_models_device(monkeypatch):
-    def send(tensor):
-        raise Sent(tensor.device.type)
-
-    monkeypatch.setattr(ranks, "world", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", send)
-    trials = Trials(rewritten(stack_of(planned_site("a")).to("meta")), [], 0)
-    with pytest.raises(Sent, match="meta"):
-        trials._mean(torch.rand(3, dtype=torch.float64))
 
 
 def test_processes_add_up_sums_of_the_cpu_where_their_group_carries_none(monkeypatch):

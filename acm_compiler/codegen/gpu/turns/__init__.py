@@ -1,1 +1,1 @@
-"""Products on sm_90 by two groups of warps that take tiles in turn, while one more warp reads what they multiply."""
+"""Warp-specialised products on sm_90, ping-pong: two groups of warps take tiles in turn, one more warp reads."""

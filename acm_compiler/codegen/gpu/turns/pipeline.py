@@ -1,4 +1,4 @@
-"""Blocks on their way from memory to two groups of warps: one warp reads them, the groups take tiles in turn.
+"""The ping-pong pipeline: one warp reads blocks from memory, two groups of warps take tiles in turn.
 
 While one group multiplies, the other ends its tile: bias, activation, stores. Blocks lie in a ring of slots in shared
 memory. Every slot has two barriers: `full`, once its two blocks have come, and `empty`, once they were multiplied; two

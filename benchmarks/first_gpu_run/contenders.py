@@ -126,7 +126,7 @@ def gated_call(site: Site, k: Tensor) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         gate()
-        return learners(site.x, k, None, learners.order(k, histogram))
+        return learners(site.x, k, None, learners.order(k, histogram, site.x))
 
     return call
 

@@ -88,7 +88,7 @@ def kernels_step(site: Site, dy: Tensor, k: Tensor) -> Callable[[], object]:
 
     def call() -> object:
         with torch.no_grad():
-            order = plan.order(k, None)
+            order = plan.order(k, None, site.x)
             y = plan(site.x, k, None, order)
             found = run_backward(dy, site.x, k, weights, wanted=wanted, machine=site.machine, order=order)
         return y, found

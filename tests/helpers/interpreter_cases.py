@@ -134,6 +134,23 @@ def test_a_gates_histogram_gives_the_order_that_a_count_gives(tokens, learners, 
     found, expected = sort(choice.k, choice.histogram), sort(choice.k)
     assert choice.histogram is not None and len(choice.k.unique()) > 1
     assert torch.equal(found.perm, expected.perm) and torch.equal(found.counts, expected.counts)
+    sort = dispatch.Sort(learners, bucket_of(tokens), d_in=40)
+    for order in (sort(choice.k, choice.histogram, call.x), sort(choice.k, None, call.x)):
+        assert torch.equal(order.perm, expected.perm) and torch.equal(order.counts, expected.counts)
+        assert torch.equal(order.rows, call.x[order.perm.long()])  # k is 1 at least
+
+
+@pytest.mark.parametrize("copied", [((4096, 16),), ((4096, 64),)], ids=str)
+@pytest.mark.parametrize(("tokens", "d_in"), [(1, 8), (100, 300), (1040, 24)])
+def test_rows_that_the_sort_copies_are_those_that_run(tokens, d_in, copied, monkeypatch):
+    monkeypatch.setattr(dispatch, "_COPIED", copied)
+    monkeypatch.setattr(dispatch, "_VALUES", 64 * 64)  # rows of several turns
+    k, x = torch.randint(0, 4, (tokens,), dtype=torch.int32), torch.randn(tokens, d_in + 8)[:, :d_in]
+    order = dispatch.Sort(3, bucket_of(tokens), d_in=d_in)(k, None, x)
+    perm = k.sort(descending=True, stable=True).indices
+    run = int((k > 0).sum())
+    assert torch.equal(order.perm.long(), perm) and int(order.counts[1]) == run
+    assert torch.equal(order.rows[:run], x[perm[:run]])
 
 
 @pytest.mark.parametrize("tokens", [40, 2000])

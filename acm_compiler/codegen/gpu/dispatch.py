@@ -1,7 +1,7 @@
 """From k of every token to the order in which kernels visit them: a stable counting sort, descending, on the device.
 
 The whole schedule is the permutation and N + 1 counts, c_n = #{tokens with k >= n}; nothing returns to the host.
-Rows that layers cannot read in place are copied: in sorted order, normalised, or both.
+Rows that layers cannot read in place are copied: in sorted order, by the sort itself or later, normalised, or both.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ from torch import Tensor
 
 from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.blocks import kernel_options
-from acm_compiler.codegen.gpu.start import Launcher, blocks_in
+from acm_compiler.codegen.gpu.start import Launcher, blocks_in, is_tracing
 from acm_compiler.codegen.gpu.tiles import bucket_of
 
-_COUNTED = 64  # tokens per row of the histogram
+_COUNTED = 64  # tokens per row of the histogram; a gate's rows have no more
 _PLACED = 256  # tokens per program of the sort
 _CHUNK = 8192  # numbers of the histogram that a program holds at once
 _MANY = 1 << 18  # from here on four times as many: each program reads the whole histogram
+_COPIED = (1 << 13, 16), (1 << 16, 64)  # most tokens, tokens per program of a sort that copies their rows, too
+_VALUES = 1 << 14  # of those rows at once
 
 
 class Order(NamedTuple):
-    """perm [T]: tokens by k, descending, equal ones in their order; counts [>= N + 1]: counts[n] = c_n; int32."""
+    """perm [T]: tokens by k, descending, equal ones in their order; counts [>= N + 1]: counts[n] = c_n; int32.
+
+    rows: those of x in that order, where they were copied; what runs no learner is not written.
+    """
 
     perm: Tensor
     counts: Tensor
+    rows: Tensor | None = None
 
 
 class Histogram(NamedTuple):
@@ -52,45 +58,64 @@ def count_kernel(histogram, k, T, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK: t
     tl.store(histogram + block * SLOTS + slots, tl.sum(is_slot.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["T", "BLOCKS", "PER"])
+@triton.jit(do_not_specialize=["T", "ROWS", "PER"])
 def place_kernel(
-    perm, counts, k, histogram, T, BLOCKS, PER, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    perm, counts, rows_out, k, histogram, x, T, ROWS, PER, stride_x, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    LOOK: tl.constexpr, CHUNK: tl.constexpr, D_IN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sort BLOCK = PER histogram rows of tokens; every program sums the small histogram anew, which saves a launch."""
-    program = tl.program_id(0)
+    """Sort BLOCK tokens; every program sums the small histogram, ROWS of PER tokens, anew, which saves a launch.
+
+    LOOK: no less than PER where a row of the histogram may have tokens of several programs, else 0.
+    rows_out [T, D_IN], unless absent: x [T, D_IN] in that order, COLUMNS at a time; what runs no learner is left out.
+    """
+    own = tl.program_id(0) * BLOCK
     slots = tl.arange(0, SLOTS)
-    total = tl.zeros((SLOTS,), tl.int32)
-    before = tl.zeros((SLOTS,), tl.int32)
-    for first in range(0, BLOCKS, CHUNK):
-        block = first + tl.arange(0, CHUNK)
-        part = tl.load(histogram + block[:, None] * SLOTS + slots[None, :], mask=(block < BLOCKS)[:, None], other=0)
-        total += tl.sum(part, 0)
-        before += tl.sum(tl.where((block < program * PER)[:, None], part, 0), 0)
-    start = T - tl.cumsum(total, 0)
-    tokens = program * BLOCK + tl.arange(0, BLOCK)
+    tokens = own + tl.arange(0, BLOCK)
     real = tokens < T
     mine = tl.load(k + tokens, mask=real, other=0).to(tl.int32)
+    total = tl.zeros((SLOTS,), tl.int32)
+    before = tl.zeros((SLOTS,), tl.int32)
+    for first in range(0, ROWS, CHUNK):
+        row = first + tl.arange(0, CHUNK)
+        part = tl.load(histogram + row[:, None] * SLOTS + slots[None, :], mask=(row < ROWS)[:, None], other=0)
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where((row < own // PER)[:, None], part, 0), 0)
+    if LOOK > 0:
+        others = own // PER * PER + tl.arange(0, LOOK)
+        theirs = tl.load(k + others, mask=others < own, other=-1).to(tl.int32)
+        before += tl.sum((theirs[:, None] == slots[None, :]).to(tl.int32), 0)
+    start = T - tl.cumsum(total, 0)
     is_slot = ((mine[:, None] == slots[None, :]) & real[:, None]).to(tl.int32)
-    rank = (start + before)[None, :] + tl.cumsum(is_slot, 0) - 1
-    tl.store(perm + tl.sum(is_slot * rank, 1), tokens, mask=real)
-    if program == 0:
+    rank = tl.sum(is_slot * ((start + before)[None, :] + tl.cumsum(is_slot, 0) - 1), 1)
+    tl.store(perm + rank, tokens, mask=real)
+    if own == 0:
         tl.store(counts + slots, start + total)
+    if rows_out is not None:
+        runs = (mine > 0)[:, None]
+        for column in range(0, D_IN, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            mask = runs & (columns < D_IN)[None, :]
+            values = tl.load(x + tokens.to(tl.int64)[:, None] * stride_x + columns[None, :], mask=mask, other=0.0)
+            tl.store(rows_out + rank.to(tl.int64)[:, None] * D_IN + columns[None, :], values, mask=mask)
 
 
 class Sort:
-    """Launches that sort the tokens of a bucket: count and place, or place alone where a gate wrote the histogram."""
+    """Launches that sort the tokens of a bucket: count and place, or place alone where a gate wrote the histogram.
 
-    def __init__(self, learners: int, bucket: int) -> None:
+    d_in: of rows that are copied in that order on the way, as far as that pays.
+    """
+
+    def __init__(self, learners: int, bucket: int, *, d_in: int | None = None) -> None:
         self._slots = slots = slots_of(learners)
-        constants = {"N": learners, "SLOTS": slots, "BLOCK": _COUNTED}
+        constants: dict[str, Any] = {"N": learners, "SLOTS": slots, "BLOCK": _COUNTED}
         self._count = Launcher(count_kernel, constants, kernel_options(warps=2))
-        constants = place_constants(learners, 1 << bucket)
+        self.copies = d_in is not None and sort_copies(1 << bucket) and not is_tracing()
+        constants = place_constants(learners, 1 << bucket, d_in=d_in if self.copies else None)
         self._placed = constants["BLOCK"]
-        self._place = Launcher(place_kernel, constants, kernel_options(warps=4))
+        self._place = Launcher(place_kernel, constants, place_options(copies=self.copies))
 
-    def __call__(self, k_T: Tensor, histogram: Histogram | None = None) -> Order:
-        """The order of T >= 1 tokens; histogram: theirs, where a gate wrote it."""
+    def __call__(self, k_T: Tensor, histogram: Histogram | None = None, x_TD: Tensor | None = None) -> Order:
+        """The order of T >= 1 tokens; histogram: theirs, where a gate wrote it; x: rows that may be copied."""
         tokens, slots = k_T.shape[0], self._slots
         perm = k_T.new_empty(tokens, dtype=torch.int32)
         counts = k_T.new_empty(slots, dtype=torch.int32)
@@ -98,16 +123,36 @@ class Sort:
             blocks = blocks_in(tokens, _COUNTED)
             histogram = Histogram(k_T.new_empty(blocks * slots, dtype=torch.int32), _COUNTED)
             self._count(blocks, histogram.counts, k_T, tokens)
-        blocks, per = blocks_in(tokens, histogram.tokens), self._placed // histogram.tokens
-        self._place(blocks_in(tokens, self._placed), perm, counts, k_T, histogram.counts, tokens, blocks, per)
-        return Order(perm=perm, counts=counts)
+        in_histogram = blocks_in(tokens, histogram.tokens), histogram.tokens
+        rows, stride, x_TD = None, 0, x_TD if self.copies else None
+        if x_TD is not None:
+            rows, stride = x_TD.new_empty(x_TD.shape), x_TD.stride(0)
+        programs = blocks_in(tokens, self._placed)
+        self._place(programs, perm, counts, rows, k_T, histogram.counts, x_TD, tokens, *in_histogram, stride)
+        return Order(perm, counts, rows)
 
 
-def place_constants(learners: int, tokens: int) -> dict[str, int]:
-    """Constants of `place_kernel` for so many tokens; of few it reads the whole histogram at once."""
+def place_constants(learners: int, tokens: int, *, d_in: int | None = None) -> dict[str, Any]:
+    """Constants of `place_kernel` for so many tokens, of few it reads the whole histogram at once; d_in: of rows that
+    it copies.
+    """
     slots, rows = slots_of(learners), tokens // 32  # gates write rows for 32 tokens and more
-    placed = _PLACED if tokens <= _MANY else 4 * _PLACED
-    return {"SLOTS": slots, "BLOCK": placed, "CHUNK": min(max(rows, _COUNTED), _CHUNK // slots)}
+    sort = {"SLOTS": slots, "CHUNK": min(max(rows, _COUNTED), _CHUNK // slots)}
+    if d_in is None:
+        return sort | {"BLOCK": _PLACED if tokens <= _MANY else 4 * _PLACED, "LOOK": 0, "D_IN": 0, "COLUMNS": 0}
+    placed = next(block for most, block in _COPIED if tokens <= most)
+    columns = min(_VALUES // placed, triton.next_power_of_2(d_in))
+    return sort | {"BLOCK": placed, "LOOK": _COUNTED if placed < _COUNTED else 0, "D_IN": d_in, "COLUMNS": columns}
+
+
+def sort_copies(tokens: int) -> bool:
+    """True if a sort of so many tokens may copy rows on the way."""
+    return tokens <= _COPIED[-1][0]
+
+
+def place_options(*, copies: bool) -> dict[str, int]:
+    """Warps of `place_kernel`."""
+    return kernel_options(warps=8 if copies else 4)
 
 
 def sort_by_k(k_T: Tensor, learners: int) -> Order:

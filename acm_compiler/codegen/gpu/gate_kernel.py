@@ -99,15 +99,15 @@ def _product(
 
 @triton.jit
 def _add_scores(
-    score, acc, b_inner, w_outer, place, outer, G: tl.constexpr, C: tl.constexpr, INTERPRET: tl.constexpr
+    score, acc, w_outer, place, outer, G: tl.constexpr, C: tl.constexpr, INTERPRET: tl.constexpr
 ):  # fmt: skip
-    """score + GELU(acc + b_inner) W_outer, of some of the G columns, which lie at `place`, [1 or rows, columns].
+    """score + GELU(acc) W_outer, of some of the G columns, which lie at `place`, [1 or rows, columns].
 
-    Choice by choice: a product would hold all of h and of the weight in registers.
+    Choice by choice: a product would hold all of h and of the weight in registers. The weights of several are on their
+    way at once.
     """
-    acc += tl.load(b_inner + place, mask=place < G, other=0.0).to(tl.float32)
     h = gelu(acc, False, INTERPRET)
-    for c in range(C):
+    for c in tl.range(0, C, loop_unroll_factor=min(C, 8)):
         w = tl.load(w_outer + c * G + place, mask=place < G, other=0.0).to(tl.float32)
         score = tl.where((outer == c)[None, :], score + tl.sum(h * w, 1)[:, None], score)
     return score
@@ -159,16 +159,17 @@ def gate_kernel(
         shift, mean, scale = _moments(
             x, x_at, source.to(tl.int64), stride_x, tl.arange(0, BK), D_IN, eps, CENTRED, BM, BK
         )
+    bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)  # not to be waited for at the end
     score = tl.zeros((BM, CP), tl.float32)
     for first in range(0, G, GP):
         inner = first + tl.arange(0, GP)
         w_at = w_inner if BULK else row_pointers(w_inner, tl.minimum(inner, G - 1), D_IN, BK)
+        inner_bias = tl.load(b_inner + inner, mask=inner < G, other=0.0).to(tl.float32)[None, :]
         acc = _product(
             x, x_at, w_inner, w_at, row, first, 0, D_IN, shift, mean, scale, norm_weight, norm_bias, D_IN, BULK, EVEN,
             NORM, PRECISION, INTERPRET, BM, GP, BK,
         )  # fmt: skip
-        score = _add_scores(score, acc, b_inner, w_outer, inner[None, :], outer, G, C, INTERPRET)
-    bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
+        score = _add_scores(score, acc + inner_bias, w_outer, inner[None, :], outer, G, C, INTERPRET)
     _choose(k_out, histogram, score, bias, price, low, high, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)
 
 
@@ -243,6 +244,7 @@ def gate_sum_kernel(
             acc = tl.load(at + place, mask=place < ROW, other=0.0)
             for span in tl.static_range(1, SPANS):
                 acc += tl.load(at + tl.cast(T, tl.int64) * (span * ROW) + place, mask=place < ROW, other=0.0)
-            score = _add_scores(score, acc, b_inner, w_outer, place, outer, G, C, INTERPRET)
+            acc += tl.load(b_inner + place, mask=place < G, other=0.0).to(tl.float32)
+            score = _add_scores(score, acc, w_outer, place, outer, G, C, INTERPRET)
         bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)
     _choose(k_out, histogram, score, bias, price, low, high, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)

@@ -38,11 +38,11 @@ class Plan(Protocol):
     def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, order: Order | None = None) -> Tensor:
         """y_{k(t)}(x_t) + residual_t, [T, O], of T >= 1 tokens; rows of x and of the residual are contiguous.
 
-        order: what `order` gave of the same k, where that was asked for.
+        order: what `order` gave of the same k and x, where that was asked for.
         """
         ...
 
-    def order(self, k_T: Tensor, histogram: Histogram | None) -> Order | None:
+    def order(self, k_T: Tensor, histogram: Histogram | None, x_TD: Tensor) -> Order | None:
         """The order of tokens, None where nothing is sorted; histogram: of k, where its gate wrote one."""
         ...
 
@@ -98,7 +98,7 @@ class FewPlan:
             self._blocks = blocks_in(spec.d_out, constants["BN"])
             self._sum = Launcher(few_sum_kernel, constants, few_sum_options())
 
-    def order(self, k_T: Tensor, histogram: Histogram | None) -> None:
+    def order(self, k_T: Tensor, histogram: Histogram | None, x_TD: Tensor) -> None:
         """Few tokens are not sorted."""
 
     def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, order: Order | None = None) -> Tensor:
@@ -133,26 +133,30 @@ class SortedPlan:
     ) -> None:
         in_order = tiles.layer1.turns or permutes_rows(spec, machine)
         self._d_out = spec.d_out
-        self._sort = Sort(spec.learners, bucket)
-        self._rows = Rows(spec.d_in, in_order=in_order, norm=norm) if in_order or norm else None
+        self._sort = Sort(spec.learners, bucket, d_in=spec.d_in if in_order and norm is None else None)
+        copies = (in_order or norm) and not self._sort.copies
+        self._rows = Rows(spec.d_in, in_order=in_order, norm=norm) if copies else None
         self._layer1 = Layer1(spec, machine, tiles.layer1, in_order=in_order) if layer1_bands(spec) else None
         w = weights
         self._first = self._layer1.operands(w.w_in, w.b_in, w.w_up, w.b_up) if self._layer1 is not None else ()
-        misplaced = self._rows is None
+        given = not (in_order or norm)
         products = [
-            Layer2(spec, machine, tiles.layer2, product, misplaced=product.from_x and misplaced)
+            Layer2(spec, machine, tiles.layer2, product, misplaced=product.from_x and given)
             for product in products_of(spec)
         ]
         self._products = [(layer2, layer2.operands(weights)) for layer2 in products]
 
-    def order(self, k_T: Tensor, histogram: Histogram | None) -> Order:
+    def order(self, k_T: Tensor, histogram: Histogram | None, x_TD: Tensor) -> Order:
         """The order in which kernels visit tokens."""
-        return self._sort(k_T, histogram)
+        return self._sort(k_T, histogram, x_TD)
 
     def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, order: Order | None = None) -> Tensor:
-        order = self._sort(k_T) if order is None else order
+        order = self.order(k_T, None, x_TD) if order is None else order
         y_TO = x_TD.new_empty(x_TD.shape[0], self._d_out)
-        x_TD = x_TD if self._rows is None else self._rows(x_TD, order)
+        if order.rows is not None:
+            x_TD = order.rows
+        elif self._rows is not None:
+            x_TD = self._rows(x_TD, order)
         h = x_TD if self._layer1 is None else self._layer1(x_TD, order, self._first)
         for layer2, operands in self._products:
             layer2(y_TO, x_TD if layer2.from_x else h, residual, order, operands)

@@ -14,7 +14,9 @@ from acm_compiler.codegen.gpu.dispatch import (
     permute_options,
     place_constants,
     place_kernel,
+    place_options,
     slots_of,
+    sort_copies,
 )
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel, few_sum_kernel
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
@@ -63,7 +65,8 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = True) 
     rows = [_rows_kernel(spec, in_order=in_order)] if in_order or spec.norm else []
     if not tiles.sorts:
         return rows + _few_kernels(spec, tiles)
-    kernels = _dispatch_kernels(spec, tokens) + rows
+    copies = in_order and not spec.norm and sort_copies(1 << bucket_of(tokens)) and turns
+    kernels = _dispatch_kernels(spec, tokens, copies=copies) + ([] if copies else rows)
     if layer1_bands(spec):
         kernels.append(layer1_built(spec, machine, tiles.layer1, in_order=in_order))
     return kernels + [layer2_built(spec, machine, tiles.layer2, product) for product in products_of(spec)]
@@ -148,12 +151,13 @@ def descriptor_type(dtype: str, rows: int, columns: int, *, turns: bool) -> str:
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout_of(of_torch, rows, columns)!r}>"
 
 
-def _dispatch_kernels(spec: KernelSpec, tokens: int) -> list[Kernel]:
+def _dispatch_kernels(spec: KernelSpec, tokens: int, *, copies: bool) -> list[Kernel]:
     count = {"N": spec.learners, "SLOTS": slots_of(spec.learners), "BLOCK": 64}
-    place = place_constants(spec.learners, 1 << bucket_of(tokens))
+    place = place_constants(spec.learners, 1 << bucket_of(tokens), d_in=spec.d_in if copies else None)
+    place |= {} if copies else {"rows_out": None, "x": None}
     return [
         Kernel(name="count", function=count_kernel, constants=count, options=kernel_options(warps=2) | {"debug": True}),
-        Kernel(name="place", function=place_kernel, constants=place, options=kernel_options(warps=4)),
+        Kernel(name="place", function=place_kernel, constants=place, options=place_options(copies=copies)),
     ]
 
 

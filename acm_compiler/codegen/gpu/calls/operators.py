@@ -194,7 +194,7 @@ def gated_learners(
     if None not in (of_gate, kind, *plans):
         with on_device_of(call.x):
             choice = plans[0](call.x, *scalars)
-            return plans[1](call.x, choice.k, call.residual, plans[1].order(*choice))
+            return plans[1](call.x, choice.k, call.residual, plans[1].order(*choice, call.x))
     require_gated(call, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
     if _normed_is_covered(call, form, act):
         kept = {"machine": gpu.machine_of(call.x.device)}

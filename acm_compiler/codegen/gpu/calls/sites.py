@@ -84,7 +84,7 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
         return None
     with on_device_of(x):
         k_T, histogram = plans[0](x_TD, *scalars)
-        order = plans[1].order(k_T, histogram)
+        order = plans[1].order(k_T, histogram, x_TD)
         if learns:
             y_TO = differentiated(plans[1], order, x_TD, k_T, acm.learners.weights())
         else:

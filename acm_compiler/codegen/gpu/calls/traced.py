@@ -99,7 +99,7 @@ def _launched(call: LearnersArguments, weights: Weights, norm: Norm | None, hist
     x, residual = by_rows(call.x), None if call.residual is None else by_rows(call.residual)
     spec, machine = spec_of(x, weights, residual, norm=norm), machine_in_graphs(x.device)
     plan, k = plan_of(spec, weights, norm, machine, x.shape[0]), call.k.contiguous()
-    return plan(x, k, residual, plan.order(k, histogram))
+    return plan(x, k, residual, plan.order(k, histogram, x))
 
 
 def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm: Norm | None, kind: Hashable) -> bool:

@@ -52,7 +52,7 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, order, k_min, form, act, x_TD, choice, *tensors):  # type: ignore[override]
-        ctx.save_for_backward(*(order or ()), x_TD, choice, *tensors)
+        ctx.save_for_backward(*(order or ())[:2], x_TD, choice, *tensors)
         ctx.is_sorted, ctx.k_min, ctx.facts = order is not None, k_min, {"form": form, "act": act}
         return run(x_TD, choice if k_min is None else chosen(choice, k_min), None, order)
 

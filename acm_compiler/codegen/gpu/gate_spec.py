@@ -90,7 +90,7 @@ def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = Tru
     bulk = machine.bulk_copies and not few and not spec.is_exact and same and aligned and spec.d_in % 8 == 0
     if not spec.is_split:
         bulk = bulk and not spec.norm
-        return Cut(tile=_whole_tile(spec, tokens, bulk=bulk, arch=machine.arch), bulk=bulk, span=spec.d_in)
+        return Cut(tile=_whole_tile(spec, tokens, machine, bulk=bulk), bulk=bulk, span=spec.d_in)
     if few:
         step = (32 if spec.is_exact else 128) // (2 if spec.is_odd else 1)
         rows = min(32, padded_size(tokens))
@@ -103,18 +103,19 @@ def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = Tru
     return Cut(tile=tile, bulk=bulk, span=blocks_in(spec.d_in, spans * tile.k) * tile.k)
 
 
-def _whole_tile(spec: GateSpec, tokens: int, *, bulk: bool, arch: int) -> Tile:
+def _whole_tile(spec: GateSpec, tokens: int, machine: Machine, *, bulk: bool) -> Tile:
     width = padded_size(spec.width)
     width = width if width <= (_WIDE if spec.is_exact else _WIDEST) else _WIDE
     if bulk:
-        wide = width > _WIDE
-        return Tile(m=64, n=width, k=32 if wide else 64, warps=8 if wide else 4, stages=4, resident=1)
+        wide, alone = width > _WIDE, blocks_in(tokens, 64) <= machine.processors  # a program has its own processor
+        step, warps = (32, 8) if wide else (64, 4)
+        return Tile(m=64, n=width, k=step, warps=warps, stages=8 if alone else 4, resident=1)
     if tokens <= FEW and not spec.is_exact and not spec.is_odd:
         return Tile(m=NARROWEST, n=width, k=min(128, 8192 // width), warps=4, stages=4, resident=1)
     step = 64 // (2 if spec.is_exact else 1) // (2 if width > _WIDE else 1)
     if spec.is_odd and width >= _WIDE:
         step //= 2
-    rows = 32 if spec.is_exact or spec.norm or width > _WIDE // 2 or arch >= 90 else 64
+    rows = 32 if spec.is_exact or spec.norm or width > _WIDE // 2 or machine.arch >= 90 else 64
     waits = spec.is_exact and spec.is_odd and width >= _WIDE  # values that are read one by one, in registers
     rows, stages = NARROWEST if waits and spec.norm else rows, 2 if waits else 3
     return Tile(m=min(rows, padded_size(tokens)), n=width, k=step, warps=4, stages=stages, resident=1)

@@ -55,7 +55,7 @@ _DENSE = ("dense, eager", "dense, Inductor max-autotune")  # the whole site; oth
 Key = tuple[str, int, int, int, int, int]
 _BYTES = 2  # of a bfloat16
 _TILES, _FEWEST = (128, 64), 16  # sides of tiles; rows of the narrowest
-_SORTED = 64  # tokens beyond which one launch sorts them, and one copies their rows in that order
+_SORTED = 64  # tokens beyond which a launch sorts them and copies their rows in that order
 _SUM_S = 2e-6  # seconds that adding up parts takes where few tokens have a second layer that is split
 _SHORT_BYTES = 256 << 10  # of a program, up to which it is not
 _SPLIT = 1 << 18  # elements of a gate's first weight from which on a second launch adds up its parts
@@ -137,7 +137,7 @@ def acm_s(site: PlannedSite, device: Device, share: float) -> float:
     launches = 2 + (not site.is_sliced) + (site.gate_width * site.d_in >= _SPLIT)
     spent = _product_s(device, OUR_RATE, tokens, site.gate_width, site.d_in)
     if tokens > _SORTED:
-        launches += 2
+        launches += 1
         spent += _copy_s(device, 2 * tokens * site.d_in)
     spent += launches * OUR_LAUNCH_S
     if site.is_sliced:

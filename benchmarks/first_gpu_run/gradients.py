@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +13,17 @@ import torch.nn.functional as F
 from acm_compiler.acm.reference import relaxed_output
 from acm_compiler.codegen.compare import TOLERANCE
 from acm_compiler.codegen.gpu.gradients.launch import run_backward
+from acm_compiler.codegen.gpu.launch import SortedPlan
+from acm_compiler.codegen.gpu.spec import spec_of
+from acm_compiler.codegen.gpu.stages import Machine
+from acm_compiler.codegen.gpu.tiles import bucket_of, choose_tiles
 from benchmarks.first_gpu_run.correctness import DTYPES, one_processor
 from benchmarks.first_gpu_run.device import Device
 from benchmarks.first_gpu_run.parts import Row
-from tests.helpers.kernel_cases import WIDE, Case, inputs_of, to
+from tests.helpers.kernel_cases import WIDE, Case, Inputs, inputs_of, to
 
 REPEATS = 50
+SORTED = 128  # so many tokens are sorted
 CASES = (
     Case(),
     Case(form="gated", act="silu"),
@@ -46,10 +52,12 @@ def exact(device: Device) -> Iterator[Row]:
         weights = replace(weights, **{key: leaf for key, leaf in leaves.items() if key not in ("x", "nu")})
         y = relaxed_output(leaves["x"], chosen, weights, 0)
         expected = torch.autograd.grad(y, list(leaves.values()), dy.double(), allow_unused=True)
-        for choice in (None, (torch.float32, 0)):
-            wanted = set(leaves) - ({"nu"} if choice is None else set())
+        for relaxed, keeps in ((False, False), (False, True), (True, False)):
+            wanted = set(leaves) - (set() if relaxed else {"nu"})
             given = dy.to(device.kind), inputs.x, inputs.k, inputs.weights
-            options = {"wanted": wanted, "machine": machine, "choice": choice}
+            options = {"wanted": wanted, "machine": machine, "choice": (torch.float32, 0) if relaxed else None}
+            if keeps:
+                options |= _kept(inputs, machine)
             found = run_backward(*given, **options)
             errors = {
                 key: float((found[key].double().cpu() - (0 if grad is None else grad)).norm())
@@ -62,6 +70,17 @@ def exact(device: Device) -> Iterator[Row]:
             odd = sum(any(not torch.equal(found[key], other[key]) for key in wanted) for other in again)
             worst = max(errors, key=lambda key: errors[key])
             facts = {"case": str(case), "dtype": name, "tokens": count, "processors": machine.processors}
-            facts |= {"relaxed": choice is not None}
+            facts |= {"relaxed": relaxed, "kept": keeps}
             fine = errors[worst] <= 4 * TOLERANCE[case.dtype] and not odd
             yield {**facts, "worst": worst, "error": errors[worst], "other bits": f"{odd} of {repeats}", "fine": fine}
+
+
+def _kept(inputs: Inputs, machine: Machine) -> dict[str, Any]:
+    """What a forward keeps for its backward, however few its tokens are."""
+    spec, tokens = spec_of(inputs.x, inputs.weights, None), len(inputs.x)
+    tiles = choose_tiles(spec, machine.arch, max(tokens, SORTED), machine.processors, turns=machine.turns)
+    facts = {"machine": machine, "tiles": tiles, "bucket": bucket_of(tokens)}
+    plan = SortedPlan(spec, inputs.weights, None, **facts)
+    order = plan.order(inputs.k, None)
+    _, kept = plan.keeping(inputs.x, inputs.k, order)
+    return {"order": order, "kept": kept}

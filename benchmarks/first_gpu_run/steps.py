@@ -89,8 +89,9 @@ def kernels_step(site: Site, dy: Tensor, k: Tensor) -> Callable[[], object]:
     def call() -> object:
         with torch.no_grad():
             order = plan.order(k, None, site.x)
-            y = plan(site.x, k, None, order)
-            found = run_backward(dy, site.x, k, weights, wanted=wanted, machine=site.machine, order=order)
+            y, kept = plan.keeping(site.x, k, order)
+            facts = {"machine": site.machine, "order": order, "kept": kept}
+            found = run_backward(dy, site.x, k, weights, wanted=wanted, **facts)
         return y, found
 
     return call

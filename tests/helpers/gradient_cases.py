@@ -15,7 +15,10 @@ from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.calls import operators as calls
 from acm_compiler.codegen.gpu.gradients import launch, operators, rule, stages
 from acm_compiler.codegen.gpu.gradients.launch import run_backward
+from acm_compiler.codegen.gpu.launch import SortedPlan
+from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
+from acm_compiler.codegen.gpu.tiles import bucket_of, choose_tiles
 from acm_compiler.site import ACTIVATIONS
 from tests.helpers.interpreter_cases import HOPPER, loops_run, poisoned  # noqa: F401  # fixtures, used for all tests
 from tests.helpers.kernel_cases import Case, inputs_of, to
@@ -60,8 +63,25 @@ def check(case: Case, *, k_min: int | None = None):
     dy = torch.randn(case.tokens, case.d_out).to(case.dtype)
     exact, _ = exact_gradients(case, inputs, dy, k_min=k_min)
     choice = None if k_min is None else (torch.float32, k_min)
-    found = run_backward(dy, inputs.x, inputs.k, inputs.weights, wanted=set(exact), machine=HOPPER, choice=choice)
-    require_near(found, exact, case.dtype)
+    call = {"wanted": set(exact), "machine": HOPPER, "choice": choice}
+    require_near(run_backward(dy, inputs.x, inputs.k, inputs.weights, **call), exact, case.dtype)
+    if choice is None:
+        _, order, kept = keeping(inputs)
+        given = [None if tensor is None else tensor.clone() for tensor in kept]
+        found = run_backward(dy, inputs.x, inputs.k, inputs.weights, order=order, kept=kept, **call)
+        require_near(found, exact, case.dtype)
+        for before, now in zip(given, kept, strict=True):  # another backward may read them
+            assert before is now or torch.equal(before.nan_to_num(), now.nan_to_num())
+
+
+def keeping(inputs):
+    """y, the order of tokens, and what a forward keeps that sorts any number of them."""
+    spec, tokens = spec_of(inputs.x, inputs.weights, None), len(inputs.x)
+    facts = {"machine": HOPPER, "tiles": choose_tiles(spec, 90, 128), "bucket": bucket_of(tokens)}
+    plan = SortedPlan(spec, inputs.weights, None, **facts)
+    order = plan.order(inputs.k, None)
+    y, kept = plan.keeping(inputs.x, inputs.k, order)
+    return y, order, kept
 
 
 SMALL = {"tokens": 40, "d_in": 40, "d_out": 33, "width": 20}

@@ -15,7 +15,7 @@ from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.dispatch import Histogram, Order, Rows, Sort
 from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel, few_sum_kernel
-from acm_compiler.codegen.gpu.products import Layer1, Layer2, by_rows, contiguous, flat
+from acm_compiler.codegen.gpu.products import Kept, Layer1, Layer2, by_rows, contiguous, flat
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.stages import (
     Machine,
@@ -40,6 +40,10 @@ class Plan(Protocol):
 
         order: what `order` gave of the same k and x, where that was asked for.
         """
+        ...
+
+    def keeping(self, x_TD: Tensor, k_T: Tensor, order: Order) -> tuple[Tensor, Kept | None]:
+        """The same without a residual, and what a backward would compute again."""
         ...
 
     def order(self, k_T: Tensor, histogram: Histogram | None, x_TD: Tensor) -> Order | None:
@@ -98,6 +102,10 @@ class FewPlan:
             self._blocks = blocks_in(spec.d_out, constants["BN"])
             self._sum = Launcher(few_sum_kernel, constants, few_sum_options())
 
+    def keeping(self, x_TD: Tensor, k_T: Tensor, order: Order | None) -> tuple[Tensor, None]:
+        """Few tokens keep nothing."""
+        return self(x_TD, k_T, None), None
+
     def order(self, k_T: Tensor, histogram: Histogram | None, x_TD: Tensor) -> None:
         """Few tokens are not sorted."""
 
@@ -152,12 +160,26 @@ class SortedPlan:
 
     def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, order: Order | None = None) -> Tensor:
         order = self.order(k_T, None, x_TD) if order is None else order
-        y_TO = x_TD.new_empty(x_TD.shape[0], self._d_out)
-        if order.rows is not None:
-            x_TD = order.rows
-        elif self._rows is not None:
-            x_TD = self._rows(x_TD, order)
+        x_TD = self._sorted(x_TD, order)
         h = x_TD if self._layer1 is None else self._layer1(x_TD, order, self._first)
+        return self._second_layer(x_TD, h, residual, order)
+
+    def keeping(self, x_TD: Tensor, k_T: Tensor, order: Order) -> tuple[Tensor, Kept | None]:
+        """y of x in token order, and what the first layer has for a backward; None where there is none."""
+        if self._layer1 is None:
+            return self(x_TD, k_T, None, order), None
+        x_TD = self._sorted(x_TD, order)
+        kept = self._layer1.keeping(x_TD, order, self._first)
+        return self._second_layer(x_TD, kept.h, None, order), kept
+
+    def _sorted(self, x_TD: Tensor, order: Order) -> Tensor:
+        """x as the layers read it."""
+        if order.rows is not None:
+            return order.rows
+        return x_TD if self._rows is None else self._rows(x_TD, order)
+
+    def _second_layer(self, x_TD: Tensor, h: Tensor, residual: Tensor | None, order: Order) -> Tensor:
+        y_TO = x_TD.new_empty(x_TD.shape[0], self._d_out)
         for layer2, operands in self._products:
             layer2(y_TO, x_TD if layer2.from_x else h, residual, order, operands)
         return y_TO

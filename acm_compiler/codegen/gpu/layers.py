@@ -41,7 +41,7 @@ def zero_beyond_k(
 
 @triton.jit(do_not_specialize=["T"])
 def layer1_kernel(
-    h, x, w_in, b_in, w_up, b_up, perm, counts, T, D_IN, stride_x,
+    h, before, before_up, x, w_in, b_in, w_up, b_up, perm, counts, T, D_IN, stride_x,
     N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, Q_HI: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, X_DESC: tl.constexpr, W_DESC: tl.constexpr,
     TURNED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr, INTERPRET: tl.constexpr,
@@ -49,6 +49,7 @@ def layer1_kernel(
 ):  # fmt: skip
     """h [T, ROW] in sorted order; x [T, D_IN] in token order (GATHER) or sorted; w_in, w_up [N * H, D_IN], or TURNED.
 
+    before, before_up: None, or of the same shape: both branches' products and biases, as a backward reads them.
     Bands Q_HI to 1. X_DESC, W_DESC: x, the weights are tensor descriptors of blocks [BM, BK], [BN, BK] (or TURNED).
     """
     _, _, _, _, _, _, _, tiles = find_band(0, counts, Q_HI, 1, N, H, 0, False, BM, BN)
@@ -75,12 +76,21 @@ def layer1_kernel(
             if GATED:
                 b = load_weights(w_up, up_at, n0, k, D_IN, N * H, N * H, TURNED, W_DESC, EVEN, BN, BK)
                 up = multiply(a, b, up, PRECISION, INTERPRET)
-        value = activate(add_bias(acc, b_in, columns, N * H) if BIAS else acc, ACT, SHORT, INTERPRET)
+        at = rows.to(tl.int64)[:, None] * ROW + columns[None, :]
+        real = (rows < T)[:, None] & (columns < ROW)[None, :]
+        if BIAS:
+            acc = add_bias(acc, b_in, columns, N * H)
+        if before is not None:
+            tl.store(before + at, acc.to(h.dtype.element_ty), mask=real)
+        value = activate(acc, ACT, SHORT, INTERPRET)
         if GATED:
-            value *= add_bias(up, b_up, columns, N * H) if BIAS else up
+            if BIAS:
+                up = add_bias(up, b_up, columns, N * H)
+            if before_up is not None:
+                tl.store(before_up + at, up.to(h.dtype.element_ty), mask=real)
+            value *= up
         value = zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
-        at = h + rows.to(tl.int64)[:, None] * ROW + columns[None, :]
-        tl.store(at, value.to(h.dtype.element_ty), mask=(rows < T)[:, None] & (columns < ROW)[None, :])
+        tl.store(h + at, value.to(h.dtype.element_ty), mask=real)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -52,6 +52,17 @@ class AsOperand:
         return operand(matrix, *self._block, self._descriptor, turns=self._turns)
 
 
+class Kept(NamedTuple):
+    """Of a first layer what a backward reads, [T, hidden_row] in sorted order: h and its branches' products with biases.
+
+    The first branch's product is h itself where there is no activation.
+    """
+
+    h: Tensor
+    first: Tensor
+    up: Tensor | None
+
+
 class Layer1:
     """The hidden buffer [T, hidden_row] in sorted order; what no token of a row tile needs stays unwritten.
 
@@ -63,6 +74,7 @@ class Layer1:
     ) -> None:
         loads = loads_of(spec, machine, None, in_order=in_order, turned=turned)
         self._row, self._d_in = spec.hidden_row, spec.d_in
+        self._is_gated, self._is_product = spec.form == "gated", spec.form != "gated" and spec.act == "identity"
         self._as_operand = AsOperand(tile, loads)
         self._columns = spec.learners * spec.width if turned else spec.d_in
         self._blocks, self._turns = (tile.m, tile.k) if loads.a_desc else None, tile.turns
@@ -71,7 +83,8 @@ class Layer1:
         if tile.turns:
             kernel = layers_in_turns().layer1_kernel
             constants = constants_in_turns(kernel, constants, tile)
-        self._start = Launcher(kernel, constants, build_options(spec, tile, loads, machine))
+        options = build_options(spec, tile, loads, machine)
+        self._start, self._start_keeping = (Launcher(kernel, constants, options) for _ in range(2))
 
     def operands(
         self, w_in: Tensor, b_in: Tensor | None, w_up: Tensor | None = None, b_up: Tensor | None = None
@@ -85,11 +98,25 @@ class Layer1:
         return first, flat(b_in), up, flat(b_up)
 
     def __call__(self, x_TD: Tensor, order: Order, operands: tuple[Any, ...]) -> Tensor:
-        tokens, blocks = x_TD.shape[0], self._blocks
-        h, stride = x_TD.new_empty(tokens, self._row), x_TD.stride(0)
+        return self._run(self._start, (self._empty(x_TD), None, None), x_TD, order, operands)
+
+    def keeping(self, x_TD: Tensor, order: Order, operands: tuple[Any, ...]) -> Kept:
+        """The hidden buffer, and what is before activations."""
+        if self._is_product:
+            h = self(x_TD, order, operands)
+            return Kept(h, h, None)
+        outputs = self._empty(x_TD), self._empty(x_TD), self._empty(x_TD) if self._is_gated else None
+        self._run(self._start_keeping, outputs, x_TD, order, operands)
+        return Kept(*outputs)
+
+    def _empty(self, x_TD: Tensor) -> Tensor:
+        return x_TD.new_empty(x_TD.shape[0], self._row)
+
+    def _run(self, start: Launcher, outputs: Any, x_TD: Tensor, order: Order, operands: tuple[Any, ...]) -> Tensor:
+        tokens, blocks, stride = x_TD.shape[0], self._blocks, x_TD.stride(0)
         x: Any = x_TD if blocks is None else blocks_of(x_TD, *blocks, turns=self._turns)
-        self._start(self._grid(tokens), h, x, *operands, order.perm, order.counts, tokens, self._d_in, stride)
-        return h
+        start(self._grid(tokens), *outputs, x, *operands, order.perm, order.counts, tokens, self._d_in, stride)
+        return outputs[0]
 
 
 class Layer2:

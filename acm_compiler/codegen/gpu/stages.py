@@ -14,7 +14,8 @@ from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.tiles import PROCESSORS, Tile
 
-_GROUP = 8
+ROW_TILES = 8
+"""Row tiles that a kernel visits before the next column tile."""
 BULK_COPY_BYTES = 16
 """Alignment of addresses and rows that tensor descriptors need."""
 _WGMMA_ROWS = 64
@@ -266,7 +267,7 @@ def tile_constants(spec: KernelSpec, tile: Tile, interpret: bool) -> dict[str, A
         "BM": tile.m,
         "BN": tile.n,
         "BK": tile.k,
-        "GROUP": _GROUP,
+        "GROUP": ROW_TILES,
         "FLAT": tile.flat,
     }
 

@@ -73,9 +73,18 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = True) 
 
 
 def layer1_built(
-    spec: KernelSpec, machine: Machine, tile: Tile, *, in_order: bool = False, turned: bool = False
+    spec: KernelSpec,
+    machine: Machine,
+    tile: Tile,
+    *,
+    in_order: bool = False,
+    turned: bool = False,
+    keeps: bool = False,
 ) -> Kernel:
-    """Layer 1; in_order: x is given in sorted order; turned: weights have a column for each output."""
+    """Layer 1; in_order: x is given in sorted order; turned: weights have a column for each output.
+
+    keeps: what is before activations, too.
+    """
     loads = loads_of(spec, machine, None, in_order=in_order, turned=turned)
     made: Any = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
     if tile.turns:
@@ -84,7 +93,9 @@ def layer1_built(
     weights = loads.w_desc and loads.block_of_weights(tile)
     blocks: dict[str, Block] = {"x": loads.a_desc and (tile.m, tile.k), "w_in": weights, "w_up": weights}
     options = build_options(spec, tile, loads, machine)
-    return product_built("layer1", *made, spec=spec, tile=tile, options=options, blocks=blocks)
+    absent = {"before": None, "before_up": None} if not keeps else {} if spec.form == "gated" else {"before_up": None}
+    name, made = "layer1 kept" if keeps else "layer1", (made[0], made[1] | absent)
+    return product_built(name, *made, spec=spec, tile=tile, options=options, blocks=blocks)
 
 
 def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Product, *, turned: bool = False) -> Kernel:

@@ -30,6 +30,8 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     hidden_loads,
     hidden_options,
     is_fused,
+    reached_constants,
+    reaches_in_turn,
     of_tokens,
     plain_options,
     product_tiles,
@@ -42,8 +44,14 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     weights_tile,
 )
 from acm_compiler.codegen.gpu.spec import KernelSpec
-from acm_compiler.codegen.gpu.stages import Machine, build_options, constants_in_turns, machine_of_arch
-from acm_compiler.codegen.gpu.tiles import Tile
+from acm_compiler.codegen.gpu.stages import (
+    Machine,
+    build_options,
+    constants_in_turns,
+    machine_of_arch,
+    permutes_rows,
+)
+from acm_compiler.codegen.gpu.tiles import Tile, choose_tiles
 
 
 def gradient_kernels(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = True) -> list[Kernel]:
@@ -55,16 +63,17 @@ def gradient_kernels(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = 
     machine = replace(machine, turns=machine.turns and turns)
     first, kernels = first_spec(spec), []
     for every in (False, True):
-        tiles = product_tiles(spec, machine, tokens, every=every)
-        fused = is_fused(spec, every=every)
+        tiles = product_tiles(spec, machine, tokens, apart=every)
+        fused = is_fused(spec, apart=every)
         kernels += _fused(spec, machine, tiles.layer1) if fused else _apart(spec, machine, tiles.layer1, every=every)
         of_branches = zip((first, replace(first, residual=True)), branches_of(spec), strict=False)
         kernels += [
             layer2_built(layer, machine, tiles.layer2, of_tokens(layer, w), turned=True) for layer, w in of_branches
         ]
-    turns = product_tiles(spec, machine, tokens, every=False).layer2.turns
+    turns = product_tiles(spec, machine, tokens, apart=False).layer2.turns
     return [
         *kernels,
+        *_kept(spec, machine, tokens),
         _weights(first, machine, spec.d_in, split=4, turned=False, turns=turns),
         _weights(first, machine, spec.d_out, split=1, turned=True, turns=turns),
         *(_sums(first, in_order=in_order) for in_order in (True, False)),
@@ -108,12 +117,32 @@ def _apart(spec: KernelSpec, machine: Machine, tile: Tile, *, every: bool) -> li
     ]
 
 
-def _branches(spec: KernelSpec, *, every: bool) -> Kernel:
-    absent = ({} if every else {"reach": None}) | ({} if spec.form == "gated" else {"up": None})
+def _kept(spec: KernelSpec, machine: Machine, tokens: int) -> list[Kernel]:
+    """The forward's first layer that keeps what a backward reads, and what that makes of it."""
+    tiles = choose_tiles(spec, machine.arch, tokens, machine.processors, turns=machine.turns)
+    in_order = tiles.layer1.turns or permutes_rows(spec, machine)
+    kernels = [layer1_built(spec, machine, tiles.layer1, in_order=in_order, keeps=True)]
+    tile = product_tiles(spec, machine, tokens, apart=True).layer1
+    if not reaches_in_turn(spec, tile):
+        return [*kernels, layer1_built(second_spec(spec), machine, tile, in_order=True, turned=True), _branches(spec)]
+    from acm_compiler.codegen.gpu.turns.gradients import reached_kernel
+
+    _, loads = hidden_loads(spec, machine)
+    constants = reached_constants(spec, tile) | ({} if spec.bias_in else {"sums": None})
+    blocks: dict[str, Block] = {"dy": (tile.m, tile.k), "w_out": loads.block_of_weights(tile)}
+    facts: Any = {"spec": spec, "tile": tile, "options": plain_options(), "types": {"sums": "*fp32", "D_OUT": "i32"}}
+    return [*kernels, product_built("reached", reached_kernel, constants, blocks=blocks, **facts)]
+
+
+def _branches(spec: KernelSpec, *, every: bool | None = None) -> Kernel:
+    """every: of all learners, or else of those that run; None: of kept products."""
+    absent = ({} if every else {"reach": None}) | ({} if spec.form == "gated" else {"up": None, "of_up": None})
+    absent |= {"h": None} if every is None else {}
     return Kernel(
-        name=f"branches {'every' if every else 'run'}",
+        name=f"branches {'kept' if every is None else 'every' if every else 'run'}",
         function=branches_kernel,
-        constants=branches_constants(spec, every=every, interpret=False) | absent,
+        constants=branches_constants(spec, every=bool(every), interpret=False, rows=1 if every is not None else 128)
+        | absent,
         options=plain_options(),
         operands={"reach": "*fp32"},
     )

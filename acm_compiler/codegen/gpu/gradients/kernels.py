@@ -1,7 +1,7 @@
 """The kernels of the backward beside those of the forward, over tokens sorted by k; sums have a fixed order.
 
 hidden:   of a plain MLP with fixed choices: h, what reaches it before its activation, and biases, in parts
-branches: of other learners: h and what reaches branches, of their products and dh; what reaches a relaxed choice
+branches: of others, or of products that were kept: what reaches branches, and h; what reaches a relaxed choice
 weights:  dW = left.T right, over the tokens that run a weight's learner, in parts that are added up afterwards
 sums:     of rows, over the tokens of each k, in parts, too: gradients of biases
 total:    parts added up
@@ -94,20 +94,22 @@ def biases_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def branches_kernel(
-    first, up, dh, reach, counts, T,
-    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, EVERY: tl.constexpr, SHORT: tl.constexpr,
-    INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    of_first, of_up, h, first, up, dh, reach, counts, T,
+    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, EVERY: tl.constexpr, TILE: tl.constexpr,
+    SHORT: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Products of the first layer become what reaches them, and dh becomes h; all [T, ROW] in sorted order.
+    """What reaches the first layer's products, and h, of the products and dh; all [T, ROW] in sorted order.
 
-    first: of the activated branch, up: of the other, or None. reach [T, N]: sums of h dh over each learner, fp32. A
-    program has rows of one learner. What runs no such learner is left, or, where EVERY learner was computed for every
-    token, summed and then zero.
+    first: of the activated branch, up: of the other, or None. h: None where it is known. Outputs may lie where inputs
+    do. reach [T, N]: sums of h dh over each learner, fp32. A program has rows of one learner. What runs no such
+    learner is left; or zero as far as TILE rows have some that do, where outputs are new; or, where EVERY learner was
+    computed for every token, summed and then zero.
     """
     n = tl.program_id(0) % N
     rows = tl.program_id(0) // N * BM + tl.arange(0, BM)
-    runs = rows < tl.load(counts + n + 1)
-    real = runs
+    count = tl.load(counts + n + 1)
+    runs = rows < count
+    real = rows < tl.minimum((count + TILE - 1) // TILE * TILE, T)
     if EVERY:
         real = rows < T
     total = tl.zeros((BM,), tl.float32)
@@ -120,18 +122,20 @@ def branches_kernel(
         value, reached = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT, SHORT, INTERPRET)
         if up is not None:
             other = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
-            of_up = of_h * value
-            if EVERY:
-                of_up = tl.where(runs[:, None], of_up, 0.0)
-            tl.store(up + at, of_up.to(up.dtype.element_ty), mask=mask)
+            of_other = of_h * value
+            if EVERY or TILE > 1:
+                of_other = tl.where(runs[:, None], of_other, 0.0)
+            tl.store(of_up + at, of_other.to(up.dtype.element_ty), mask=mask)
             value *= other
             reached *= other
         if EVERY:
             total += tl.sum(tl.where(mask, value * of_h, 0.0), 1)
+        if EVERY or TILE > 1:
             value = tl.where(runs[:, None], value, 0.0)
             reached = tl.where(runs[:, None], reached, 0.0)
-        tl.store(first + at, reached.to(first.dtype.element_ty), mask=mask)
-        tl.store(dh + at, value.to(dh.dtype.element_ty), mask=mask)
+        tl.store(of_first + at, reached.to(first.dtype.element_ty), mask=mask)
+        if h is not None:
+            tl.store(h + at, value.to(dh.dtype.element_ty), mask=mask)
     if EVERY:
         tl.store(reach + rows.to(tl.int64) * N + n, total, mask=real)
 

@@ -18,6 +18,7 @@ from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu.calls.operators import on_device_of
 from acm_compiler.codegen.gpu.dispatch import Order
 from acm_compiler.codegen.gpu.gradients.launch import run_backward
+from acm_compiler.codegen.gpu.products import Kept
 
 
 def register() -> None:
@@ -67,13 +68,15 @@ def kernels_gradients(
     *,
     choice: tuple[torch.dtype, int] | None = None,
     order: Order | None = None,
+    kept: Kept | None = None,
 ) -> dict[str, Tensor] | None:
     """Gradients by the kernels, as `run_backward` gives them; None where they do not cover the call."""
     reason, kind = reason_against(x, weights), kind_of(x, weights)
     if reason is None:
         with on_device_of(x), gpu.unless_unbuilt(kind):
             machine = gpu.machine_of(x.device)
-            return run_backward(dy, x, k, weights, wanted=wanted, machine=machine, choice=choice, order=order)
+            facts: dict[str, Any] = {"machine": machine, "choice": choice, "order": order, "kept": kept}
+            return run_backward(dy, x, k, weights, wanted=wanted, **facts)
         reason = gpu.UNBUILT[kind]
     if reason:
         gpu.say_once(reason)

@@ -17,8 +17,10 @@ from acm_compiler.codegen.gpu.calls import operators
 from acm_compiler.codegen.gpu.dispatch import Order
 from acm_compiler.codegen.gpu.gradients.operators import kernels_gradients
 from acm_compiler.codegen.gpu.launch import Plan
+from acm_compiler.codegen.gpu.products import Kept
 
 _BEFORE = 5  # arguments of the rule before its tensors
+_SAVED = 2 + len(LearnerWeights._fields)  # x, the choice, and weights
 
 
 def register() -> None:
@@ -48,18 +50,25 @@ def _whole_call(weights: Weights) -> Callable[..., Tensor]:
 
 
 class _Rule(torch.autograd.Function):
-    """y [T, O]; kept are inputs, and the order of tokens where it is known. choice: k, or nu with a k_min."""
+    """y [T, O]. choice: k, or nu with a k_min. Kept are inputs, and, by plans that sort, the order and the first layer."""
 
     @staticmethod
     def forward(ctx, run, order, k_min, form, act, x_TD, choice, *tensors):  # type: ignore[override]
-        ctx.save_for_backward(*(order or ())[:2], x_TD, choice, *tensors)
-        ctx.is_sorted, ctx.k_min, ctx.facts = order is not None, k_min, {"form": form, "act": act}
-        return run(x_TD, choice if k_min is None else chosen(choice, k_min), None, order)
+        kept: Kept | None = None
+        if order is None:
+            y = run(x_TD, choice if k_min is None else chosen(choice, k_min), None, order)
+        else:
+            y, kept = run.keeping(x_TD, choice, order)
+        ctx.save_for_backward(x_TD, choice, *tensors, *(order or ())[:2], *(kept or ()))
+        ctx.is_sorted, ctx.keeps = order is not None, kept is not None
+        ctx.k_min, ctx.facts = k_min, {"form": form, "act": act}
+        return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[override]
         saved, k_min, wants = ctx.saved_tensors, ctx.k_min, ctx.needs_input_grad[_BEFORE:]
-        order, saved = (Order(*saved[:2]), saved[2:]) if ctx.is_sorted else (None, saved)
+        saved, more = saved[:_SAVED], saved[_SAVED:]
+        order, kept = Order(*more[:2]) if ctx.is_sorted else None, Kept(*more[2:]) if ctx.keeps else None
         x_TD, choice, *tensors = saved
         weights = Weights(*tensors, **ctx.facts)
         names = "x", "k" if k_min is None else "nu", *LearnerWeights._fields
@@ -69,7 +78,7 @@ class _Rule(torch.autograd.Function):
             found = plain.differentiable(y, dict(zip(names, saved, strict=True)), wants, dy_TO)
         else:
             wanted = [name for name, wants_it in zip(names, wants, strict=True) if wants_it]
-            found = _gradients(dy_TO, x_TD, choice, weights, wanted, k_min, order)
+            found = _gradients(dy_TO, x_TD, choice, weights, wanted, k_min, order, kept)
         return *(None,) * _BEFORE, *(found.get(name) for name in names)
 
 
@@ -81,11 +90,12 @@ def _gradients(
     wanted: list[str],
     k_min: int | None,
     order: Order | None,
+    kept: Kept | None,
 ) -> dict[str, Tensor]:
     """The wanted gradients by name: of the kernels, or, where they do not cover the call, in plain torch."""
     facts: dict[str, Any] = {"form": weights.form, "act": weights.act}
     if k_min is None:
-        found = kernels_gradients(dy, x, choice, weights, set(wanted), order=order)
+        found = kernels_gradients(dy, x, choice, weights, set(wanted), order=order, kept=kept)
         if found is not None:
             return found
         names = "x", *(name for name, tensor in weights.tensors._asdict().items() if tensor is not None)

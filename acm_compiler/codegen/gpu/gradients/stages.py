@@ -9,6 +9,7 @@ import triton
 
 from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (
+    ROW_TILES,
     Loads,
     Machine,
     Product,
@@ -57,21 +58,26 @@ def of_tokens(spec: KernelSpec, branch: str) -> Product:
     return Product(weight=branch, q_hi=spec.learners, bias=False)
 
 
-def is_fused(spec: KernelSpec, *, every: bool) -> bool:
+def is_fused(spec: KernelSpec, *, apart: bool) -> bool:
     """True where one launch gives h and what reaches it, of the first layer's product and of what reaches h.
 
-    Of types of 16 bits: with others registers do not hold both.
+    Of types of 16 bits: with others registers do not hold both. apart: products were kept, or all are computed.
     """
-    return spec.form == "mlp" and spec.itemsize == 2 and not every
+    return spec.form == "mlp" and spec.itemsize == 2 and not apart
 
 
-def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, every: bool) -> Tiles:
+def reaches_in_turn(spec: KernelSpec, tile: Tile) -> bool:
+    """True where the product that reaches a plain MLP's h is multiplied by act' of kept products in one launch."""
+    return tile.turns and spec.form == "mlp" and takes_turns(spec)
+
+
+def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, apart: bool) -> Tiles:
     """Tiles of the products that are layers: those of a forward of as many tokens.
 
     Where the first layer is fused, of a gated one's forward, whose first layer has two products in one launch, too;
     no group of warps has room for two, so that turns are taken by the others alone.
     """
-    fused, tokens = is_fused(spec, every=every), max(tokens, _LEAST_TOKENS)
+    fused, tokens = is_fused(spec, apart=apart), max(tokens, _LEAST_TOKENS)
     like = replace(first_spec(spec), form="gated" if fused else "mlp")
     tiles = choose_tiles(like, machine.arch, tokens, machine.processors)
     turns = machine.turns and takes_turns(second_spec(spec))
@@ -110,6 +116,22 @@ def hidden_constants(spec: KernelSpec, tile: Tile, loads: tuple[Loads, Loads], *
         "EVEN_OUT": spec.d_out % tile.k == 0,
         "SHORT": spec.dtype == "bf16",
         **common,
+    }
+
+
+def reached_constants(spec: KernelSpec, tile: Tile) -> dict[str, Any]:
+    """Constants of `reached_kernel`."""
+    return {
+        "N": spec.learners,
+        "H": spec.width,
+        "ROW": spec.hidden_row,
+        "ACT": spec.act,
+        "SHORT": spec.dtype == "bf16",
+        "SLOTS": tile.stages,
+        "BM": tile.m,
+        "BN": tile.n,
+        "BK": tile.k,
+        "GROUP": ROW_TILES,
     }
 
 
@@ -156,14 +178,15 @@ def weights_constants(
     }
 
 
-def branches_constants(spec: KernelSpec, *, every: bool, interpret: bool) -> dict[str, Any]:
-    """Constants of `branches_kernel`."""
+def branches_constants(spec: KernelSpec, *, every: bool, interpret: bool, rows: int = 1) -> dict[str, Any]:
+    """Constants of `branches_kernel`; rows: of a tile that reads what it writes anew."""
     return {
         "N": spec.learners,
         "H": spec.width,
         "ROW": spec.hidden_row,
         "ACT": spec.act,
         "EVERY": every,
+        "TILE": rows,
         "SHORT": spec.dtype == "bf16",
         "INTERPRET": interpret,
         "BM": _ROWS,

@@ -1,4 +1,4 @@
-"""Gradients of weights as `gradients.kernels` has them, by two groups of warps in turn."""
+"""What reaches a kept first layer, and gradients of weights as `gradients.kernels` has them, by groups in turn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from acm_compiler.codegen.gpu.activation import derive
+from acm_compiler.codegen.gpu.blocks import find_band
+from acm_compiler.codegen.gpu.layers import zero_beyond_k
+from acm_compiler.codegen.gpu.turns.layers import place1, read1, write_tile
 from acm_compiler.codegen.gpu.turns.pipeline import (
     GROUP_REGISTERS,
     GROUP_WARPS,
@@ -17,12 +21,108 @@ from acm_compiler.codegen.gpu.turns.pipeline import (
     accumulators,
     end_steps,
     give_turn,
+    halves,
     make_barriers,
     multiply_steps,
+    multiply_tile,
     read_blocks,
     store_layout,
     wait_for_turn,
 )
+
+
+@gluon.jit
+def _half(pair, dtype: gl.constexpr):
+    """The lower 16 bits of each number, read as that type, in fp32."""
+    return pair.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def _pairs(before, m0, n0, T, ROW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """BN / 2 columns from n0 on as the sums of a tile lie, two numbers in one, so that registers hold them beside."""
+    left, _ = halves(accumulators(BM, BN), BM, BN)
+    even, _ = gl.split(left.reshape([BM, BN // 4, 2]))
+    layout: gl.constexpr = even.type.layout
+    rows = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
+    columns = n0 // 2 + gl.arange(0, BN // 4, gl.SliceLayout(0, layout))
+    at = before.to(gl.pointer_type(gl.int32)) + rows.to(gl.int64)[:, None] * (ROW // 2) + columns[None, :]
+    return gl.load(at, mask=(rows < T)[:, None] & (columns < ROW // 2)[None, :], other=0)
+
+
+@gluon.jit
+def _end_reached(
+    acc, held, facts, m0, n0,
+    N: gl.constexpr, H: gl.constexpr, ROW: gl.constexpr, ACT: gl.constexpr, SHORT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Write sums [BM, BN] times act', and their own sums over rows."""
+    reached, sums, counts, T = facts
+    even, odd = gl.split(acc.reshape([BM, BN // 2, 2]))
+    even *= derive(_half(held, reached.dtype.element_ty), ACT, SHORT, False)
+    odd *= derive(_half(held >> 16, reached.dtype.element_ty), ACT, SHORT, False)
+    layout: gl.constexpr = acc.type.layout
+    value = gl.convert_layout(gl.join(even, odd).reshape([BM, BN]), layout)
+    rows = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
+    columns = n0 + gl.arange(0, BN, gl.SliceLayout(0, layout))
+    value = zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
+    write_tile(reached, value, m0, n0, T, ROW, BM, BN)
+    if sums is not None:
+        at = sums + (m0 // BM).to(gl.int64) * (N * H) + columns
+        gl.store(at, gl.sum(value, 0), mask=columns < N * H)
+
+
+@gluon.jit
+def _take_reached(
+    WHOSE: gl.constexpr, given,
+    N: gl.constexpr, H: gl.constexpr, ROW: gl.constexpr, ACT: gl.constexpr, SHORT: gl.constexpr, SLOTS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    reached, sums, before, counts, tiles, T, D_OUT, a_s, b_s, full, empty, turn = given
+    steps = gl.cdiv(D_OUT, BK)
+    own = 0
+    for tile in range(gl.program_id(0) + WHOSE * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
+        m0, n0 = place1(tile, counts, N, H, BM, BN, GROUP)
+        acc = accumulators(BM, BN)
+        # read while the other group multiplies
+        held, held_right = _pairs(before, m0, n0, T, ROW, BM, BN), _pairs(before, m0, n0 + BN // 2, T, ROW, BM, BN)
+        wait_for_turn(turn, own, WHOSE)
+        step = (2 * own + WHOSE) * steps
+        acc = multiply_tile(acc, step, steps, a_s, b_s, full, empty, turn, WHOSE, SLOTS, True)
+        left, right = halves(acc, BM, BN)
+        facts = reached, sums, counts, T
+        _end_reached(left, held, facts, m0, n0, N, H, ROW, ACT, SHORT, BM, BN // 2)
+        _end_reached(right, held_right, facts, m0, n0 + BN // 2, N, H, ROW, ACT, SHORT, BM, BN // 2)
+        own += 1
+
+
+@gluon.jit(do_not_specialize=["T"])
+def reached_kernel(
+    reached, sums, before, dy, w_out, counts, T, D_OUT,
+    N: gl.constexpr, H: gl.constexpr, ROW: gl.constexpr, ACT: gl.constexpr, SHORT: gl.constexpr, SLOTS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """reached [T, ROW] = dy W_out act'(before), in sorted order, zeros behind what tokens run in the same tile.
+
+    before [T, ROW]: x W_in + b_in, as layer 1 kept it. dy [T, D_OUT] sorted, w_out [D_OUT, N * H], by descriptors.
+    sums [row tiles, N * H]: None, or `reached` summed over the rows of each tile, fp32.
+    """
+    a_s = gl.allocate_shared_memory(dy.dtype, [SLOTS, BM, BK], dy.layout)
+    b_s = gl.allocate_shared_memory(dy.dtype, [SLOTS, BK, BN], w_out.layout)
+    full, empty, turn = make_barriers(SLOTS)
+    _, _, _, _, _, _, _, tiles = find_band(0, counts, N, 1, N, H, 0, False, BM, BN)
+    given = (reached, sums, before, counts, tiles, T, D_OUT, a_s, b_s, full, empty, turn)
+    gl.warp_specialize(
+        [
+            (_take_reached, (0, given, N, H, ROW, ACT, SHORT, SLOTS, BM, BN, BK, GROUP)),
+            (_take_reached, (1, given, N, H, ROW, ACT, SHORT, SLOTS, BM, BN, BK, GROUP)),
+            (
+                read1,
+                (dy, w_out, None, counts, tiles, D_OUT, a_s, b_s, full, empty, N, H, True, SLOTS, BM, BN, BK, GROUP),
+            ),
+        ],
+        [GROUP_WARPS, 1],
+        [GROUP_REGISTERS, READER_REGISTERS],
+    )
 
 
 @gluon.jit

@@ -26,7 +26,7 @@ from acm_compiler.codegen.gpu.turns.pipeline import (
 
 
 @gluon.jit
-def _place1(tile, counts, N: gl.constexpr, H: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):
+def place1(tile, counts, N: gl.constexpr, H: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):
     """(first row, first column) of a tile of layer 1."""
     _, local, first, high, wide, _, _, _ = find_band(tile, counts, N, 1, N, H, 0, False, BM, BN)
     row_tile, column_tile = raster(local, high, wide, GROUP)
@@ -34,7 +34,7 @@ def _place1(tile, counts, N: gl.constexpr, H: gl.constexpr, BM: gl.constexpr, BN
 
 
 @gluon.jit
-def _read1(
+def read1(
     x, w_in, w_up, counts, tiles, D_IN, a_s, b_s, full, empty,
     N: gl.constexpr, H: gl.constexpr, TURNED: gl.constexpr, SLOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
@@ -42,7 +42,7 @@ def _read1(
     steps = gl.cdiv(D_IN, BK)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m0, n0 = _place1(tile, counts, N, H, BM, BN, GROUP)
+        m0, n0 = place1(tile, counts, N, H, BM, BN, GROUP)
         for k in range(0, steps):
             if TURNED:
                 read_blocks(x, w_in, w_up, m0, k * BK, k * BK, n0, step + k, a_s, b_s, full, empty, SLOTS)
@@ -52,42 +52,73 @@ def _read1(
 
 
 @gluon.jit
+def write_tile(y, value, m0, n0, T, ROW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """Write a tile of rows [T, ROW]."""
+    layout: gl.constexpr = store_layout(BN)
+    out = gl.convert_layout(value.to(y.dtype.element_ty), layout)
+    rows = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
+    columns = n0 + gl.arange(0, BN, gl.SliceLayout(0, layout))
+    at = y + rows.to(gl.int64)[:, None] * ROW + columns[None, :]
+    gl.store(at, out, mask=(rows < T)[:, None] & (columns < ROW)[None, :])
+
+
+@gluon.jit
+def _end1(
+    acc, up, facts, m0, n0,
+    N: gl.constexpr, H: gl.constexpr, ROW: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, SHORT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Write h of sums [BM, BN], and what is before activations where that is kept."""
+    h, before, before_up, b_in, b_up, counts, T = facts
+    layout: gl.constexpr = acc.type.layout
+    columns = n0 + gl.arange(0, BN, gl.SliceLayout(0, layout))
+    if BIAS:
+        acc = add_bias(acc, b_in, columns, N * H)
+    if before is not None:
+        write_tile(before, acc, m0, n0, T, ROW, BM, BN)
+    value = activate(acc, ACT, SHORT, False)
+    if up is not None:
+        if BIAS:
+            up = add_bias(up, b_up, columns, N * H)
+        if before_up is not None:
+            write_tile(before_up, up, m0, n0, T, ROW, BM, BN)
+        value *= up
+    rows = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
+    value = zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
+    write_tile(h, value, m0, n0, T, ROW, BM, BN)
+
+
+@gluon.jit
 def _take1(
     WHOSE: gl.constexpr, given,
     N: gl.constexpr, H: gl.constexpr, ROW: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
     TURNED: gl.constexpr, SHORT: gl.constexpr, SLOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    h, b_in, b_up, counts, tiles, T, D_IN, a_s, b_s, full, empty, turn = given
+    h, before, before_up, b_in, b_up, counts, tiles, T, D_IN, a_s, b_s, full, empty, turn = given
     steps = gl.cdiv(D_IN, BK)
     own = 0
     for tile in range(gl.program_id(0) + WHOSE * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
-        m0, n0 = _place1(tile, counts, N, H, BM, BN, GROUP)
+        m0, n0 = place1(tile, counts, N, H, BM, BN, GROUP)
         acc = accumulators(BM, 2 * BN if GATED else BN)
         wait_for_turn(turn, own, WHOSE)
         step = (2 * own + WHOSE) * steps
         acc = multiply_tile(acc, step, steps, a_s, b_s, full, empty, turn, WHOSE, SLOTS, TURNED)
+        first, second = halves(acc, BM, 2 * BN if GATED else BN)
+        facts = h, before, before_up, b_in, b_up, counts, T
         if GATED:
-            acc, up = halves(acc, BM, 2 * BN)
-        layout: gl.constexpr = acc.type.layout
-        columns = n0 + gl.arange(0, BN, gl.SliceLayout(0, layout))
-        value = activate(add_bias(acc, b_in, columns, N * H) if BIAS else acc, ACT, SHORT, False)
-        if GATED:
-            value *= add_bias(up, b_up, columns, N * H) if BIAS else up
-        rows = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
-        value = zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
-        whole: gl.constexpr = store_layout(BN)
-        out = gl.convert_layout(value.to(h.dtype.element_ty), whole)
-        rows = m0 + gl.arange(0, BM, gl.SliceLayout(1, whole))
-        columns = n0 + gl.arange(0, BN, gl.SliceLayout(0, whole))
-        at = h + rows.to(gl.int64)[:, None] * ROW + columns[None, :]
-        gl.store(at, out, mask=(rows < T)[:, None] & (columns < ROW)[None, :])
+            _end1(first, second, facts, m0, n0, N, H, ROW, ACT, BIAS, SHORT, BM, BN)
+        elif before is None:
+            _end1(acc, None, facts, m0, n0, N, H, ROW, ACT, BIAS, SHORT, BM, BN)
+        else:  # registers do not hold more than a half's beside the sums
+            _end1(first, None, facts, m0, n0, N, H, ROW, ACT, BIAS, SHORT, BM, BN // 2)
+            _end1(second, None, facts, m0, n0 + BN // 2, N, H, ROW, ACT, BIAS, SHORT, BM, BN // 2)
         own += 1
 
 
 @gluon.jit(do_not_specialize=["T"])
 def layer1_kernel(
-    h, x, w_in, b_in, w_up, b_up, perm, counts, T, D_IN, stride_x,
+    h, before, before_up, x, w_in, b_in, w_up, b_up, perm, counts, T, D_IN, stride_x,
     N: gl.constexpr, H: gl.constexpr, ROW: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
     TURNED: gl.constexpr, SHORT: gl.constexpr, SLOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
@@ -101,13 +132,13 @@ def layer1_kernel(
     b_s = gl.allocate_shared_memory(x.dtype, [SLOTS, BK, BN] if TURNED else [SLOTS, WIDE, BK], w_in.layout)
     full, empty, turn = make_barriers(SLOTS)
     _, _, _, _, _, _, _, tiles = find_band(0, counts, N, 1, N, H, 0, False, BM, BN)
-    given = (h, b_in, b_up, counts, tiles, T, D_IN, a_s, b_s, full, empty, turn)
+    given = (h, before, before_up, b_in, b_up, counts, tiles, T, D_IN, a_s, b_s, full, empty, turn)
     gl.warp_specialize(
         [
             (_take1, (0, given, N, H, ROW, ACT, GATED, BIAS, TURNED, SHORT, SLOTS, BM, BN, BK, GROUP)),
             (_take1, (1, given, N, H, ROW, ACT, GATED, BIAS, TURNED, SHORT, SLOTS, BM, BN, BK, GROUP)),
             (
-                _read1,
+                read1,
                 (x, w_in, w_up, counts, tiles, D_IN, a_s, b_s, full, empty, N, H, TURNED, SLOTS, BM, BN, BK, GROUP),
             ),
         ],

@@ -30,11 +30,11 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     hidden_loads,
     hidden_options,
     is_fused,
-    reached_constants,
-    reaches_in_turn,
     of_tokens,
     plain_options,
     product_tiles,
+    reached_constants,
+    reaches_in_turn,
     second_spec,
     sums_constants,
     sums_options,
@@ -141,7 +141,8 @@ def _branches(spec: KernelSpec, *, every: bool | None = None) -> Kernel:
     return Kernel(
         name=f"branches {'kept' if every is None else 'every' if every else 'run'}",
         function=branches_kernel,
-        constants=branches_constants(spec, every=bool(every), interpret=False, rows=1 if every is not None else 128) | absent,
+        constants=branches_constants(spec, every=bool(every), interpret=False, rows=1 if every is not None else 128)
+        | absent,
         options=plain_options(),
         operands={"reach": "*fp32"},
     )

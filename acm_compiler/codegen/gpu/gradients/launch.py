@@ -28,11 +28,11 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     hidden_loads,
     hidden_options,
     is_fused,
-    reached_constants,
-    reaches_in_turn,
     of_tokens,
     plain_options,
     product_tiles,
+    reached_constants,
+    reaches_in_turn,
     second_spec,
 )
 from acm_compiler.codegen.gpu.products import AsOperand, Grid, Kept, Layer1, Layer2, by_rows, flat
@@ -112,7 +112,10 @@ class _Reached:
         reached = torch.empty_like(kept.first)
         if self._of_bias is not None:
             sums = dy.new_empty(blocks_in(tokens, self._tile_rows), self._columns, dtype=torch.float32)
-        operands = blocks_of(dy, *self._block, turns=True), self._w_out(weights.w_out.contiguous().view(-1, self._columns))
+        operands = (
+            blocks_of(dy, *self._block, turns=True),
+            self._w_out(weights.w_out.contiguous().view(-1, self._columns)),
+        )
         self._start(self._grid(tokens), reached, sums, kept.first, *operands, order.counts, tokens, self._d_out)
         of_bias = None if self._of_bias is None or sums is None else self._of_bias(sums, order, dy.dtype)
         return Hidden(kept.h, [reached], of_bias)
@@ -168,9 +171,7 @@ class BackwardPlan:
     keeps: the forward kept its first layer.
     """
 
-    def __init__(
-        self, spec: KernelSpec, machine: Machine, bucket: int, *, every: bool, keeps: bool = False
-    ) -> None:
+    def __init__(self, spec: KernelSpec, machine: Machine, bucket: int, *, every: bool, keeps: bool = False) -> None:
         first, tokens = first_spec(spec), 1 << bucket
         apart = every or keeps
         tiles = product_tiles(spec, machine, tokens, apart=apart)
@@ -258,7 +259,9 @@ def run_backward(
     plan = _PLANS.get(kind)
     made = plan is None
     if plan is None:
-        plan = BackwardPlan(spec_of(x, weights, None), machine, bucket_of(x.shape[0]), every=every, keeps=kept is not None)
+        plan = BackwardPlan(
+            spec_of(x, weights, None), machine, bucket_of(x.shape[0]), every=every, keeps=kept is not None
+        )
     found, of_learners, order = plan(dy, x, k, weights, wanted, order, kept)
     if made and kind is not None:  # its kernels were built
         if len(_PLANS) >= _MOST:

@@ -76,7 +76,7 @@ def exact(device: Device) -> Iterator[Row]:
 
 
 def _kept(inputs: Inputs, machine: Machine) -> dict[str, Any]:
-    """What a forward keeps for its backward, however few its tokens are."""
+    """Options of a backward whose forward kept its first layer, however few its tokens are."""
     spec, tokens = spec_of(inputs.x, inputs.weights, None), len(inputs.x)
     tiles = choose_tiles(spec, machine.arch, max(tokens, SORTED), machine.processors, turns=machine.turns)
     facts = {"machine": machine, "tiles": tiles, "bucket": bucket_of(tokens)}

@@ -39,6 +39,30 @@ def zero_beyond_k(
     return value
 
 
+@triton.jit
+def _write_hidden(
+    h, before, before_up, acc, up, b_in, b_up, rows, columns, counts, last_row, last_column, T,
+    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    SHORT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Write h of a tile's sums, and what is before activations where that is kept."""
+    at = rows.to(tl.int64)[:, None] * ROW + columns[None, :]
+    real = (rows < T)[:, None] & (columns < ROW)[None, :]
+    if BIAS:
+        acc = add_bias(acc, b_in, columns, N * H)
+    if before is not None:
+        tl.store(before + at, acc.to(h.dtype.element_ty), mask=real)
+    value = activate(acc, ACT, SHORT, INTERPRET)
+    if GATED:
+        if BIAS:
+            up = add_bias(up, b_up, columns, N * H)
+        if before_up is not None:
+            tl.store(before_up + at, up.to(h.dtype.element_ty), mask=real)
+        value *= up
+    value = zero_beyond_k(value, rows, columns, counts, last_row, last_column, N, H)
+    tl.store(h + at, value.to(h.dtype.element_ty), mask=real)
+
+
 @triton.jit(do_not_specialize=["T"])
 def layer1_kernel(
     h, before, before_up, x, w_in, b_in, w_up, b_up, perm, counts, T, D_IN, stride_x,
@@ -76,21 +100,10 @@ def layer1_kernel(
             if GATED:
                 b = load_weights(w_up, up_at, n0, k, D_IN, N * H, N * H, TURNED, W_DESC, EVEN, BN, BK)
                 up = multiply(a, b, up, PRECISION, INTERPRET)
-        at = rows.to(tl.int64)[:, None] * ROW + columns[None, :]
-        real = (rows < T)[:, None] & (columns < ROW)[None, :]
-        if BIAS:
-            acc = add_bias(acc, b_in, columns, N * H)
-        if before is not None:
-            tl.store(before + at, acc.to(h.dtype.element_ty), mask=real)
-        value = activate(acc, ACT, SHORT, INTERPRET)
-        if GATED:
-            if BIAS:
-                up = add_bias(up, b_up, columns, N * H)
-            if before_up is not None:
-                tl.store(before_up + at, up.to(h.dtype.element_ty), mask=real)
-            value *= up
-        value = zero_beyond_k(value, rows, columns, counts, m0 + BM, n0 + BN, N, H)
-        tl.store(h + at, value.to(h.dtype.element_ty), mask=real)
+        _write_hidden(
+            h, before, before_up, acc, up, b_in, b_up, rows, columns, counts, m0 + BM, n0 + BN, T, N, H, ROW, ACT,
+            GATED, BIAS, SHORT, INTERPRET,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -53,9 +53,9 @@ class AsOperand:
 
 
 class Kept(NamedTuple):
-    """Of a first layer what a backward reads, [T, hidden_row] in sorted order: h and its branches' products with biases.
+    """Values of a first layer that a backward reads, [T, hidden_row] in sorted order: h, branches' sums with biases.
 
-    The first branch's product is h itself where there is no activation.
+    The first branch's are h itself where there is no activation.
     """
 
     h: Tensor

@@ -98,7 +98,7 @@ def branches_kernel(
     N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, EVERY: tl.constexpr, TILE: tl.constexpr,
     SHORT: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What reaches the first layer's products, and h, of the products and dh; all [T, ROW] in sorted order.
+    """Gradients of the first layer's products, and h, from the products and dh; all [T, ROW] in sorted order.
 
     first: of the activated branch, up: of the other, or None. h: None where it is known. Outputs may lie where inputs
     do. reach [T, N]: sums of h dh over each learner, fp32. A program has rows of one learner. What runs no such

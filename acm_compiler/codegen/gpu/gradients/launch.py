@@ -28,11 +28,11 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     hidden_loads,
     hidden_options,
     is_fused,
-    reached_constants,
-    reaches_in_turn,
     of_tokens,
     plain_options,
     product_tiles,
+    reached_constants,
+    reaches_in_turn,
     second_spec,
 )
 from acm_compiler.codegen.gpu.products import AsOperand, Grid, Kept, Layer1, Layer2, by_rows, flat

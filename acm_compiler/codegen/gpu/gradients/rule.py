@@ -50,7 +50,7 @@ def _whole_call(weights: Weights) -> Callable[..., Tensor]:
 
 
 class _Rule(torch.autograd.Function):
-    """y [T, O]. choice: k, or nu with a k_min. Kept are inputs, and, by plans that sort, the order and the first layer."""
+    """y [T, O]. choice: k, or nu with a k_min. Kept are inputs, and of plans that sort also order and first layer."""
 
     @staticmethod
     def forward(ctx, run, order, k_min, form, act, x_TD, choice, *tensors):  # type: ignore[override]

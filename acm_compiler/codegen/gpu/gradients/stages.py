@@ -68,7 +68,7 @@ def is_fused(spec: KernelSpec, *, apart: bool) -> bool:
 
 def reaches_in_turn(spec: KernelSpec, tile: Tile) -> bool:
     """True where the product that reaches a plain MLP's h is multiplied by act' of kept products in one launch."""
-    return tile.turns and spec.form == "mlp" and takes_turns(spec)
+    return tile.turns and spec.form == "mlp" and spec.act != "identity" and takes_turns(spec)
 
 
 def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, apart: bool) -> Tiles:

@@ -1,4 +1,4 @@
-"""What reaches a kept first layer, and gradients of weights as `gradients.kernels` has them, by groups in turn."""
+"""Gradients of a kept first layer, and of weights as `gradients.kernels` has them, by two groups of warps in turn."""
 
 from __future__ import annotations
 
@@ -127,26 +127,42 @@ def reached_kernel(
 
 @gluon.jit
 def _share(
-    item, counts, tiles, across, SPLIT: gl.constexpr, TURNED: gl.constexpr, H: gl.constexpr, BM: gl.constexpr,
+    turn, counts, tiles, high, across, N: gl.constexpr, SPLIT: gl.constexpr, TURNED: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr,
 ):  # fmt: skip
-    """(part, first row, first column, first token, end of the tokens) of a share of a tile of weights' gradients."""
-    part, tile = item // tiles, item % tiles
-    m0, n0 = tile // across * BM, tile % across * BN
-    run = gl.load(counts + (n0 if TURNED else m0) // H + 1)
+    """(part, first row, first column, first token, end of the tokens) of a program's next share of a tile.
+
+    Shares of learners that more tokens run come first; the programs take them from left to right, then from right to
+    left, and so on, so that all multiply about as many blocks.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    item = turn * programs + (programs - 1 - program if turn % 2 else program)
+    per = tiles // N
+    n, rest = item // (per * SPLIT), item % (per * SPLIT)
+    part, tile = rest // per, n * per + rest % per
+    m0, n0 = (tile % high * BM, tile // high * BN) if TURNED else (tile // across * BM, tile % across * BN)
+    run = gl.load(counts + n + 1)
     length = gl.cdiv(gl.cdiv(run, BK), SPLIT) * BK
     begin = gl.minimum(part * length, run)
     return part, m0, n0, begin, gl.minimum(begin + length, run)
 
 
 @gluon.jit
+def _shares(tiles, SPLIT: gl.constexpr):
+    """Number of shares that this program takes."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    rounds, rest = tiles * SPLIT // programs, tiles * SPLIT % programs
+    return rounds + ((programs - 1 - program if rounds % 2 else program) < rest).to(gl.int32)
+
+
+@gluon.jit
 def _read_weights(
-    a, b, counts, tiles, across, a_s, b_s, full, empty, SPLIT: gl.constexpr, TURNED: gl.constexpr, H: gl.constexpr,
-    SLOTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    a, b, counts, tiles, high, across, a_s, b_s, full, empty, N: gl.constexpr, SPLIT: gl.constexpr,
+    TURNED: gl.constexpr, SLOTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
 ):  # fmt: skip
     step = 0
-    for item in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
-        _, m0, n0, begin, end = _share(item, counts, tiles, across, SPLIT, TURNED, H, BM, BN, BK)
+    for turn in range(0, _shares(tiles, SPLIT)):
+        _, m0, n0, begin, end = _share(turn, counts, tiles, high, across, N, SPLIT, TURNED, BM, BN, BK)
         for first in range(begin, end, BK):
             read_blocks(a, b, None, first, m0, first, n0, step, a_s, b_s, full, empty, SLOTS)
             step += 1
@@ -162,13 +178,13 @@ def _cut(block, rows: gl.constexpr, columns: gl.constexpr, left):
 
 @gluon.jit
 def _take_weights(
-    WHOSE: gl.constexpr, given, M: gl.constexpr, SPLIT: gl.constexpr, TURNED: gl.constexpr, H: gl.constexpr,
+    WHOSE: gl.constexpr, given, N: gl.constexpr, M: gl.constexpr, SPLIT: gl.constexpr, TURNED: gl.constexpr,
     SLOTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
 ):  # fmt: skip
-    parts, counts, tiles, across, WIDE, a_s, b_s, full, empty, turn = given
-    step, before = 0, 0
-    for item in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
-        part, m0, n0, begin, end = _share(item, counts, tiles, across, SPLIT, TURNED, H, BM, BN, BK)
+    parts, counts, tiles, high, across, WIDE, a_s, b_s, full, empty, turn = given
+    step = 0
+    for before in range(0, _shares(tiles, SPLIT)):
+        part, m0, n0, begin, end = _share(before, counts, tiles, high, across, N, SPLIT, TURNED, BM, BN, BK)
         whole, left = (end - begin) // BK, (end - begin) % BK
         if before % 2 == WHOSE:
             wait_for_turn(turn, before // 2, WHOSE)
@@ -186,12 +202,11 @@ def _take_weights(
             layout: gl.constexpr = acc.type.layout if parts.dtype.element_ty == gl.float32 else store_layout(BN)
             rows = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
             columns = n0 + gl.arange(0, BN, gl.SliceLayout(0, layout))
-            high, wide = (WIDE, M) if TURNED else (M, WIDE)
+            most, wide = (WIDE, M) if TURNED else (M, WIDE)
             at = parts + part.to(gl.int64) * M * WIDE + rows.to(gl.int64)[:, None] * wide + columns[None, :]
             out = gl.convert_layout(acc.to(parts.dtype.element_ty), layout)
-            gl.store(at, out, mask=(rows < high)[:, None] & (columns < wide)[None, :])
+            gl.store(at, out, mask=(rows < most)[:, None] & (columns < wide)[None, :])
         step += gl.cdiv(end - begin, BK)
-        before += 1
 
 
 @gluon.jit
@@ -209,16 +224,16 @@ def weights_kernel(
     b_s = gl.allocate_shared_memory(a.dtype, [SLOTS, BK, BN], b.layout)
     full, empty, turn = make_barriers(SLOTS)
     M: gl.constexpr = N * H
-    across = gl.cdiv(M if TURNED else WIDE, BN)
-    tiles = gl.cdiv(WIDE if TURNED else M, BM) * across
-    given = (parts, counts, tiles, across, WIDE, a_s, b_s, full, empty, turn)
+    high, across = gl.cdiv(WIDE if TURNED else M, BM), gl.cdiv(M if TURNED else WIDE, BN)
+    tiles = high * across
+    given = (parts, counts, tiles, high, across, WIDE, a_s, b_s, full, empty, turn)
     gl.warp_specialize(
         [
-            (_take_weights, (0, given, M, SPLIT, TURNED, H, SLOTS, BM, BN, BK)),
-            (_take_weights, (1, given, M, SPLIT, TURNED, H, SLOTS, BM, BN, BK)),
+            (_take_weights, (0, given, N, M, SPLIT, TURNED, SLOTS, BM, BN, BK)),
+            (_take_weights, (1, given, N, M, SPLIT, TURNED, SLOTS, BM, BN, BK)),
             (
                 _read_weights,
-                (a, b, counts, tiles, across, a_s, b_s, full, empty, SPLIT, TURNED, H, SLOTS, BM, BN, BK),
+                (a, b, counts, tiles, high, across, a_s, b_s, full, empty, N, SPLIT, TURNED, SLOTS, BM, BN, BK),
             ),
         ],
         [GROUP_WARPS, 1],

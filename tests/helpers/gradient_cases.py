@@ -79,7 +79,7 @@ def keeping(inputs):
     spec, tokens = spec_of(inputs.x, inputs.weights, None), len(inputs.x)
     facts = {"machine": HOPPER, "tiles": choose_tiles(spec, 90, 128), "bucket": bucket_of(tokens)}
     plan = SortedPlan(spec, inputs.weights, None, **facts)
-    order = plan.order(inputs.k, None)
+    order = plan.order(inputs.k, None, inputs.x)
     y, kept = plan.keeping(inputs.x, inputs.k, order)
     return y, order, kept
 

@@ -209,13 +209,13 @@ def test_a_graph_of_a_step_holds_the_launches_of_its_backward(small, is_free, k_
     if k_min is None:
         assert [sorted(names) for names in backward[2:4]] == [["counts", "h", "reached", "sums"], ["total"]]
     else:
-        assert sorted(backward[4]) == ["dh", "first", "reach"]
+        assert sorted(backward[4]) == ["h", "of_first", "reach"]
     rest = backward[4 if k_min is None else 5 :]
     assert rest[0] == ["y", "counts"] and ["total"] in rest and ["parts"] in rest
 
 
 def test_a_step_by_kept_plans_sorts_once_and_starts_the_same_kernels_each_time(stub, small, monkeypatch):
-    """The backward: two copies in order, the first layer and its biases, tokens, two weights, b_out, and totals."""
+    """The backward: two copies in order, what reaches h, its activation, biases, tokens, weights, b_out, and totals."""
     monkeypatch.setattr(sorted_tokens, "_LEAST", 1)
     x, copies = rows(100).requires_grad_(), 1 - puts_fences()
     small.gate.requires_grad_(False)
@@ -228,8 +228,8 @@ def test_a_step_by_kept_plans_sorts_once_and_starts_the_same_kernels_each_time(s
             forward = stub.stub_launches()
             y.sum().backward()
             counts.append((forward - before, stub.stub_launches() - forward))
-    assert counts[-2:] == [(4 + copies, 11)] * 2
-    assert counts[0][1] == 13  # of operators, which sort again
+    assert counts[-2:] == [(4 + copies, 13)] * 2
+    assert counts[0][1] == 13  # of operators: one launch of the first layer and one of biases, but they sort again
     assert x.grad is not None and small.learners.w_in.grad is not None
     small.eval()
 

@@ -137,7 +137,7 @@ def _kept(spec: KernelSpec, machine: Machine, tokens: int) -> list[Kernel]:
 def _branches(spec: KernelSpec, *, every: bool | None = None) -> Kernel:
     """every: of all learners, or else of those that run; None: of kept products."""
     absent = ({} if every else {"reach": None}) | ({} if spec.form == "gated" else {"up": None, "of_up": None})
-    absent |= {"h": None} if every is None else {}
+    absent |= {"h": None} if every is None else dict.fromkeys(("first", "up", "dh"))
     return Kernel(
         name=f"branches {'kept' if every is None else 'every' if every else 'run'}",
         function=branches_kernel,

@@ -100,8 +100,8 @@ def branches_kernel(
 ):  # fmt: skip
     """Gradients of the first layer's products, and h, from the products and dh; all [T, ROW] in sorted order.
 
-    first: of the activated branch, up: of the other, or None. h: None where it is known. Outputs may lie where inputs
-    do. reach [T, N]: sums of h dh over each learner, fp32. A program has rows of one learner. What runs no such
+    first: of the activated branch, up: of the other; without them, of_first and of_up hold them, and h holds dh; h:
+    None where it is known. reach [T, N]: sums of h dh over each learner, fp32. A program has rows of one learner. What runs no such
     learner is left; or zero as far as TILE rows have some that do, where outputs are new; or, where EVERY learner was
     computed for every token, summed and then zero.
     """
@@ -112,6 +112,10 @@ def branches_kernel(
     real = rows < tl.minimum((count + TILE - 1) // TILE * TILE, T)
     if EVERY:
         real = rows < T
+    if first is None:
+        first = of_first
+        up = of_up
+        dh = h
     total = tl.zeros((BM,), tl.float32)
     for start in range(0, H, BN):
         columns = start + tl.arange(0, BN)
@@ -120,7 +124,7 @@ def branches_kernel(
         before = tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
         of_h = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
         value, reached = activate(before, ACT, SHORT, INTERPRET), of_h * derive(before, ACT, SHORT, INTERPRET)
-        if up is not None:
+        if of_up is not None:
             other = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
             of_other = of_h * value
             if EVERY or TILE > 1:

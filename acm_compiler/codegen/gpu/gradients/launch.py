@@ -148,7 +148,8 @@ class _Branches:
         tokens = dh.shape[0]
         reach = dh.new_empty(tokens, self._learners, dtype=torch.float32) if self._every else None
         up = first[1] if len(first) > 1 else None
-        self._activation(self._programs(tokens), first[0], up, dh, first[0], up, dh, reach, order.counts, tokens)
+        in_place = first[0], up, dh, None, None, None
+        self._activation(self._programs(tokens), *in_place, reach, order.counts, tokens)
         return Hidden(dh, first, of_learners=reach)
 
     def _of_kept(self, kept: Kept, dh: Tensor, order: Order) -> Hidden:

@@ -10,7 +10,14 @@ from acm_compiler.codegen.gpu.ahead.build import build
 from acm_compiler.codegen.gpu.ahead.gradients import gradient_kernels
 from acm_compiler.codegen.gpu.gradients.stages import parts_of, weights_loads
 from acm_compiler.codegen.gpu.stages import Loads, Machine, loads_of, puts_fences
-from tests.codegen.test_kernels import PROJECTION, SWIGLU, VIT, interpret, require_products_in_flight
+from tests.codegen.test_kernels import (
+    PROJECTION,
+    SWIGLU,
+    VIT,
+    interpret,
+    require_products_in_flight,
+    require_turns,
+)
 
 SPECS = {
     f"{spec.form} {dtype}": replace(spec, residual=False, dtype=dtype.removeprefix("t"), tf32=dtype == "tfp32")
@@ -57,6 +64,12 @@ def test_the_backward_of_a_vit_is_built_without_spills(arch):
     kernels = gradient_kernels(spec, arch, 25216, turns=False)
     kernels = [kernel for kernel in kernels if not kernel.name.startswith("layer")]
     require_good(spec, arch, kernels)
+
+
+def test_a_kept_first_layer_and_what_reaches_it_take_turns_on_sm_90():
+    spec = SPECS["mlp bf16"]
+    kernels = {kernel.name: kernel for kernel in gradient_kernels(spec, 90, 25216)}
+    require_turns([kernels["layer1 kept"], kernels["reached"]], spec.dtype)
 
 
 @pytest.mark.parametrize("spec", [SPECS["mlp bf16"], SPECS["gated bf16"]], ids=["mlp", "gated"])

@@ -66,7 +66,8 @@ def check(case: Case, *, k_min: int | None = None):
     call = {"wanted": set(exact), "machine": HOPPER, "choice": choice}
     require_near(run_backward(dy, inputs.x, inputs.k, inputs.weights, **call), exact, case.dtype)
     if choice is None:
-        _, order, kept = keeping(inputs)
+        plan, order = sorted_plan(inputs)
+        _, kept = plan.keeping(inputs.x, inputs.k, order)
         given = [None if tensor is None else tensor.clone() for tensor in kept]
         found = run_backward(dy, inputs.x, inputs.k, inputs.weights, order=order, kept=kept, **call)
         require_near(found, exact, case.dtype)
@@ -74,14 +75,12 @@ def check(case: Case, *, k_min: int | None = None):
             assert before is now or torch.equal(before.nan_to_num(), now.nan_to_num())
 
 
-def keeping(inputs):
-    """y, the order of tokens, and what a forward keeps that sorts any number of them."""
+def sorted_plan(inputs):
+    """A forward's plan that sorts any number of tokens, and their order."""
     spec, tokens = spec_of(inputs.x, inputs.weights, None), len(inputs.x)
     facts = {"machine": HOPPER, "tiles": choose_tiles(spec, 90, 128), "bucket": bucket_of(tokens)}
     plan = SortedPlan(spec, inputs.weights, None, **facts)
-    order = plan.order(inputs.k, None, inputs.x)
-    y, kept = plan.keeping(inputs.x, inputs.k, order)
-    return y, order, kept
+    return plan, plan.order(inputs.k, None, inputs.x)
 
 
 SMALL = {"tokens": 40, "d_in": 40, "d_out": 33, "width": 20}
@@ -167,11 +166,14 @@ def test_a_token_of_nan_or_infinity_reaches_what_it_has_part_in_and_nothing_else
     dy[8], inputs.k[8] = torch.inf, 2
     inputs.x[9], dy[9], inputs.k[9] = torch.inf, torch.nan, 0
     exact, _ = exact_gradients(case, inputs, dy)
-    found = run_backward(dy, inputs.x, inputs.k, inputs.weights, wanted=set(exact), machine=machine)
-    for name, grad in exact.items():
-        assert torch.equal(found[name].isfinite(), grad.isfinite()), name
-        assert not grad.isfinite().all(), name
-    assert found["w_in"][2:].isfinite().all() and found["b_out"][[1, 3, 4]].isfinite().all()
+    plan, order = sorted_plan(inputs)
+    _, kept = plan.keeping(inputs.x, inputs.k, order)
+    for more in ({}, {"order": order, "kept": kept}):
+        found = run_backward(dy, inputs.x, inputs.k, inputs.weights, wanted=set(exact), machine=machine, **more)
+        for name, grad in exact.items():
+            assert torch.equal(found[name].isfinite(), grad.isfinite()), name
+            assert not grad.isfinite().all(), name
+        assert found["w_in"][2:].isfinite().all() and found["b_out"][[1, 3, 4]].isfinite().all()
 
 
 def test_sums_over_tokens_have_the_same_bits_each_time_and_may_be_in_parts():
@@ -236,6 +238,24 @@ def test_eager_calls_have_exact_gradients_and_those_of_gradients_too(form, k_min
     for mine, other in zip(found, again, strict=True):
         torch.testing.assert_close(mine, other.detach(), rtol=1e-4, atol=1e-5)
     assert all(grad.requires_grad for grad in again[:1])
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("form", [{}, GATED, LINEAR], ids=["mlp", "gated", "linear"])
+def test_a_kept_plans_backward_reads_its_first_layer_as_often_as_it_likes(form, monkeypatch):
+    inputs, dy, read = inputs_of(Case(**SMALL, **form)), torch.randn(40, 33), []
+    run = launch.run_backward
+    monkeypatch.setattr(
+        operators, "run_backward", lambda *args, **named: read.append(named["kept"]) or run(*args, **named)
+    )
+    exact, _ = exact_gradients(Case(**SMALL, **form), inputs, dy)
+    leaves = {name: t.requires_grad_() for name, t in inputs.weights.tensors._asdict().items() if t is not None}
+    leaves["x"] = inputs.x.requires_grad_()
+    y = rule.differentiated(*sorted_plan(inputs), inputs.x, inputs.k, inputs.weights)
+    torch.testing.assert_close(y, run_learners(inputs.x, inputs.k, inputs.weights), rtol=1e-4, atol=1e-5)
+    first, again = (torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True) for _ in range(2))
+    require_near(dict(zip(leaves, first, strict=True)), exact, torch.float32)
+    assert all(map(torch.equal, first, again)) and len(read) == 2 and None not in read
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -141,8 +141,7 @@ def _branches(spec: KernelSpec, *, every: bool | None = None) -> Kernel:
     return Kernel(
         name=f"branches {'kept' if every is None else 'every' if every else 'run'}",
         function=branches_kernel,
-        constants=branches_constants(spec, every=bool(every), interpret=False, rows=1 if every is not None else 128)
-        | absent,
+        constants=branches_constants(spec, every=bool(every), interpret=False) | absent,
         options=plain_options(),
         operands={"reach": "*fp32"},
     )

@@ -95,21 +95,19 @@ def biases_kernel(
 @triton.jit(do_not_specialize=["T"])
 def branches_kernel(
     of_first, of_up, h, first, up, dh, reach, counts, T,
-    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, EVERY: tl.constexpr, TILE: tl.constexpr,
-    SHORT: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    N: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr, ACT: tl.constexpr, EVERY: tl.constexpr, SHORT: tl.constexpr,
+    INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the first layer's products, and h, from the products and dh; all [T, ROW] in sorted order.
 
     first: of the activated branch, up: of the other; without them, of_first and of_up hold them, and h holds dh; h:
-    None where it is known. reach [T, N]: sums of h dh over each learner, fp32. A program has rows of one learner. What runs no such
-    learner is left; or zero as far as TILE rows have some that do, where outputs are new; or, where EVERY learner was
-    computed for every token, summed and then zero.
+    None where it is known. reach [T, N]: sums of h dh over each learner, fp32. A program has rows of one learner. What
+    runs no such learner is left, or, where EVERY learner was computed for every token, summed and then zero.
     """
     n = tl.program_id(0) % N
     rows = tl.program_id(0) // N * BM + tl.arange(0, BM)
-    count = tl.load(counts + n + 1)
-    runs = rows < count
-    real = rows < tl.minimum((count + TILE - 1) // TILE * TILE, T)
+    runs = rows < tl.load(counts + n + 1)
+    real = runs
     if EVERY:
         real = rows < T
     if first is None:
@@ -127,14 +125,13 @@ def branches_kernel(
         if of_up is not None:
             other = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
             of_other = of_h * value
-            if EVERY or TILE > 1:
+            if EVERY:
                 of_other = tl.where(runs[:, None], of_other, 0.0)
             tl.store(of_up + at, of_other.to(up.dtype.element_ty), mask=mask)
             value *= other
             reached *= other
         if EVERY:
             total += tl.sum(tl.where(mask, value * of_h, 0.0), 1)
-        if EVERY or TILE > 1:
             value = tl.where(runs[:, None], value, 0.0)
             reached = tl.where(runs[:, None], reached, 0.0)
         tl.store(of_first + at, reached.to(first.dtype.element_ty), mask=mask)

@@ -39,7 +39,7 @@ from acm_compiler.codegen.gpu.products import AsOperand, Grid, Kept, Layer1, Lay
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, is_starting
-from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of
+from acm_compiler.codegen.gpu.tiles import Tile, bucket_of
 
 _MOST = 256  # plans
 _PLANS: dict[Hashable, BackwardPlan] = {}
@@ -124,15 +124,13 @@ class _Reached:
 class _Branches:
     """Launches for other first layers: products for branches, unless kept, one for h, then what is made of them."""
 
-    def __init__(self, spec: KernelSpec, machine: Machine, tiles: Tiles, *, every: bool, keeps: bool) -> None:
-        tile = tiles.layer1
+    def __init__(self, spec: KernelSpec, machine: Machine, tile: Tile, *, every: bool) -> None:
         self._every, self._learners = every, spec.learners
         self._first = Layer1(first_spec(spec), machine, tile, in_order=True)
         self._second = Layer1(second_spec(spec), machine, tile, in_order=True, turned=True)
         self._activation: Launcher | None = None
         if every or spec.form != "linear":
-            rows = tiles.layer2.m if keeps else 1
-            constants = branches_constants(spec, every=every, interpret=INTERPRETED, rows=rows)
+            constants = branches_constants(spec, every=every, interpret=INTERPRETED)
             self._block = constants["BM"]
             self._activation = Launcher(branches_kernel, constants, plain_options())
 
@@ -156,7 +154,7 @@ class _Branches:
         """The same of products that stay as they are."""
         if self._activation is None:
             return Hidden(kept.h, [dh])
-        tokens, of_up = dh.shape[0], None if kept.up is None else torch.empty_like(dh)
+        tokens, of_up = dh.shape[0], None if kept.up is None else torch.zeros_like(dh)  # as dh has zeros behind k
         outputs = dh, of_up, None
         self._activation(self._programs(tokens), *outputs, kept.first, kept.up, dh, None, order.counts, tokens)
         return Hidden(kept.h, [dh] if of_up is None else [dh, of_up])
@@ -186,7 +184,7 @@ class BackwardPlan:
         elif keeps and reaches_in_turn(spec, tiles.layer1):
             self._hidden = _Reached(spec, machine, tiles.layer1)
         else:
-            self._hidden = _Branches(spec, machine, tiles, every=every, keeps=keeps)
+            self._hidden = _Branches(spec, machine, tiles.layer1, every=every)
         of_branches = zip((first, replace(first, residual=True)), self._branches, strict=False)
         self._tokens = [
             Layer2(layer, machine, tiles.layer2, of_tokens(layer, branch), turned=True) for layer, branch in of_branches

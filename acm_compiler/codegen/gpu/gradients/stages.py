@@ -178,15 +178,14 @@ def weights_constants(
     }
 
 
-def branches_constants(spec: KernelSpec, *, every: bool, interpret: bool, rows: int = 1) -> dict[str, Any]:
-    """Constants of `branches_kernel`; rows: of a tile that reads what it writes anew."""
+def branches_constants(spec: KernelSpec, *, every: bool, interpret: bool) -> dict[str, Any]:
+    """Constants of `branches_kernel`."""
     return {
         "N": spec.learners,
         "H": spec.width,
         "ROW": spec.hidden_row,
         "ACT": spec.act,
         "EVERY": every,
-        "TILE": rows,
         "SHORT": spec.dtype == "bf16",
         "INTERPRET": interpret,
         "BM": _ROWS,

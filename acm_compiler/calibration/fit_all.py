@@ -15,14 +15,14 @@ from torch import Tensor
 
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.module import State
-from acm_compiler.calibration.candidates import Learned, choose_forms, learn, sharing, units, with_gates
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.examples import Examples, Options
-from acm_compiler.calibration.fit_learners import ENOUGH_TOKENS
 from acm_compiler.calibration.gates import ScoredGate
+from acm_compiler.calibration.learners.candidates import Learned, choose_forms, learn, sharing, units, with_gates
+from acm_compiler.calibration.learners.fit_learners import ENOUGH_TOKENS
+from acm_compiler.calibration.learners.slices import fit_pairs
 from acm_compiler.calibration.observe import Seen, observe, reading
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.calibration.slices import fit_pairs
 from acm_compiler.passes.rewrite.build_acm import fitted_learners, make_like
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights

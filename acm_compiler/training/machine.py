@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from contextlib import AbstractContextManager
@@ -91,6 +92,7 @@ def open_machine(precision: Precision = "fp32", device: str = "auto", *, sharded
             torch.accelerator.set_device_index(named.index)
         if not dist.is_initialized():
             dist.init_process_group(dist.get_default_backend_for_device(named))
+            atexit.register(_leave)
     if ranks.world() == 1 and "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
         log.warning(
             "accelerate was asked for several processes and started one; "
@@ -104,6 +106,12 @@ def open_machine(precision: Precision = "fp32", device: str = "auto", *, sharded
             expected="bf16 | fp32",
         )
     return Machine(rank=ranks.rank(), world=ranks.world(), device=named, dtype=_AUTOCAST[precision], sharded=sharded)
+
+
+def _leave() -> None:
+    """Leave the process group: its threads would be cut off as Python ends, which may abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def find_device(name: str, *, where: str = "run.device") -> torch.device:

@@ -14,12 +14,13 @@ import acm_compiler.calibration.calibrate as process
 import acm_compiler.runtime.measure_budgets as measure
 from acm_compiler.acm.context import observers_of
 from acm_compiler.acm.reference import prefix_output
-from acm_compiler.calibration import candidates, gates
+from acm_compiler.calibration import gates
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
 from acm_compiler.calibration.damage import evened
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.calibration.fit_all import fit_all, in_memory
 from acm_compiler.calibration.gates import fit_gates
+from acm_compiler.calibration.learners import candidates
 from acm_compiler.calibration.recalibrate import Sensitivity, recalibrate, sensitivity
 from acm_compiler.errors import (
     BudgetUnreachable,

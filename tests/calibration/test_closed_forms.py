@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acm_compiler.acm.precision import solve, square_factors
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged, Together, token_errors
-from acm_compiler.calibration.fit_learners import nested_factors, prefix_biases
-from acm_compiler.calibration.mlp_learners import (
+from acm_compiler.calibration.learners.fit_learners import nested_factors, prefix_biases
+from acm_compiler.calibration.learners.mlp_learners import (
     RIDGE,
     Hidden,
     fit_second_layer,
@@ -20,6 +19,7 @@ from acm_compiler.calibration.mlp_learners import (
     variance_order,
     weight_of_k,
 )
+from acm_compiler.calibration.linear_algebra import solve, square_factors
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 N, H, F, OUT, T = 3, 4, 12, 5, 400

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration import local_training
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
 from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.examples import Options, masked
-from acm_compiler.calibration.local_training import can_be_trained, mean_damages, train_locally
-from acm_compiler.calibration.mlp_learners import Hidden, fit_second_layer
+from acm_compiler.calibration.learners import local_training
+from acm_compiler.calibration.learners.local_training import can_be_trained, mean_damages, train_locally
+from acm_compiler.calibration.learners.mlp_learners import Hidden, fit_second_layer
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.passes.rewrite.dense_region import DenseWeights

@@ -9,9 +9,9 @@ from torch import nn
 
 import acm_compiler as acm
 from acm_compiler.calibration.calibrate import calibrate_on
-from acm_compiler.calibration.candidates import Learned, choose_forms
 from acm_compiler.calibration.examples import Options, masked
-from acm_compiler.calibration.slices import bases_of_scores, bases_of_values, head_blocks
+from acm_compiler.calibration.learners.candidates import Learned, choose_forms
+from acm_compiler.calibration.learners.slices import bases_of_scores, bases_of_values, head_blocks
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.passes.survey import analyze

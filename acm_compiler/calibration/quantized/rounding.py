@@ -13,8 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.precision import cholesky, mean_diagonal
 from acm_compiler.acm.quantized.int4 import GROUP, Grids, whole_range
+from acm_compiler.calibration.linear_algebra import cholesky, mean_diagonal
 
 # ridge, as a part of the moments' mean diagonal: few tokens estimate correlations poorly
 _DAMPING = 0.01

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.precision import square_factors, to_float64
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.answer import Answer, answers_with, mask_in, relative_change
 from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.examples import Options
+from acm_compiler.calibration.linear_algebra import square_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import fitted_learners
 from acm_compiler.passes.rewrite.conversion import Rewritten

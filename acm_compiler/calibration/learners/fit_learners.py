@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.precision import mean_diagonal, square_factors, to_float64
+from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
-from acm_compiler.calibration.mlp_learners import Hidden, fit_second_layer, neuron_order, variance_order
+from acm_compiler.calibration.learners.mlp_learners import Hidden, fit_second_layer, neuron_order, variance_order
+from acm_compiler.calibration.linear_algebra import mean_diagonal, square_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite

@@ -21,11 +21,11 @@ from acm_compiler.acm import Gate
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged, evened, token_errors
 from acm_compiler.calibration.examples import Options
-from acm_compiler.calibration.fit_learners import fit_learners, resolve_site
 from acm_compiler.calibration.gates import fit_gates
-from acm_compiler.calibration.local_training import can_be_trained, train_locally
+from acm_compiler.calibration.learners.fit_learners import fit_learners, resolve_site
+from acm_compiler.calibration.learners.local_training import can_be_trained, train_locally
+from acm_compiler.calibration.learners.slices import Fit
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.calibration.slices import Fit
 from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite

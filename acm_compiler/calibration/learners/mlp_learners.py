@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.precision import mean_diagonal, solve
+from acm_compiler.calibration.linear_algebra import mean_diagonal, solve
 from acm_compiler.planning.decisions import SecondLayer
 
 # part of the mean variance of a neuron that is added to each: neurons that say the same leave nothing to divide by

@@ -36,7 +36,7 @@ demo-llm: $(VENV)/.smollm2
 	$(BIN)/acmc rewrite --recipe smollm2 --set 'schedule[0].local_steps=0' --out runs/smollm2 --resume --force
 	$(BIN)/python -m benchmarks.decoders --model runs/smollm2 --against teal wina
 	$(BIN)/python examples/side_by_side.py runs/smollm2
-	$(BIN)/python -m benchmarks.tokens_per_second runs/smollm2
+	$(BIN)/python -m benchmarks.tokens_per_second runs/smollm2 --rounds 3
 
 # threads that wait for each other in a loop take the cores from whatever else runs there, such as other workers' tests;
 # those that sleep do not, but are late at every call, which `demo-llm` with the cores to itself need not pay

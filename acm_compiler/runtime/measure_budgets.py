@@ -30,6 +30,8 @@ _JUMP = 0.02
 # budgets between two measured rows are reached by what both expect of them, in straight pieces that miss it by _CLOSE,
 # if they differ by no more than _APART at any knob; else by one straight line that is expected to miss by no more
 _APART, _CLOSE = 0.008, 0.004
+# neither is met nearer than twice the standard error of other data's shares, up to these
+_NEAR_AT_MOST, _APART_AT_MOST = 0.01, 0.02
 # a search ends after so many probes; the first keeps this far from its neighbours, each later one four times as far
 _STEPS, _MARGIN = 14, 1e-4
 
@@ -105,7 +107,7 @@ class _Search:
         """
         for step in range(_STEPS):
             rows = self.rows()
-            if min(abs(row.share - target) for row in rows) <= within:
+            if min(abs(row.share - target) for row in rows) <= max(within, self._unsure(_NEAR_AT_MOST)):
                 return
             right = bisect_left([-row.share for row in rows], -target)
             if right in (0, len(rows)):
@@ -119,6 +121,10 @@ class _Search:
             if knob not in self.probes:
                 self.probes[knob] = self.trials.at(knob)
         self.missed.append(target)
+
+    def _unsure(self, most: float) -> float:
+        """What shares of other data may differ by from those measured, but for one in twenty; `most` at most."""
+        return min(2 * self.trials.error, most)
 
     def rows(self) -> list[Probe]:
         """The probes, by rising knob."""
@@ -145,7 +151,7 @@ class _Search:
         if any(high.share < target < low.share for target in self.missed):
             return None
         knobs, shares, apart = expected_between(low, high)
-        if apart <= _APART and not self.missed:
+        if apart <= max(_APART, self._unsure(_APART_AT_MOST)) and not self.missed:
             bends = corners(knobs, shares, _CLOSE)
             self.expected.update((float(knobs[bend]), float(shares[bend])) for bend in bends)
             return None

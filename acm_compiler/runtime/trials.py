@@ -40,7 +40,7 @@ STRONGEST_KNOB = 2.0**12
 _LEVELS = 1025
 # the batches that are measured first are every third one, and at least so many, with so many tokens
 _STRIDE, _FEWEST, _TOKENS = 3, 4, 1365
-# enough are measured once the standard error of the share of all is no larger
+# enough are measured once the standard error of the share of all is no larger, or half of that of other data
 _SURE = 0.0015
 
 
@@ -172,8 +172,8 @@ class Whole:
         each = [share for number, share in expected.items() for _ in range(self._examples[number])]
         return torch.tensor(each, dtype=torch.float64)
 
-    def is_known_by(self, parts: Mapping[int, Part], expected: Mapping[int, float]) -> bool:
-        """True if these batches, by how they differ from what is expected of them, tell the share of all."""
+    def is_known_by(self, parts: Mapping[int, Part], expected: Mapping[int, float], error: float = 0.0) -> bool:
+        """True if these batches, by how they differ from what is expected, tell the share of all, which errs so far."""
         seen = [number for number in parts if number in expected]
         if len(seen) < _FEWEST or sum(part.tokens for part in parts.values()) < _TOKENS:
             return False
@@ -181,14 +181,12 @@ class Whole:
         errors = np.array([float(parts[number].shares.mean()) - expected[number] for number in seen])
         spread = np.average((errors - np.average(errors, weights=weights)) ** 2, weights=weights)
         unseen = 1 - len(seen) / len(expected)
-        return math.sqrt(spread / (len(seen) - 1) * unseen) <= _SURE
+        return math.sqrt(spread / (len(seen) - 1) * unseen) <= max(_SURE, error / 2)
 
 
 _LOG = logging.getLogger(__name__)
-# digits of a share that are no rounding
-_DIGITS = 12
-# tokens of each site, in whole examples, whose scores say where to look next
-_SCORED = 4096
+# digits of a share that are no rounding; tokens of each site, in whole examples, whose scores say where to look next
+_DIGITS, _SCORED = 12, 4096
 
 
 class Trials:
@@ -196,6 +194,7 @@ class Trials:
 
     count: int
     """Examples that hold a real token."""
+    error: float = 0.0  # standard error, over examples, with which shares measured here are those of other data
     _whole: Whole
 
     def __init__(self, found: Rewritten, examples: Sequence[Example], k_lo: int) -> None:
@@ -228,8 +227,10 @@ class Trials:
         parts: dict[int, Part] = {}
         for number, part in zip(self._whole.order, self._run_all(self._whole.order), strict=False):
             parts[number] = part
-            if self._whole.is_known_by(parts, expected):
+            if self._whole.is_known_by(parts, expected, self.error):
                 break
+        shares = torch.cat([part.shares for part in parts.values()])
+        self.error = max(self.error, float(shares.std(correction=0)) / math.sqrt(self.count))
         beyond = torch.cat([part.shares - expected.get(number, 0.0) for number, part in parts.items()])
         share = self._mean(beyond) + self._mean(self._whole.of_examples(expected))
         return self._probe(knob, share, parts)

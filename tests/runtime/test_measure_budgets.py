@@ -135,7 +135,8 @@ def test_most_budgets_are_found_by_the_first_forward_that_looks_for_them(model):
     table = measure_budgets(model, data, budgets=(0.33,))
     handle.remove()
     assert len(calls) <= 14 * len(data) and len(table.points) >= 12
-    assert sum(point.measured for point in table.points) * len(data) == len(calls)
+    measured = sum(point.measured for point in table.points) * len(data)
+    assert len(calls) - len(data) <= measured <= len(calls)  # the strongest knob's row may give way to a weaker one's
 
 
 def unlike_batches(count=30):
@@ -152,7 +153,7 @@ def test_some_of_many_batches_tell_what_all_would_spend(model):
     handle.remove()
     probes = sum(point.measured for point in table.points)
     assert table.examples == 240 and probes > 6
-    assert len(calls) < 2 * len(data) + 0.75 * (probes - 2) * len(data)
+    assert len(calls) < 0.75 * probes * len(data) + 2 * len(data)
     for budget in (0.2, 0.33, 0.6):
         set_budget(model, budget)
         assert reached_on(model, data) == pytest.approx(budget, abs=NEAR + 3 * 0.0015)

@@ -147,12 +147,13 @@ def quarters(value: Tensor) -> Tensor:
 
 def poison_memory(monkeypatch) -> None:
     """New memory holds NaN, or an index that no buffer has, wherever it is not initialised."""
-    empty, new_empty = torch.empty, Tensor.new_empty
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
 
     def poison(tensor: Tensor) -> Tensor:
         return tensor.fill_(float("nan") if tensor.is_floating_point() else 1 << 30)
 
     monkeypatch.setattr(torch, "empty", lambda *args, **options: poison(empty(*args, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: poison(empty_like(*args, **options)))
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **options: poison(new_empty(*args, **options)))
 
 

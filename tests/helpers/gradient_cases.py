@@ -104,6 +104,7 @@ def test_gradients_in_bf16_stay_near_float64(d_out):
     case = Case(dtype=torch.bfloat16, **SMALL | {"d_out": d_out, "tokens": 70})
     check(case)
     check(case, k_min=0)
+    check(replace(case, **GATED))  # products read a kept branch beyond what rows run
 
 
 @pytest.mark.slow

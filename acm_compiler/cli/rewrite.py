@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,7 +51,7 @@ def rewrite(
         force=force,
         until=until,
         strict_budget=strict_budget,
-        resume_command=_resume_command(recipe, directory, overrides or [], force=force),
+        resume_command=resume_command(recipe, directory, overrides or [], force=force),
     )
     if dry_run:
         _dry_run(loaded, options, output)
@@ -95,10 +96,23 @@ def _dry_run(recipe: Recipe, options: RunOptions, output: Output) -> None:
     output.document({"plan": made.as_json()})
 
 
-def _resume_command(recipe: str, directory: Path, overrides: list[str], *, force: bool) -> str:
+def resume_command(recipe: str, directory: Path, overrides: list[str], *, force: bool) -> str:
+    """The words that continue this run, on as many processes; "…" for options of a launcher that it does not know."""
     import shlex
 
     changes = [part for override in overrides for part in ("--set", override)]
     # a run that has saved no state yet still has the earlier result in its folder
     again = ["--resume", "--force"] if force else ["--resume"]
-    return shlex.join(["acmc", "rewrite", "--recipe", recipe, "--out", str(directory), *changes, *again])
+    words = ["rewrite", "--recipe", recipe, "--out", str(directory), *changes, *again]
+    return f"{_launched()} {shlex.join(words)}"
+
+
+def _launched() -> str:
+    """The words that started this process and those beside it, up to the verb."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return "acmc"
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
+        return "accelerate launch … -m acm_compiler"
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        return f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} -m acm_compiler"
+    return "torchrun … -m acm_compiler"

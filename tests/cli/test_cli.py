@@ -16,6 +16,7 @@ from acm_compiler.cli import app
 from acm_compiler.cli.app import VERBS, ErrorBoundary
 from acm_compiler.cli.output import JsonOption, Output
 from acm_compiler.cli.plan import read_what
+from acm_compiler.cli.rewrite import resume_command
 from acm_compiler.errors import AcmError, BudgetUnreachable, NothingToConvert, RunInterrupted, UsageError
 from acm_compiler.recipe import ModelConfig, shipped_recipes
 from acm_compiler.recipe.lookup import is_known
@@ -268,6 +269,25 @@ def test_the_further_processes_of_a_launch_leave_it_to_the_first_to_report(error
     monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another machine
     done = CliRunner().invoke(group, ["fail"])
     assert "error:" in done.stderr and "progress" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "start"),
+    [
+        ({}, "acmc rewrite"),
+        ({"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "torchrun --nproc-per-node 4 -m acm_compiler rewrite"),
+        ({"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, "torchrun … -m acm_compiler rewrite"),
+        (
+            {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "ACCELERATE_MIXED_PRECISION": "no"},
+            "accelerate launch … -m acm_compiler rewrite",
+        ),
+    ],
+)
+def test_a_stopped_run_is_continued_as_it_was_started(environment, start, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = resume_command("my recipe.yaml", Path("out"), ["run.sharded=true"], force=False)
+    assert found == f"{start} --recipe 'my recipe.yaml' --out out --set run.sharded=true --resume"
 
 
 def test_validate_takes_overrides():

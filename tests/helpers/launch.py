@@ -42,3 +42,4 @@ def run_all(module: str, *arguments: str, launcher: Sequence[str] = (), processe
     command = [*start, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
+    assert "reducer.cpp" not in done.stderr, done.stderr  # where DDP warns

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,13 +59,19 @@ def own_part(machine: Machine) -> Tensor:
 def main() -> None:
     """Train, and keep what every process ended with."""
     torch.set_num_threads(1)
+    atexit.register(expect_to_have_left)  # runs after what is registered later
     directory, machine = Path(sys.argv[1]), open_machine(sharded=False)  # but for accelerate's own configuration
     models = train_each(directory, sys.argv[2:] or CONFIGS)
     found = {f"{phase}/{name}": t for phase, model in models.items() for name, t in weights(model).items()}
     found["gradient"] = share_gradient(own_part(machine))
     save_file(found, directory / f"rank{machine.rank}.safetensors")
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+
+
+def expect_to_have_left() -> None:
+    """Fail where Python would end with the group's threads running, which can abort the process."""
+    if torch.distributed.is_initialized():
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from acm_compiler.runtime import ranks
 log = logging.getLogger(__name__)
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LET_GO = 0.5  # seconds
 _YES = ("1", "true")  # as accelerate writes its switches
 _OTHER_WAYS = ("DEEPSPEED", "MEGATRON_LM")
 # what accelerate's configuration may ask of FSDP beside sharding, and the value that asks for nothing
@@ -109,9 +111,13 @@ def open_machine(precision: Precision = "fp32", device: str = "auto", *, sharded
 
 
 def _leave() -> None:
-    """Leave the process group: its threads would be cut off as Python ends, which may abort the process."""
+    """Leave the process group: a thread of gloo that lets go of the last collective's tensor while Python ends aborts.
+
+    Its threads end with the group; but those of a mesh of a sharded phase, which DTensor's caches keep, get time.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(_LET_GO)
 
 
 def find_device(name: str, *, where: str = "run.device") -> torch.device:

@@ -123,7 +123,7 @@ class _Search:
         self.missed.append(target)
 
     def _unsure(self, most: float) -> float:
-        """What shares of other data may differ by from those measured, but for one in twenty; `most` at most."""
+        """Twice the standard error of the shares of other data, or `most` where that is less."""
         return min(2 * self.trials.error, most)
 
     def rows(self) -> list[Probe]:

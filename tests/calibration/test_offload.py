@@ -16,6 +16,7 @@ from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.passes.rewrite import offload
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.passes.rewrite.rewrite import copied
+from tests.helpers.calibrate_in_little_memory import Deep, status
 from tests.helpers.calibration_tiny import make_tiny, texts
 
 pytestmark = pytest.mark.usefixtures("rough_budgets")
@@ -177,6 +178,17 @@ def test_a_copy_lies_in_a_file_of_its_own(tmp_path):
         again = copied(mapped)
     pairs = list(zip(mapped.parameters(), again.parameters(), strict=True))
     assert all(in_file(two) and one.data_ptr() != two.data_ptr() and torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process allocates is in a file of Linux")
+def test_a_conversion_in_files_leaves_nothing_allocated(tmp_path, monkeypatch):
+    """Memory of one site's weights serves for the next, though small things are allocated in between."""
+    monkeypatch.setattr(offload, "_SMALL", 2**16)
+    model = Deep(24, 512)
+    plan = acm.plan(model, torch.randn(1, 8, 512), sites="mlp")
+    before = status("VmData")
+    acm.rewrite(model, plan, inplace=True, offload=tmp_path)
+    assert status("VmData") - before < 24 * 2 * 512**2 * 4 / 2
 
 
 @pytest.mark.slow

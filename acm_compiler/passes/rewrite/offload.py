@@ -39,9 +39,10 @@ _STREAMED_TO = "acm_compiler_streamed_to"
 _HOST = torch.device("cpu")
 # glibc (mallopt): from a size on, memory that is freed goes back to the system at once; what is smaller, as activations
 # of a batch are, comes from memory that is held until `trim`, as the system takes its time to give a page. 32 MiB is
-# the most that glibc allows, and where its own adaptation ends.
+# the most that glibc allows, and where its own adaptation ends. Where no batch is run only what is smaller than weights
+# is held.
 _THRESHOLD, _HELD = -3, -1
-_GIVEN_BACK, _AT_MOST = 2**25, 2**26
+_GIVEN_BACK, _WEIGHTS, _AT_MOST = 2**25, 2**18, 2**26
 # Linux's MADV_DONTNEED: pages of a shared file leave the process, and the file keeps what was written to them
 _UNMAPPED = 4
 # attribute of a storage whose file was made here: others may be mapped so that what is written to them is in no file
@@ -60,9 +61,11 @@ def placing(move: Move) -> Iterator[None]:
 
 
 @contextmanager
-def offloading(to: str | os.PathLike[str] | None) -> Iterator[None]:
+def offloading(to: str | os.PathLike[str] | None, *, batches: bool = True) -> Iterator[None]:
     """Inside, `kept` writes files to this folder, for "disk" the system's own for temporary files; None: it does not.
 
+    batches: the model is run, so what a batch frees is held for it; else all of a weight's size goes back as it is
+    freed, since the next one does not fit where small things have come in between.
     UsageError for what is no folder's path; StorageError for a folder that cannot be written.
     """
     if to is None:
@@ -73,11 +76,14 @@ def offloading(to: str | os.PathLike[str] | None) -> Iterator[None]:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     set_allocator = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
-    set_allocator(_THRESHOLD, _GIVEN_BACK)
+    set_allocator(_THRESHOLD, _GIVEN_BACK if batches else _WEIGHTS)
     set_allocator(_HELD, _AT_MOST)
-    with placing(partial(_in_file, folder=folder)):
-        trim()
-        yield
+    try:
+        with placing(partial(_in_file, folder=folder)):
+            trim()
+            yield
+    finally:
+        set_allocator(_THRESHOLD, _GIVEN_BACK)
 
 
 def kept(value: _Kept) -> _Kept:

@@ -72,6 +72,8 @@ class Texts(Reader):
             many = [many]
         if not many:
             raise self.refused("an empty list")
+        if len({type(value) for value in many}) > 1:
+            raise self.refused("a list of several kinds of values")
         if all(isinstance(value, str) for value in many):
             return [self._checked(ids, number) for number, ids in enumerate(self._encoded(many))]
         return [self._checked(self._ids(value, number), number) for number, value in enumerate(many)]

@@ -122,7 +122,7 @@ REFUSED = [
     (400, {"json": {"input": [[]]}}, "no tokens"),
     (400, {"json": {"input": ""}}, "no tokens"),
     (400, {"json": {"input": {"a": 1}}}, "dict"),
-    (400, {"json": {"input": ["a", 3]}}, "str"),
+    (400, {"json": {"input": ["a", 3]}}, "input: the input cannot be read (found a list of several kinds of values"),
     (400, {"json": {"input": [True]}}, "bool"),
     (400, {"json": {"input": [99]}}, "expected 0 to 49"),
     (400, {"json": {"input": [-1]}}, "token -1"),

@@ -34,13 +34,17 @@ def source_of(model: nn.Module, plan: Plan, rest: Sequence[str] = ()) -> Record 
     """A record from which `model`, rewritten by `plan`, can be built again; None when there is none that fits.
 
     It is tried: what it builds must have the same parameters and buffers once it is rewritten and, but for the plan's
-    own record, the same modules and plain attributes. The plan's own no longer fits where the model was changed since.
+    own record, the same modules and plain attributes. The plan's own no longer fits where the model was changed since;
+    that of a model which comes with this package gives way to its library's, which others know, too.
     rest: the linears outside of ACMs that are quantised.
     """
     recorded = plan.model.source
-    if recorded is not None and not _is_outdated(recorded, model, plan, rest):
+    if recorded is not None and _is_outdated(recorded, model, plan, rest):
+        recorded = None
+    if recorded is not None and recorded.get("source") != "shipped":
         return recorded
-    return next((record for record, built in _candidates(model, plan, rest) if _unlike(model, built) is None), None)
+    fitting = (record for record, built in _candidates(model, plan, rest) if _unlike(model, built) is None)
+    return next(fitting, recorded)
 
 
 def why_none(model: nn.Module, plan: Plan, rest: Sequence[str] = ()) -> str | None:

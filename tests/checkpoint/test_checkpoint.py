@@ -18,8 +18,11 @@ from torch import fx, nn
 
 import acm_compiler as acm
 from acm_compiler.checkpoint import check_own_folder
+from acm_compiler.checkpoint.source import source_of
 from acm_compiler.errors import ModelSourceError, NoDenseRegion, NotRewritten, PlanMismatch, StorageError, UsageError
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, EvaluatedBudget, conversion
+from acm_compiler.recipe import load_recipe
+from acm_compiler.runs.pipeline import convert
 from tests.helpers import ROOT, models, tour_model
 from tests.helpers.rewrite_cases import ALL, answer, give_budgets, planned, rewritten, state_of, trained
 
@@ -61,6 +64,14 @@ def test_a_model_of_a_known_library_comes_back_bit_for_bit_by_itself(name, tmp_p
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
     assert all(module.dense is None for module in acm.sites(loaded).values())
+
+
+def test_a_shipped_model_of_a_known_library_is_saved_as_one_of_the_library():
+    _, model = convert(load_recipe("llama_docs"), lambda _: None)
+    plan = conversion(model).plan
+    assert plan.model.source["source"] == "shipped"
+    found = source_of(model, plan)
+    assert (found["source"], found["auto_class"]) == ("hf", "AutoModelForCausalLM")
 
 
 @pytest.mark.parametrize("name", ["hf_llama", "hf_gpt2"])

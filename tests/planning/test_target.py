@@ -30,7 +30,7 @@ def test_recipes_know_the_devices_of_the_table():
 def test_a_site_is_slower_for_one_image_and_not_for_many():
     site = planned_site("mlp", **VIT, tokens=2 * 197)
     (reason,) = target_of(1).slower([site], examples=2).values()
-    assert reason.startswith("slower as an ACM on H200 at budget 0.5, batch 1: 2.") and reason.endswith("expected")
+    assert reason.startswith("slower as an ACM on H200 at budget 0.5, batch 1: 1.") and reason.endswith("expected")
     assert target_of(128).slower([site], examples=2) == {}
     many = replace(site, tokens=128 * 197)
     assert target_of(None).slower([many], examples=128) == {} != target_of(1).slower([many], examples=128)

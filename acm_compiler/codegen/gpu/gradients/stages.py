@@ -34,6 +34,8 @@ SUMS = tile_of("1x64x32 w4 s3 r8")
 """Blocks of columns and of rows of `sums_kernel`."""
 _WIDE = 128 * 64  # elements of a tile of which four warps could not hold both products
 _ROWS, _ROW_BYTES = 8, 512  # of a block of branches
+# activations, and types, whose derivative beside sums and kept values would spill 14 to 184 times
+_LONG = ("gelu", "fp16"), ("hardswish", "bf16"), ("hardswish", "fp16")
 _TOTAL = 512  # numbers that a program adds up
 _BIASES, _SUMMED = 64, 16  # columns and rows of a block of parts of them
 
@@ -68,7 +70,8 @@ def is_fused(spec: KernelSpec, *, apart: bool) -> bool:
 
 def reaches_in_turn(spec: KernelSpec, tile: Tile) -> bool:
     """True where the product that reaches a plain MLP's h is multiplied by act' of kept products in one launch."""
-    return tile.turns and spec.form == "mlp" and spec.act != "identity" and takes_turns(spec)
+    fits = (spec.act, spec.dtype) not in _LONG and spec.act != "identity"
+    return tile.turns and spec.form == "mlp" and fits and takes_turns(spec)
 
 
 def product_tiles(spec: KernelSpec, machine: Machine, tokens: int, *, apart: bool) -> Tiles:

@@ -181,7 +181,7 @@ class _Step(nn.Module):
     def __init__(self, model: nn.Module, config: FinetunePhase, task: Task, *, budget: float) -> None:
         super().__init__()
         self.model, self.config, self.task, self.budget = model, config, task, budget
-        # DDP looks for parameters that a step leaves out, and would warn the user where it finds none
+        # DDP is told that steps may leave parameters out (layers that are skipped), and warns where none is
         self.left_out = nn.Parameter(next(model.parameters()).new_zeros(()))
 
     def forward(self, batch: Batch, wanted: Tensor | None) -> tuple[Tensor, _Seen]:

@@ -21,7 +21,7 @@ from acm_compiler.runtime import ranks
 log = logging.getLogger(__name__)
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LET_GO = 0.5  # seconds
+_RELEASE_S = 0.5  # seconds in which threads of gloo release their last tensors
 _YES = ("1", "true")  # as accelerate writes its switches
 _OTHER_WAYS = ("DEEPSPEED", "MEGATRON_LM")
 # what accelerate's configuration may ask of FSDP beside sharding, and the value that asks for nothing
@@ -111,13 +111,14 @@ def open_machine(precision: Precision = "fp32", device: str = "auto", *, sharded
 
 
 def _leave() -> None:
-    """Leave the process group: a thread of gloo that lets go of the last collective's tensor while Python ends aborts.
+    """Leave the process group before Python ends: a thread of gloo that releases a tensor meanwhile aborts the process.
 
-    Its threads end with the group; but those of a mesh of a sharded phase, which DTensor's caches keep, get time.
+    Threads of the group end with it. Those of a sharded phase's mesh do not, as DTensor's caches keep its group: they
+    get time.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(_LET_GO)
+        time.sleep(_RELEASE_S)
 
 
 def find_device(name: str, *, where: str = "run.device") -> torch.device:

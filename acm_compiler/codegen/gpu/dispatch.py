@@ -133,9 +133,7 @@ class Sort:
 
 
 def place_constants(learners: int, tokens: int, *, d_in: int | None = None) -> dict[str, Any]:
-    """Constants of `place_kernel` for so many tokens, of few it reads the whole histogram at once; d_in: of rows that
-    it copies.
-    """
+    """Constants of `place_kernel` for so many tokens; the histogram of few is read at once. d_in: of rows to copy."""
     slots, rows = slots_of(learners), tokens // 32  # gates write rows for 32 tokens and more
     sort = {"SLOTS": slots, "CHUNK": min(max(rows, _COUNTED), _CHUNK // slots)}
     if d_in is None:

@@ -147,9 +147,9 @@ class SortedPlan:
         self._layer1 = Layer1(spec, machine, tiles.layer1, in_order=in_order) if layer1_bands(spec) else None
         w = weights
         self._first = self._layer1.operands(w.w_in, w.b_in, w.w_up, w.b_up) if self._layer1 is not None else ()
-        given = not (in_order or norm)
+        as_given = not (in_order or norm)
         products = [
-            Layer2(spec, machine, tiles.layer2, product, misplaced=product.from_x and given)
+            Layer2(spec, machine, tiles.layer2, product, misplaced=product.from_x and as_given)
             for product in products_of(spec)
         ]
         self._products = [(layer2, layer2.operands(weights)) for layer2 in products]

@@ -10,7 +10,7 @@ import pytest
 import acm_compiler as acm
 from tests.helpers import served
 from tests.helpers.decoders import drawn, gated_llama, written
-from tests.helpers.vllm_engine import run, run_cached
+from tests.helpers.vllm_engine import TOKENS, run, run_cached
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 SIZES = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128}  # vLLM's attention has no narrower heads
@@ -27,6 +27,19 @@ def texts(model, budgets):
         acm.set_budget(model, 0.5 if budget is None else budget)
         found.append(written(model, prompt))
     return found
+
+
+def thought(model, prompt, end):
+    """The text of `generate`: at `PHASES` until it has written the token `end`, then on at the prompt's budget."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    acm.set_budget(model, PHASES)
+    thoughts = written(model, prompt, past_key_values=cache, eos_token_id=end)
+    if len(thoughts) == TOKENS:
+        return thoughts
+    acm.set_budget(model, PHASES["prefill"])
+    return thoughts + written(model, prompt + thoughts, TOKENS - len(thoughts), past_key_values=cache)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +77,37 @@ def test_every_request_gets_the_text_of_its_own_budget(saved, eager):
     assert "reaches this budget" in answers[3]
     assert all("cannot be read" in answer for answer in answers[4:-1])
     assert answers[-1] == own
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_thinking_and_answering_have_budgets_of_their_own(saved, eager):
+    model, folder = saved("mlps")
+    own, thinking, answering = (texts(model, [budget] * 4) for budget in (None, PHASES, PHASES["prefill"]))
+    end = thinking[0][4]
+    expected = [thought(model, prompt, end) for prompt in PROMPTS]
+    assert expected[0] not in (thinking[0], answering[0])
+    extra = {"budget": PHASES["prefill"], "thinking_budget": PHASES["decode"], "thinking_end": end}
+    alone, bad = batch(*[extra] * 4), [PROMPTS[0], {"thinking_budget": 0.4}]
+    beside = batch(extra, {"budget": 0.3, "prefill_budget": 0.9}, extra, None)
+    long = drawn(1, 29)[0].tolist()
+    acm.set_budget(model, PHASES)
+    soon = written(model, long)[1]
+    # at their fourth token four such texts need more blocks than there are: some are put off, and run again
+    again = [[[long, extra | {"thinking_end": soon}]] * 4]
+    few = {"block_size": 32, "num_gpu_blocks_override": 7}
+    answers = run(folder, [alone, beside, [bad], *again], enforce_eager=eager, **few)
+    assert answers[0] == expected
+    assert answers[1] == [expected[0], thinking[1], expected[2], own[3]]
+    assert "the id of the token that ends it" in answers[2]
+    assert answers[3] == [thought(model, long, soon)] * 4
+
+
+def test_the_servers_own_budgets_may_name_the_end_of_thinking(saved):
+    model, folder = saved("mlps")
+    end = texts(model, [PHASES] * 4)[0][4]
+    own = {"acm_budget": {"prefill": 0.9, "thinking": 0.3, "thinking_end": end, "decode": 0.9}}
+    expected = [thought(model, prompt, end) for prompt in PROMPTS]
+    assert run(folder, [batch(*[None] * 4)], enforce_eager=True, additional_config=own) == [expected]
 
 
 @pytest.mark.parametrize("name", ["projections", "some", "int8"])

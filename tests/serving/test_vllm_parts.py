@@ -78,13 +78,50 @@ def test_int8_layers_around_acms_are_refused(tmp_path):
 def test_tokens_get_the_setting_of_their_request_and_phase():
     tokens = TokenSettings(Settings(HIGH, HIGH), tokens=9, device=torch.device("cpu"))
     tokens.rows |= {0: Row(3, Settings(LOW, HIGH)), 1: Row(2, Settings(HIGH, HIGH)), 2: Row(5, Settings(LOW, LOW))}
-    tokens.write(torch.tensor([1, 2, 3, 7, 0, 1, 0, 0, 0]), [0, 3, 4, 6])  # behind the sixth lies padding
+    ids = torch.zeros(9, dtype=torch.int64)
+    tokens.write(ids, torch.tensor([1, 2, 3, 7, 0, 1, 0, 0, 0]), [0, 3, 4, 6])  # behind the sixth lies padding
     assert tokens.knob[:6].tolist() == [3.0, 3.0, 0.5, 0.5, 3.0, 3.0]
     assert tokens.k_lo[:6].tolist() == [0, 0, 1, 1, 0, 0]
     tokens.rows.clear()
     tokens.rows[0] = Row(3, Settings(HIGH, HIGH))
-    tokens.write(torch.arange(9), [0, 9])
+    tokens.write(ids, torch.arange(9), [0, 9])
     assert tokens.knob.tolist() == [0.5] * 9 and tokens.k_lo.tolist() == [1] * 9
+
+
+def test_an_answer_begins_with_the_token_that_ends_thinking_wherever_it_is_seen():
+    end, tokens = 7, TokenSettings(Settings(HIGH, HIGH), tokens=9, device=torch.device("cpu"))
+    settings = Settings(HIGH, HIGH, LOW, end)
+    ids = torch.tensor([end, 5, 6, 7, 8, 9])  # the prompt's own end, two thoughts, the end, two of the answer
+
+    def knobs(row, *parts):
+        tokens.rows[0] = row
+        found = []
+        for part in parts:
+            positions = torch.tensor(part)
+            tokens.write(ids[positions], positions, [0, len(part)])
+            found += tokens.knob[: len(part)].tolist()
+        return found
+
+    expected = [HIGH.knob, LOW.knob, LOW.knob, HIGH.knob, HIGH.knob, HIGH.knob]
+    assert knobs(Row(1, settings), range(6)) == knobs(Row(1, settings), *([i] for i in range(6))) == expected
+    again = Row(1, settings)  # of a request that had written this much, part of which is not run again
+    again.look(ids[1:].tolist(), 1)
+    assert knobs(again, [4, 5]) == expected[4:]
+    assert knobs(Row(1, settings._replace(thinking_end=3)), range(6)) == [HIGH.knob] + [LOW.knob] * 5
+
+
+def test_budgets_of_thinking_are_read(model, tmp_path):
+    found = saved(model, tmp_path, acm_budget={"prefill": 1, "thinking": 0.3, "thinking_end": 7, "decode": 0.9})
+    assert [round(phase.share, 1) for phase in found.own.phases] == [1, 0.3, 0.9] and found.own.thinking_end == 7
+    assert not found.of_request({"budget": 0.5}).by_phase  # which is all that such a request wants
+    request = found.of_request({"budget": 0.5, "thinking_budget": 0.4, "thinking_end": 8})
+    assert [round(phase.share, 1) for phase in request.phases] == [0.5, 0.4, 0.5] and request.by_phase
+    for half in ({"thinking_budget": 0.4}, {"thinking_end": 7}):
+        with pytest.raises(UsageError, match=r"the id of the token that ends it.*\n.*or neither"):
+            found.of_request(half)
+    for wrong in (-1, "7", True, 7.0):
+        with pytest.raises(UsageError, match="must be the id of a token"):
+            found.of_request({"thinking_budget": 0.4, "thinking_end": wrong})
 
 
 def filled(found, prefix="model"):
@@ -114,7 +151,7 @@ def test_acms_in_their_places_compute_what_the_saved_model_does(model, tmp_path,
     for budget in (0.3, 0.6, 1):
         acm.set_budget(model, budget)
         tokens.rows[0] = Row(15, found.of_request({"budget": budget}))
-        tokens.write(torch.arange(15), [0, 15])
+        tokens.write(ids[0], torch.arange(15), [0, 15])
         torch.testing.assert_close(built(ids).logits, model(ids).logits)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -18,21 +19,33 @@ from acm_compiler.runtime.budgets import Setting, setting_of
 from acm_compiler.runtime.control import PHASES
 
 OWN = "acm_budget"
-_NAMES = ("budget", "prefill_budget")
+_NAMES = ("budget", "prefill_budget", "thinking_budget", "thinking_end")
+_BY_PHASE = ({*PHASES}, {*PHASES, "thinking", "thinking_end"})
+_NEVER = torch.iinfo(torch.int64).max
 # the way out of a choice that no budget gives
 SET_ONE = "acm.set_budget(model, 0.5), then save it; or --additional-config '{\"acm_budget\": 0.5}'"
 
 
 class Settings(NamedTuple):
-    """The settings of the gates in both phases of a request."""
+    """The settings of the gates in the phases of a request.
+
+    thinking: of what is written before the token `thinking_end`, where that differs from `decode`.
+    """
 
     prefill: Setting
     decode: Setting
+    thinking: Setting | None = None
+    thinking_end: int | None = None
+
+    @property
+    def phases(self) -> tuple[Setting, Setting, Setting]:
+        """The settings of the prompt, of what is written first, and of what is written then."""
+        return self.prefill, self.decode if self.thinking is None else self.thinking, self.decode
 
     @property
     def by_phase(self) -> bool:
-        """True if a prompt runs at another budget than what is written behind it."""
-        return self.prefill != self.decode
+        """True if not all tokens of a request run at one budget."""
+        return len(set(self.phases)) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +93,38 @@ class SavedBudgets:
         return cls(owner=owner, own=own, rules=budgets["rules"], choices=kept)
 
     def of_request(self, options: Mapping[str, Any]) -> Settings:
-        """The settings that a request's `budget` and `prefill_budget` ask for. BudgetUnreachable, UsageError."""
-        budget, prefill = options.get("budget"), options.get("prefill_budget")
-        both = self.own if budget is None else _settings(self.owner, budget)
-        return both if prefill is None else both._replace(prefill=setting_of(self.owner, prefill))
+        """The settings that a request asks for by the names of `asked_by`. BudgetUnreachable, UsageError."""
+        budget, prefill, thinking, end = (options.get(name) for name in _NAMES)
+        found = self.own if budget is None else _settings(self.owner, budget)
+        if prefill is not None:
+            found = found._replace(prefill=setting_of(self.owner, prefill))
+        return found if thinking is None and end is None else _thinking(self.owner, found, thinking, end)
 
 
 def _settings(owner: Conversion, budget: Any) -> Settings:
     """Settings for one budget, or for one in each phase."""
     if not isinstance(budget, Mapping):
         return Settings(setting := setting_of(owner, budget), setting)
-    if set(budget) != set(PHASES):
-        raise UsageError("budgets by phase", found=sorted(budget), expected="prefill and decode")
-    return Settings(*(setting_of(owner, budget[phase]) for phase in PHASES))
+    if set(budget) not in _BY_PHASE:
+        raise UsageError(
+            "budgets by phase", found=sorted(budget), expected="prefill and decode, or thinking and thinking_end too"
+        )
+    prefill, decode = (setting_of(owner, budget[phase]) for phase in PHASES)
+    found = Settings(prefill, decode)
+    return _thinking(owner, found, budget["thinking"], budget["thinking_end"]) if "thinking" in budget else found
+
+
+def _thinking(owner: Conversion, found: Settings, budget: Any, end: Any) -> Settings:
+    """The settings `found`, with another budget for what is written before the token `end`."""
+    if budget is None or end is None:
+        raise UsageError(
+            "a budget for thinking needs the id of the token that ends it, and the other way round",
+            found={"thinking_budget": budget, "thinking_end": end},
+            fix="give thinking_budget and thinking_end, or neither",
+        )
+    if type(end) is not int or end < 0:
+        raise UsageError("thinking_end must be the id of a token", found=repr(end))
+    return found._replace(thinking=setting_of(owner, budget), thinking_end=end)
 
 
 def asked_by(sampling_params: Any) -> dict[str, Any]:
@@ -101,11 +133,22 @@ def asked_by(sampling_params: Any) -> dict[str, Any]:
     return {name: extra[name] for name in _NAMES if extra.get(name) is not None}
 
 
-class Row(NamedTuple):
-    """A request in the batch: how many tokens its prompt has, and its settings."""
+@dataclass(slots=True)
+class Row:
+    """A request in the batch: how many tokens its prompt has, its settings, and where its answer begins, once known."""
 
     prompt: int
     settings: Settings
+    answer: int = _NEVER
+
+    def look(self, ids: Tensor | list[int], first: int | Tensor) -> None:
+        """Look for the end of thinking among the tokens `ids`, which are at `first` of the request and behind it."""
+        if self.settings.thinking_end is None or self.answer != _NEVER:
+            return
+        start = max(self.prompt - int(first), 0)  # a prompt's own do not count
+        (places,) = (torch.as_tensor(ids[start:]) == self.settings.thinking_end).nonzero(as_tuple=True)
+        if places.numel():
+            self.answer = int(first) + start + int(places[0])
 
 
 class TokenSettings:
@@ -120,10 +163,11 @@ class TokenSettings:
         self.k_lo = torch.full((tokens,), own.prefill.k_lo, dtype=torch.int32, device=device)
         self._is_own = True  # the tensors hold the settings of the server's own budget
 
-    def write(self, positions_T: Tensor, starts: list[int]) -> None:
+    def write(self, ids_T: Tensor, positions_T: Tensor, starts: list[int]) -> None:
         """Write the settings of tokens at `positions_T` of their requests; row i has tokens starts[i] to starts[i + 1].
 
-        A token is of the prompt by its position, however the prompt is cut into batches, and when it is run again.
+        A token is of the prompt by its position, however the prompt is cut into batches, and when it is run again. The
+        one that ends thinking is the first of the answer.
         """
         rows = [self.rows[i] for i in range(len(starts) - 1)] if self.rows else []
         if all(row.settings == self.own for row in rows) and not self.own.by_phase:
@@ -132,14 +176,16 @@ class TokenSettings:
                 self.k_lo.fill_(self.own.prefill.k_lo)
             self._is_own = True
             return
+        for row, (begin, end) in zip(rows, pairwise(starts), strict=True):
+            row.look(ids_T[begin:end], positions_T[begin])
         counts = torch.tensor(starts).diff()
         of_token_T = torch.repeat_interleave(torch.arange(len(rows)), counts)
         tokens = of_token_T.shape[0]
-        prompts = torch.tensor([row.prompt for row in rows])
-        decodes_T = (positions_T[:tokens].cpu() >= prompts[of_token_T]).long()
+        bounds = torch.tensor([[row.prompt, row.answer] for row in rows])
+        phases_T = (positions_T[:tokens, None].cpu() >= bounds[of_token_T]).sum(1)
         for target, name in ((self.knob, "knob"), (self.k_lo, "k_lo")):
-            values = torch.tensor([[getattr(s, name) for s in row.settings] for row in rows], dtype=target.dtype)
-            target[:tokens].copy_(values[of_token_T, decodes_T])
+            values = torch.tensor([[getattr(s, name) for s in row.settings.phases] for row in rows], dtype=target.dtype)
+            target[:tokens].copy_(values[of_token_T, phases_T])
         self._is_own = False
 
 

@@ -29,12 +29,12 @@ class AcmForCausalLM(TransformersForCausalLM):
         like = torch.empty((), dtype=self.model_config.dtype, device=self.device_config.device)
         places.fill(saved, self._tokens, like=like)
 
-    def forward(self, input_ids: Any, positions: Tensor, *args: Any, **options: Any) -> Any:
+    def forward(self, input_ids: Tensor, positions: Tensor, *args: Any, **options: Any) -> Any:
         """Run the model, each token at its request's budget."""
         metadata = get_forward_context().attn_metadata
         if metadata:  # none while vLLM measures memory and compiles
             starts = next(iter(metadata.values())).query_start_loc.tolist()
-            self._tokens.write(positions, starts)
+            self._tokens.write(input_ids, positions, starts)
         return super().forward(input_ids, positions, *args, **options)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -17,7 +17,7 @@ _FOLDER = "Folder_"
 
 
 class Budgets(LogitsProcessor):
-    """Reader of `budget` and `prefill_budget` among a request's extra arguments."""
+    """Reader of the budgets among a request's extra arguments."""
 
     refusal: ClassVar[str | None] = None
     folder: ClassVar[str]
@@ -52,7 +52,9 @@ class Budgets(LogitsProcessor):
         process_dict_updates(self._tokens.rows, batch_update, self._row)
 
     def _row(self, sampling_params: Any, prompt: list[int] | None, written: list[int]) -> Row:
-        return Row(len(prompt or ()), self._saved.of_request(asked_by(sampling_params)))
+        row = Row(len(prompt or ()), self._saved.of_request(asked_by(sampling_params)))
+        row.look(written, row.prompt)  # of a request that is run again
+        return row
 
 
 class OtherDevice(Budgets):

@@ -126,7 +126,7 @@ def _built(site: PlannedSite, saved: SavedBudgets, like: Tensor, unit: float) ->
         acm.learners.quantize(saved.owner.quantized)  # what it holds is of the right kind then
     acm.requires_grad_(False)
     most = highest_k(acm.count, saved.owner.cap)
-    for setting, chosen in zip(saved.own, (saved.choices or {}).get(site.name, {}).values(), strict=False):
+    for setting, chosen in zip(saved.own[:2], (saved.choices or {}).get(site.name, {}).values(), strict=False):
         if tuple(chosen[1:]) != acm.within(setting.k_lo, most):
             raise UsageError(
                 "this folder was saved with a k of its own at a site",

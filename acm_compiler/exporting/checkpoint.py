@@ -127,6 +127,7 @@ def _layers(acm: ACM, site: PlannedSite, k: int) -> list[tuple[LinearRef, Tensor
 def _configured(found: Rewritten, ks: Mapping[str, int]) -> Any:
     """The model's configuration with the width of its layers, and biases where it has a key for them."""
     config: Any = copy.deepcopy(found.model.config)
+    vars(config).pop("quantization_config", None)  # of a file that the model was read from: these weights are floats
     mlps = [site for site in found.plan.sites if site.kind != "linear"]
     for key, linear in _BIASES.items():
         names = [site.name for site in found.plan.sites if (site.kind == "linear") == linear]

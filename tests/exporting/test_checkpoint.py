@@ -65,6 +65,15 @@ def test_every_k_of_other_classes(case, tmp_path):
     assert len(set(modes.values())) == 1, modes  # whoever may read one file may read the weights
 
 
+def test_weights_read_from_packed_ones_are_not_called_packed(tmp_path):
+    model, x = learned("hf_llama")
+    # as transformers leaves it behind where it reads a GGUF file
+    model.config.quantization_config = {"quant_method": "gguf", "gguf_file": "model.gguf"}
+    acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=2)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert model.config.quantization_config["quant_method"] == "gguf"
+
+
 @torch.no_grad()
 def test_openvino_converts_the_checkpoint(tmp_path):
     openvino = pytest.importorskip("openvino")

@@ -24,7 +24,7 @@ def promised_seconds(path: Path) -> float:
     try:
         return float(soundfile.info(str(path)).duration)
     except (OSError, RuntimeError) as error:
-        raise UnusableClip("unreadable", where=str(path), found=str(error).strip()) from error
+        raise UnusableClip("unreadable", where=str(path), found=_reason(error)) from error
 
 
 def read_clip(file: str | BinaryIO, *, rate: int, name: str) -> np.ndarray:
@@ -36,13 +36,18 @@ def read_clip(file: str | BinaryIO, *, rate: int, name: str) -> np.ndarray:
     try:
         samples, found = soundfile.read(file, dtype="float32", always_2d=True)
     except (OSError, RuntimeError) as error:  # soundfile's own error is a RuntimeError
-        raise UnusableClip("unreadable", where=name, found=str(error).strip()) from error
+        raise UnusableClip("unreadable", where=name, found=_reason(error)) from error
     if not len(samples):
         raise UnusableClip("empty", where=name, found="0 samples")
     mono = samples.mean(axis=1)
     if not np.isfinite(mono).all():
         raise UnusableClip("unreadable", where=name, found="samples that are not finite")
     return mono if found == rate else soxr.resample(mono, found, rate).astype(np.float32)
+
+
+def _reason(error: Exception) -> str:
+    """The words of libsndfile without those before them, which name an open file by its address in memory."""
+    return getattr(error, "error_string", str(error)).strip()
 
 
 def standardise(samples: np.ndarray) -> np.ndarray:

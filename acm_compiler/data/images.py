@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
@@ -71,8 +71,10 @@ def read_picture(file: str | BinaryIO, name: str) -> Any:
         with Image.open(file) as picture:
             return picture.convert("RGB")
     except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:
+        # Pillow's own words name an open file by its address in memory
+        found = "no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
         raise DataError(
-            "the image cannot be read", where=name, found=error, fix="repair the file, or remove it"
+            "the image cannot be read", where=name, found=found, fix="repair the file, or remove it"
         ) from error
 
 

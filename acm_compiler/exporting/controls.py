@@ -76,7 +76,7 @@ class Controlled(nn.Module):
         high = torch.full((), count, dtype=torch.int32, device=self.share.device)
         if "cap" in given:
             fits = (given["cap"] > 0) & (given["cap"] <= 1)
-            cap = self.require(given["cap"], fits, _wanted("cap", 0, 1))
+            cap = self.require(given["cap"], fits, "cap must be above 0 and at most 1")
             high = (_decimal(cap) * count + TOLERANCE).to(torch.int32)
         if "k_hi" in given:
             high = torch.minimum(high, self._learners(given, "k_hi").to(torch.int32))

@@ -81,8 +81,17 @@ def test_cap_and_bounds_of_k_are_inputs_too(vision, tmp_path):
         assert_close(program(x, budget=torch.tensor(0.5), **free | pinned), model(x))
     acm.set_budget(model, 0.5, cap=0.5)
     assert_close(program(x, budget=torch.tensor(0.5), **free | {"cap": torch.tensor(0.5)}), model(x))
-    for name, value in (("cap", 0.0), ("cap", 1.1), ("k_lo", -1), ("k_hi", 5)):
-        with pytest.raises(RuntimeError, match=f"{name} must be from"):
+    acm.set_k(model, 2)
+    above = {"k_lo": torch.tensor(3), "k_hi": torch.tensor(2)}  # the upper bound holds
+    assert_close(program(x, budget=torch.tensor(0.5), **free | above), model(x))
+    cap, k = "cap must be above 0 and at most 1", "must be from 0 to 4"
+    for name, value, words in (
+        ("cap", 0.0, cap),
+        ("cap", 1.1, cap),
+        ("k_lo", -1, f"k_lo {k}"),
+        ("k_hi", 5, f"k_hi {k}"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
             program(x, budget=torch.tensor(0.5), **free | {name: torch.tensor(value)})
 
 

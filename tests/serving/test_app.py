@@ -245,7 +245,8 @@ def test_files_are_read_as_the_recipe_reads_them(classifier, images):
         pixels = ((torch.tensor([200.0, 10, 30]) / 255 - mean) / std)[:, None, None].expand(3, 16, 16)
         same = client.post("/classify", json={"images": [pixels.tolist()], "budget": 0.4, "top": 1}).json()
         assert same["predictions"][0]["probability"] == pytest.approx(done.json()["predictions"][0]["probability"])
-        assert "cannot be read" in refusal(client, 400, "/classify/files", files={"files": ("ä.png", b"no image")})
+        words = refusal(client, 400, "/classify/files", files={"files": ("ä.png", b"no image")})
+        assert "the image cannot be read (found no format that Pillow knows)" in words
 
 
 def test_metrics_are_in_the_format_of_prometheus(encoder):

@@ -140,8 +140,8 @@ def evaluated(model, tmp_path):
 class Process:
     """A server in a process of its own."""
 
-    def __init__(self, folder, *options):
-        command = [sys.executable, "-m", "acm_compiler", "serve", str(folder), "--task", "classify", "--port", "0"]
+    def __init__(self, folder, *options, task="classify"):
+        command = [sys.executable, "-m", "acm_compiler", "serve", str(folder), "--task", task, "--port", "0"]
         self.process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
         self.lines = []
         self.url = None

@@ -19,7 +19,7 @@ WHOLE, REST, TORCHAO, AROUND = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def names():
-    """What the page's code calls by name: a decoder, its batches, the plan of its MLPs, the calibrated model."""
+    """Names that the page's code calls: a decoder, its batches, the plan of its MLPs, the calibrated model."""
     original, batches = llama(), [{"input_ids": drawn(4, length)} for length in (18, 20, 22)]
     plan = acm.plan(original, batches[0], sites="mlp")
     model = acm.rewrite(original, plan)

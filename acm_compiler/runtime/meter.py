@@ -86,7 +86,8 @@ class Meter:
         drift = self.drift
         if drift is None or abs(drift) <= tolerance:
             return True
-        warnings.warn(drift_text(self.share, self.share - drift), stacklevel=2)
+        again = "acm.recalibrate(model, batches) measures it again on batches of this kind"
+        warnings.warn(f"{drift_text(self.share, self.share - drift)}; {again}", stacklevel=2)
         return False
 
     def reset(self) -> None:
@@ -170,8 +171,7 @@ def drift_text(share: float, promised: float) -> str:
     """The warning that a model spends other than its table promised."""
     return (
         f"the share of learner MACs is {share:.3f}, and the budget table promised {promised:.3f}: the data are of "
-        "another kind than those it was measured on; acm.recalibrate(model, batches) measures it again on batches of "
-        "this kind"
+        "another kind than those it was measured on"
     )
 
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from fastapi import FastAPI, File, Form, Request, Response, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from torch import Tensor
@@ -28,7 +29,21 @@ _TOP = 5
 _AT_ONCE = 2_000
 # what those who ask can do something about
 _THEIRS = (UsageError, DataError, BudgetUnreachable, LayoutUnknown)
-Budget = Annotated[float | str | None, Field(description="0.4, '60%' or '11GMACs'; none: the server's choice")]
+
+
+def _budget(value: Any) -> Any:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, str))):
+        raise PydanticCustomError(
+            "budget", "must be a share such as 0.4, or a text such as '60%', got {got}", {"got": ascii(value)[:40]}
+        )
+    return value
+
+
+Budget = Annotated[
+    float | str | None,
+    BeforeValidator(_budget),
+    Field(description="0.4, '60%' or '11GMACs'; none: the server's choice"),
+]
 
 
 class Embeddings(BaseModel):

@@ -67,6 +67,8 @@ class Texts(Reader):
 
     def examples(self, values: Any) -> list[Example]:
         """Tokens of every text. UsageError for what is no text, is too long, or holds no token of the vocabulary."""
+        if not isinstance(values, (list, str)):
+            raise self.refused(type(values).__name__)
         many = values if isinstance(values, list) else [values]
         if many and all(_is_whole(value) for value in many):
             many = [many]

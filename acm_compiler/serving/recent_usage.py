@@ -10,6 +10,9 @@ from acm_compiler.runtime.meter import TOLERANCE, Meter, drift_text
 _LOG = logging.getLogger(__name__)
 _MEMORY = 0.999  # weight of all batches before, at each one
 _ENOUGH = 100  # batches, before a drift is worth a warning
+_AGAIN = (
+    "a server with --recalibrate asked measures it again on POST /recalibrate, one with --recalibrate drift by itself"
+)
 
 
 class RecentUsage:
@@ -59,6 +62,7 @@ class RecentUsage:
         self._full, self._batches = _MEMORY * self._full + full, self._batches + 1
         if not self._warned and self._batches >= _ENOUGH and abs(self.drift or 0.0) > TOLERANCE:
             self._warned = True
-            _LOG.warning(drift_text(self._run / self._full, self._promised / self._full))
+            said = drift_text(self._run / self._full, self._promised / self._full)
+            _LOG.warning(said if self.on_drift is not None else f"{said}; {_AGAIN}")
             if self.on_drift is not None:
                 self.on_drift()

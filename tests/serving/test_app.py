@@ -138,7 +138,14 @@ REFUSED = [
     (400, {"json": {"input": "a", "budget": "11"}}, "without a budget the server chooses"),
     (400, {"json": {"input": "a", "budget": "much"}}, "cannot be read"),
     (400, {"content": b'{"input": "a", "budget": NaN}'}, "found nan"),
-    (422, {"json": {"input": "a", "budget": [0.4]}}, "budget"),
+    (
+        422,
+        {"json": {"input": "a", "budget": [0.4]}},
+        "budget: must be a share such as 0.4, or a text such as '60%', got",
+    ),
+    (422, {"json": {"input": "a", "budget": True}}, "got True"),
+    (400, {"json": {"input": 3.5}}, "input: the input cannot be read (found float"),
+    (400, {"json": {"input": None}}, "input: the input cannot be read (found NoneType"),
     (400, {"json": {"input": "a", "encoding_format": "hex"}}, "'float' or 'base64'"),
     (400, {"json": {"input": "a", "dimensions": 8}}, "dimensions"),
 ]

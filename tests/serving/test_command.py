@@ -1,5 +1,6 @@
 """`acmc serve` as users start it: what it refuses before it starts, and a process from its start to its end."""
 
+import http.client
 import json
 import re
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import closing
 
 import pytest
 from typer.testing import CliRunner
@@ -194,6 +196,22 @@ def test_a_server_that_was_killed_starts_again_clean(images):
     again = Process(images, "--port", port)
     assert len(again.ask("/classify", many(1))["predictions"]) == 1
     assert again.end(signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_client_that_sends_a_large_body_hears_that_it_is_too_large(images, announced):
+    server, part = Process(images), b" " * 1_000_000
+    host = server.url.removeprefix("http://")
+    for count in (17, 40):
+        length = {"content-length": str(count * len(part))} if announced else {}
+        headers = {"content-type": "application/json", "connection": "close", **length}
+        with closing(http.client.HTTPConnection(host, timeout=60)) as asked:
+            asked.request("POST", "/classify", iter([part] * count), headers, encode_chunked=not announced)
+            answer = asked.getresponse()
+            assert answer.status == 413 and b"--max-body" in answer.read()
+    assert len(server.ask("/classify", many(1))["predictions"]) == 1
+    assert server.end(signal.SIGTERM)[0] == 0
 
 
 def swallow(server, document):

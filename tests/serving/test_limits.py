@@ -20,7 +20,7 @@ class Requests:
 
 
 def request(app, *, body=(b"",), headers=(), path="/classify", kind="http"):
-    """Status and body of the answer, and what was counted."""
+    """Status and body of the answer; what was counted, and parts of the body that nobody read, are kept."""
     sent, counted, parts = [], Requests(), list(body)
 
     async def receive():
@@ -34,7 +34,7 @@ def request(app, *, body=(b"",), headers=(), path="/classify", kind="http"):
     try:
         asyncio.run(limited(scope, receive, send))
     finally:
-        request.counted = counted.seen
+        request.counted, request.left = counted.seen, len(parts)
     return sent
 
 
@@ -63,6 +63,29 @@ def test_a_body_announced_as_too_large_is_refused_unread():
     start, body = request(unreachable, headers=[(b"content-length", b"11")])
     assert start["status"] == 413 and "--max-body" in json.loads(body["body"])["error"]["message"]
     assert request.counted == [("/classify", 413)]
+
+
+@pytest.mark.parametrize(
+    "body, headers, left",
+    [
+        ((b"x" * 9,) * 4, [(b"content-length", b"36")], 0),
+        ((b"x" * 9,) * 40, [(b"content-length", b"360")], 22),  # 16 times the limit of 10
+        ((b"x" * 9,) * 4, [(b"content-length", b"36"), (b"expect", b"100-continue")], 4),
+    ],
+)
+def test_what_is_sent_of_a_body_too_large_is_read_before_the_answer(body, headers, left):
+    """Clients that hear no answer before they have sent all hear this one; a body without end is not awaited."""
+    start, _ = request(echo, body=body, headers=headers)
+    assert start["status"] == 413 and request.left == left
+
+
+def test_a_growing_body_is_read_to_its_end_before_it_is_refused():
+    async def reads(scope, receive, send):
+        with pytest.raises(HTTPException):
+            await echo(scope, receive, send)
+
+    request(reads, body=(b"x" * 9,) * 5)
+    assert request.left == 0
 
 
 @pytest.mark.parametrize("length", [b"-1", b"ten", b""])

@@ -15,8 +15,8 @@ from acm_compiler.files import size_text
 from acm_compiler.serving.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
-# of a body that is refused so many times the limit, and for so long, is read and dropped: most clients hear the answer
-# only when they have sent all, and meet a broken connection where that ends before
+# a refused body is read and dropped up to so many times the limit, and for so long: most clients read the answer only
+# once they have sent all, and would meet a closed connection
 _DROPPED, _PATIENCE_S = 16, 5.0
 
 
@@ -57,7 +57,7 @@ class Limited:
 
         try:
             if self._announced(scope) > self._most:
-                if not _waits(scope):
+                if not _expects_continue(scope):
                     await self._drop(receive)
                 await _answer(noted, 413, self._words())
             else:
@@ -90,7 +90,7 @@ class Limited:
         return 0
 
 
-def _waits(scope: Any) -> bool:
+def _expects_continue(scope: Any) -> bool:
     """True if the client sends its body only once it is asked to, as curl does with large ones."""
     return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
 

@@ -105,7 +105,7 @@ def test_an_answer_begins_with_the_token_that_ends_thinking_wherever_it_is_seen(
     expected = [HIGH.knob, LOW.knob, LOW.knob, HIGH.knob, HIGH.knob, HIGH.knob]
     assert knobs(Row(1, settings), range(6)) == knobs(Row(1, settings), *([i] for i in range(6))) == expected
     again = Row(1, settings)  # of a request that had written this much, part of which is not run again
-    again.look(ids[1:].tolist(), 1)
+    again.find_answer(ids[1:].tolist(), 1)
     assert knobs(again, [4, 5]) == expected[4:]
     assert knobs(Row(1, settings._replace(thinking_end=3)), range(6)) == [HIGH.knob] + [LOW.knob] * 5
 

@@ -141,7 +141,7 @@ class Row:
     settings: Settings
     answer: int = _NEVER
 
-    def look(self, ids: Tensor | list[int], first: int | Tensor) -> None:
+    def find_answer(self, ids: Tensor | list[int], first: int | Tensor) -> None:
         """Look for the end of thinking among the tokens `ids`, which are at `first` of the request and behind it."""
         if self.settings.thinking_end is None or self.answer != _NEVER:
             return
@@ -177,7 +177,7 @@ class TokenSettings:
             self._is_own = True
             return
         for row, (begin, end) in zip(rows, pairwise(starts), strict=True):
-            row.look(ids_T[begin:end], positions_T[begin])
+            row.find_answer(ids_T[begin:end], positions_T[begin])
         counts = torch.tensor(starts).diff()
         of_token_T = torch.repeat_interleave(torch.arange(len(rows)), counts)
         tokens = of_token_T.shape[0]

@@ -53,7 +53,7 @@ class Budgets(LogitsProcessor):
 
     def _row(self, sampling_params: Any, prompt: list[int] | None, written: list[int]) -> Row:
         row = Row(len(prompt or ()), self._saved.of_request(asked_by(sampling_params)))
-        row.look(written, row.prompt)  # of a request that is run again
+        row.find_answer(written, row.prompt)  # of a request that is run again
         return row
 
 

@@ -24,8 +24,7 @@ from acm_compiler.recipe.tasks import AUDIO_RATES, ClassifyTask, EmbedTask, Task
 from acm_compiler.runs.given import Given, check_folder, parse_budgets
 from acm_compiler.runtime.meter import meter
 from acm_compiler.serving.readers import Audio, Images, Reader, Texts
-from acm_compiler.serving.recent_usage import RecentUsage
-from acm_compiler.serving.served import Kind, Served
+from acm_compiler.serving.served import Kind, RecentUsage, Served
 from acm_compiler.sources.build import build
 from acm_compiler.tasks.open_task import open_task
 from acm_compiler.training.machine import find_device

@@ -22,8 +22,8 @@ from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.training.answers import AnswerStore, digests_of, model_digest
-from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine
+from acm_compiler.training.phase import Job
 
 
 def open_teacher(job: Job, machine: Machine, config: FinetunePhase) -> Teacher | None:

@@ -238,7 +238,7 @@ def test_data_that_are_others_in_every_epoch_are_refused(tmp_path):
 
 
 def test_a_disk_without_room_is_told_before_anything_is_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr(teacher.shutil, "disk_usage", lambda path: SimpleNamespace(free=99))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=99))
     with pytest.raises(StorageError, match="do not fit on the disk") as caught:
         run_schedule(learner(), [healing()], job_in(tmp_path, teacher=make_teacher()))
     assert "48 examples" in str(caught.value)

@@ -29,14 +29,13 @@ from acm_compiler.exporting.calls import (
 from acm_compiler.exporting.controls import Controlled, asserted, check_controls, example_controls
 from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks, hold, ks_of_budget
 from acm_compiler.exporting.folder import check_folder, describe, moves, size_of, write_export
-from acm_compiler.exporting.traced import Traced, check_answers, counters_kept, refused, trace, without_dense_regions
+from acm_compiler.exporting.traced import Traced, check_answers, counters_kept, refusing, trace, without_dense_regions
 from acm_compiler.files import write_file
 from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
 from acm_compiler.runtime.control import spend
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.sources.inputs import Inputs
-from acm_compiler.sources.user_code import Attempt
 
 FORMATS = ("pt2", "aoti", "onnx", "checkpoint")
 _PROGRAM = "program.pt2"
@@ -233,8 +232,5 @@ def _with_fixed_k(found: Rewritten, inputs: Inputs, ks: Mapping[str, int], *, dy
 
 def _check_runs(model: nn.Module, call: Call) -> None:
     """UsageError for example inputs that the model itself does not take."""
-    attempt = Attempt()
-    with attempt:
+    with refusing("the model does not run on the example inputs"):
         model(*call[0], **call[1])
-    if attempt.error is not None:
-        raise refused("the model does not run on the example inputs", attempt.error)

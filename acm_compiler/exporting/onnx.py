@@ -23,9 +23,8 @@ from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
 from acm_compiler.acm.ops import GATE, LEARNERS, as_gate
 from acm_compiler.acm.reference import Weights, hidden, prefix_output
 from acm_compiler.errors import PackageMissing, UsageError
-from acm_compiler.exporting.traced import Traced, refused
+from acm_compiler.exporting.traced import Traced, refusing
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.sources.user_code import Attempt
 
 FILE = "model.onnx"
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -64,8 +63,8 @@ def write(traced: Traced, aside: Path) -> None:
     if half := [t.name for t in traced.inputs if t.dtype == "bfloat16"] or _bfloat16(traced):
         fix = "export model.float()"
         raise UsageError("ONNX Runtime has no kernels of bfloat16 on CPUs", found=str(half[0]), fix=fix)
-    attempt = Attempt()
-    with attempt, np.errstate(divide="ignore"):  # the logarithm of what no learners cost is folded: minus infinity
+    # the logarithm of what no learners cost is folded: minus infinity
+    with refusing("torch.onnx makes no graph of this model"), np.errstate(divide="ignore"):
         program = torch.onnx.export(
             plain_program(traced.program),
             input_names=[tensor.name for tensor in traced.inputs],
@@ -78,8 +77,6 @@ def write(traced: Traced, aside: Path) -> None:
         _fold(program.model)
         _name_axes(program.model.graph, traced)
         program.save(aside / FILE, external_data=traced.size_bytes > _ONE_FILE)
-    if attempt.error is not None:
-        raise refused("torch.onnx makes no graph of this model", attempt.error)
 
 
 def plain_program(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

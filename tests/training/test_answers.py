@@ -14,7 +14,7 @@ from acm_compiler.errors import RunInterrupted, StorageError, UsageError
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.tasks.language import CausalLM
-from acm_compiler.training import answers, teacher
+from acm_compiler.training import answers
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.teacher import Teacher

@@ -124,7 +124,7 @@ def trace(module: nn.Module, call: Call, free: dict[str, Any]) -> torch.export.E
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """A block in which a model, or a library that reads it, may raise anything: UsageError then, but for our own errors."""
+    """A block in which a model, or a library, may raise anything, which becomes a UsageError; ours stay as they are."""
     attempt = Attempt()
     with attempt:
         yield

@@ -53,7 +53,7 @@ def folder_at(directory: str | os.PathLike[str]) -> Path:
         return Path(directory)
     except TypeError:
         found = type(directory).__name__
-        raise UsageError("not a folder", found=found, expected="a path, as text or pathlib.Path") from None
+        raise UsageError("a folder must be a path, as text or pathlib.Path", found=found) from None
 
 
 def is_part(name: str) -> bool:

@@ -161,5 +161,5 @@ def _sizes(text: str) -> list[int]:
     parts = by_commas(text)
     wrong = next((part for part in parts if not part.isdecimal() or int(part) < 1), None if parts else text)
     if wrong is not None:
-        raise UsageError("no batch size", where="--batches", found=repr(wrong), expected="such as 1,8,64")
+        raise UsageError("batch sizes must be such as 1,8,64", where="--batches", found=repr(wrong))
     return sorted(set(map(int, parts)))

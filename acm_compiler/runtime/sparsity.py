@@ -159,7 +159,7 @@ def set_sparsity(model: nn.Module, share: float | None, *, calls: Calls = "decod
     if calls not in get_args(Calls):
         raise UsageError("calls must be one kind", found=repr(calls), expected=" | ".join(get_args(Calls)))
     if share is not None and not (is_number(share) and 0 <= share <= MOST):
-        raise UsageError("a share to skip outside its range", found=repr(share), expected=f"0 to {MOST}, or None")
+        raise UsageError(f"a share to skip must be from 0 to {MOST}, or None", found=repr(share))
     if share is None:
         for acm in found.acms.values():
             acm.skips = None

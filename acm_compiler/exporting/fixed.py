@@ -122,11 +122,8 @@ def _first(weights: Weights, k: int) -> Weights:
     """Copies of what the first k learners need; slices of a dense weight keep them all, as their places count N."""
     if weights.w_out is None or k == 0:
         return weights
-    cut = {name: _copy(getattr(weights, name), k) for name in ("w_in", "b_in", "w_up", "b_up")}
+    held = {name: getattr(weights, name) for name in ("w_in", "b_in", "w_up", "b_up")}
+    cut: Any = {name: None if tensor is None else tensor[:k].clone() for name, tensor in held.items()}
     w_out = (weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out)[:, :k]
     top = weights.w_top if k == weights.learners else None
     return replace(weights, w_out=w_out.clone(), b_out=weights.b_out[: k + 1].clone(), w_top=top, **cut)
-
-
-def _copy(tensor: Tensor | None, k: int) -> Any:
-    return None if tensor is None else tensor[:k].clone()

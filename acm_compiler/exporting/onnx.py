@@ -60,9 +60,11 @@ def check_weights(found: Rewritten) -> None:
 
 def write(traced: Traced, aside: Path) -> None:
     """Write the files into the folder `aside`. UsageError, with torch's reason, for what is not in ONNX."""
-    if half := [t.name for t in traced.inputs if t.dtype == "bfloat16"] or _bfloat16(traced):
+    half = [tensor.name for tensor in traced.inputs if tensor.dtype == "bfloat16"]
+    half += [name for name, tensor in traced.program.state_dict.items() if tensor.dtype == torch.bfloat16]
+    if half:
         fix = "export model.float()"
-        raise UsageError("ONNX Runtime has no kernels of bfloat16 on CPUs", found=str(half[0]), fix=fix)
+        raise UsageError("ONNX Runtime has no kernels of bfloat16 on CPUs", found=half[0], fix=fix)
     # the logarithm of what no learners cost is folded: minus infinity
     with refusing("torch.onnx makes no graph of this model"), np.errstate(divide="ignore"):
         program = torch.onnx.export(
@@ -106,10 +108,6 @@ def runner(folder: Path) -> Callable[..., list[Tensor]]:
         return [torch.from_numpy(np.asarray(value)) for value in session.run(None, given)]
 
     return run
-
-
-def _bfloat16(traced: Traced) -> list[str]:
-    return [name for name, tensor in traced.program.state_dict.items() if tensor.dtype == torch.bfloat16]
 
 
 def _fold(model: Any) -> None:

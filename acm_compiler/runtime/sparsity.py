@@ -192,11 +192,8 @@ def thresholds_of(acm: ACM, sizes: ValueSizes, share: float) -> Thresholds:
     norms = column_norms(weights)
     quantiles = quantile(sizes.inputs, _INPUTS * of_hidden), quantile(sizes.hidden, min(of_hidden, 1))
     # a column of zeros adds nothing, whatever it is multiplied by
-    return Thresholds(*(_over(size, norm) for size, norm in zip(quantiles, norms, strict=True)))
-
-
-def _over(size: float, norms: Tensor) -> Tensor:
-    return torch.where(norms > 0, size / norms, torch.inf)
+    pairs = zip(quantiles, norms, strict=True)
+    return Thresholds(*(torch.where(norm > 0, size / norm, torch.inf) for size, norm in pairs))
 
 
 def _skip(acm: ACM, thresholds: Thresholds, *, every_call: bool) -> None:

@@ -20,7 +20,6 @@ from acm_compiler.site import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
 
-
 _BINARY: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,

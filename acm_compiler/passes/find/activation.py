@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
 from acm_compiler.acm import activations
 from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, argument, op_set
@@ -145,8 +145,7 @@ class TermReader:
             raise Inexpressible(f"{_where(value)} uses the learned parameter {used}, not a fixed function")
         if tensor is None and name is not None:
             tensor = self.model.get_buffer(name)
-        has_values = isinstance(tensor, torch.Tensor) and not tensor.is_meta and not isinstance(tensor, FakeTensor)
-        if has_values and tensor.numel() == 1:
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and not (tensor.is_meta or is_fake(tensor)):
             return float(tensor)
         number = argument(value.node, 0, "data") if value.op in ("tensor", "scalar_tensor") else None
         if isinstance(number, (int, float)):

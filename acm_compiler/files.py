@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def folder_at(directory: str | os.PathLike[str]) -> Path:
         return Path(directory)
     except TypeError:
         found = type(directory).__name__
-        raise UsageError("not a folder", found=found, expected="a path, as text or pathlib.Path") from None
+        raise UsageError("a folder must be a path, as text or pathlib.Path", found=found) from None
 
 
 def is_part(name: str) -> bool:
@@ -86,6 +87,14 @@ def remedy(error: BaseException) -> str:
     if number in _NO_ROOM or number is None:
         return "make room, or choose a folder on another disk"
     return "check the disk, or choose a folder on another one"
+
+
+def check_room(folder: Path, size_bytes: int, what: str = "the disk has too little room", *, instead: str) -> None:
+    """StorageError, which begins with `what`, where less is free; `instead`: what else helps than to make room."""
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes:
+        found, expected = f"{size_text(free)} free", f"about {size_text(size_bytes)}"
+        raise StorageError(what, where=str(folder), found=found, expected=expected, fix=f"make room, or {instead}")
 
 
 def size_text(count: int) -> str:

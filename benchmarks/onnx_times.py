@@ -34,8 +34,8 @@ from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
 from acm_compiler.acm.ops import LEARNERS
 from acm_compiler.acm.reference import Weights, branchless_output
 from acm_compiler.evaluation.bench import clock
-from acm_compiler.exporting import standard
 from acm_compiler.exporting.fixed import Plain
+from acm_compiler.exporting.onnx import OPERATORS
 from acm_compiler.recipe import expand_paths, load_recipe
 from acm_compiler.runs.recipe_run import OpenedRecipe
 from acm_compiler.sources.build import build
@@ -126,10 +126,10 @@ def files(dense: nn.Module, converted: nn.Module, inputs: dict[str, Tensor], fol
     print(f"the export took {time.process_time() - started:.0f} s of the processor", flush=True)
     for k in range(1, N + 1):
         made[f"k = {k}"] = acm.export(converted, folder / f"k{k}", inputs, "onnx", fixed_k=k)
-    ours = standard.OPERATORS[LEARNERS.default]
-    standard.OPERATORS[LEARNERS.default] = masked
+    ours = OPERATORS[LEARNERS.default]
+    OPERATORS[LEARNERS.default] = masked
     made["masked"] = acm.export(converted, folder / "masked", inputs, "onnx")
-    standard.OPERATORS[LEARNERS.default] = ours
+    OPERATORS[LEARNERS.default] = ours
     return made | {f"{name} int8": as_int8(made[name]) for name in ("dense", "budget")}
 
 

@@ -74,11 +74,11 @@ def saved(made, extra):
 
 # arguments of a kind: what is given, and the words that refuse it
 ARGUMENTS = {
-    "evaluate's dense": (lambda odd, made: evaluated(made, dense=odd), "dense: not a model"),
+    "evaluate's dense": (lambda odd, made: evaluated(made, dense=odd), "dense: a model must be"),
     "evaluate's budgets": (lambda odd, made: evaluated(made, budgets=odd), "budget.*found"),
     "evaluate's task": (lambda odd, made: evaluated(made, metric=None, task=odd), "task"),
     "report's evaluation": (lambda odd, made: acm.report(made[3], odd, made[4]), "evaluation must be what"),
-    "report's folder": (lambda odd, made: acm.report(made[3], EVALUATION, odd), "not a folder"),
+    "report's folder": (lambda odd, made: acm.report(made[3], EVALUATION, odd), "a folder must be a path"),
     "plan's source": (lambda odd, made: acm.plan(made[0], made[1], source=odd), "source must be a mapping"),
     "save's extra": (lambda odd, made: saved(made, odd), "extra"),
     "save's extra file": (lambda odd, made: saved(made, {"notes": odd}), "an extra file must be text or bytes"),
@@ -112,10 +112,10 @@ def test_no_public_function_is_left_out():
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_no_model_is_refused_in_words(name, odd, made):
-    with pytest.raises(UsageError, match="not a model") as caught:
+    with pytest.raises(UsageError, match="a model must be") as caught:
         MODELS[name](ODD[odd], made)
     told = {"a class": "make one of it: Classifier", "a state dict": "model.load_state_dict"}
-    assert told.get(odd, "expected a torch.nn.Module") in str(caught.value)
+    assert told.get(odd, "a torch.nn.Module") in str(caught.value)
 
 
 @pytest.mark.parametrize("odd", ODD)

@@ -64,7 +64,8 @@ def _asked(guards: Any, named: dict[Any, list[str]]) -> Iterator[SizeCondition]:
     names = {symbol: sympy.Symbol(sizes[0]) for symbol, sizes in named.items()}
     for guard in guards:
         if guard.expr.free_symbols and guard.expr.free_symbols <= names.keys():
-            yield SizeCondition(expression=_words(guard.expr.xreplace(names)), line=_line(guard.sloc))
+            words = str(PythonPrinter().doprint(guard.expr.xreplace(names)))
+            yield SizeCondition(expression=words, line=_line(guard.sloc))
 
 
 def _sizes(sources: Any) -> list[str]:
@@ -72,10 +73,6 @@ def _sizes(sources: Any) -> list[str]:
     # torch made the name a property in 2.12
     names = (source.name if isinstance(source.name, str) else source.name() for source in sources)
     return [f"{found[1]}{found[2]}.size({found[3]})" for name in names if (found := _SIZE.fullmatch(name))]
-
-
-def _words(expression: Any) -> str:
-    return str(PythonPrinter().doprint(expression))
 
 
 def _line(place: Any) -> str | None:

@@ -29,8 +29,8 @@ from acm_compiler.runs.pipeline import check_recipe, plan_recipe
 from acm_compiler.runs.recipe_run import OpenedRecipe
 from acm_compiler.runs.run_recipe import RecipeRun, plain, run_recipe
 from acm_compiler.sources.build import build
-from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
+from acm_compiler.training.phase import Job
 from acm_compiler.training.schedule import discard_state
 
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75)

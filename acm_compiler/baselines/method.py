@@ -21,7 +21,7 @@ from acm_compiler.progress import Say
 from acm_compiler.runtime.count_dense_work import kept_work_watched
 from acm_compiler.sources.inputs import Inputs, call_model
 from acm_compiler.tasks import Task
-from acm_compiler.training.job import Job
+from acm_compiler.training.phase import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from acm_compiler.errors import StorageError, UsageError, a_few_of
-from acm_compiler.files import folder_at, is_part, parse_json, size_text, storing
+from acm_compiler.files import check_room, folder_at, is_part, parse_json, storing
 from acm_compiler.sources.from_hf import PROCESSOR_FILES
 
 PLAN, WEIGHTS, MODEL, BUDGETS = "plan.json", "model.safetensors", "model.json", "budgets.json"
@@ -137,7 +137,7 @@ def write_folder(
     refuse_taken(folder)
     with storing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(folder.parent, size_bytes)
+        check_room(folder.parent, size_bytes, instead="choose a folder on another disk")
         _clear(aside)
         aside.mkdir()
         try:
@@ -162,18 +162,6 @@ def _move(aside: Path, folder: Path, names: list[str]) -> None:
 def _clear(aside: Path) -> None:
     if aside.exists():
         shutil.rmtree(aside)
-
-
-def _check_room(folder: Path, size_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size_bytes:
-        raise StorageError(
-            "the disk has too little room",
-            where=str(folder),
-            found=f"{size_text(free)} free",
-            expected=size_text(size_bytes),
-            fix="make room, or choose a folder on another disk",
-        )
 
 
 # helpers of a killed process, such as those that load data, keep its lock until they notice

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,12 +140,11 @@ def _machine(run: SavedRun) -> dict[str, Any]:
 
     from acm_compiler.evaluation.bench import clock
     from acm_compiler.planning.call_times import device_name
-    from acm_compiler.recipe.resolved import installed_version
+    from acm_compiler.recipe.resolved import measured_with
 
-    names = ("torch", "acm_compiler")
     place = next(run.model.parameters()).device
     return {
-        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in names}},
+        "versions": measured_with(("torch", "acm_compiler")),
         "device": device_name(place),
         "clock": clock(place.type)[0],
         "threads": torch.get_num_threads(),
@@ -161,5 +159,5 @@ def _sizes(text: str) -> list[int]:
     parts = by_commas(text)
     wrong = next((part for part in parts if not part.isdecimal() or int(part) < 1), None if parts else text)
     if wrong is not None:
-        raise UsageError("no batch size", where="--batches", found=repr(wrong), expected="such as 1,8,64")
+        raise UsageError("batch sizes must be such as 1,8,64", where="--batches", found=repr(wrong))
     return sorted(set(map(int, parts)))

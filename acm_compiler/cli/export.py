@@ -75,7 +75,8 @@ def export(
 def _report(output: Output, file: Path, facts: dict[str, Any]) -> None:
     """Print what an export takes, or the k that it has, how far off it is, and how it is run."""
     if facts["inputs"]:
-        output.table([[i["name"], i["dtype"], _shape(i["shape"])] for i in facts["inputs"]], headers=_HEADERS)
+        rows = [[i["name"], i["dtype"], " x ".join(map(str, i["shape"])) or "one number"] for i in facts["inputs"]]
+        output.table(rows, headers=_HEADERS)
     if facts["k"]:
         output.table([[site, k] for site, k in facts["k"].items()], headers=("site", "k"))
         output.say(f"every token runs {facts['learner_share']:.3f} of the learners' MACs")
@@ -123,7 +124,3 @@ def _inputs(run: SavedRun, shape: str | None, count: int) -> Inputs:
         if shape is None
         else fit_to(run.model, make_inputs(run.model, parse_input(shape)))
     )
-
-
-def _shape(sizes: list[int | str]) -> str:
-    return " x ".join(str(size) for size in sizes) or "one number"

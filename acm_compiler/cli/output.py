@@ -115,7 +115,8 @@ class Output:
             sys.stdout.write(json.dumps({"schema": JSON_SCHEMA, **facts}, indent=1) + "\n")
 
     def _labelled(self, label: str, colour: str, text: str) -> None:
-        typer.secho(f"{label}: ", fg=colour, nl=False, err=True, color=_colour())
+        coloured = False if os.environ.get("NO_COLOR") else None  # None: on a terminal only
+        typer.secho(f"{label}: ", fg=colour, nl=False, err=True, color=coloured)
         typer.echo(text, err=True)
 
 
@@ -160,11 +161,6 @@ def _flushes(stream: Any) -> bool:
     except OSError:
         return False
     return True
-
-
-def _colour() -> bool | None:
-    """False where NO_COLOR asks for it; else None, which means: on a terminal only."""
-    return False if os.environ.get("NO_COLOR") else None
 
 
 def say_warnings() -> None:

@@ -15,13 +15,12 @@ from acm_compiler.acm import gated_learners, ops
 from acm_compiler.codegen.cpu import gate_not_covered, not_covered
 from acm_compiler.codegen.cpu.build import built_from, library_file
 from acm_compiler.errors import UsageError
-from acm_compiler.exporting.traced import Traced, refused
+from acm_compiler.exporting.traced import Traced, refusing
 from acm_compiler.files import write_file
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
 from acm_compiler.passes.lower.fuse_norm import fold_norm
 from acm_compiler.passes.lower.fuse_residual import fuse_residual
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.sources.user_code import Attempt
 
 FILE, LIBRARY = "package.pt2", "acm_operators.so"
 _NAMESPACE = "acm_package"
@@ -73,14 +72,12 @@ def write(traced: Traced, aside: Path) -> None:
     from torch._inductor import aoti_compile_and_package, config
 
     with_packaged_operators(traced.program)
-    attempt = Attempt()
     with tempfile.TemporaryDirectory(dir=aside.parent) as scratch:  # torch leaves compiled weights in its cache
         # else the package had as many threads as this process
         options = {"cpp.dynamic_threads": True, "freezing": False}
-        with attempt, config.patch({"aot_inductor.output_path": scratch}):
+        refusal = refusing("AOTInductor makes no package of this model")
+        with refusal, config.patch({"aot_inductor.output_path": scratch}):
             aoti_compile_and_package(traced.program, package_path=str(aside / FILE), inductor_configs=options)
-    if attempt.error is not None:
-        raise refused("AOTInductor makes no package of this model", attempt.error)
     write_file(aside / LIBRARY, library_file().read_bytes())
 
 

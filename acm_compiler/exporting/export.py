@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from acm_compiler.acm.intact import refuse_in_parts, refuse_skips
 from acm_compiler.checkpoint.folder import checked_extra
 from acm_compiler.errors import UsageError, did_you_mean
-from acm_compiler.exporting import aoti, checkpoint, onnx, pt2
+from acm_compiler.exporting import aoti, checkpoint, onnx
 from acm_compiler.exporting.calls import (
     Axes,
     Call,
@@ -28,16 +29,16 @@ from acm_compiler.exporting.calls import (
 from acm_compiler.exporting.controls import Controlled, asserted, check_controls, example_controls
 from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks, hold, ks_of_budget
 from acm_compiler.exporting.folder import check_folder, describe, moves, size_of, write_export
-from acm_compiler.exporting.traced import Traced, check_answers, counters_kept, refused, trace, without_dense_regions
+from acm_compiler.exporting.traced import Traced, check_answers, counters_kept, refusing, trace, without_dense_regions
 from acm_compiler.files import write_file
 from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
 from acm_compiler.runtime.control import spend
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.sources.inputs import Inputs
-from acm_compiler.sources.user_code import Attempt
 
 FORMATS = ("pt2", "aoti", "onnx", "checkpoint")
+_PROGRAM = "program.pt2"
 
 
 @torch.inference_mode(False)
@@ -101,9 +102,9 @@ def export(
             require = aoti.required if format == "aoti" else asserted
             module = Controlled(found, named, per_example=per_example, require=require)
             traced = _with_budgets(found, module, example_inputs, dynamic=dynamic)
-        if format == "onnx":
-            return _write_onnx(found, traced, folder, ks)
-        return (_write_pt2 if format == "pt2" else _write_aoti)(found, traced, folder)
+        if format == "pt2":
+            return _write_pt2(found, traced, folder)
+        return _write_files(found, traced, folder, format, ks)
 
 
 def _write_pt2(found: Rewritten, traced: Traced, folder: Path) -> Path:
@@ -111,30 +112,27 @@ def _write_pt2(found: Rewritten, traced: Traced, folder: Path) -> Path:
     for acm in found.acms.values():
         if acm.counts is not None:  # the program's own, which the check has added to
             acm.counts.zero_()
-    facts = describe(found, "pt2", traced.inputs, usage=pt2.usage(traced), error=error)
-    writers = {pt2.FILE: lambda file: pt2.write(traced, file)}
+    # the import of this package registers the program's operators
+    usage = f'import torch, acm_compiler.acm; model = torch.export.load("{_PROGRAM}").module()'
+    usage += f"; model({', '.join(traced.words)})"
+    facts = describe(found, "pt2", traced.inputs, usage=usage, error=error)
+    writers = {_PROGRAM: partial(torch.export.save, traced.program)}
     write_export(folder, writers, facts, size_bytes=traced.size_bytes)
-    return folder / pt2.FILE
+    return folder / _PROGRAM
 
 
-def _write_aoti(found: Rewritten, traced: Traced, folder: Path) -> Path:
+def _write_files(found: Rewritten, traced: Traced, folder: Path, format: str, ks: Mapping[str, int]) -> Path:
+    """Write the files of a format that others than torch run, and try them."""
+    made: Any = {"aoti": aoti, "onnx": onnx}[format]
     with tempfile.TemporaryDirectory() as name:
         aside = Path(name)
-        aoti.write(traced, aside)
-        error = traced.check(aoti.runner(aside), where="aoti")
-        facts = describe(found, "aoti", traced.inputs, usage=aoti.usage(traced), error=error) | aoti.facts(traced)
+        made.write(traced, aside)
+        error = traced.check(made.runner(aside), where=format)
+        facts = describe(found, format, traced.inputs, usage=made.usage(traced), error=error, fixed=ks)
+        if format == "aoti":
+            facts |= aoti.facts(traced)
         write_export(folder, moves(aside), facts, size_bytes=size_of(aside))
-    return folder / aoti.FILE
-
-
-def _write_onnx(found: Rewritten, traced: Traced, folder: Path, ks: Mapping[str, int]) -> Path:
-    with tempfile.TemporaryDirectory() as name:
-        aside = Path(name)
-        onnx.write(traced, aside)
-        error = traced.check(onnx.runner(aside), where="onnx")
-        facts = describe(found, "onnx", traced.inputs, usage=onnx.usage(traced), error=error, fixed=ks)
-        write_export(folder, moves(aside), facts, size_bytes=size_of(aside))
-    return folder / onnx.FILE
+    return folder / made.FILE
 
 
 def _write_checkpoint(
@@ -234,8 +232,5 @@ def _with_fixed_k(found: Rewritten, inputs: Inputs, ks: Mapping[str, int], *, dy
 
 def _check_runs(model: nn.Module, call: Call) -> None:
     """UsageError for example inputs that the model itself does not take."""
-    attempt = Attempt()
-    with attempt:
+    with refusing("the model does not run on the example inputs"):
         model(*call[0], **call[1])
-    if attempt.error is not None:
-        raise refused("the model does not run on the example inputs", attempt.error)

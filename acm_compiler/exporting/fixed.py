@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from acm_compiler.acm.reference import Weights, prefix_output
 from acm_compiler.errors import BudgetUnreachable, UsageError
 from acm_compiler.exporting.calls import plain_output
 from acm_compiler.exporting.controls import measured
+from acm_compiler.exporting.traced import given_to
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.budgets import TOLERANCE
@@ -111,29 +112,18 @@ def _refuse_unfitted(found: Rewritten) -> None:
             raise UsageError("no learners have been fitted", where=name, fix=fix)
 
 
-@contextmanager
-def as_dense_layers(found: Rewritten, ks: Mapping[str, int]) -> Iterator[None]:
+def as_dense_layers(found: Rewritten, ks: Mapping[str, int]) -> AbstractContextManager[None]:
     """Inside, the dense region of every ACM is its first learners, as `ks` says, and runs as if none were fitted."""
-    held = {acm: (acm.dense, acm.state) for acm in found.acms.values()}
-    try:
-        for name, k in ks.items():
-            acm = found.acms[name]
-            acm.dense, acm.state = FirstLearners(acm, k), "dense"
-        yield
-    finally:
-        for acm, (dense, state) in held.items():
-            acm.dense, acm.state = dense, state
+    acms = {found.acms[name]: k for name, k in ks.items()}
+    return given_to({acm: {"dense": FirstLearners(acm, k), "state": "dense"} for acm, k in acms.items()})
 
 
 def _first(weights: Weights, k: int) -> Weights:
     """Copies of what the first k learners need; slices of a dense weight keep them all, as their places count N."""
     if weights.w_out is None or k == 0:
         return weights
-    cut = {name: _copy(getattr(weights, name), k) for name in ("w_in", "b_in", "w_up", "b_up")}
+    held = {name: getattr(weights, name) for name in ("w_in", "b_in", "w_up", "b_up")}
+    cut: Any = {name: None if tensor is None else tensor[:k].clone() for name, tensor in held.items()}
     w_out = (weights.w_out[k - 1] if weights.w_out.dim() == 4 else weights.w_out)[:, :k]
     top = weights.w_top if k == weights.learners else None
     return replace(weights, w_out=w_out.clone(), b_out=weights.b_out[: k + 1].clone(), w_top=top, **cut)
-
-
-def _copy(tensor: Tensor | None, k: int) -> Any:
-    return None if tensor is None else tensor[:k].clone()

@@ -1,9 +1,15 @@
-"""Format onnx: standard operators alone, with the budget as an input or with one k."""
+"""Format onnx: standard operators alone, with the budget as an input or with one k.
+
+The operators of ACMs become plain torch that computes what tokens run. Sorted by k, the most first, tokens that run k
+learners are neighbours, and those that run learner n are the first rows. How many they are is a size that depends on
+values. Shapes: see `acm.reference`; c[k] is the number of tokens that run k learners or more.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
+from acm_compiler.acm.ops import GATE, LEARNERS, as_gate
+from acm_compiler.acm.reference import Weights, hidden, prefix_output
 from acm_compiler.errors import PackageMissing, UsageError
-from acm_compiler.exporting import standard
-from acm_compiler.exporting.traced import Traced, refused
+from acm_compiler.exporting.traced import Traced, refusing
 from acm_compiler.passes.rewrite.conversion import Rewritten
-from acm_compiler.sources.user_code import Attempt
 
 FILE = "model.onnx"
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -53,11 +60,13 @@ def check_weights(found: Rewritten) -> None:
 
 def write(traced: Traced, aside: Path) -> None:
     """Write the files into the folder `aside`. UsageError, with torch's reason, for what is not in ONNX."""
-    if half := [t.name for t in traced.inputs if t.dtype == "bfloat16"] or _bfloat16(traced):
+    half = [tensor.name for tensor in traced.inputs if tensor.dtype == "bfloat16"]
+    half += [name for name, tensor in traced.program.state_dict.items() if tensor.dtype == torch.bfloat16]
+    if half:
         fix = "export model.float()"
-        raise UsageError("ONNX Runtime has no kernels of bfloat16 on CPUs", found=str(half[0]), fix=fix)
-    attempt = Attempt()
-    with attempt, np.errstate(divide="ignore"):  # the logarithm of what no learners cost is folded: minus infinity
+        raise UsageError("ONNX Runtime has no kernels of bfloat16 on CPUs", found=half[0], fix=fix)
+    # the logarithm of what no learners cost is folded: minus infinity
+    with refusing("torch.onnx makes no graph of this model"), np.errstate(divide="ignore"):
         program = torch.onnx.export(
             plain_program(traced.program),
             input_names=[tensor.name for tensor in traced.inputs],
@@ -70,8 +79,6 @@ def write(traced: Traced, aside: Path) -> None:
         _fold(program.model)
         _name_axes(program.model.graph, traced)
         program.save(aside / FILE, external_data=traced.size_bytes > _ONE_FILE)
-    if attempt.error is not None:
-        raise refused("torch.onnx makes no graph of this model", attempt.error)
 
 
 def plain_program(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -83,7 +90,7 @@ def plain_program(program: torch.export.ExportedProgram) -> torch.export.Exporte
         if node.target is _CAST and (bits := node.args[0]).target is _CAST:
             node.replace_all_uses_with(bits.args[0])
     program.graph.eliminate_dead_code()
-    return program.run_decompositions(standard.OPERATORS)
+    return program.run_decompositions(OPERATORS)
 
 
 def runner(folder: Path) -> Callable[..., list[Tensor]]:
@@ -101,10 +108,6 @@ def runner(folder: Path) -> Callable[..., list[Tensor]]:
         return [torch.from_numpy(np.asarray(value)) for value in session.run(None, given)]
 
     return run
-
-
-def _bfloat16(traced: Traced) -> list[str]:
-    return [name for name, tensor in traced.program.state_dict.items() if tensor.dtype == torch.bfloat16]
 
 
 def _fold(model: Any) -> None:
@@ -142,3 +145,54 @@ def _name_axes(graph: Any, traced: Traced) -> None:
     for value in (*graph.inputs, *graph.outputs):
         for place, axis in enumerate(value.shape or ()):
             value.shape[place] = names.get(str(axis), axis)
+
+
+def as_learners(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
+    """Run `acm::learners`."""
+    call = LearnersArguments(x, *tensors)
+    y = prefixes_output(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
+    return y if call.residual is None else y + call.residual
+
+
+OPERATORS: dict[Any, Callable[..., Any]] = {LEARNERS.default: as_learners, GATE.default: as_gate}
+"""Substitutes for the operators of ACMs, by operator."""
+
+
+def prefixes_output(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
+    """y_{k(t)}(x_t) [T, O], as `reference.run_learners`, in one graph for all k."""
+    order_T, c = k_T.argsort(descending=True), _counts(k_T, weights.learners)
+    run = _by_learner if weights.is_nested else _by_k
+    return run(x_TD.index_select(0, order_T), c, weights).index_select(0, order_T.argsort())
+
+
+def _counts(k_T: Tensor, learners: int) -> list[Any]:
+    """c[k] for k from 0 to N + 1: the number of tokens that run k learners or more."""
+    runs_TN = k_T[:, None] > torch.arange(learners, device=k_T.device)
+    c: list[Any] = [k_T.shape[0]]
+    for count in runs_TN.sum(0).unbind():
+        c.append(count.item())
+        torch._check(c[-1] >= 0)
+        torch._check(c[-1] <= c[-2])
+    return [*c, 0]
+
+
+def _by_k(xs_TD: Tensor, c: list[Any], weights: Weights) -> Tensor:
+    """Sorted outputs, of all tokens that run k learners at once."""
+    return torch.cat([prefix_output(xs_TD[c[k + 1] : c[k]], weights, k) for k in range(weights.learners, -1, -1)])
+
+
+def _by_learner(xs_TD: Tensor, c: list[Any], weights: Weights) -> Tensor:
+    """Sorted outputs, of all tokens that run a learner at once: each weight is read once, and kept once."""
+    assert weights.w_out is not None
+    total = xs_TD.new_empty(0, weights.b_out.shape[1])
+    for k in range(weights.learners, 0, -1):
+        one = {name: getattr(weights, name) for name in ("w_in", "b_in", "w_up", "b_up")}
+        one = {name: None if tensor is None else tensor[k - 1 : k] for name, tensor in one.items()}
+        total = _begin(total, c, weights, k)
+        total = torch.addmm(total, hidden(xs_TD[: c[k]], replace(weights, **one), 1), weights.w_out[:, k - 1].T)
+    return _begin(total, c, weights, 0)
+
+
+def _begin(total: Tensor, c: list[Any], weights: Weights, k: int) -> Tensor:
+    """The sums of tokens that run more than k learners, and the biases of those that run k."""
+    return torch.cat([total, weights.b_out[k].expand(c[k] - c[k + 1], -1)])

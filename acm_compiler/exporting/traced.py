@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from acm_compiler.acm import ACM
 from acm_compiler.errors import AcmError, UsageError, VerificationFailed
 from acm_compiler.exporting.calls import Call
 from acm_compiler.passes.rewrite.conversion import Rewritten
@@ -116,48 +117,50 @@ def trace(module: nn.Module, call: Call, free: dict[str, Any]) -> torch.export.E
     from torch._inductor import config
 
     args, kwargs = call
-    attempt = Attempt()
-    with attempt, config.patch(freezing=False):  # a graph to be frozen would keep what it reads of the ACMs
+    # a graph to be frozen would keep what it reads of the ACMs
+    with refusing("torch.export makes no program of this model"), config.patch(freezing=False):
         return torch.export.export(module, args, kwargs, dynamic_shapes=free, strict=False)
-    assert attempt.error is not None
-    raise refused("torch.export makes no program of this model", attempt.error)
 
 
-def refused(what: str, error: BaseException) -> AcmError:
-    """The refusal for what a model, or a library that reads it, raised; our own errors stay as they are."""
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """A block in which a model, or a library, may raise anything, which becomes a UsageError; ours stay as they are."""
+    attempt = Attempt()
+    with attempt:
+        yield
+    error = attempt.error
+    if error is None:
+        return
     if isinstance(error, AcmError):
-        return error
+        raise error
     reasons = [line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- ")]
     reason = f"{type(error).__name__}: {reasons[0]}" if reasons else first_line(error)
-    made = UsageError(with_frames(f"{what}: {reason}", error))
-    made.__cause__ = error
-    return made
+    raise UsageError(with_frames(f"{what}: {reason}", error)) from error
 
 
 @contextmanager
-def without_dense_regions(found: Rewritten) -> Iterator[None]:
+def given_to(acms: Mapping[ACM, Mapping[str, Any]]) -> Iterator[None]:
+    """Inside, ACMs have other values of their attributes; their own come back."""
+    held = [(acm, name, getattr(acm, name)) for acm, values in acms.items() for name in values]
+    try:
+        for acm, values in acms.items():
+            for name, value in values.items():
+                setattr(acm, name, value)
+        yield
+    finally:
+        for acm, name, value in held:
+            setattr(acm, name, value)
+
+
+def without_dense_regions(found: Rewritten) -> AbstractContextManager[None]:
     """Inside, ACMs with learners do not hold the dense regions that no forward runs: programs hold all they see."""
-    held = {acm: acm.dense for acm in found.acms.values() if acm.state != "dense"}
-    try:
-        for acm in held:
-            acm.dense = None
-        yield
-    finally:
-        for acm, dense in held.items():
-            acm.dense = dense
+    return given_to({acm: {"dense": None} for acm in found.acms.values() if acm.state != "dense"})
 
 
-@contextmanager
-def counters_kept(found: Rewritten, *, traced: bool) -> Iterator[None]:
+def counters_kept(found: Rewritten, *, traced: bool) -> AbstractContextManager[None]:
     """Inside, a model with a meter has counters of its own, or none where graphs are not to hold any."""
-    held = {acm: acm.counts for acm in found.acms.values() if acm.counts is not None}
-    try:
-        for acm, counts in held.items():
-            acm.counts = torch.zeros_like(counts) if traced else None
-        yield
-    finally:
-        for acm, counts in held.items():
-            acm.counts = counts
+    counted = {acm: acm.counts for acm in found.acms.values() if acm.counts is not None}
+    return given_to({acm: {"counts": torch.zeros_like(counts) if traced else None} for acm, counts in counted.items()})
 
 
 def _size(size: Any, name: str, axis: int) -> int | str:

@@ -61,7 +61,8 @@ class Plan:
         cost = self.cost
         return {
             "schema": SCHEMA,
-            "model": _facts_json(self.model),
+            # `class` is a word of Python's, so no name of a field
+            "model": {"class" if name == "cls" else name: value for name, value in asdict(self.model).items()},
             "totals": cost.totals(),
             "budget_range": list(self.budget_range),
             "sites": [asdict(site) | asdict(own) for site, own in zip(self.sites, cost.sites, strict=True)],
@@ -78,11 +79,6 @@ class Plan:
         plan = Plan(**read_plan(text))
         check_derived(text, plan.as_json())
         return plan
-
-
-def _facts_json(facts: ModelFacts) -> dict[str, Any]:
-    """`cls` is `class` in JSON, which Python does not take for a name."""
-    return {"class" if name == "cls" else name: value for name, value in asdict(facts).items()}
 
 
 def class_of(model: nn.Module) -> str:

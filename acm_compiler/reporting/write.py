@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from torch import Tensor, nn
+from torch import nn
 
 from acm_compiler.calibration.recalibrate import known_damages
-from acm_compiler.data import Batch, as_batch
+from acm_compiler.data import as_batch
 from acm_compiler.data.batch import size_of
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation import wording
@@ -188,7 +188,8 @@ def report(
         )
     loads = Loads(missing=_NO_EXAMPLES)
     if examples is not None:
-        judge = task_for(task, None if task is not None else _unscored, model=model)
+        unscored = None if task is not None else lambda _, batch: torch.zeros(size_of(batch))
+        judge = task_for(task, unscored, model=model)
         loads = find_loads(model, evaluation, lambda: as_batch(examples), judge)
     return write_report(
         folder_at(directory),
@@ -201,7 +202,3 @@ def report(
             loads=loads,
         ),
     )
-
-
-def _unscored(output: Any, batch: Batch) -> Tensor:
-    return torch.zeros(size_of(batch))

@@ -204,7 +204,7 @@ def open_saved_run(
     UsageError for a device that is not here; see `acm.load` for other errors.
     """
     asked = None if device is None else find_device(device, where="--device")
-    recipe, given = _recipe(directory), given or Given()
+    recipe, given = saved_recipe(directory), given or Given()
     place = asked or find_device(recipe.run.device if recipe else "auto")
     if recipe is not None and not allow_code:
         _refuse_code(directory, recipe, given)
@@ -222,7 +222,8 @@ def open_saved_run(
     )
 
 
-def _recipe(directory: Path) -> Recipe | None:
+def saved_recipe(directory: Path) -> Recipe | None:
+    """The recipe of the model saved in `directory`, None where it was saved without. UsageError without a folder."""
     check_folder(directory)
     file = directory / "recipe.yaml"
     return load_recipe(file) if file.is_file() else None

@@ -49,8 +49,8 @@ from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.sources.inputs import Example, call_model
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import base_metric
-from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine, open_machine
+from acm_compiler.training.phase import Job
 from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.state import has_state
 

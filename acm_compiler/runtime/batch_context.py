@@ -41,10 +41,10 @@ def batch(
         raise UsageError("acm.batch is already open on this model", fix="close it first; it does not nest")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         given = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise UsageError("a padding mask of another kind", found=given, expected="a tensor [batch, tokens]")
+        raise UsageError("mask must be a tensor [batch, tokens]", found=given)
     if mask is not None and mask.is_floating_point() and bool((mask < 0).any()):
         fix = "acm.batch(model, mask=mask == 0): what is added to scores is 0 where a token is real"
-        raise UsageError("a padding mask of another kind", found="numbers below 0", expected="0 at padding", fix=fix)
+        raise UsageError("mask must be 0 at padding, and more at real tokens", found="numbers below 0", fix=fix)
     if skip_padding and mask is None:
         raise UsageError("skip_padding needs a mask, which says what padding is", fix="acm.batch(model, mask=mask, …)")
     said = {} if budgets is None else _settings(model, budgets)
@@ -60,7 +60,7 @@ def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict
     each = budgets.tolist() if isinstance(budgets, Tensor) else budgets
     if isinstance(each, str) or not isinstance(each, Sequence):
         raise UsageError(
-            "budgets of a batch are one per example",
+            "budgets of a batch must be one per example",
             found=repr(each),
             expected="a tensor or list [batch]",
             fix="one budget for all of them: acm.set_budget(model, 0.4)",

@@ -82,7 +82,7 @@ def shares_of(owner: Conversion, budgets: Sequence[float | str]) -> tuple[float,
     UsageError; BudgetUnreachable for one that no setting reaches.
     """
     if isinstance(budgets, str) or not isinstance(budgets, Sequence):
-        raise UsageError("budgets are a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
+        raise UsageError("budgets must be a list", found=repr(budgets), expected="such as [0.25, 0.4, '60%']")
     plan, shares = owner.plan, []
     least = plan.cost.budget_min
     for budget in budgets:
@@ -91,8 +91,7 @@ def shares_of(owner: Conversion, budgets: Sequence[float | str]) -> tuple[float,
             raise unreachable(budget, plan, low=least)
         if not 0 < share <= 1:
             fix = too_much(budget, plan, low=least) if share > 1 else None
-            expected = "a share of learner MACs in (0, 1]"
-            raise UsageError("a budget outside its range", found=share, expected=expected, fix=fix)
+            raise UsageError("a budget must be a share of learner MACs in (0, 1]", found=share, fix=fix)
         shares.append(share)
     refuse_unreachable(plan, ((None, budget) for budget in budgets))
     return tuple(shares) if owner.default_budget is None else (*shares, owner.default_budget)

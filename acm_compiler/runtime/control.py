@@ -70,7 +70,7 @@ def set_k(model: nn.Module, k: int | None) -> None:
         return
     most = max(acm.count for acm in found.acms.values())
     if isinstance(k, bool) or not isinstance(k, Integral):
-        raise UsageError("k is one whole number, for all sites", found=repr(k), expected=f"0 to {most}, or None")
+        raise UsageError("k must be one whole number, for all sites", found=repr(k), expected=f"0 to {most}, or None")
     if not 0 <= k <= most:
         raise UsageError("no site has that many learners", found=k, expected=f"a whole number from 0 to {most}")
     if k < most:
@@ -123,7 +123,7 @@ def set_budget(
     found = wholly_rewritten(model, "a budget")
     owner = found.owner
     if cap is not None and not (is_number(cap) and 0 < cap <= 1):
-        raise UsageError("a cap outside its range", found=repr(cap), expected="a share of N in (0, 1]")
+        raise UsageError("cap must be a share of N in (0, 1]", found=repr(cap))
     wanted = owner.default_budget if budget is None else budget
     if wanted is None:
         raise _no_own_budget(owner)
@@ -211,10 +211,10 @@ def _largest_share(found: Rewritten) -> float:
 def _check_phases(found: Rewritten, wanted: Mapping[str, float | str]) -> tuple[Phase, ...]:
     """Both phases. UsageError for other names, LayoutUnknown where a site cannot tell them apart."""
     if set(wanted) != set(PHASES):
-        raise UsageError("budgets per phase name both phases", found=", ".join(wanted), expected=", ".join(PHASES))
+        raise UsageError("budgets per phase must name both phases", found=", ".join(wanted), expected=", ".join(PHASES))
     if times := [budget for budget in wanted.values() if asked_time(budget)]:
         raise UsageError(
-            "times are of whole calls, not of a phase", found=repr(times[0]), expected="shares, such as 0.6"
+            "times must be of whole calls, not of a phase", found=repr(times[0]), expected="shares, such as 0.6"
         )
     refuse_phases(found)
     return PHASES

@@ -159,7 +159,7 @@ def set_sparsity(model: nn.Module, share: float | None, *, calls: Calls = "decod
     if calls not in get_args(Calls):
         raise UsageError("calls must be one kind", found=repr(calls), expected=" | ".join(get_args(Calls)))
     if share is not None and not (is_number(share) and 0 <= share <= MOST):
-        raise UsageError("a share to skip outside its range", found=repr(share), expected=f"0 to {MOST}, or None")
+        raise UsageError(f"a share to skip must be from 0 to {MOST}, or None", found=repr(share))
     if share is None:
         for acm in found.acms.values():
             acm.skips = None
@@ -192,11 +192,8 @@ def thresholds_of(acm: ACM, sizes: ValueSizes, share: float) -> Thresholds:
     norms = column_norms(weights)
     quantiles = quantile(sizes.inputs, _INPUTS * of_hidden), quantile(sizes.hidden, min(of_hidden, 1))
     # a column of zeros adds nothing, whatever it is multiplied by
-    return Thresholds(*(_over(size, norm) for size, norm in zip(quantiles, norms, strict=True)))
-
-
-def _over(size: float, norms: Tensor) -> Tensor:
-    return torch.where(norms > 0, size / norms, torch.inf)
+    pairs = zip(quantiles, norms, strict=True)
+    return Thresholds(*(torch.where(norm > 0, size / norm, torch.inf) for size, norm in pairs))
 
 
 def _skip(acm: ACM, thresholds: Thresholds, *, every_call: bool) -> None:

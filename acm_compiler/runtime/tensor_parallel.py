@@ -97,7 +97,8 @@ class _Split:
 
     def _part(self, weights: Weights) -> Weights:
         """Weights that this process runs: its part of the hidden width; those there once are the first process's."""
-        local: dict[str, Any] = {name: _local(getattr(weights, name)) for name in _HIDDEN}
+        held = {name: getattr(weights, name) for name in _HIDDEN}
+        local: dict[str, Any] = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in held.items()}
         local["b_out"] = self._of_first(weights.b_out)
         if weights.w_top is not None and weights.form == "linear":
             local["w_top"] = self._of_first(weights.w_top)
@@ -135,7 +136,3 @@ class _OfFirst(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-def _local(weight: Tensor | None) -> Tensor | None:
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -18,14 +18,14 @@ from acm_compiler.evaluation.results import load_evaluation
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.passes.rewrite.revert import finalize
 from acm_compiler.planning.plan import Plan
-from acm_compiler.recipe import Recipe, expand_paths, load_recipe
+from acm_compiler.recipe import Recipe, expand_paths
 from acm_compiler.recipe.datasets import DataConfig, ImageFolderData, TextData, TextRowsData
 from acm_compiler.recipe.tasks import AUDIO_RATES, ClassifyTask, EmbedTask, TaskConfig
-from acm_compiler.runs.given import Given, check_folder, parse_budgets
+from acm_compiler.runs.given import Given, parse_budgets
+from acm_compiler.runs.recipe_run import saved_recipe
 from acm_compiler.runtime.meter import meter
 from acm_compiler.serving.readers import Audio, Images, Reader, Texts
-from acm_compiler.serving.recent_usage import RecentUsage
-from acm_compiler.serving.served import Kind, Served
+from acm_compiler.serving.served import Kind, RecentUsage, Served
 from acm_compiler.sources.build import build
 from acm_compiler.tasks.open_task import open_task
 from acm_compiler.training.machine import find_device
@@ -48,8 +48,8 @@ class ServeOptions:
 
 def open_served(directory: Path, given: Given, options: ServeOptions) -> Served:
     """The model saved in `directory`, without its dense regions. UsageError for a task that is not served."""
-    check_folder(directory)
-    recipe = _recipe(directory)
+    recipe = saved_recipe(directory)
+    recipe = recipe and expand_paths(recipe)
     task = given.task or (recipe.task if recipe else None)
     kind = _kind(task, directory)
     base = None if given.base is None else build(given.base).model
@@ -72,11 +72,6 @@ def open_served(directory: Path, given: Given, options: ServeOptions) -> Served:
         use=use,
         classes=_classes(model, data),
     )
-
-
-def _recipe(directory: Path) -> Recipe | None:
-    file = directory / "recipe.yaml"
-    return expand_paths(load_recipe(file)) if file.is_file() else None
 
 
 def _kind(task: TaskConfig | None, directory: Path) -> Kind:

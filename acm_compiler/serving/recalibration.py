@@ -33,15 +33,16 @@ class Traffic:
     At most 256, of 64 MB together; the age of one that is kept is 1,024 examples in the mean.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         self._kept: list[Example] = []
-        self._draw, self._lock = random.Random(seed), threading.Lock()
+        self._draw, self._lock = random.Random(0), threading.Lock()
 
     def add(self, examples: Sequence[Example]) -> None:
         """Add examples that were served."""
         with self._lock:
             for example in examples:
-                if len(self._kept) < min(MOST, max(1, MOST_BYTES // _bytes(example))):
+                size = sum(tensor.nbytes for tensor in example.values())
+                if len(self._kept) < min(MOST, max(1, MOST_BYTES // size)):
                     self._kept.append(example)
                 elif self._draw.random() < _TAKEN:
                     self._kept[self._draw.randrange(len(self._kept))] = example
@@ -55,10 +56,6 @@ class Traffic:
         """Keep none of those so far."""
         with self._lock:
             self._kept.clear()
-
-
-def _bytes(example: Example) -> int:
-    return sum(tensor.nbytes for tensor in example.values())
 
 
 class Recalibration:

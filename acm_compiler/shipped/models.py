@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,9 @@ from torch import Tensor, nn
 from acm_compiler.data.digits import CLASSES, SIDE
 from acm_compiler.data.spoken_digits import RATE
 from acm_compiler.data.spoken_digits import VOCABULARY as LETTERS
-from acm_compiler.errors import PackageMissing, StorageError
+from acm_compiler.errors import ModelSourceError, StorageError
+from acm_compiler.sources.built import fill
+from acm_compiler.sources.from_hf import import_transformers
 from acm_compiler.sources.inputs import Inputs
 
 FOLDER = Path(__file__).parent / "weights"
@@ -79,18 +80,9 @@ def _digits_vit() -> nn.Module:
     )
 
 
-def _transformers() -> Any:
-    """transformers, or PackageMissing."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise PackageMissing("this model is one of transformers'", fix="pip install 'acm_compiler[hf]'") from error
-    return transformers
-
-
 def _llama_docs() -> nn.Module:
     """A `LlamaForCausalLM` with 6 layers of width 160; tokens [B, S] -> logits [B, S, 2048]."""
-    transformers = _transformers()
+    transformers = import_transformers()
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=160,
@@ -112,7 +104,7 @@ def _modernbert_packages() -> nn.Module:
     It names the package a paragraph of documentation is from. Its output is made of the mean over tokens, which are
     those of the shipped Llama.
     """
-    transformers = _transformers()
+    transformers = import_transformers()
     config = transformers.ModernBertConfig(
         vocab_size=VOCABULARY,
         hidden_size=96,
@@ -137,7 +129,7 @@ def _wav2vec2_digits(*, post_norm: bool = False) -> nn.Module:
     A frame is 25 ms, and sees 50 ms of sound before the layers mix frames. post_norm: norms after the sums, as in
     wav2vec2-base; the shipped weights are of the other kind, as XLS-R.
     """
-    transformers = _transformers()
+    transformers = import_transformers()
     config = transformers.Wav2Vec2Config(
         vocab_size=len(LETTERS),
         pad_token_id=0,
@@ -208,9 +200,10 @@ def load_shipped(model: nn.Module, path: Path, *, script: str) -> nn.Module:
     if not path.is_file():
         raise StorageError(f"the weights of {name} are missing", where=str(path), fix=fix)
     try:
-        fill(model, unpacked(load_file(path)))
-    except RuntimeError as error:
-        raise StorageError(f"these are not the weights of {name}", where=str(path), found=error, fix=fix) from error
+        fill(model, unpacked(load_file(path)), where=str(path), fix=fix)
+    except ModelSourceError as error:
+        what = f"these are not the weights of {name}"
+        raise StorageError(what, where=str(path), found=error.found, fix=fix) from error
     return model
 
 
@@ -224,13 +217,3 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif not name.endswith(SCALE):
             found[name] = tensor
     return found
-
-
-def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` into the model; RuntimeError unless they are all of its weights and nothing else."""
-    state = model.state_dict()
-    found = model.load_state_dict(tensors, strict=False)
-    filled = {tensor.data_ptr() for name, tensor in state.items() if name in tensors}
-    missing = [name for name in found.missing_keys if state[name].data_ptr() not in filled]
-    if missing or found.unexpected_keys:
-        raise RuntimeError(f"missing: {', '.join(missing)}; unknown: {', '.join(found.unexpected_keys)}")

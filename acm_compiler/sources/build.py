@@ -17,22 +17,22 @@ from acm_compiler.recipe.lookup import SUFFIX
 from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
-from acm_compiler.sources import from_hf, from_python, from_shipped, from_timm, from_torchvision
+from acm_compiler.sources import from_hf, from_python, from_registry
 from acm_compiler.sources.built import Device, Found
 from acm_compiler.sources.inputs import Inputs, InputSpec, fit_to, make_inputs
 
 _BUILDERS: dict[str, Callable[..., Found]] = {
-    "torchvision": from_torchvision.build,
-    "timm": from_timm.build,
+    "torchvision": from_registry.build_torchvision,
+    "timm": from_registry.build_timm,
     "hf": from_hf.build,
     "python": from_python.build,
-    "shipped": from_shipped.build,
+    "shipped": from_registry.build_shipped,
 }
 _CHECKS: dict[str, Callable[[ModelConfig], None]] = {
-    "torchvision": from_torchvision.check,
-    "timm": from_timm.check,
+    "torchvision": from_registry.check_torchvision,
+    "timm": from_registry.check_timm,
     "hf": from_hf.check,
-    "shipped": from_shipped.check,
+    "shipped": from_registry.check_shipped,
 }
 # what libraries raise for arguments and configs that do not fit
 _FAILURES = (

@@ -124,19 +124,23 @@ def load_file(model: nn.Module, path: str) -> None:
 
     ModelSourceError when the file is missing, is no weights file, or does not fit. Pickled code is never run.
     """
-    tensors = _read(Path(path))
+    fill(model, _read(Path(path)), where=path, fix=_FITTING)
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Any], *, where: str, fix: str) -> None:
+    """Write `tensors` into the model, in place. ModelSourceError unless they are its weights, all and nothing else."""
     try:
         result = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
         lines = str(error).splitlines()
-        raise ModelSourceError("weights of other shapes", where=path, found=lines[-1].strip(), fix=_FITTING) from error
+        raise ModelSourceError("weights of other shapes", where=where, found=lines[-1].strip(), fix=fix) from error
     missing = _untied(model, result.missing_keys, given=tensors)
     if missing or result.unexpected_keys:
         raise ModelSourceError(
             "these weights belong to another model",
-            where=path,
+            where=where,
             found=f"missing: {a_few_of(missing) or 'none'}; unknown: {a_few_of(result.unexpected_keys) or 'none'}",
-            fix=_FITTING,
+            fix=fix,
         )
 
 

@@ -55,7 +55,7 @@ class _Opened(NamedTuple):
 def _open(config: ModelConfig) -> _Opened:
     """The model in a folder or on the hub."""
     place = place_of(config.name)
-    _import_transformers()
+    import_transformers()
     offline = out_of_reach(place)
     settings = _settings(config, place, offline=offline)
     return _Opened(
@@ -66,7 +66,7 @@ def _open(config: ModelConfig) -> _Opened:
 def _open_gguf(config: ModelConfig) -> _Opened:
     """The model in a GGUF file."""
     path = gguf_file(config)
-    _import_transformers()
+    import_transformers()
     refuse_reserved(config)
     settings, unknown = from_gguf.read_config(path, **config.args)
     _refuse_unknown(unknown, settings, config)
@@ -83,7 +83,7 @@ def rebuild(record: dict[str, Any], *, device: Device) -> Found:
 
 def recorded_config(record: dict[str, Any]) -> Any:
     """The config stored in `record`; ModelSourceError where transformers here does not know its kind."""
-    transformers = _import_transformers()
+    transformers = import_transformers()
     from huggingface_hub.errors import StrictDataclassError
 
     settings = _with_floats(_without_unsafe(record["config"]))
@@ -95,7 +95,8 @@ def recorded_config(record: dict[str, Any]) -> Any:
         raise ModelSourceError("transformers here does not know this model", found=found, fix=fix) from error
 
 
-def _import_transformers() -> Any:
+def import_transformers() -> Any:
+    """The package. ModelSourceError where it is not installed."""
     try:
         import transformers
     except ImportError as error:

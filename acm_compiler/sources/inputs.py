@@ -36,9 +36,8 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     raise UsageError(
-        "inputs of a kind that cannot be passed to a model",
+        "inputs must be a tensor, a tuple of arguments, or a mapping of keyword arguments",
         found=type(inputs).__name__,
-        expected="a tensor, a tuple of arguments, or a mapping of keyword arguments",
     )
 
 

@@ -35,15 +35,12 @@ class TokenLogits(Task, ABC):
     def answer(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The logits without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
         logits_BSV = self.logits(output)
-        return _masked(logits_BSV - logits_BSV.mean(-1, keepdim=True), mask)
+        around_BSV = logits_BSV - logits_BSV.mean(-1, keepdim=True)
+        return around_BSV if mask is None else around_BSV * mask[..., None]
 
     def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The roots of the probabilities [B, S, V], times two; 0 where `mask` [B, S] is."""
         return root_probabilities(self.logits(output), mask)
-
-
-def _masked(values_BSV: Tensor, mask: Tensor | None) -> Tensor:
-    return values_BSV if mask is None else values_BSV * mask[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,10 @@ from acm_compiler.runtime.usage import record
 from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import distance, distance_unit
-from acm_compiler.training.job import Job
 from acm_compiler.training.live_state import SharedNoise
 from acm_compiler.training.loss_terms import take_choices
 from acm_compiler.training.machine import Machine
-from acm_compiler.training.phase import Backward, Figures, Group, free_gate, unique
+from acm_compiler.training.phase import Backward, Figures, Group, Job, free_gate, unique
 from acm_compiler.training.teacher import open_teacher
 
 _TERMS = ("loss", "task", "budget", "entropy", "diversity")

@@ -19,13 +19,12 @@ from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.progress import Progress
 from acm_compiler.recipe.fields import Every
 from acm_compiler.recipe.phases import TrainedPhase
-from acm_compiler.training.job import Job, Journal
 from acm_compiler.training.live_state import restore_generators, seed_generators
 from acm_compiler.training.machine import Machine
-from acm_compiler.training.phase import Figures, Group, Phase, only_training, parameters_of
+from acm_compiler.training.phase import Figures, Group, Job, Phase, only_training, parameters_of
 from acm_compiler.training.sharding import read_optimizer, whole
 from acm_compiler.training.state import Position, Snapshot, StateStore
-from acm_compiler.training.watch import Interrupts, Watch
+from acm_compiler.training.watch import Interrupts, Journal, Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

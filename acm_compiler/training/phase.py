@@ -1,19 +1,63 @@
-"""A phase as the loop sees it: a parameter group, a way to run a batch, figures per step, and the model's modes."""
+"""A phase as the loop sees it: a parameter group, a way to run a batch, figures per step, and the model's modes.
+
+Also the job that all phases of a run share: task, data, directory, callbacks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.passes.rewrite.conversion import conversion_of
+from acm_compiler.recipe.phases import CalibratePhase
+from acm_compiler.recipe.phases import Phase as PhaseConfig
+from acm_compiler.recipe.schema import RunConfig
+from acm_compiler.sources.inputs import Example
+from acm_compiler.tasks import Task
 
 Backward = Callable[[Tensor], None]
+# opens the training data: the batches of so many examples over all `world` processes, as process `rank` sees them,
+# by keywords `batch`, `seed`, `rank` and `world`
+OpenData = Callable[..., BatchStream]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything a schedule needs beside the model.
+
+    budget: the share of learner MACs that finetune aims at. directory: where `metrics.jsonl` and `state/` go.
+    teacher: the model before conversion, for phases that learn from its outputs.
+    decisions: of the recipe, as plain data; a state is continued only by a recipe with the same ones.
+    resume_command: shown when interrupted.
+    measure: called with the model after each gate and finetune phase, unless the next one frees the gates again; keeps
+    the model's new budget table.
+    calibrate: called with the model, a calibrate phase's section, and (inputs, mask) pairs on the run's device.
+    evaluate: called every `run.eval_every` of a finetune phase; its figures go into `metrics.jsonl`.
+    on_phase_end: called after each phase with the model, its section of the recipe, and the seconds it took.
+    All processes make these calls.
+    say: takes a line on a phase's progress, now and then, where no terminal shows a bar; the log when unset.
+    """
+
+    task: Task
+    data: OpenData
+    run: RunConfig
+    directory: Path
+    budget: float
+    teacher: nn.Module | None = None
+    decisions: Mapping[str, Any] = field(default_factory=dict)
+    resume_command: str = "acmc rewrite --resume"
+    measure: Callable[[nn.Module], object] | None = None
+    calibrate: Callable[[nn.Module, CalibratePhase, Iterator[Example]], object] | None = None
+    evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
+    on_phase_end: Callable[[nn.Module, PhaseConfig, float], object] | None = None
+    say: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

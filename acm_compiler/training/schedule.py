@@ -22,15 +22,14 @@ from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePha
 from acm_compiler.recipe.phases import Phase as PhaseConfig
 from acm_compiler.sources.inputs import Example
 from acm_compiler.training.finetune import Finetune
-from acm_compiler.training.job import Job, Journal
 from acm_compiler.training.live_state import seed_generators
 from acm_compiler.training.loop import PhaseLoop, Run
 from acm_compiler.training.machine import Machine, open_machine
-from acm_compiler.training.phase import Phase
+from acm_compiler.training.phase import Job, Phase
 from acm_compiler.training.sharding import sharded
 from acm_compiler.training.site_phases import distill_phase, gate_phase, start_projections
 from acm_compiler.training.state import Position, Snapshot, StateStore
-from acm_compiler.training.watch import Interrupts, warn_of_collapse, warn_of_missed_budget
+from acm_compiler.training.watch import Interrupts, Journal, warn_of_collapse, warn_of_missed_budget
 
 
 def run_schedule(

@@ -24,10 +24,9 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.phases import DistillPhase, GatePhase, LabelRule, TrainedPhase
 from acm_compiler.runtime.control import refuse_unfitted
 from acm_compiler.runtime.ranks import from_first
-from acm_compiler.training.job import Job
 from acm_compiler.training.live_state import SharedNoise
 from acm_compiler.training.machine import Machine
-from acm_compiler.training.phase import Figures, free_gate
+from acm_compiler.training.phase import Figures, Job, free_gate
 from acm_compiler.training.tapped import Sums, TappedPhase, prefix_errors
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.data import Batch, BatchStream
-from acm_compiler.errors import StorageError, UsageError
-from acm_compiler.files import size_text
+from acm_compiler.errors import UsageError
+from acm_compiler.files import check_room
 from acm_compiler.progress import Progress
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.training.answers import AnswerStore, digests_of, model_digest
-from acm_compiler.training.job import Job
 from acm_compiler.training.machine import Machine
+from acm_compiler.training.phase import Job
 
 
 def open_teacher(job: Job, machine: Machine, config: FinetunePhase) -> Teacher | None:
@@ -163,15 +162,8 @@ class KeptAnswers:
     def _check_room(self, stream: BatchStream, examples: int) -> None:
         need = int(self.example_bytes * min(examples, stream.examples))
         self.directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.directory).free
-        if need > free:
-            raise StorageError(
-                "the answers of the original do not fit on the disk",
-                where=str(self.directory),
-                found=f"{size_text(free)} free",
-                expected=f"about {size_text(need)} for {examples:,} examples",
-                fix="leave cache_answers out, or train on fewer examples",
-            )
+        what = f"the answers of the original to {examples:,} examples do not fit on the disk"
+        check_room(self.directory, need, what, instead="leave cache_answers out, or train on fewer examples")
 
 
 def _on(batches: Iterator[Batch], machine: Machine) -> Iterator[Batch]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from acm_compiler.errors import StorageError
 from acm_compiler.files import whole_file
-from acm_compiler.shipped.models import SCALE, fill, unpacked
+from acm_compiler.shipped.models import SCALE, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def packed(model: nn.Module) -> dict[str, Tensor]:
 
 def round_as_packed(model: nn.Module) -> nn.Module:
     """`model`, in place, with the weights that are read back once they are packed."""
-    fill(model, unpacked(packed(model)))
+    model.load_state_dict(unpacked(packed(model)), strict=False)  # of tied weights the first is packed
     return model
 
 

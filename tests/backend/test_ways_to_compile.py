@@ -133,7 +133,7 @@ def test_an_exported_model_says_that_it_keeps_its_budget():
             acm.set_budget(made, 0.5)
         with pytest.raises(FixedBudget), acm.batch(made, budgets=[0.5]):
             pass
-    with pytest.raises(UsageError, match=r"found str, expected a torch\.nn\.Module"):
+    with pytest.raises(UsageError, match=r"a model must be a torch\.nn\.Module \(found str"):
         acm.set_budget("package.pt2", 0.5)
 
 

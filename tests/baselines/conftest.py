@@ -15,7 +15,7 @@ def subject(tmp_path_factory):
     from acm_compiler.data.loading import BatchStream
     from acm_compiler.recipe.schema import RunConfig
     from acm_compiler.tasks.classify import Classify
-    from acm_compiler.training.job import Job
+    from acm_compiler.training.phase import Job
     from tests.helpers.small_vit import Images, small_vit
 
     vit, folder, task = small_vit(), tmp_path_factory.mktemp("trained"), Classify()

@@ -18,7 +18,7 @@ from acm_compiler.baselines.trained.early_exit import Exits
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.recipe.schema import RunConfig
 from acm_compiler.tasks.ctc import Ctc
-from acm_compiler.training.job import Job
+from acm_compiler.training.phase import Job
 from tests.helpers.models import hf_wav2vec2
 
 SAMPLES = (900, 500, 700, 900)

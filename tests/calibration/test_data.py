@@ -586,7 +586,7 @@ def test_options_without_meaning_are_refused():
         calibrate_on(make_tiny(), masked(texts(1)), options=Options(budgets=(0.5, 0.01)))
     with pytest.raises(UsageError, match=r"found 'int8', expected fp32 or bf16"):
         Options(precision="int8")
-    with pytest.raises(UsageError, match=r"found 3\.0, expected a share of learner MACs"):
+    with pytest.raises(UsageError, match=r"a share of learner MACs in .*found 3\.0"):
         calibrate_on(make_tiny(), masked(texts(1)), options=Options(budgets=(3.0,)))
 
 

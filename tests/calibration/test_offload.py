@@ -155,7 +155,7 @@ def test_places_that_nothing_can_be_offloaded_to_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="choose a folder"):
         acm.calibrate(make_tiny(), DATA, offload=tmp_path / "file")
-    with pytest.raises(UsageError, match="not a folder"):
+    with pytest.raises(UsageError, match="a folder must be a path"):
         acm.calibrate(make_tiny(), DATA, offload=3)
     with pytest.raises(UsageError, match=r"a model on meta.*\n.*offload='cpu'.*run.device: cpu"):
         acm.calibrate(make_tiny().to("meta"), DATA, offload=tmp_path)

@@ -15,8 +15,7 @@ from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.recipe.fields import parse_every
 from acm_compiler.recipe.phases import DistillPhase, FinetunePhase, GatePhase
 from acm_compiler.recipe.schema import RunConfig
-from acm_compiler.training.job import Job
-from acm_compiler.training.phase import Figures, only_training, parameters_of
+from acm_compiler.training.phase import Figures, Job, only_training, parameters_of
 from tests.helpers.training_tiny import Points, Task
 
 

@@ -1,12 +1,21 @@
-"""The cost report as text: units, rows that depend on the plan, and what is left out of it."""
+"""The cost report as text: whole for published models, units, rows that depend on the plan, what is left out of it."""
 
 from dataclasses import replace
 
 import pytest
 
+import acm_compiler as acm
 from acm_compiler.planning.cost_table import cost_table, millions, unit_of
 from acm_compiler.site import Skip
+from tests.helpers import golden
 from tests.helpers.build import plan_of, planned_site
+from tests.helpers.models import hf_bert, hf_llama, torchvision_vit
+
+
+@pytest.mark.parametrize("make", [torchvision_vit, hf_bert, hf_llama])
+def test_a_plan_prints_as_its_cost_report(make):
+    model, x = make()
+    golden.check(f"plan_{make.__name__}.txt", f"{acm.plan(model, x)}\n")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from acm_compiler.errors import RunInterrupted, StorageError, UsageError
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.tasks.language import CausalLM
-from acm_compiler.training import answers, teacher
+from acm_compiler.training import answers
 from acm_compiler.training.machine import open_machine
 from acm_compiler.training.schedule import discard_state, run_schedule
 from acm_compiler.training.teacher import Teacher
@@ -238,7 +238,7 @@ def test_data_that_are_others_in_every_epoch_are_refused(tmp_path):
 
 
 def test_a_disk_without_room_is_told_before_anything_is_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr(teacher.shutil, "disk_usage", lambda path: SimpleNamespace(free=99))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=99))
     with pytest.raises(StorageError, match="do not fit on the disk") as caught:
         run_schedule(learner(), [healing()], job_in(tmp_path, teacher=make_teacher()))
     assert "48 examples" in str(caught.value)

@@ -176,7 +176,7 @@ def test_evaluation_adds_nothing_to_the_losses():
 
 @pytest.mark.parametrize("budget", [0, 1.5, "60%", None])
 def test_a_budget_that_is_no_share_is_refused(budget):
-    with pytest.raises(UsageError, match="budget outside its range"):
+    with pytest.raises(UsageError, match="budget must be a share"):
         losses(make_model(), budget)
 
 

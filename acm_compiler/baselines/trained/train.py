@@ -36,11 +36,10 @@ from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks.base import distance
 from acm_compiler.training.answers import model_digest
-from acm_compiler.training.job import Job
 from acm_compiler.training.live_state import generator_states, restore_generators, seed_generators
 from acm_compiler.training.loop import Optimization, endless, passes
 from acm_compiler.training.machine import open_machine
-from acm_compiler.training.phase import Group, only_training, unique
+from acm_compiler.training.phase import Group, Job, only_training, unique
 from acm_compiler.training.teacher import open_teacher
 from acm_compiler.training.watch import Interrupts
 

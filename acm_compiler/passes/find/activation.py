@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
 from acm_compiler.acm import activations
 from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, argument, op_set
@@ -139,13 +139,13 @@ class TermReader:
 
     def _constant(self, value: Value) -> float:
         """The number that a value without inputs holds."""
+        tensor, name = value.node.meta.get("value"), value.node.meta.get("param")
         if value.learned:
-            raise Inexpressible(f"{_where(value)} uses the learned parameter {_parameter(value)}, not a fixed function")
-        tensor = value.node.meta.get("value")
-        name = value.node.meta.get("param")
+            used = name or value.name
+            raise Inexpressible(f"{_where(value)} uses the learned parameter {used}, not a fixed function")
         if tensor is None and name is not None:
             tensor = self.model.get_buffer(name)
-        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and _holds_numbers(tensor):
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and not (tensor.is_meta or is_fake(tensor)):
             return float(tensor)
         number = argument(value.node, 0, "data") if value.op in ("tensor", "scalar_tensor") else None
         if isinstance(number, (int, float)):
@@ -229,17 +229,9 @@ class TermReader:
         return bound
 
 
-def _holds_numbers(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
 def _keeps_rows(flow: Dataflow, value: Value) -> bool:
     source = flow.values[value.args[0]]
     return bool(source.shape and value.shape) and source.shape[-1] == value.shape[-1]  # type: ignore[index]
-
-
-def _parameter(value: Value) -> str:
-    return str(value.node.meta.get("param") or value.name)
 
 
 def _has_numbers(node: fx.Node) -> bool:

@@ -89,16 +89,12 @@ def _reverse(_node: fx.Node, rank: int) -> tuple[int, ...]:
     return tuple(reversed(range(rank)))
 
 
-def _swap_last(_node: fx.Node, rank: int) -> tuple[int, ...]:
-    return (*range(rank - 2), rank - 1, rank - 2)
-
-
 _TRANSPOSES: dict[str, Callable[[fx.Node, int], tuple[int, ...]]] = {
     "transpose": _transpose,
     "permute": _permute,
     "t": _reverse,
     "T": _reverse,
-    "mT": _swap_last,
+    "mT": lambda _, rank: (*range(rank - 2), rank - 1, rank - 2),
 }
 
 

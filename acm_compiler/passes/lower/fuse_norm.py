@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from acm_compiler.passes.capture.op_names import argument, name_of
 from acm_compiler.passes.lower.acm_nodes import (
@@ -82,11 +82,8 @@ def _is_over_features(chain: list[fx.Node], norm: FoundNorm) -> bool:
         return False
     rows = [value, *(value_of(node) for node in chain)]
     others = [value_of(weight) for weight in (norm.weight, norm.bias) if weight is not None]
-    return all(_fits(other, value) and other is not None and other.shape[-1] == shape[0] for other in (*rows, *others))
-
-
-def _fits(other: Tensor | None, value: Tensor) -> bool:
-    return other is not None and other.dtype == value.dtype and other.device == value.device
+    fit = (value.dtype, value.device, shape[0])
+    return all(t is not None and (t.dtype, t.device, t.shape[-1]) == fit for t in (*rows, *others))
 
 
 def _has_room(acm: fx.Node) -> bool:

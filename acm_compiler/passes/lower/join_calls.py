@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from acm_compiler.acm.steps import STEPS, Program, Step, gated_options
+from acm_compiler.passes.capture.graph import leaves
 from acm_compiler.passes.capture.op_names import RESHAPES, argument, name_of
 from acm_compiler.passes.lower.acm_nodes import (
     ATTENTIONS,
@@ -228,14 +229,10 @@ def _moved(view: fx.Node, places: Tensor) -> Tensor | None:
     if view.op not in ("call_function", "call_method") or name_of(view.target) not in _VIEWS or view.kwargs:
         return None
     tensor, *sizes = view.args
-    if not isinstance(tensor, fx.Node) or any(isinstance(size, fx.Node) for size in _flat(sizes)):
+    if not isinstance(tensor, fx.Node) or any(isinstance(size, fx.Node) for size in leaves(sizes)):
         return None
     called: Any = getattr(Tensor, str(view.target)) if view.op == "call_method" else view.target
     return called(places, *sizes)
-
-
-def _flat(sizes: Iterable[Any]) -> list[Any]:
-    return [size for each in sizes for size in (each if isinstance(each, (list, tuple)) else [each])]
 
 
 def _attention_options(attention: fx.Node) -> dict[str, Any]:

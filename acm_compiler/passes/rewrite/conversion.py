@@ -170,7 +170,7 @@ def refuse_no_module(model: object, *, where: str | None = None) -> None:
         name, fix = f"the class {model.__name__}", f"make one of it: {model.__name__}(…)"
     elif isinstance(model, Mapping):
         fix = "load its tensors into a model: model.load_state_dict(…)"
-    raise UsageError("not a model", where=where, found=name, expected="a torch.nn.Module", fix=fix)
+    raise UsageError("a model must be a torch.nn.Module", where=where, found=name, fix=fix)
 
 
 def _no_acms(model: nn.Module) -> AcmError:

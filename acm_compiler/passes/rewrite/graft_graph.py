@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.passes.capture.graph import upwards
-from acm_compiler.passes.capture.op_names import COPIES, name_of
+from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, name_of
 from acm_compiler.passes.rewrite.dense_region import DenseRegion, tensor_names
 from acm_compiler.passes.rewrite.graft_modules import TakenOut, owners_of, put_module, registry_of
 from acm_compiler.site import LinearRef, Site
@@ -81,9 +81,7 @@ def _erase_unread(node: fx.Node) -> None:
             todo += sources
 
 
-_RESHAPES = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze", "unsqueeze"]
-)
+_MOVING = RESHAPES | {"permute", "transpose", "movedim"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +225,4 @@ def _keeps_tokens(graph: _Graph, region: GraphRegion) -> bool:
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return list(before.shape[:-1]) == list(after.shape[:-1])
     between = upwards([region.output], graph.data, stop={region.x})
-    return not any(_name(node) in _RESHAPES for node in between if node is not region.x)
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", "").partition(".")[0]
+    return not any(name_of(node.target) in _MOVING for node in between if node is not region.x)

@@ -107,7 +107,7 @@ def _settings(owner: Conversion, budget: Any) -> Settings:
         return Settings(setting := setting_of(owner, budget), setting)
     if set(budget) not in _BY_PHASE:
         raise UsageError(
-            "budgets by phase", found=sorted(budget), expected="prefill and decode, or thinking and thinking_end too"
+            "budgets by phase must be prefill and decode, or thinking and thinking_end too", found=sorted(budget)
         )
     prefill, decode = (setting_of(owner, budget[phase]) for phase in PHASES)
     found = Settings(prefill, decode)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from acm_compiler.serving.recent_usage import RecentUsage
+from acm_compiler.serving.served import RecentUsage
 
 
 class FakeMeter:

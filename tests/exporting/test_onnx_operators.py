@@ -9,7 +9,7 @@ from torch import nn
 from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.acm.ops import LEARNERS
 from acm_compiler.acm.reference import run_learners
-from acm_compiler.exporting.standard import OPERATORS, prefixes_output
+from acm_compiler.exporting.onnx import OPERATORS, prefixes_output
 from tests.helpers.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, k_of, to, weights_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Literal
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_quantized, refuse_skips
-from acm_compiler.acm.precision import FastLinears, no_autocast
+from acm_compiler.acm.precision import no_autocast
 from acm_compiler.calibration.answer import Answer, default_answer, run
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
 from acm_compiler.calibration.fit_all import fit_all, install
@@ -79,8 +79,7 @@ def calibrate(
     them: weights and statistics lie in the memory of the CPU, and the GPU has one weight at a time. The model may be on
     either, and stays there; without a GPU the same is done with copies in the CPU's memory.
     precision: bf16 multiplies the linear layers of a float32 model in bfloat16 while it is read, on CPUs with
-    instructions for that, and while gates are compared and budgets measured; statistics, closed forms and learners keep
-    their own types.
+    instructions for that; statistics, closed forms and the budget table keep their own types.
     progress: called with a line of text after each step, such as "calibrate: site 7 of 60, 2 min left"; when unset, a
     terminal shows a bar, else the log, or stderr where that does not listen at INFO, has a line every ten seconds.
 
@@ -131,12 +130,11 @@ def calibrate_on(
             fitted = fit_all(found, dense, examples, options, work)
         install(found, fitted, undo)
         kinds = [{fit.site.name: fit.gates[kind] for fit in fitted} for kind in range(len(_KINDS))]
-        with FastLinears() if options.precision == "bf16" else nullcontext():
-            choice = choose_gates(found, examples.held_out, kinds, answer=options.answer, budgets=wanted)
-            for fit in fitted:
-                found.acms[fit.site.name].gate = fit.gates[choice.kind].gate
-            work.finish(f"lowest k of the budget table: {choice.k_lo}; gates weigh tokens {_KINDS[choice.kind]}")
-            table = fill_table(found, examples.held_out, budgets=wanted, k_lo=choice.k_lo, progress=work)
+        choice = choose_gates(found, examples.held_out, kinds, answer=options.answer, budgets=wanted)
+        for fit in fitted:
+            found.acms[fit.site.name].gate = fit.gates[choice.kind].gate
+        work.finish(f"lowest k of the budget table: {choice.k_lo}; gates weigh tokens {_KINDS[choice.kind]}")
+        table = fill_table(found, examples.held_out, budgets=wanted, k_lo=choice.k_lo, progress=work)
         work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
         owner.value_sizes = {}
         if callable(getattr(model, "generate", None)) and skipping_sites(found):

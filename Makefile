@@ -34,7 +34,7 @@ demo-llm: export HF_HUB_OFFLINE = 1
 # without the recipe's last step, which trains learners for as long as all the rest takes
 demo-llm: $(VENV)/.smollm2
 	$(BIN)/acmc rewrite --recipe smollm2 --set 'schedule[0].local_steps=0' --out runs/smollm2 --resume --force
-	$(BIN)/python -m benchmarks.decoders --model runs/smollm2 --against teal wina
+	$(BIN)/python -m benchmarks.decoders --model runs/smollm2 --against teal wina --shares .75 .6 .5 .4
 	$(BIN)/python examples/side_by_side.py runs/smollm2
 	$(BIN)/python -m benchmarks.tokens_per_second runs/smollm2 --rounds 3
 

@@ -45,7 +45,7 @@ from acm_compiler.runs.recipe_run import open_saved_run
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY, load_shipped
 from acm_compiler.tasks.language import CausalLM
-from benchmarks.equal_macs import Rivals, part_of
+from benchmarks.equal_macs import SHARES, Rivals, part_of
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights
 from scripts.train_shipped.text import Lesson, texts, train
 
@@ -61,7 +61,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("acm_compiler.calibration").setLevel(logging.WARNING)
     if (Path(options.model) / "eval.json").is_file():
-        for row in of_run(Path(options.model), options.against, options.sparsity):
+        for row in of_run(Path(options.model), options):
             say(row)
         return
     if options.sparsity:
@@ -86,6 +86,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--lossless", action="store_true")
     parser.add_argument("--tokens", type=int, default=20_000, help="to calibrate on")
     parser.add_argument("--against", nargs="+", choices=RIVALS, default=[], help="measured beside ours")
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="of the sites' MACs, of all methods")
     parser.add_argument("--sparsity", nargs="+", type=float, default=[], help="shares that acm.set_sparsity skips")
     parser.add_argument("--texts", type=int, default=400, help="to judge by")
     parser.add_argument("--batch", type=int, default=32)
@@ -186,11 +187,12 @@ def measured(model: nn.Module, tokenizer: Path, kinds: list[str], options: argpa
     yield from table(found)
     if options.against:
         shown = partial(calibration_batches, tokenizer, options.batch)
-        rivals = Rivals(model, conversion(converted).plan, TASK, fit=shown, held_out=held_out.epoch)
+        plan, shares = conversion(converted).plan, options.shares
+        rivals = Rivals(model, plan, TASK, fit=shown, held_out=held_out.epoch, shares=shares)
         yield from beside(rivals, converted, options.against)
 
 
-def of_run(folder: Path, methods: list[str], sparsities: list[float]) -> Iterator[str]:
+def of_run(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     """The rows that a finished run has measured, those with values skipped, and those of other methods on its texts."""
     run = open_saved_run(folder)
     found, recipe = load_evaluation(folder), run.recipe
@@ -200,7 +202,7 @@ def of_run(folder: Path, methods: list[str], sparsities: list[float]) -> Iterato
     train, batch = run.opened.dataset(recipe.data.train), recipe.run.eval_batch
     shown = BatchStream(dataset=train, batch=batch, seed=recipe.run.seed, shuffle=True)
     held_out = BatchStream(dataset=run.data, batch=batch)
-    for share in sparsities:
+    for share in options.sparsity:
         if not conversion(run.model).value_sizes:
             acm.measure_sparsity(run.model, (run.task.inputs(batch) for batch in shown.epoch()))
         acm.set_sparsity(run.model, share, calls="all")
@@ -209,10 +211,10 @@ def of_run(folder: Path, methods: list[str], sparsities: list[float]) -> Iterato
             note=f", {share:g} skipped",
         )
         acm.set_sparsity(run.model, None)
-    if methods:
-        plan = conversion(run.model).plan
-        rivals = Rivals(run.dense, plan, run.task, fit=shown.epoch, held_out=held_out.epoch)
-        yield from beside(rivals, run.model, methods)
+    if options.against:
+        plan, shares = conversion(run.model).plan, options.shares
+        rivals = Rivals(run.dense, plan, run.task, fit=shown.epoch, held_out=held_out.epoch, shares=shares)
+        yield from beside(rivals, run.model, options.against)
 
 
 def beside(rivals: Rivals, model: nn.Module, methods: list[str]) -> Iterator[str]:

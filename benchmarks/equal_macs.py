@@ -74,6 +74,7 @@ class Rivals:
     """Methods measured on one model and one set of texts, beside the dense model.
 
     fit: batches to fit methods on, of which the first are taken; held_out: those to judge by, the same ones every time.
+    shares: those of the MACs of the plan's sites.
     """
 
     def __init__(
@@ -84,10 +85,12 @@ class Rivals:
         *,
         fit: Callable[[], Iterable[Batch]],
         held_out: Callable[[], Iterable[Batch]],
+        shares: Sequence[float] = SHARES,
     ) -> None:
         self.subject = Subject(
             dense=dense.eval(), plan=plan, task=task, fit=lambda: islice(fit(), FITTED), held_out=held_out
         )
+        self.shares = sorted(shares, reverse=True)
         self.part = 1 - plan.cost.fixed_macs / plan.model.dense_macs
         self.dense = _run("dense", Dense(self.subject), (1.0,))
         self.sample = Sample(task=task, units_E=self.dense.units_E, groups_E=self.dense.groups_E)
@@ -95,7 +98,7 @@ class Rivals:
 
     def measure(self, name: str, say: Say) -> Iterator[str]:
         """A row of Markdown for every share that the method of this name is asked for."""
-        budgets = {1 - self.part * (1 - share): share for share in SHARES}
+        budgets = {1 - self.part * (1 - share): share for share in self.shares}
         method = METHODS[name](self.subject)
         method.convert(list(budgets), say)
         found = _run(name, method, list(budgets))
@@ -108,21 +111,24 @@ class Rivals:
     def read_off(self, model: nn.Module) -> Iterator[str]:
         """Rows of Markdown: excess of `model` and of all measured before at each share, and how far behind they are."""
         lowest = conversion(model).table_min
-        budgets = [budget for budget in (0.2, *reversed(SHARES), 1.0) if budget >= lowest]
+        # gates cost something, so what spends the least share on learners and gates is a lower budget
+        wanted = sorted({self.shares[-1] * 0.8, *self.shares, 1.0})
+        budgets = [budget for budget in wanted if budget >= lowest]
         gates = self._spent(_run("ours", Ours(self.subject, model), budgets))
         shown: dict[str, list[Spent]] = {f"ours, {GATES}, {_EVERY_CALL}": gates}
         if conversion(model).value_sizes:
-            places = [place for place, (budget, _) in enumerate(PATH) if budget >= lowest]
+            last = next((n for n, place in enumerate(PATH) if _left(*place) < self.shares[-1]), len(PATH))
+            places = [place for place, (budget, _) in enumerate(PATH[: last + 1]) if budget >= lowest]
             skipping = self._spent(_run("ours", Skipping(self.subject, model), places))
             shown[f"ours, {SKIPPED}, {_ONE_TOKEN}"] = [*skipping, gates[-1]]  # all learners, nothing skipped
         ours = tuple(shown.values())
-        yield "| at a share of the MACs of the sites | " + " | ".join(f"{share:g}" for share in SHARES) + " |"
-        yield "| --- |" + " --- |" * len(SHARES)
+        yield "| at a share of the MACs of the sites | " + " | ".join(f"{share:g}" for share in self.shares) + " |"
+        yield "| --- |" + " --- |" * len(self.shares)
         for name, settings in (shown | self.settings).items():
-            yield f"| {name} | " + " | ".join(self._excess(settings, share) for share in SHARES) + " |"
+            yield f"| {name} | " + " | ".join(self._excess(settings, share) for share in self.shares) + " |"
             for own, against in zip(ours, (GATES, SKIPPED), strict=False):
                 if name in self.settings:
-                    cells = (self._behind(settings, own, share) for share in SHARES)
+                    cells = (self._behind(settings, own, share) for share in self.shares)
                     yield f"| {name}, less ours, {against} | " + " | ".join(cells) + " |"
 
     def _spent(self, found: Measured) -> list[Spent]:
@@ -147,6 +153,11 @@ class Rivals:
 
     def _cell(self, score_E: Tensor, from_E: Tensor) -> str:
         return part_of(self.sample.value(self._dense_E), self.sample.difference(score_E, from_E))
+
+
+def _left(budget: float, skipped: float) -> float:
+    """The share of the learners' MACs that is left of a budget."""
+    return budget * (1 - skipped)
 
 
 def _run(name: str, method: Method, budgets: Sequence[float]) -> Measured:

@@ -116,10 +116,11 @@ def write(model: Any, dense: Any, prompt: Tensor) -> Callable[[], object]:
     cache = DynamicCache(config=dense.config)
     last = dense(prompt, None, None, cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
 
-    def step() -> None:
+    def step(model: Any = model) -> None:
         model(last, None, None, cache, use_cache=True)
         cache.crop(-1)
 
+    step(dense)  # what was cropped lies otherwise in memory, for which a compiled model would be compiled again
     return step
 
 

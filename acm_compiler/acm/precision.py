@@ -62,7 +62,8 @@ class FastLinears(TorchFunctionMode):
 
     Numbers in memory and sums stay float32. Only for weights that were not computed on the way: those have gradients of
     their own. Does nothing on processors without instructions for bfloat16. oneDNN rounds for AMX alone: with other
-    instructions only calls without gradients are rounded, and their outputs, too. `exactly` suspends it.
+    instructions outputs are rounded, too, in calls without gradients and in backward passes; a forward that gradients
+    follow stays exact, since they tell far more of what it rounds. `exactly` suspends it.
     """
 
     def __torch_function__(
@@ -75,7 +76,7 @@ class FastLinears(TorchFunctionMode):
         if function is F.linear and not kwargs and _gains(*args):
             if torch.is_grad_enabled():
                 return _Linear.apply(*args)
-            return _rounded(F.linear, *args) if _has_tiles() else _in_bfloat16(*args)
+            return _rounded(F.linear, *args) if _has_tiles() else _in_bfloat16(F.linear, *args)
         return function(*args, **(kwargs or {}))
 
 
@@ -102,11 +103,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ctx.weight = weight
-        return _rounded(F.linear, x, weight, bias)
+        return _rounded(F.linear, x, weight, bias) if _has_tiles() else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _rounded(torch.matmul, grads[0], ctx.weight), None, None
+        product = _rounded if _has_tiles() else _in_bfloat16
+        return product(torch.matmul, grads[0], ctx.weight), None, None
 
 
 def _has_tiles() -> bool:
@@ -114,9 +116,9 @@ def _has_tiles() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
-def _in_bfloat16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The linear layer of operands, and with an output, that are rounded to bfloat16, in float32."""
-    return F.linear(x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()).float()
+def _in_bfloat16(product: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
+    """The product of operands, and with an output, that are rounded to bfloat16, in float32."""
+    return product(*(None if operand is None else operand.bfloat16() for operand in operands)).float()
 
 
 def _rounded(product: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:

@@ -45,8 +45,8 @@ class MagnitudeLayer(Layer):
         return x_TD.abs()
 
     def observe(self, x_TD: Tensor) -> None:
-        """Keep the scores of a part of the tokens."""
-        self.seen.append(self.scores(x_TD[:: max(1, len(x_TD) // _SAMPLE)]))
+        """Keep the scores."""
+        self.seen.append(self.scores(x_TD))
 
     def fit(self, shares: Sequence[float]) -> None:
         """Keep quantiles of what was seen, for any share."""
@@ -80,9 +80,13 @@ class TealRegion(LayerRegion):
 
     kind = MagnitudeLayer
 
+    def observe(self, x_TD: Tensor) -> None:
+        """Show the layers a part of the tokens."""
+        super().observe(x_TD[:: max(1, len(x_TD) // _SAMPLE)])
 
-class WinaRegion(LayerRegion):
-    """The layers of a site, each with a threshold of its own."""
+
+class WinaRegion(TealRegion):
+    """The same with scores of another kind."""
 
     kind = ColumnLayer
 
@@ -103,23 +107,26 @@ class SparseMethod(SiteMethod):
         """Fit the regions, then find what to ask them for at each budget."""
         super().convert(budgets, say)
         batches = list(islice(self.subject.fit(), _BATCHES)) if self.regions else []
+        known = {0.0: 0.0, 1.0: 1.0}
         for budget in budgets:
             share = self.share_of(budget, self.subject.plan)
-            self.asked[share] = self._search(share, batches)
+            self.asked[share] = self._search(share, batches, known)
             say(f"budget {budget:.3g}: layers keep {self.asked[share]:.3f} of the dense model's inputs")
 
-    def _search(self, share: float, batches: list[Batch]) -> float:
-        """The share to ask for, by false position between two that enclose it."""
-        low, high, asked = (0.0, 0.0), (1.0, 1.0), share
+    def _search(self, share: float, batches: list[Batch], known: dict[float, float]) -> float:
+        """The share to ask for, by false position between the nearest of `known` that enclose it.
+
+        known: shares executed by shares asked for; what is tried goes there.
+        """
         for _ in range(_MOST):
-            executed = self._executed(asked, batches)
-            if abs(executed - share) <= _NEAR:
-                break
-            low, high = ((asked, executed), high) if executed < share else (low, (asked, executed))
-            rise = high[1] - low[1]
-            if rise <= 0:
-                break
-            asked = low[0] + (high[0] - low[0]) * min(max((share - low[1]) / rise, 0.1), 0.9)
+            nearest = min(known, key=lambda asked: abs(known[asked] - share))
+            if abs(known[nearest] - share) <= _NEAR:
+                return nearest
+            low = max(asked for asked in known if known[asked] < share)
+            high = min(asked for asked in known if known[asked] > share)
+            place = (share - known[low]) / (known[high] - known[low])
+            asked = low + (high - low) * min(max(place, 0.1), 0.9)
+            known[asked] = self._executed(asked, batches)
         return asked
 
     def _executed(self, asked: float, batches: list[Batch]) -> float:

@@ -37,16 +37,19 @@ def read_config(path: Path, **changes: Any) -> tuple[Any, list[str]]:
         settings, unused = AutoConfig.from_pretrained(
             str(path.parent), gguf_file=path.name, return_unused_kwargs=True, local_files_only=True, **changes
         )
-        for key, places in _BIASES.items():
-            if key not in changes and getattr(settings, key, None) is False and _has_bias(path, places):
+        unset = [key for key in _BIASES if key not in changes and getattr(settings, key, None) is False]
+        biases = _biases(path) if unset else []
+        for key in unset:
+            if any(name.startswith(_BIASES[key]) for name in biases):
                 setattr(settings, key, True)
     return settings, [key for key in unused if key in changes]
 
 
-def _has_bias(path: Path, places: str) -> bool:
+def _biases(path: Path) -> list[str]:
+    """The biases in a GGUF file, as its tensors are named; reading it takes a second or two of a large vocabulary."""
     from gguf import GGUFReader
 
-    return any(part.name.startswith(places) and part.name.endswith(".bias") for part in GGUFReader(path).tensors)
+    return [part.name for part in GGUFReader(path).tensors if part.name.endswith(".bias")]
 
 
 def read_model(path: Path, auto: Any, settings: Any) -> nn.Module:

@@ -51,6 +51,17 @@ def test_without_gradients_operands_are_rounded_with_amx_and_without(monkeypatch
         assert distance(y, layer(x)) > 1e-5
 
 
+def test_without_amx_a_forward_that_gradients_follow_is_exact_and_its_backward_rounded(monkeypatch):
+    torch.manual_seed(0)
+    layer, x, along = nn.Linear(384, 512), torch.randn(256, 384, requires_grad=True), torch.randn(256, 512)
+    monkeypatch.setattr(precision, "_has_tiles", lambda: False)
+    with FastLinears():
+        y = layer(x)
+    (grad,) = torch.autograd.grad(y, x, along)
+    assert torch.equal(y, layer(x)) and grad.dtype == torch.float32
+    assert 1e-4 < distance(grad, along @ layer.weight) < 2**-7
+
+
 def test_what_it_does_not_gain_from_is_left_alone():
     torch.manual_seed(0)
     layer, computed = nn.Linear(33, 17), torch.randn(17, 33, requires_grad=True)

@@ -134,7 +134,11 @@ def test_thresholds_are_found_with_which_the_model_executes_the_budget(mlp, name
         assert method._executed(method.asked[share], batches) == pytest.approx(share, abs=0.005)
     for executed in (lambda asked, _: asked**2, lambda asked, _: asked**0.5):
         monkeypatch.setattr(method, "_executed", executed)
-        assert executed(method._search(0.3, []), []) == pytest.approx(0.3, abs=0.005)
+        known = {0.0: 0.0, 1.0: 1.0}
+        assert executed(method._search(0.3, [], known), []) == pytest.approx(0.3, abs=0.005)
+        tried = len(known)
+        assert executed(method._search(0.31, [], known), []) == pytest.approx(0.31, abs=0.005)
+        assert len(known) - tried < tried - 2  # what was tried before serves its neighbour
 
 
 @pytest.mark.parametrize("name", ["teal", "svd", "flap", "cmoe"])

@@ -168,6 +168,7 @@ def _fit_group(
     found: Rewritten, records: Records, examples: Examples, seen: Seen, options: Options, progress: Progress
 ) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
+    trim()
     elsewhere = mean_trace(records.values())
     inputs = _inputs(records)
     groups = list(units([record.site for record in records.values()]))

@@ -245,7 +245,7 @@ def _try(
                 damage = energy([g - w for g, w in zip(given, wanted, strict=True)], mask_BS)
                 came.append((len(usage.real_shares), float(usage.real_shares.sum()), damage))
                 del given  # before the next forward
-    trim()
+    trim(hold=True)
     return max((int((k_BS != PADDING).sum()) for k_BS in usage.k.values()), default=0), came
 
 

@@ -114,7 +114,7 @@ def _settle(records: Mapping[str, SiteRecord], taps: _Taps, seen: Seen, share: S
     for name, record in records.items():
         stream = ranks.stream([calls[name] for _, calls in every], cut=share.cut)
         record.settle(stream, forward_alone=taps.forward_alone)
-    trim()
+    trim(hold=taps.forward_alone)
     seen.examples += max(examples for examples, _ in every)
 
 

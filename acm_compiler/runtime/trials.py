@@ -296,5 +296,5 @@ class Trials:
         with batch_context(model, mask=mask), recorded(self._found) as usage, watched, stopped:
             call_model(model, inputs)
             self._calls[number] = sum(map(len, calls.values()))
-        trim()
+        trim(hold=True)
         return usage, {name: torch.cat(parts, dim=1) for name, parts in calls.items()}

@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,12 +36,13 @@ _SMALL = 2**16
 # attribute of a storage in host memory that is computed with elsewhere: the device
 _STREAMED_TO = "acm_compiler_streamed_to"
 _HOST = torch.device("cpu")
-# glibc (mallopt): from a size on, memory that is freed goes back to the system at once; what is smaller, as activations
-# of a batch are, comes from memory that is held until `trim`, as the system takes its time to give a page. 32 MiB is
-# the most that glibc allows, and where its own adaptation ends. Where no batch is run only what is smaller than weights
-# is held.
+# glibc (mallopt): from a size on, memory that is freed goes back to the system at once; what is smaller comes from
+# memory that is held until `trim`, as the system takes its time to give a page. Where much is kept, as for gradients or
+# in files, it comes to lie between what goes, into whose room the next may not fit: after one batch 571 MiB were held
+# so, for 320 MiB of weights. So all of a weight's size goes back there. Elsewhere activations are held, too; 32 MiB is
+# the most that glibc allows, and where its own adaptation ends.
 _THRESHOLD, _HELD = -3, -1
-_GIVEN_BACK, _WEIGHTS, _AT_MOST = 2**25, 2**18, 2**26
+_WEIGHTS, _ACTIVATIONS, _AT_MOST = 2**17, 2**25, 2**26
 # Linux's MADV_DONTNEED: pages of a shared file leave the process, and the file keeps what was written to them
 _UNMAPPED = 4
 # attribute of a storage whose file was made here: others may be mapped so that what is written to them is in no file
@@ -61,11 +61,9 @@ def placing(move: Move) -> Iterator[None]:
 
 
 @contextmanager
-def offloading(to: str | os.PathLike[str] | None, *, batches: bool = True) -> Iterator[None]:
+def offloading(to: str | os.PathLike[str] | None) -> Iterator[None]:
     """Inside, `kept` writes files to this folder, for "disk" the system's own for temporary files; None: it does not.
 
-    batches: the model is run, so what a batch frees is held for it; else all of a weight's size goes back as it is
-    freed, since the next one does not fit where small things have come in between.
     UsageError for what is no folder's path; StorageError for a folder that cannot be written.
     """
     if to is None:
@@ -75,15 +73,13 @@ def offloading(to: str | os.PathLike[str] | None, *, batches: bool = True) -> It
     with storing(folder):
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    set_allocator = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
-    set_allocator(_THRESHOLD, _GIVEN_BACK if batches else _WEIGHTS)
-    set_allocator(_HELD, _AT_MOST)
+    _mallopt(_HELD, _AT_MOST)
     try:
-        with placing(partial(_in_file, folder=folder)):
+        with placing(_Files(folder)):
             trim()
             yield
     finally:
-        set_allocator(_THRESHOLD, _GIVEN_BACK)
+        _mallopt(_THRESHOLD, _ACTIVATIONS)
 
 
 def kept(value: _Kept) -> _Kept:
@@ -145,9 +141,14 @@ def device_of(tensor: Tensor) -> torch.device:
     return streamed_to(tensor) or tensor.device
 
 
-def _in_file(tensor: Tensor, *, folder: str) -> Tensor:
-    """A copy of `tensor` in a file without a name, or the tensor itself where it stays."""
-    return tensor if tensor.untyped_storage().filename is not None else _copied(tensor, folder)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Files:
+    """Copies of tensors in files without a name in `folder`, or the tensors themselves where they stay."""
+
+    folder: str
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.untyped_storage().filename is not None else _copied(tensor, self.folder)
 
 
 def file_copy(tensor: Tensor) -> Tensor:
@@ -180,10 +181,20 @@ def let_go(value: Any) -> None:
         _kept(value, _unmapped, {})
 
 
-def trim() -> None:
-    """Give what was freed back to the system, while offloading."""
-    if _MOVE.get() is not None:
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+def trim(*, hold: bool = False) -> None:
+    """Give what was freed back to the system, while offloading; `hold` what is freed from now on, until the next call.
+
+    hold: what follows keeps little of what it allocates.
+    """
+    if (move := _MOVE.get()) is None:
+        return
+    if isinstance(move, _Files):
+        _mallopt(_THRESHOLD, _ACTIVATIONS if hold else _WEIGHTS)
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+
+
+def _mallopt(setting: int, value: int) -> None:
+    getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)(setting, value)
 
 
 def _unmapped(tensor: Tensor) -> Tensor:

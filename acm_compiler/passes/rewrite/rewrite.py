@@ -76,7 +76,7 @@ def rewrite(
     _check_live(model, plan)
     if inplace:
         refuse_inference_tensors(model)
-    with offloading(None if offload == "cpu" else offload, batches=False):
+    with offloading(None if offload == "cpu" else offload):
         model = model if inplace else copied(model)
         convert(model, plan)
     return model
@@ -85,7 +85,7 @@ def rewrite(
 def rewrite_beside(model: nn.Module, plan: Plan, *, offload: str | os.PathLike[str] | None = None) -> nn.Module:
     """`rewrite` of a copy that shares the memory of `model`'s weights, for callers that change none of them."""
     _check_live(model, plan)
-    with torch.inference_mode(False), offloading(None if offload == "cpu" else offload, batches=False):
+    with torch.inference_mode(False), offloading(None if offload == "cpu" else offload):
         beside = copied(model, lent=True)
         convert(beside, plan)
     return beside

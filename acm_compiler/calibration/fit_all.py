@@ -26,6 +26,7 @@ from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import fitted_learners, make_like
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.passes.rewrite.freed_memory import has_room
 from acm_compiler.passes.rewrite.offload import let_go, trim
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
@@ -168,7 +169,7 @@ def _fit_group(
     found: Rewritten, records: Records, examples: Examples, seen: Seen, options: Options, progress: Progress
 ) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
-    trim()
+    trim(hold=has_room())
     elsewhere = mean_trace(records.values())
     inputs = _inputs(records)
     groups = list(units([record.site for record in records.values()]))

@@ -23,6 +23,7 @@ from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights, dense_regions_run
+from acm_compiler.passes.rewrite.freed_memory import has_room
 from acm_compiler.passes.rewrite.offload import trim
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -114,7 +115,7 @@ def _settle(records: Mapping[str, SiteRecord], taps: _Taps, seen: Seen, share: S
     for name, record in records.items():
         stream = ranks.stream([calls[name] for _, calls in every], cut=share.cut)
         record.settle(stream, forward_alone=taps.forward_alone)
-    trim(hold=taps.forward_alone)
+    trim(hold=taps.forward_alone or has_room())
     seen.examples += max(examples for examples, _ in every)
 
 

@@ -191,25 +191,6 @@ def test_a_conversion_in_files_leaves_nothing_allocated(tmp_path, monkeypatch):
     assert status("VmData") - before < 24 * 2 * 512**2 * 4 / 2
 
 
-def test_memory_is_held_only_where_a_run_of_the_model_keeps_little(tmp_path, monkeypatch):
-    """Room of what a gradient or a fit frees goes back at once, as the next large thing may not fit into it."""
-    model, set_to, runs = make_tiny(), {}, []
-    monkeypatch.setattr(offload, "_mallopt", set_to.__setitem__)
-
-    def see(*_):
-        runs.append((torch.is_grad_enabled(), set_to[offload._THRESHOLD]))
-
-    with model.register_forward_pre_hook(see):
-        acm.calibrate(model, DATA, tokens=120, gradient_tokens=60, offload=tmp_path)
-    with_gradients = [threshold for gradients, threshold in runs if gradients]
-    alone = [threshold for gradients, threshold in runs if not gradients]
-    assert len(with_gradients) > 1 and set(with_gradients) == {offload._WEIGHTS}
-    # each time the first finds what was set for what came before
-    assert alone[:2] == [offload._WEIGHTS, offload._ACTIVATIONS]
-    assert len(alone) > 40 and set(alone[-20:]) == {offload._ACTIVATIONS}
-    assert set_to[offload._THRESHOLD] == offload._ACTIVATIONS
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process allocates is limited by the kernel of Linux")
 @pytest.mark.parametrize(("where", "done"), [("offload", True), ("memory", False)])

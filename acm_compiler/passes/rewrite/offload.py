@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from acm_compiler.files import folder_at, storing
+from acm_compiler.passes.rewrite import freed_memory
 
 # a tensor as it lies where it is offloaded to
 Move = Callable[[Tensor], Tensor]
@@ -36,13 +37,6 @@ _SMALL = 2**16
 # attribute of a storage in host memory that is computed with elsewhere: the device
 _STREAMED_TO = "acm_compiler_streamed_to"
 _HOST = torch.device("cpu")
-# glibc (mallopt): from a size on, memory that is freed goes back to the system at once; what is smaller comes from
-# memory that is held until `trim`, as the system takes its time to give a page. Where much is kept, as for gradients or
-# in files, it comes to lie between what goes, into whose room the next may not fit: after one batch 571 MiB were held
-# so, for 320 MiB of weights. So all of a weight's size goes back there. Elsewhere activations are held, too; 32 MiB is
-# the most that glibc allows, and where its own adaptation ends.
-_THRESHOLD, _HELD = -3, -1
-_WEIGHTS, _ACTIVATIONS, _AT_MOST = 2**17, 2**25, 2**26
 # Linux's MADV_DONTNEED: pages of a shared file leave the process, and the file keeps what was written to them
 _UNMAPPED = 4
 # attribute of a storage whose file was made here: others may be mapped so that what is written to them is in no file
@@ -73,13 +67,12 @@ def offloading(to: str | os.PathLike[str] | None) -> Iterator[None]:
     with storing(folder):
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    _mallopt(_HELD, _AT_MOST)
     try:
         with placing(_Files(folder)):
             trim()
             yield
     finally:
-        _mallopt(_THRESHOLD, _ACTIVATIONS)
+        freed_memory.hold(activations=True)
 
 
 def kept(value: _Kept) -> _Kept:
@@ -189,12 +182,8 @@ def trim(*, hold: bool = False) -> None:
     if (move := _MOVE.get()) is None:
         return
     if isinstance(move, _Files):
-        _mallopt(_THRESHOLD, _ACTIVATIONS if hold else _WEIGHTS)
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
-
-
-def _mallopt(setting: int, value: int) -> None:
-    getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)(setting, value)
+        freed_memory.hold(activations=hold)
+    freed_memory.give_back()
 
 
 def _unmapped(tensor: Tensor) -> Tensor:

@@ -91,15 +91,20 @@ schedule: [{{phase: calibrate, tokens: 1200, batch: 8}}]
 def test_a_run_from_a_gguf_file_is_shown_at_its_budgets_and_beside_others(tmp_path, monkeypatch, capsys):
     pytest.importorskip("gguf")
     pytest.importorskip("transformers")
-    from benchmarks.decoders import of_run
+    from benchmarks.decoders import arguments, of_run
 
     write_gguf(tmp_path / "small.gguf", small_llama(max_position_embeddings=256))
     (tmp_path / "small.yaml").write_text(RECIPE.format(tmp_path))
     run_recipe(load_recipe(tmp_path / "small.yaml"), RunOptions(directory=tmp_path / "run"), say=lambda _: None)
-    shown = list(of_run(tmp_path / "run", ["teal"], [0.3]))
+    options = arguments().parse_args(["--model", "run", "--against", "teal", "--sparsity", ".3"])
+    shown = list(of_run(tmp_path / "run", options))
     rows = [row.split(" |")[0] for row in shown]
     assert rows[2:4] == ["| 0.6", "| 1"] and "| 0.6, 0.3 skipped" in rows
     assert rows[-13:-8] == [f"| teal, {share}" for share in (0.75, 0.6, 0.5, 0.4, 0.25)]
+    few = arguments().parse_args(["--model", "run", "--against", "teal", "--shares", ".5", ".6"])
+    fewer = list(of_run(tmp_path / "run", few))
+    assert [row.split(" |")[0] for row in fewer if row.startswith("| teal, 0")] == ["| teal, 0.6", "| teal, 0.5"]
+    assert any(row.startswith("| at a share") and row.endswith("| 0.6 | 0.5 |") for row in fewer)
     ours = {"gates alone": "which save in every call"}
     ours["small values skipped"] = "which saves where a token is computed at a time"
     behind = [f"| teal, less ours, {which}" for which in ours]

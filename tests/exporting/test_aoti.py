@@ -214,7 +214,7 @@ def test_texts_of_any_length_and_budgets_of_examples_with_bounds(tmp_path):
     pinned = free | {"k_lo": torch.tensor(1), "k_hi": torch.tensor(1)}
     assert_close(package(**given, budget=budgets, **pinned)["logits"], model(**given).logits)
     for name, value in (("cap", 0.0), ("k_lo", -1), ("k_hi", 5)):
-        with pytest.raises(RuntimeError, match=raised(f"{name} must be from .*, got {value:g}")):
+        with pytest.raises(RuntimeError, match=raised(f"{name} must be .*, got {value:g}")):
             package(**given, budget=budgets, **free | {name: torch.tensor(value)})
 
 

@@ -117,7 +117,8 @@ class Rivals:
         gates = self._spent(_run("ours", Ours(self.subject, model), budgets))
         shown: dict[str, list[Spent]] = {f"ours, {GATES}, {_EVERY_CALL}": gates}
         if conversion(model).value_sizes:
-            last = next((n for n, place in enumerate(PATH) if _left(*place) < self.shares[-1]), len(PATH))
+            left = [budget * (1 - skipped) for budget, skipped in PATH]
+            last = next((place for place, share in enumerate(left) if share < self.shares[-1]), len(PATH))
             places = [place for place, (budget, _) in enumerate(PATH[: last + 1]) if budget >= lowest]
             skipping = self._spent(_run("ours", Skipping(self.subject, model), places))
             shown[f"ours, {SKIPPED}, {_ONE_TOKEN}"] = [*skipping, gates[-1]]  # all learners, nothing skipped
@@ -153,11 +154,6 @@ class Rivals:
 
     def _cell(self, score_E: Tensor, from_E: Tensor) -> str:
         return part_of(self.sample.value(self._dense_E), self.sample.difference(score_E, from_E))
-
-
-def _left(budget: float, skipped: float) -> float:
-    """The share of the learners' MACs that is left of a budget."""
-    return budget * (1 - skipped)
 
 
 def _run(name: str, method: Method, budgets: Sequence[float]) -> Measured:

@@ -120,7 +120,7 @@ def write(model: Any, dense: Any, prompt: Tensor) -> Callable[[], object]:
         model(last, None, None, cache, use_cache=True)
         cache.crop(-1)
 
-    step(dense)  # what was cropped lies otherwise in memory, for which a compiled model would be compiled again
+    step(dense)  # a cropped cache has other strides, for which a compiled model would be compiled once more
     return step
 
 

@@ -1,8 +1,8 @@
 """Memory that is freed while a model is offloaded: held to be used again, or given back to the system at once.
 
-What is smaller than a threshold of glibc's comes from memory that is held until it is asked back, as the system takes
-its time to give a page. Where much is kept, as for gradients or in files, it comes to lie between what goes, into whose
-room the next may not fit: after one batch 571 MiB were held so, for 320 MiB of weights.
+glibc holds freed memory below a size of its own, since the system takes time to give pages. Tensors that are kept, as
+for gradients or in files, split the room of those that were freed, and the next large one may not fit into it: one
+batch of a model with 320 MiB of weights left 571 MiB held.
 """
 
 from __future__ import annotations

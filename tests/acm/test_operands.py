@@ -16,8 +16,8 @@ from acm_compiler.codegen.cpu.build import levels_here
 from acm_compiler.codegen.gpu.calls import operators
 from acm_compiler.errors import UsageError
 from tests.acm.test_reference import OUT, D
-from tests.helpers.asan_cases import T, gate_call, gated_call, learners_call
 from tests.helpers.build import planned_site, stack_of
+from tests.helpers.sanitizer_cases import T, gate_call, gated_call, learners_call
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -134,20 +134,20 @@ def file_of(compiler: str, name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the sanitizer is preloaded as Linux does it")
-def test_no_call_reads_or_writes_beyond_its_tensors(tmp_path, monkeypatch):
+@pytest.mark.skipif(sys.platform != "linux", reason="the sanitizers are preloaded as Linux does it")
+def test_no_call_reads_or_writes_beyond_its_tensors_or_does_what_is_undefined(tmp_path, monkeypatch):
     compiler = build_cpu.find_compiler()
-    # libstdc++ too: the sanitizer looks for its exceptions before torch brings it
-    preloaded = [file_of(compiler, name) for name in ("libasan.so", "libstdc++.so.6")]
+    # libstdc++ too: the sanitizers look for its exceptions before torch brings it
+    preloaded = [file_of(compiler, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")]
     if not all("/" in file for file in preloaded):
-        pytest.skip("the compiler has no AddressSanitizer")
-    library = tmp_path / "learners.so"
-    build_cpu.compile_library([*build_cpu.command_for(levels_here()[0]), "-O1", "-fsanitize=address"], library)
+        pytest.skip("the compiler has no AddressSanitizer or UndefinedBehaviorSanitizer")
+    library, flags = tmp_path / "learners.so", ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    build_cpu.compile_library([*build_cpu.command_for(levels_here()[0]), *flags], library)
     monkeypatch.setenv("LD_PRELOAD", " ".join(preloaded))
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
     monkeypatch.setenv("ACM_KERNEL", "reference")  # the library of other runs stays out
-    command = [sys.executable, "-m", "tests.helpers.asan_cases", str(library)]
+    command = [sys.executable, "-m", "tests.helpers.sanitizer_cases", str(library), "10000"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    answered, refused = (int(count) for count in done.stdout.split()[-2:])
-    assert answered > 100 and refused > 100
+    counts = [line.split() for line in done.stdout.splitlines()]
+    assert len(counts) == 6 and all(int(answered) > 100 and int(refused) > 100 for _, answered, refused in counts)

@@ -76,9 +76,11 @@ def test_ablations_are_trained_and_measured_as_methods_are(whole, tmp_path, monk
     monkeypatch.setattr("acm_compiler.baselines.trained.acms.run_schedule", noting)
     shutil.copytree(whole[0], tmp_path / "run", ignore=shutil.ignore_patterns("compare*", "report"))
     keys = ("distill", "gate", "n4", "shared")
-    options = Options(directory=tmp_path / "run", methods=(), ablations=keys, budgets=(0.6, 0.75), steps=3, quick=True)
+    options = Options(
+        directory=tmp_path / "run", methods=("width",), ablations=keys, budgets=(0.6, 0.75), steps=3, quick=True
+    )
     found = compare(small(), options, say=print)
-    assert [method.name for method in found.methods] == [f"acm_paper-{key}" for key in keys]
+    assert [method.name for method in found.methods] == ["width", *(f"acm_paper-{key}" for key in keys)]
     assert all(abs(row.cost.share - row.budget) < 0.05 for method in found.methods for row in method.rows)
     assert [phases for _, phases in trained] == [PHASES[1:], [PHASES[0], PHASES[2]], *[PHASES] * 3]
     assert trained[0][0] == trained[2][0] == 0.5 and trained[3][0] < 0.5 < trained[4][0]

@@ -46,8 +46,8 @@ from acm_compiler.codegen.gpu.tiles import TABLE, choose_tiles
 from acm_compiler.passes.lower.verify import Call, GateCall
 from acm_compiler.site import ACTIVATIONS
 from tests.helpers import ROOT, ttir
-from tests.helpers.asan_cases import gate_call, gated_call, learners_call
 from tests.helpers.build import plan_of, planned_site, sliced_site
+from tests.helpers.sanitizer_cases import gate_call, gated_call, learners_call
 
 TOKENS = 128 * 197
 VIT = KernelSpec(

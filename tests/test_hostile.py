@@ -412,6 +412,12 @@ def test_a_scripted_part_is_named():
         acm.plan(model, example())
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 6), (2, 0, 6)])
+def test_inputs_without_a_token_are_refused(shape):
+    with pytest.raises(UsageError, match=r"at least one token.*found shape"):
+        acm.plan(Stack(Residual(Mlp())), torch.randn(shape))
+
+
 def test_inputs_of_the_wrong_type_give_the_models_own_error():
     with pytest.raises(CaptureFailed, match=r"models\.py:\d+: the model itself raises [\s\S]*same dtype"):
         acm.plan(Stack(Residual(Mlp())).eval(), example().double())

@@ -16,6 +16,7 @@ from acm_compiler.errors import AlreadyRewritten, UsageError
 from acm_compiler.files import dump
 from acm_compiler.passes.capture.batch_axes import find_layouts
 from acm_compiler.passes.capture.capture import capture, fake_mode
+from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.capture.isolate import preserve_state
 from acm_compiler.passes.capture.normalize import leave_zeros, normalized
 from acm_compiler.passes.find.count_macs import grouped_macs, not_counted
@@ -56,6 +57,13 @@ def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, An
         raise UsageError(
             "the model is sharded (FSDP)",
             fix="plan and rewrite it first, then shard it (FSDP with use_orig_params=True, or fully_shard)",
+        )
+    first = next((tensor for tensor in tensors(example_inputs) if tensor.dim()), None)
+    if first is not None and not first.numel():
+        raise UsageError(
+            "example inputs must hold at least one token of one example",
+            found=f"shape {list(first.shape)}",
+            fix="give inputs of the size that the model is to be planned for",
         )
     with normalized(model) as seen:
         graph = capture(seen, example_inputs)

@@ -247,6 +247,35 @@ def test_a_block_in_half_precision_is_converted_in_half_precision(block):
         torch.testing.assert_close(acm.rewrite(model, plan)(x), model(x), rtol=1e-2, atol=1e-2)
 
 
+class CastInside(Mlp):
+    """The MLP's own forward changes the type, and back."""
+
+    def forward(self, x):
+        return super().forward(x.double()).to(x.dtype)
+
+
+class CastWeight(nn.Linear):
+    """A linear that computes in another type than its weight has."""
+
+    def forward(self, x):
+        return F.linear(x.double(), self.weight.double(), self.bias.double()).to(x.dtype)
+
+
+def test_a_type_that_only_the_inside_of_a_module_has_is_kept():
+    model, x = Stack(Residual(CastInside().double())).eval(), example()
+    converted = acm.rewrite(model, acm.plan(model, x))
+    assert list(acm.sites(converted)) == ["blocks.0.inner.down"]
+    torch.testing.assert_close(converted(x), model(x))
+
+
+def test_a_weight_that_is_used_in_another_type_is_left_dense():
+    mlp = Mlp()
+    mlp.down = CastWeight(HIDDEN, WIDTH)
+    plan = acm.plan(Stack(Residual(mlp)).eval(), example())
+    reasons = {skip.name: skip.reason for skip in plan.skipped}
+    assert not plan.sites and "torch.float32 and used as torch.float64" in reasons["blocks.0.inner.down"]
+
+
 class HalfTied(TiedTwins):
     """Two MLPs of which only the first matrices are the same."""
 
@@ -381,6 +410,12 @@ def test_a_scripted_part_is_named():
         model = Stack(Residual(torch.jit.script(Mlp()))).eval()
     with pytest.raises(CaptureFailed, match=r"blocks\.0\.inner was scripted from"):
         acm.plan(model, example())
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 6), (2, 0, 6)])
+def test_inputs_without_a_token_are_refused(shape):
+    with pytest.raises(UsageError, match=r"at least one token.*found shape"):
+        acm.plan(Stack(Residual(Mlp())), torch.randn(shape))
 
 
 def test_inputs_of_the_wrong_type_give_the_models_own_error():

@@ -155,6 +155,24 @@ def batch_of(owner: object) -> Said | None:
     return None if held is None else held.value
 
 
+@contextmanager
+def called(owner: object, examples: Callable[[], int | None]) -> Iterator[None]:
+    """While open, `examples()` is how many examples the running call of this context has, None if that is unknown."""
+    with _held(f"call{id(owner)}", held := _Held(examples), held):
+        yield
+
+
+def examples_of(owner: object) -> int | None:
+    """The number of examples in the running call of the model with that conversion; None where nothing open tells."""
+    said = batch_of(owner)
+    if said is not None and said.mask is not None:
+        return said.mask.shape[0]
+    held, followed = getattr(_NOTHING.now, f"call{id(owner)}", None), getattr(owner, "padding", None)
+    if held is not None and held.value is not None:
+        return held.value()
+    return None if followed is None else followed.examples()
+
+
 def is_nothing_open() -> bool:
     """True if no `acm.batch` and no observer is open for calls of this context."""
     return _NOTHING.now is _NOTHING

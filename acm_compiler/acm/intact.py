@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.acm.quantized.integers import stands_for_floats
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import NoDenseRegion, UsageError
 
 _OUTSIDE = (
     "acm.quantize(model) makes learners int8, with rest=True the linears around them, too; let other tools have the "
@@ -69,6 +69,15 @@ def refuse_changed(name: str, layers: tuple[nn.Module, nn.Module], learners: nn.
                 )
             found = type(parameter).__name__ if is_wrapped(parameter) else f"a weight of {parameter.dtype}"
             raise _changed(name, found, "floating-point weights of torch's own kind")
+
+
+def refuse_without_dense(name: str) -> NoReturn:
+    """Raise NoDenseRegion: the dense region of a site is asked for, and gone."""
+    raise NoDenseRegion(
+        "the dense region that this ACM replaced is not there any more",
+        where=name,
+        fix="give the original model: acm.load(directory, base_model=model)",
+    )
 
 
 def refuse_torchscript(name: str) -> NoReturn:

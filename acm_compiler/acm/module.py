@@ -16,6 +16,7 @@ from acm_compiler.acm.context import (
     Choices,
     Said,
     batch_of,
+    examples_of,
     is_freezing,
     keep_choices,
     observers_of,
@@ -23,13 +24,12 @@ from acm_compiler.acm.context import (
     runs_prefixes,
     transforms,
 )
-from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript
+from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript, refuse_without_dense
 from acm_compiler.acm.learners import Gate, Learners, OnlyK, gumbel_noise
 from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.reference import Weights, choice_costs, choose_k, prefix_output, sample_nu, utilities
 from acm_compiler.acm.sparse import Skips
-from acm_compiler.errors import NoDenseRegion
 from acm_compiler.site import Layout
 
 RUN_TIME = ("knob", "k_lo", "k_hi", "decode_knob", "decode_k_lo", "decode_k_hi")
@@ -116,7 +116,7 @@ class ACM(nn.Module):
         refuse_changed(self.name, (gate.inner, gate.outer), learners, split=self.split is not None)
         said = batch_of(self.conversion)
         if said is not None:  # what nobody reads must fit, too
-            tokens.check_fit(said.mask, said.knob, x.shape[:-1], self.layout, site=self.name)
+            tokens.check_fit(said.mask, said.knob, x.shape[:-1], self.layout_of(x.shape[:-1]), site=self.name)
         if self.tap is not None:
             return self._run_tapped(x)
         if not x.dim() or x.shape[-1] != self.d_in:
@@ -180,7 +180,7 @@ class ACM(nn.Module):
 
     def _of_examples(self, values_B: Tensor, shape: torch.Size) -> Tensor:
         # a model may lie on several devices
-        return tokens.of_examples(values_B.to(self.k_lo.device), shape, self.layout, site=self.name)
+        return tokens.of_examples(values_B.to(self.k_lo.device), shape, self.layout_of(shape), site=self.name)
 
     def utilities(self, x_TD: Tensor, knob: Tensor) -> Tensor:
         """Utilities [T, C] of the allowed k; fp32 or float64."""
@@ -204,10 +204,10 @@ class ACM(nn.Module):
         nu_TC = sample_nu(u_TC, gumbel_noise(u_TC) if draw is None else draw(self, u_TC, shape), temperature)
         self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), x)
         if torch.is_grad_enabled() and not recomputing():
-            nu = tokens.to_batch(nu_TC, shape, self.layout, site=self.name)
+            nu = self.by_example(nu_TC, shape)
             mask, padding = self._mask(shape), getattr(self.conversion, "padding", None)
-            if mask is None and padding is not None:
-                mask = padding.mask_of(nu.shape[:2], self.layout)
+            if mask is None and padding is not None and tokens.keeps_order(self.layout, shape):
+                mask = padding.mask_of(nu.shape[:2])
             thread = 0 if torch.compiler.is_compiling() else get_ident()
             keep_choices(self.choices, Choices(nu=nu, mask=mask, thread=thread))
         run = ops.relaxed if self.split is None else self.split(ops.relaxed)
@@ -223,35 +223,34 @@ class ACM(nn.Module):
         return output.clone() if output.requires_grad and output._is_view() else output
 
     def _dense_region(self) -> nn.Module:
-        if self.dense is None:
-            raise NoDenseRegion(
-                "the dense region that this ACM replaced is not there any more",
-                where=self.name,
-                fix="give the original model: acm.load(directory, base_model=model)",
-            )
-        return self.dense
+        return refuse_without_dense(self.name) if self.dense is None else self.dense
 
     def _report(self, k_T: Tensor, x: Tensor) -> None:
         if self.counts is not None and not recomputing() and (torch.compiler.is_compiling() or not any(transforms())):
             self.counts.add_(tokens.count_k(k_T, self.mask_of(x.shape[:-1]), self.count))
         observers = observers_of(self.conversion)
         if observers and not recomputing():
-            shape = x.shape[:-1]
-            k_BS = tokens.to_batch(k_T, shape, self.layout, site=self.name)
+            k_BS, mask_BS = self.by_example(k_T, x.shape[:-1]), self._mask(x.shape[:-1])
             for observe in observers:
-                observe(self, k_BS, self._mask(shape), x)
+                observe(self, k_BS, mask_BS, x)
+
+    def layout_of(self, shape: torch.Size) -> Layout | None:
+        """The layout of an input [*shape, D] of the running call."""
+        return tokens.fitted(self.layout, shape, examples_of(self.conversion))
+
+    def by_example(self, values_T: Tensor, shape: torch.Size) -> Tensor:
+        """Values [T, ...] of the tokens of an input [*shape, D] as [batch, tokens, ...]."""
+        return tokens.to_batch(values_T, shape, self.layout_of(shape), site=self.name)
 
     def _mask(self, shape: torch.Size) -> Tensor | None:
-        """The batch's mask in this site's order of tokens, [batch, tokens]."""
         mask_T = self.mask_of(shape)
-        return None if mask_T is None else tokens.to_batch(mask_T, shape, self.layout, site=self.name)
+        return None if mask_T is None else self.by_example(mask_T, shape)
 
     def mask_of(self, shape: torch.Size) -> Tensor | None:
         """The batch's mask for an input [*shape, D], flat [T], True at real tokens; None when all are real."""
-        said = batch_of(self.conversion)
-        if said is None or said.mask is None:
+        if (said := batch_of(self.conversion)) is None or said.mask is None:
             return None
-        return tokens.of_mask(said.mask.to(self.k_lo.device), shape, self.layout, site=self.name)
+        return tokens.of_mask(said.mask.to(self.k_lo.device), shape, self.layout_of(shape), site=self.name)
 
     @property
     def knob_value(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -9,22 +11,33 @@ from acm_compiler.errors import LayoutUnknown
 from acm_compiler.site import Layout
 
 
+def fitted(layout: Layout | None, shape: torch.Size, batch: int | None) -> Layout | None:
+    """`layout` for an input [*shape, D] of a call with `batch` examples, or None where the call does not tell.
+
+    Tokens that lie along the batch are then as many as the call has, not as the plan's example had.
+    """
+    if not batch or layout is None or layout.batch_axis is None or (layout.folds == 1 and len(shape) > 1):
+        return layout
+    size = shape[layout.batch_axis]
+    return layout if not size or size % batch else dataclasses.replace(layout, folds=size // batch)
+
+
+def keeps_order(layout: Layout | None, shape: torch.Size) -> bool:
+    """True if an input [*shape, D] has the tokens of each example in the order of a mask [batch, tokens].
+
+    So it has where the batch is an axis of its own, and where batch and tokens are one axis; windows have not.
+    """
+    return layout is not None and (layout.folds == 1 or len(shape) == 1)
+
+
 def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     """`values_T` (one entry, or one row, per token of an input [*shape, D]) as [batch, tokens, ...]."""
     layout = _known(layout, site)
-    if layout.batch_axis is not None and shape[layout.batch_axis] % layout.folds:
-        raise LayoutUnknown(
-            "the tokens of an example lie along the batch here, and their number was another one when it was planned",
-            where=site,
-            found=f"{shape[layout.batch_axis]} along axis {layout.batch_axis}",
-            expected=f"a multiple of {layout.folds}",
-            fix="give inputs of the length of the example inputs, padded to it",
-        )
+    batch = _batch(shape, layout, site)
     values = values_T.unflatten(0, shape) if values_T.shape[0] else values_T.reshape(*shape, *values_T.shape[1:])
     if layout.batch_axis is None:
         return values_T.unsqueeze(0)
     values = values.movedim(layout.batch_axis, 0)
-    batch = shape[layout.batch_axis] // layout.folds
     tokens = shape.numel() // batch if batch else 0
     return values.reshape(batch, tokens, *values_T.shape[1:])
 
@@ -80,13 +93,13 @@ def examples(shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     layout = _known(layout, site)
     if layout.batch_axis is None:
         return torch.zeros(shape.numel(), dtype=torch.int64)
-    return of_examples(torch.arange(shape[layout.batch_axis] // layout.folds), shape, layout, site=site)
+    return of_examples(torch.arange(_batch(shape, layout, site)), shape, layout, site=site)
 
 
 def of_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     """A mask [batch, tokens], True at real tokens, in the order of the tokens of an input [*shape, D], as [T]."""
     layout, others = _check_mask(mask_BS, shape, layout, site)
-    if layout.batch_axis is None:
+    if layout.batch_axis is None or layout.folds != 1:
         return mask_BS.reshape(-1)
     return mask_BS.reshape(mask_BS.shape[0], *others).movedim(0, layout.batch_axis).reshape(-1)
 
@@ -103,26 +116,39 @@ def check_fit(
 
 def _check_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, site: str) -> Layout:
     layout = _known(layout, site)
-    if layout.batch_axis is None:
-        _check(values_B.shape[0], 1, "examples", site)
-    else:
-        _check(values_B.shape[0] * layout.folds, shape[layout.batch_axis], "examples", site)
+    _check(values_B.shape[0], _batch(shape, layout, site), "examples", site)
     return layout
 
 
 def _check_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, site: str) -> tuple[Layout, torch.Size]:
     """The layout, and the sizes of the axes but that of the batch."""
     layout = _known(layout, site)
-    if layout.folds != 1:
+    if not keeps_order(layout, shape):
         raise LayoutUnknown(
             "a token mask cannot be followed into folded tokens (windows, beams)",
             where=site,
             fix="leave mask= out",
         )
     others = torch.Size(size for axis, size in enumerate(shape) if axis != layout.batch_axis)
-    _check(mask_BS.shape[0], 1 if layout.batch_axis is None else shape[layout.batch_axis], "examples", site)
-    _check(mask_BS.shape[1], others.numel(), "tokens", site)
+    _check(mask_BS.shape[0], _batch(shape, layout, site), "examples", site)
+    _check(mask_BS.shape[1], others.numel() * layout.folds, "tokens", site)
     return layout, others
+
+
+def _batch(shape: torch.Size, layout: Layout, site: str) -> int:
+    """The number of examples in an input [*shape, D]; LayoutUnknown where it is none of the planned length."""
+    if layout.batch_axis is None:
+        return 1
+    if shape[layout.batch_axis] % layout.folds:
+        raise LayoutUnknown(
+            "the tokens of an example lie along the batch here, and their number was another one when it was planned",
+            where=site,
+            found=f"{shape[layout.batch_axis]} along axis {layout.batch_axis}",
+            expected=f"a multiple of {layout.folds}",
+            fix="say how many there are: acm.batch(model, mask=mask), of ones where all are real; "
+            "or give inputs of the length of the example inputs, padded to it",
+        )
+    return shape[layout.batch_axis] // layout.folds
 
 
 def _known(layout: Layout | None, site: str) -> Layout:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.context import observed
 from acm_compiler.baselines.method import BatchResult, Method, Subject
@@ -169,7 +169,7 @@ class SiteMethod(Method):
 
     def _observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         if acm.name in self.regions:
-            x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)
+            x_BSD = acm.by_example(x.reshape(-1, x.shape[-1]), x.shape[:-1])
             self.regions[acm.name].observe(x_BSD.flatten(0, 1) if mask_BS is None else x_BSD[mask_BS])
 
     @torch.no_grad()
@@ -199,7 +199,7 @@ class SiteMethod(Method):
         """Add what one call of a site executed at real tokens."""
         dense_T = torch.full((x.shape[:-1].numel(),), float(dense_macs_per_token(self.found.plan.site(acm.name))))
         run_T = self.regions[acm.name].macs_T.double().cpu() if acm.name in self.regions else dense_T
-        macs_BSn = tokens.to_batch(torch.stack([run_T, dense_T.double()], 1), x.shape[:-1], acm.layout, site=acm.name)
+        macs_BSn = acm.by_example(torch.stack([run_T, dense_T.double()], 1), x.shape[:-1])
         run_B, dense_B = (macs_BSn if mask_BS is None else macs_BSn * mask_BS.cpu()[..., None]).sum(1).unbind(1)
         self._macs_B, self._dense_B = self._macs_B + run_B, self._dense_B + dense_B
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, Learners
+from acm_compiler.acm.context import called
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.errors import AcmError, UsageError
-from acm_compiler.passes.capture.graph import tensors
+from acm_compiler.passes.capture.graph import batch_size, tensors
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import pass_on
 from acm_compiler.runtime.batch_context import batch as batch_context
@@ -146,7 +147,7 @@ def run(found: Rewritten, inputs: Inputs) -> Any:
     """The model's output for one batch; UsageError, with the model's own error, where it raises."""
     refuse_labels(inputs, planned=found.plan.model.inputs)
     attempt = Attempt()
-    with attempt:
+    with called(found.owner, lambda: batch_size(inputs)), attempt:
         return call_model(found.model, inputs)
     error = attempt.error
     assert error is not None

@@ -18,7 +18,7 @@ from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
 from acm_compiler.calibration.fit_all import fit_all, install
 from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.errors import LayoutUnknown, UsageError
-from acm_compiler.passes.capture.graph import tensors
+from acm_compiler.passes.capture.graph import batch_size
 from acm_compiler.passes.rewrite.conversion import (
     Rewritten,
     refuse_compiled,
@@ -172,8 +172,8 @@ def _run(found: Rewritten, example: Example) -> None:
 def _single(batches: Iterable[Example]) -> Iterator[Example]:
     """The batches, of one example each; LayoutUnknown at the first that holds several."""
     for inputs, mask in batches:
-        count = next((tensor.shape[0] for tensor in tensors(inputs) if tensor.dim()), 1)
-        if count > 1:
+        count = batch_size(inputs)
+        if count is not None and count > 1:
             raise LayoutUnknown(
                 "this model mixes the examples of a batch, so its plan holds for one at a time",
                 found=f"a batch of {count}",

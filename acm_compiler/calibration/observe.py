@@ -186,7 +186,7 @@ class _Taps:
         record = self.records.get(acm.name)
         if record is not None:
             x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), _real_tokens(acm, x, self.mask_BS)
-            example_T = tokens.examples(x.shape[:-1], acm.layout, site=acm.name)
+            example_T = tokens.examples(x.shape[:-1], acm.layout_of(x.shape[:-1]), site=acm.name)
             self.examples = max(self.examples, int(example_T[-1:].sum()) + 1)
             self.calls += 1
             h_TF = self.hidden.pop(acm.name, None)
@@ -216,14 +216,14 @@ class _Taps:
 
 def _fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
     """True if `mask_BS` masks the tokens of an input [*shape, D] of this site."""
-    layout = acm.layout
-    if layout is None or layout.folds != 1:
+    layout = acm.layout_of(shape)
+    if layout is None or not tokens.keeps_order(layout, shape):
         return False
     if layout.batch_axis is None:
         return mask_BS.shape == (1, shape.numel())
     if layout.batch_axis >= len(shape):
         return False
-    batch = shape[layout.batch_axis]
+    batch = shape[layout.batch_axis] // layout.folds
     return batch > 0 and mask_BS.shape == (batch, shape.numel() // batch)
 
 
@@ -236,7 +236,7 @@ def _real_tokens(acm: ACM, x: Tensor, mask_BS: Tensor | None) -> Tensor | None:
     given_T = acm.mask_of(x.shape[:-1])
     if given_T is not None or mask_BS is None or not _fits(acm, x.shape[:-1], mask_BS):
         return given_T
-    return tokens.of_mask(mask_BS.to(x.device), x.shape[:-1], acm.layout, site=acm.name)
+    return tokens.of_mask(mask_BS.to(x.device), x.shape[:-1], acm.layout_of(x.shape[:-1]), site=acm.name)
 
 
 @contextmanager

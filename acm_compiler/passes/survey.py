@@ -16,8 +16,9 @@ from acm_compiler.errors import AlreadyRewritten, UsageError
 from acm_compiler.files import dump
 from acm_compiler.passes.capture.batch_axes import find_layouts
 from acm_compiler.passes.capture.capture import capture, fake_mode
+from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.capture.isolate import preserve_state
-from acm_compiler.passes.capture.normalize import normalized
+from acm_compiler.passes.capture.normalize import leave_zeros, normalized
 from acm_compiler.passes.find.count_macs import grouped_macs, not_counted
 from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
 from acm_compiler.passes.find.find_sites import Match, match_sites
@@ -33,12 +34,16 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """A model's sites and look-alikes, its dataflow with the MACs of every operation, and the facts that plans keep."""
+    """A model's sites and look-alikes, its dataflow with the MACs of every operation, and the facts that plans keep.
+
+    `zeroed`: encoders whose padded positions are zero in eval mode, until a site of theirs is converted.
+    """
 
     sites: tuple[Site, ...]
     skipped: tuple[Skip, ...]
     flow: Dataflow
     model: ModelFacts
+    zeroed: tuple[str, ...]
 
 
 def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, Any] | None = None) -> Findings:
@@ -53,6 +58,13 @@ def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, An
             "the model is sharded (FSDP)",
             fix="plan and rewrite it first, then shard it (FSDP with use_orig_params=True, or fully_shard)",
         )
+    first = next((tensor for tensor in tensors(example_inputs) if tensor.dim()), None)
+    if first is not None and not first.numel():
+        raise UsageError(
+            "example inputs must hold at least one token of one example",
+            found=f"shape {list(first.shape)}",
+            fix="give inputs of the size that the model is to be planned for",
+        )
     with normalized(model) as seen:
         graph = capture(seen, example_inputs)
         dump("00_captured.py", lambda: graph.graph.python_code("self").src)
@@ -63,7 +75,7 @@ def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, An
     found = tuple(changed(match.site, layout=_layout(match, layouts)) for match in matches)
     dump("10_sites.txt", lambda: "\n".join(map(str, (*found, *skipped))))
     facts = _facts(model, example_inputs, flow, source)
-    return Findings(sites=found, skipped=tuple(skipped), flow=flow, model=facts)
+    return Findings(sites=found, skipped=tuple(skipped), flow=flow, model=facts, zeroed=tuple(leave_zeros(model)))
 
 
 def torch_macs(model: nn.Module, example_inputs: Inputs) -> int | None:

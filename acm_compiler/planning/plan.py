@@ -26,7 +26,7 @@ class Plan:
     """All decisions for one model. `print(plan)` is the cost report; change a plan by `dataclasses.replace`.
 
     `skipped` are the look-alikes that could not be sites; `kept` is everything that does MACs outside the sites.
-    `notes` are sentences on what was asked for and could not be.
+    `notes` are sentences on what was asked for and could not be, and on outputs that change.
     """
 
     model: ModelFacts

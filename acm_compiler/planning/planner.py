@@ -40,13 +40,23 @@ def plan_sites(found: Sequence[Site], chosen: Mapping[str, SiteRule], gate: Gate
     return tuple(_choose_form(site, known, asked=chosen[site.name].form) for site in planned)
 
 
-def notes_on(planned: Sequence[PlannedSite], chosen: Mapping[str, SiteRule]) -> tuple[str, ...]:
-    """Sentences on what the rules asked for and `planned`, made by them, has otherwise; one for each kind of it."""
-    raised = [site.name for site in planned if site.k_min > 0 and chosen[site.name].k_min == 0]
-    if not raised:
-        return ()
-    why = "its output is not added straight to what goes around it"
-    return (f"k_min is 1, not 0 as asked, at {a_few_of(raised, 1)}: {why}; zero: mean allows 0 there",)
+def notes_on(planned: Sequence[PlannedSite], chosen: Mapping[str, SiteRule], zeroed: Sequence[str]) -> tuple[str, ...]:
+    """Sentences on what `planned` has otherwise than its rules asked for, or the model gives; one for each kind of it.
+
+    zeroed: encoders that leave zeros at padded positions as long as none of their sites is converted.
+    """
+    notes = []
+    if raised := [site.name for site in planned if site.k_min > 0 and chosen[site.name].k_min == 0]:
+        why = "its output is not added straight to what goes around it"
+        notes.append(f"k_min is 1, not 0 as asked, at {a_few_of(raised, 1)}: {why}; zero: mean allows 0 there")
+    within = [name for name in zeroed if any(site.name.startswith(f"{name}.".lstrip(".")) for site in planned)]
+    if within:
+        names = a_few_of([name or "the model" for name in within], 1)
+        notes.append(
+            f"padded positions of {names} hold values, as in training, where torch's nested tensors leave zeros in "
+            "eval mode: leave them out where tokens are pooled"
+        )
+    return tuple(notes)
 
 
 def _selected(found: Sequence[Site], rule: SiteRule) -> list[str]:

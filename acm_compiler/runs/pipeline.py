@@ -74,7 +74,7 @@ def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig, *, targ
     """findings -> plan, by the rules; what would be slower on a target stays dense."""
     chosen = choose_rules(found.sites, rules)
     planned, slower = plan_sites_for(target, found.sites, chosen, gate, examples=found.model.batch)
-    notes = notes_on(planned, chosen)
+    notes = notes_on(planned, chosen, found.zeroed)
     if target is not None and slower:
         notes = (*notes, target.note(list(slower)))
     kept = {site.name for site in planned}

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import recomputing
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.site import Layout
 from acm_compiler.sources.inputs import by_name
 
 _TORCHS = ("src_key_padding_mask", "key_padding_mask")
@@ -174,6 +173,7 @@ class CallPadding:
         named = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self._names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is named]
         self._tokens_BS: Tensor | None = None
+        self._first: Tensor | None = None
 
     def watch(self, hook: Callable[[Hook], Hook] = lambda hook: hook) -> list[RemovableHandle]:
         """Follow the calls of the model from now on; `hook` changes what is registered for that."""
@@ -192,6 +192,7 @@ class CallPadding:
 
     def begin(self, part: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the padding mask from a call of the model, or from one of its parts that has a mask."""
+        self._first = next((value for value in _tensors(args, kwargs) if value.dim()), None)
         if torch.compiler.is_compiling():  # graphs would break at the signature
             if part is not self._model:
                 return
@@ -205,15 +206,18 @@ class CallPadding:
 
     def end(self, *_: Any) -> None:
         """The model ends."""
+        self._first = None
         self.decoder.end()
 
-    def mask_of(self, shape_BS: torch.Size, layout: Layout | None) -> Tensor | None:
-        """The mask [batch, tokens] for a site of that layout and so many tokens, where the call's fits them."""
+    def examples(self) -> int | None:
+        """The number of examples in the latest call: the entries of its first tensor; None where it has no tensor."""
+        return None if self._first is None else self._first.shape[0]
+
+    def mask_of(self, shape_BS: torch.Size) -> Tensor | None:
+        """The mask [batch, tokens] for a site with so many tokens, where the call's fits them."""
         own = self.decoder.own if self.decoder.side == "own" else {}
         mask_BS = own.get(shape_BS[1], self._tokens_BS)
-        if mask_BS is None or mask_BS.shape != shape_BS or layout is None or layout.folds != 1:
-            return None
-        return mask_BS
+        return mask_BS if mask_BS is not None and mask_BS.shape == shape_BS else None
 
 
 def watch_padding(model: nn.Module) -> CallPadding:

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.acm import ACM, tokens
-from acm_compiler.acm.context import observed
+from acm_compiler.acm import ACM
+from acm_compiler.acm.context import called, observed
 from acm_compiler.acm.intact import refuse_quantized, refuse_skips
 from acm_compiler.acm.reference import hidden
 from acm_compiler.acm.sparse import Skips, Thresholds, ValueSizes, column_norms
+from acm_compiler.acm.tokens import keeps_order
 from acm_compiler.data.batch import refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, wholly_rewritten
@@ -56,11 +57,13 @@ def measure_sizes(found: Rewritten, examples: Iterable[Any], *, tokens: int, run
     padding = CallPadding(found.model)
 
     def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
+        if mask_BS is None and keeps_order(acm.layout, x.shape[:-1]):
+            mask_BS = padding.mask_of(k_BS.shape)
         if acm.name in drawn:
-            drawn[acm.name].add(k_BS, padding.mask_of(k_BS.shape, acm.layout) if mask_BS is None else mask_BS, x)
+            drawn[acm.name].add(k_BS, mask_BS, x)
 
     handles: list[Any] = []
-    with undisturbed(found), observed(found.owner, see) as here:
+    with undisturbed(found), observed(found.owner, see) as here, called(found.owner, padding.examples):
         try:
             handles += padding.watch(lambda hook: lambda *args: hook(*args) if here() else None)
             for example in examples:
@@ -107,7 +110,7 @@ class _Drawn:
 
     def add(self, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         """Those of one call."""
-        x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], self.acm.layout, site=self.acm.name)
+        x_BSD = self.acm.by_example(x.reshape(-1, x.shape[-1]), x.shape[:-1])
         real_BS = k_BS > 0 if mask_BS is None else (k_BS > 0) & mask_BS.to(k_BS.device)
         self.seen += int(k_BS.numel() if mask_BS is None else mask_BS.sum())
         x_TD, k_T = x_BSD[real_BS][:: self.every], k_BS[real_BS][:: self.every]

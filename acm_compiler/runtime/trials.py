@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm import ACM
 from acm_compiler.acm.context import observed
 from acm_compiler.acm.intact import in_parts
 from acm_compiler.acm.precision import to_float64
@@ -284,7 +284,7 @@ class Trials:
 
         def see(acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
             lowest = acm.within(self.k_lo, acm.count)[0] - acm.k_min
-            x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)[:: self._every]
+            x_BSD = acm.by_example(x.reshape(-1, x.shape[-1]), x.shape[:-1])[:: self._every]
             scores, costs = acm.gate(x_BSD.flatten(0, 1)), acm.choice_costs(x.device)
             knobs_Tn = turning_knobs(scores[:, lowest:], costs[lowest:], acm.gate.rule)
             calls[acm.name].append(knobs_Tn.unflatten(0, x_BSD.shape[:2]))

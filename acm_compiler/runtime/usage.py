@@ -11,7 +11,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
-from acm_compiler.acm.context import observed, only
+from acm_compiler.acm.context import called, observed, only
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.sparse import kept_share
 from acm_compiler.errors import NothingRecorded, UsageError
@@ -50,8 +50,8 @@ class Usage:
     def observe(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         """Add one call of one ACM."""
         side = self._decoder.side
-        if mask_BS is None:
-            mask_BS = self._padding.mask_of(k_BS.shape, acm.layout)
+        if mask_BS is None and tokens.keeps_order(acm.layout, x.shape[:-1]):
+            mask_BS = self._padding.mask_of(k_BS.shape)
         self._lengths.setdefault(side, {}).setdefault(k_BS.shape[1], mask_BS)
         if mask_BS is not None:
             self.masked = True
@@ -165,7 +165,7 @@ class Usage:
         batch = len(self.shares)
         kept = torch.zeros(batch, dtype=torch.float64)
         for macs in self._kept:
-            kept += macs if isinstance(macs, Tensor) else macs / batch
+            kept += macs if isinstance(macs, Tensor) else macs / max(batch, 1)
         return kept
 
     def _per_token(self, macs: Callable[[PlannedSite], int]) -> Tensor:
@@ -220,7 +220,7 @@ def _learners_run(acm: ACM, k_BS: Tensor, x: Tensor) -> Tensor:
     """k, or the part of k learners that is left where small values are skipped; [batch, tokens]."""
     if acm.skips is None or not acm.skipping(x.shape[:-1]):
         return k_BS
-    x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)
+    x_BSD = acm.by_example(x.reshape(-1, x.shape[-1]), x.shape[:-1])
     k_T = k_BS.flatten().clamp(min=0)
     left_T = kept_share(x_BSD.flatten(0, 1), k_T, acm.learners.weights(), acm.skips.thresholds)
     return (k_T * left_T).view(k_BS.shape)
@@ -248,7 +248,7 @@ def recorded(found: Rewritten) -> Iterator[Usage]:
         if acm.name in found.acms:  # the model may be a part
             usage.observe(acm, *what)
 
-    with observed(found.owner, observe) as usage.is_here, ExitStack() as hooks:
+    with observed(found.owner, observe) as usage.is_here, called(found.owner, padding.examples), ExitStack() as hooks:
         for handle in padding.watch(lambda hook: only(usage.is_here, hook)):
             hooks.callback(handle.remove)
         yield usage

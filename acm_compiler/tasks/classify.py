@@ -38,7 +38,8 @@ class Classify(Task):
 
         UsageError or DataError where classes do not fit.
         """
-        logits, label = self.logits(output), self._label(batch)
+        logits = self.logits(output)
+        label = self._label(batch, len(logits))
         if label.ndim == 2 or not label.is_cuda:  # there the loss refuses numbers; a check would wait for the device
             self._check_range(label, logits.shape[1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -55,7 +56,8 @@ class Classify(Task):
 
     def score(self, output: Any, batch: Batch) -> Tensor:
         """1 where the largest logit is the label's, else 0; fp32 [B]. DataError for labels of no class."""
-        logits, label = self.logits(output), self._label(batch)
+        logits = self.logits(output)
+        label = self._label(batch, len(logits))
         self._check_range(label, logits.shape[1])
         best = label if label.ndim == 1 else label.argmax(1)
         return (logits.argmax(1) == best).float()
@@ -97,8 +99,15 @@ class Classify(Task):
             raise _classes_differ(self.classes, logits.shape[1])
         return logits
 
-    def _label(self, batch: Batch) -> Tensor:
+    def _label(self, batch: Batch, examples: int | None = None) -> Tensor:
+        """The labels, [B] or [B, C]; DataError where they are neither, or not those of so many examples."""
         label = entry_of(batch, "label", "labels", task="classify")
+        if examples is not None and label.ndim and len(label) != examples:
+            raise DataError(
+                "labels must be one per example",
+                where=f"task classify, {self.data}",
+                found=f"labels {list(label.shape)} for the logits of {examples} examples",
+            )
         if label.ndim == 1 and not label.is_floating_point() and not label.is_complex():
             return label.long()
         if label.ndim == 2 and not label.is_complex():

@@ -114,7 +114,7 @@ class OwnMetric(Task):
         return names_share(self.metric)
 
     def score(self, output: Any, batch: Batch) -> Tensor:
-        """The function's scores as fp32 [B]. UsageError where there is not one per example."""
+        """The function's scores as fp32 [B]. UsageError where there is not one number per example."""
         found, size = self.function(output, batch), size_of(batch)
         if not isinstance(found, Tensor) or tuple(found.shape) != (size,):
             shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -124,6 +124,13 @@ class OwnMetric(Task):
                 found=shown,
                 expected=f"a tensor of shape ({size},)",
                 fix="leave the mean over examples to evaluate",
+            )
+        if bool(found.isnan().any()):
+            raise UsageError(
+                "metric must return a number for every example",
+                where=self.metric,
+                found=f"nan for {int(found.isnan().sum())} of {size} examples",
+                fix="look for nan in the model's output, or give an example that has no score that of a miss",
             )
         return found.float()
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import acm_compiler
 from acm_compiler.acm import tokens
-from acm_compiler.acm.context import observed
+from acm_compiler.acm.context import Said, batch_held, called, observed
 from acm_compiler.acm.reference import run_learners
 from acm_compiler.errors import LayoutUnknown, NoDenseRegion, UsageError
 from acm_compiler.site import Layout
@@ -128,6 +128,22 @@ def test_examples_of_another_length_than_planned_are_refused_where_their_tokens_
     with observed(acm.conversion, lambda *_: None), pytest.raises(LayoutUnknown, match="a multiple of 3") as caught:
         acm(torch.randn(8, 8))
     assert caught.value.where == "flat" and "length of the example inputs" in caught.value.fix
+
+
+def test_a_call_that_tells_its_examples_tells_how_many_tokens_lie_along_the_batch():
+    acm = acm_for(planned_site("flat", layout=Layout(folds=3)))
+    x, seen = torch.randn(8, 8), []
+    mask = torch.tensor([[True] * 4, [True, False, False, False]])
+    with observed(acm.conversion, lambda _, k, mask, x: seen.append((k, mask))):
+        with called(acm.conversion, lambda: 2):
+            acm(x)
+        with batch_held(acm.conversion, Said(mask=mask)):
+            acm(x)
+    k = acm.choose(x, x.shape[:-1]).view(2, 4)
+    assert torch.equal(seen[0][0], k) and torch.equal(seen[1][0], k)
+    assert seen[0][1] is None and torch.equal(seen[1][1], mask)
+    with batch_held(acm.conversion, Said(mask=mask)), pytest.raises(LayoutUnknown, match="windows"):
+        acm(x[:, None])
 
 
 def test_where_a_call_is_one_example_all_tokens_are_its_own():

@@ -26,10 +26,11 @@ from acm_compiler.passes.rewrite.conversion import rewritten, sites
 from acm_compiler.passes.rewrite.dense_region import read_dense
 from acm_compiler.passes.rewrite.rewrite import rewrite
 from acm_compiler.runs.pipeline import plan
-from acm_compiler.runtime.control import set_k
+from acm_compiler.runtime.control import relax, set_k
+from acm_compiler.runtime.usage import record as use_of
 from acm_compiler.site import Layout
 from tests.helpers.calibration_tiny import make_tiny, observed, texts
-from tests.helpers.models import WIDTH, Mlp, Residual, Stack, example
+from tests.helpers.models import WIDTH, Flattened, Mlp, Residual, Stack, example
 
 
 def records_of(model):
@@ -449,7 +450,7 @@ def test_padding_and_batching_change_nothing():
 def test_a_mask_of_the_call_that_speaks_of_other_tokens_is_passed_over():
     model = make_tiny()
     for acm in sites(model).values():
-        acm.layout = Layout(folds=2)
+        acm.layout = Layout(batch_axis=1)
     records, _ = observed(model, texts(1))
     assert {r.tokens for r in records.values()} == {24}
 
@@ -643,3 +644,31 @@ def test_an_operator_without_a_gradient_is_named_with_the_remedy(operator):
     with pytest.raises(UsageError, match=f"no gradient, .*found acm_tests::{operator}") as caught:
         calibrate(rewrite(dense, plan(dense, example())), [example()])
     assert "register_autograd" in caught.value.fix
+
+
+def test_tokens_that_lie_along_the_batch_are_told_apart_at_other_lengths_than_planned():
+    model = Flattened(Mlp()).eval()
+    model = rewrite(model, plan(model, torch.randn(2, 5, WIDTH)))
+    lengths = torch.tensor([6, 4, 3])
+    batch = {"x": torch.randn(3, 6, WIDTH), "attention_mask": (torch.arange(6) < lengths[:, None]).long()}
+    singles = [{"x": batch["x"][i : i + 1, :length]} for i, length in enumerate(lengths)]
+    seen = []
+    for batches in ([batch], singles):
+        records = records_of(model)
+        examples = [(inputs, None) for inputs in batches]
+        assert observe(rewritten(model), examples, records, answer=default_answer, seed=0).examples == 3
+        seen.append(records["inner"])
+    assert seen[0].tokens == seen[1].tokens == 13
+    torch.testing.assert_close(seen[0].moments.covariance, seen[1].moments.covariance, rtol=1e-5, atol=1e-5)
+    calibrate(model, [batch, *singles] * 3, tokens=80)
+    with torch.no_grad(), use_of(model) as usage:
+        model(**batch)
+    assert [(k_S >= 0).sum() for k_S in usage.k["inner"]] == lengths.tolist()
+    for share, single in zip(usage.shares, singles, strict=True):
+        with torch.no_grad(), use_of(model) as alone:
+            model(**single)
+        assert share == pytest.approx(float(alone.shares))
+    relax(model.train(), 0.8)
+    model(**batch)
+    (choices,) = sites(model)["inner"].choices
+    assert choices.nu.shape[:2] == (3, 6) and torch.equal(choices.mask, batch["attention_mask"].bool())

@@ -74,6 +74,7 @@ def test_a_metric_is_lower_or_higher_better_and_has_the_name_of_its_function():
         ({"task": {"kind": "classify", "label_smoothing": 2}}, "label_smoothing: found 2"),
         ({"task": accuracy}, "goes to metric="),
         ({"metric": lambda output, batch: output.mean()}, "one score per example"),
+        ({"metric": lambda output, batch: output[:, 0] / 0 * 0}, "nan for [0-9]+ of [0-9]+ examples"),
     ],
 )
 def test_what_cannot_judge_is_refused_in_words(options, words):

@@ -84,6 +84,13 @@ class Residual(nn.Module):
         return x + self.inner(self.norm(x))
 
 
+class Flattened(Residual):
+    """The same, with examples and tokens in one axis inside, as shared experts see them; takes a padding mask."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return x + self.inner(self.norm(x).view(-1, WIDTH)).view(x.shape)
+
+
 class FusedQkv(nn.Module):
     """One linear for q, k and v, attention written out, then o; a residual around it."""
 

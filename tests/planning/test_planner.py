@@ -94,6 +94,21 @@ def test_a_report_says_where_k_zero_was_asked_for_in_vain(more, told):
     assert not acm.plan(model, example).notes
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")  # torch says it once a process
+def test_a_plan_says_where_padded_positions_were_zero():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 1).eval(), torch.nn.Linear(16, 16))
+    x, padding = torch.randn(2, 5, 16), torch.arange(5) >= torch.tensor([[5], [3]])
+    plan = acm.plan(model, x)
+    (note,) = plan.notes
+    assert note.startswith("padded positions of 0 hold values") and acm.Plan.from_json(plan.to_json()) == plan
+    with torch.no_grad():
+        before, after = (m[0](x, src_key_padding_mask=padding) for m in (model, acm.rewrite(model, plan)))
+    assert not before[padding].any() and after[padding].any()
+    model[0].use_nested_tensor = False
+    assert not acm.plan(model, x).notes
+
+
 def test_k_zero_needs_a_bypass_without_a_norm():
     by_name = {s.name: s for s in planned_by(FOUND, BOTH, GateConfig())}
     assert by_name["layers.0.mlp"].k_min == 0 and by_name["layers.1.mlp"].k_min == 1

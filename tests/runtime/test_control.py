@@ -379,6 +379,12 @@ def test_an_example_of_padding_alone_is_no_part_of_the_budget(model):
     assert padded.pooled_budget == pytest.approx(alone.pooled_budget)
 
 
+def test_a_record_of_no_example_holds_none(model):
+    with record(model) as usage:
+        model(torch.randn(0, 6, 8))
+    assert usage.macs.shape == usage.dense_macs.shape == (0,) and math.isnan(usage.budget)
+
+
 def test_padding_alone_has_no_share(model):
     with batches.batch(model, mask=torch.zeros(2, 6)), record(model) as usage:
         model(torch.randn(2, 6, 8))

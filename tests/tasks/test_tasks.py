@@ -41,6 +41,12 @@ def test_the_loss_is_the_mean_cross_entropy() -> None:
     assert loss.item() == pytest.approx((first + second) / 2, rel=1e-6)
 
 
+def test_labels_of_another_number_of_examples_are_refused() -> None:
+    for method in (Classify().loss, Classify().score):
+        with pytest.raises(DataError, match=r"one per example.* labels \[1\] for the logits of 2"):
+            method(LOGITS, {"label": torch.tensor([0])})
+
+
 @pytest.mark.parametrize("label", [torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.complex64), torch.tensor(1)])
 def test_labels_that_are_no_class_numbers_are_refused(label) -> None:
     for method in (Classify().loss, Classify().score):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm import ACM
 from acm_compiler.acm.context import observed
 from acm_compiler.calibration.answer import mask_in, run
 from acm_compiler.calibration.examples import Examples
@@ -127,7 +127,7 @@ class _Watch:
 
     def see(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         """One call of a site, as observers are told of it."""
-        x_BSD = tokens.to_batch(x.reshape(-1, x.shape[-1]), x.shape[:-1], acm.layout, site=acm.name)
+        x_BSD = acm.by_example(x.reshape(-1, x.shape[-1]), x.shape[:-1])
         real = self._real(k_BS.shape) if mask_BS is None else mask_BS.to(x.device)
         self.inputs[acm.name].add(_copied(x_BSD[real]), k_BS[real].flatten())
 

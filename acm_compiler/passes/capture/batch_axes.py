@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from acm_compiler.passes.capture.capture import capture_again
-from acm_compiler.passes.capture.graph import Capture, map_tensors, tensors
+from acm_compiler.passes.capture.graph import Capture, batch_size, map_tensors
 from acm_compiler.passes.capture.op_names import RESHAPES, argument, op_name
 from acm_compiler.site import Layout
 from acm_compiler.sources.inputs import Inputs
@@ -29,7 +29,7 @@ def find_layouts(model: nn.Module, example_inputs: Inputs, capture: Capture) -> 
     calls, or attends along that axis) all tokens are those of one example if there is but one, and it is empty if
     there are more. Never a failure; model and inputs are left as they were.
     """
-    batch = next((t.shape[0] for t in tensors(example_inputs) if t.dim()), 0)
+    batch = batch_size(example_inputs) or 0
     layouts = _followed(model, example_inputs, capture, batch) if batch else {}
     if layouts or batch != 1:
         return layouts

@@ -110,6 +110,11 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
+def batch_size(inputs: Any) -> int | None:
+    """The number of examples in a model's inputs: the entries of the first tensor that has axes; None without one."""
+    return next((tensor.shape[0] for tensor in tensors(inputs) if tensor.dim()), None)
+
+
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """`value` with `function` applied to each tensor, once however often it occurs; other leaves are shared."""
     results: dict[int, Tensor] = {}

@@ -10,6 +10,8 @@ from torch import nn
 from acm_compiler.passes.capture.recorder import canonical_names
 from acm_compiler.passes.capture.unpacked_attention import unpack_attention
 
+_ZEROS = "use_nested_tensor"
+
 
 def normalize(model: nn.Module, *, only: Collection[str] | None = None) -> list[str]:
     """The paths of the attentions of `model` that were unpacked, for good and in place, at every path they have.
@@ -65,6 +67,15 @@ def disable_fast_path(model: nn.Module, *, around: Iterable[str] | None = None) 
     return former
 
 
+def leave_zeros(model: nn.Module) -> list[str]:
+    """The paths of torch's encoders that leave zeros at padded positions: in eval mode, while nothing has gradients."""
+    return [
+        name
+        for module, name in canonical_names(model).items()
+        if _switch(module) == _ZEROS and module.use_nested_tensor
+    ]
+
+
 def restore_fast_path(model: nn.Module, former: Mapping[str, int]) -> None:
     """Undo `disable_fast_path`."""
     for name, value in former.items():
@@ -80,7 +91,7 @@ def _switch(module: nn.Module) -> str | None:
         # 0 means an activation that the fused kernel lacks; nothing but the choice of path reads it
         return "activation_relu_or_gelu"
     if isinstance(module, nn.TransformerEncoder):
-        return "use_nested_tensor"
+        return _ZEROS
     return None
 
 

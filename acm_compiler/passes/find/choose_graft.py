@@ -210,10 +210,16 @@ def _innermost(place: _Place, linear: str) -> ModuleCall | None:
 
 
 def _same_tokens(place: _Place, first: Signature, last: Signature) -> bool:
-    """True if the ACM, which keeps all axes of the input but the last, gives the shape that the modules give."""
-    names = (first.inputs[0], last.output or "")
-    before, after = (place.flow.values[n].shape if n in place.flow.values else None for n in names)
-    return before is not None and after is not None and before[:-1] == after[:-1]
+    """True if the ACM gives the shape and type that the modules give.
+
+    It keeps all axes of its input but the last, and casts nothing, as `self.down(self.up(x.double())).float()` does.
+    """
+    values, region = place.flow.values, place.region
+    before, after = values.get(first.inputs[0]), values.get(last.output or "")
+    if before is None or after is None or before.shape is None or after.shape is None:
+        return False
+    cast = before.dtype != values[region.x].dtype or after.dtype != values[region.output].dtype
+    return before.shape[:-1] == after.shape[:-1] and not cast
 
 
 def _widest(place: _Place, signatures: Sequence[Signature]) -> int:

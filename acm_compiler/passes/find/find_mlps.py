@@ -102,7 +102,7 @@ def _refusal(flow: Dataflow, hidden: _Hidden, last: str) -> str | None:
         return problem
     if any(linear.own_bias for linear in linears):
         return OWN_BIAS
-    types = dict.fromkeys(str(flow.values[linear.name].node.meta.get("dtype")) for linear in linears)
+    types = dict.fromkeys(str(flow.values[linear.name].dtype) for linear in linears)
     if len(types) > 1:
         return f"its layers compute in different types: {', '.join(types)}; an ACM computes in one"
     if hidden.norms:

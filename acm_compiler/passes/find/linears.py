@@ -50,6 +50,8 @@ def resolve_linear(value: Value, values: Mapping[str, Value], views: Mapping[str
             ref = OWN_BIAS
         else:
             ref = linear_ref(view, product.out_axis, bias_view if isinstance(bias_view, WeightView) else None)
+    if not isinstance(ref, str) and behind.dtype != weight.dtype:
+        ref = f"its weight is {behind.dtype} and used as {weight.dtype}; an ACM computes in the type of its weights"
     if _is_quantised(behind):
         ref = QUANTISED_LINEAR
     elif not weight.learned:
@@ -187,7 +189,7 @@ def _registered_behind(weight: Value, values: Mapping[str, Value]) -> Value | No
 
 
 def _is_quantised(registered: Value) -> bool:
-    return registered.node.meta.get("dtype") in (torch.int8, torch.uint8)
+    return registered.dtype in (torch.int8, torch.uint8)
 
 
 def _is_quantised_matrix(weight: Value, values: Mapping[str, Value]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from acm_compiler.passes.capture.graph import ModuleCall
@@ -35,6 +36,11 @@ class Value:
     def place(self) -> str:
         """Its line of code in brackets, for messages; empty where that is not known."""
         return f" ({self.source})" if self.source else ""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Its type, where it is a tensor."""
+        return self.node.meta.get("dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ def calibrate_on(
             fitted = fit_all(found, dense, examples, options, work)
         install(found, fitted, undo)
         kinds = [{fit.site.name: fit.gates[kind] for fit in fitted} for kind in range(len(_KINDS))]
-        choice = choose_gates(found, examples.held_out, kinds, answer=options.answer, budgets=wanted)
+        choice = choose_gates(found, examples.held_out, kinds, answer=options.answer, budgets=wanted, progress=work)
         for fit in fitted:
             found.acms[fit.site.name].gate = fit.gates[choice.kind].gate
         work.finish(f"lowest k of the budget table: {choice.k_lo}; gates weigh tokens {_KINDS[choice.kind]}")

@@ -19,6 +19,7 @@ from acm_compiler.calibration.answer import Answer, answers, answers_with, energ
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.offload import device_of, trim
 from acm_compiler.planning.cost import learner_macs
+from acm_compiler.progress import Progress
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.measure_budgets import undisturbed
@@ -167,6 +168,7 @@ def choose_gates(
     *,
     answer: Answer,
     budgets: Sequence[float] = (),
+    progress: Progress,
 ) -> Choice:
     """The gates and the lowest k with which the model's outputs are nearer to the original's at low budgets.
 
@@ -185,7 +187,7 @@ def choose_gates(
         for kind, gates in enumerate(kinds)
         for k_lo in ((0, 1) if raised else (0,))
     }
-    _try_all(found, examples, kinds, trials, answer)
+    _try_all(found, examples, kinds, trials, answer, progress)
     if not all(trial.examples for row in trials.values() for trial in row):
         return Choice()  # measuring budgets on these examples says what is wrong with them
     losses = {choice: [_log_damage(row, target) for target in targets] for choice, row in trials.items()}
@@ -206,9 +208,11 @@ def _try_all(
     kinds: Sequence[Mapping[str, ScoredGate]],
     trials: Mapping[Choice, Sequence[_Trial]],
     answer: Answer,
+    progress: Progress,
 ) -> None:
     """Run every trial on as many examples as tell."""
     own, seen = {name: acm.gate for name, acm in found.acms.items()}, 0
+    progress.part("token", _COMPARED)
     every = [trial for row in trials.values() for trial in row]
     try:
         with undisturbed(found):
@@ -216,6 +220,7 @@ def _try_all(
                 for trial, parts in zip(every, came, strict=True):
                     trial.add(*parts)
                 seen += tokens
+                progress.advance("comparing gates", to=min(seen, _COMPARED))
                 if seen >= _COMPARED:
                     break
     finally:

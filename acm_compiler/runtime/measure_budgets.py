@@ -66,7 +66,9 @@ def fill_table(
     progress = progress or Progress("budgets", shown=False)
     trials = Trials(found, examples, k_lo)
     with undisturbed(found):
-        search = _Search(trials)
+        progress.part("batch", 2 * len(examples))
+        search = _Search(trials, progress)
+        progress.finish(f"{trials.count} examples run with the fewest and with all learners")
         most, least = (row.share for row in search.rows())
         exactly = dict.fromkeys(budgets, NEAR) | {least + NEAR: NEAR / 2}
         # those in the middle first: each is looked for between the ones before it
@@ -93,9 +95,9 @@ class _Search:
     no probe came near.
     """
 
-    def __init__(self, trials: Trials) -> None:
+    def __init__(self, trials: Trials, progress: Progress) -> None:
         self.trials = trials
-        self.probes = {probe.knob: probe for probe in trials.extremes()}
+        self.probes = {probe.knob: probe for probe in trials.extremes(progress.advance)}
         self.expected: dict[float, float] = {}
         self.missed: list[float] = []
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -192,8 +192,7 @@ _DIGITS, _SCORED = 12, 4096
 class Trials:
     """Forwards of one model over the same batches, knob by knob: `extremes` first, then any other by `at`."""
 
-    count: int
-    """Examples that hold a real token."""
+    count: int  # examples that hold a real token
     error: float = 0.0  # standard error, over examples, with which shares measured here are those of other data
     _whole: Whole
 
@@ -202,17 +201,16 @@ class Trials:
         self._least = found.plan.cost.least_share(k_lo)
         self._calls: dict[int, int] = {}  # of ACMs, in a whole forward of a batch
         self._run_all = partial(ranks.shared, self._run, apart=not in_parts(found.model))
-        # one of so many examples has its scores looked at
-        self._every = 1
+        self._every = 1  # one of so many examples has its scores looked at
 
-    def extremes(self) -> tuple[Probe, Probe]:
-        """The probes of the strongest and the weakest knob, of all batches.
+    def extremes(self, done: Callable[[], object]) -> tuple[Probe, Probe]:
+        """The probes of the strongest and the weakest knob, of all batches; `done` is called after each.
 
         Nan and infinity in data or weights show with every knob: the first one looks at the scores of all examples.
         """
-        strongest, parts = self._of_all(STRONGEST_KNOB)
+        strongest, parts = self._of_all(STRONGEST_KNOB, done)
         self._every = max(1, sum(part.run for part in parts.values()) // _SCORED)
-        weakest, parts = self._of_all(-STRONGEST_KNOB)
+        weakest, parts = self._of_all(-STRONGEST_KNOB, done)
         self._whole = Whole(parts, weakest.knob, self._least)
         self.count = sum(len(part.shares) for part in parts.values())
         return strongest, weakest
@@ -235,9 +233,12 @@ class Trials:
         share = self._mean(beyond) + self._mean(self._whole.of_examples(expected))
         return self._probe(knob, share, parts)
 
-    def _of_all(self, knob: float) -> tuple[Probe, dict[int, Part]]:
+    def _of_all(self, knob: float, done: Callable[[], object]) -> tuple[Probe, dict[int, Part]]:
         self._set(knob)
-        parts = dict(enumerate(self._run_all(range(len(self._examples)))))
+        parts: dict[int, Part] = {}
+        for part in self._run_all(range(len(self._examples))):
+            parts[len(parts)] = part
+            done()
         share = self._mean(torch.cat([part.shares for part in parts.values()]))
         return self._probe(knob, share, parts), parts
 
@@ -291,9 +292,8 @@ class Trials:
             if sum(map(len, calls.values())) == last:
                 raise ForwardEnded
 
-        watched = observed(self._found.owner, see)
         stopped = suppress(ForwardEnded)
-        with batch_context(model, mask=mask), recorded(self._found) as usage, watched, stopped:
+        with batch_context(model, mask=mask), recorded(self._found) as usage, observed(self._found.owner, see), stopped:
             call_model(model, inputs)
             self._calls[number] = sum(map(len, calls.values()))
         trim(hold=True)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from acm_compiler.acm.precision import to_float64
+from acm_compiler.calibration.answer import output_of
 from acm_compiler.data.batch import Batch, size_of
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.tasks import names_share
-from acm_compiler.sources.inputs import Inputs, call_model, in_mode
+from acm_compiler.sources.inputs import Inputs, in_mode
 from acm_compiler.sources.user_code import is_users, users_code
 
 
@@ -208,7 +209,7 @@ def base_metric(model: nn.Module, batches: Iterable[Batch], task: Task) -> float
     scores, units = [], []
     with torch.no_grad(), in_mode(model, training=False):
         for batch in batches:
-            output = call_model(model, task.inputs(batch))
+            output = output_of(model, task.inputs(batch))
             scores.append(task.score(output, task.remember(output, batch)).cpu())
             units.append(task.units(batch).cpu())
     return task.value(torch.cat(scores), torch.cat(units))

@@ -17,8 +17,8 @@ checks a recipe, `acmc recipes show NAME` prints a shipped one, `acmc schema` gi
 for editors.
 
 A recipe is a YAML mapping. Unknown keys are refused, no value is turned into another type, and
-paths may hold `${VAR}` and a leading `~/`. A key without a default must be given. A small complete
-one:
+paths may hold `${VAR}` and a leading `~/`; relative ones begin where `acmc` is started. A key
+without a default must be given. A small complete one:
 
 ```yaml
 acm: 1

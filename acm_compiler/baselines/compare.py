@@ -23,15 +23,16 @@ from acm_compiler.evaluation.statistics import Sample
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths
+from acm_compiler.recipe.datasets import plain
 from acm_compiler.recipe.resolved import measured_with
 from acm_compiler.runs.folder import RunOptions, check_run_folder, one_run
 from acm_compiler.runs.pipeline import check_recipe, plan_recipe
 from acm_compiler.runs.recipe_run import OpenedRecipe
-from acm_compiler.runs.run_recipe import RecipeRun, plain, run_recipe
+from acm_compiler.runs.run_recipe import RecipeRun, run_recipe
 from acm_compiler.sources.build import build
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Job
-from acm_compiler.training.schedule import discard_state
+from acm_compiler.training.state import discard_state
 
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75)
 _DENSE = "dense"
@@ -118,6 +119,7 @@ class _Comparing:
         self.recipe, self.plan, self.options = recipe, plan, options
         self.machine, self.scores, self.say = machine, scores, say
         self.opened = RecipeRun(recipe, machine, say)
+        self.opened.image_size = plan.model.image_size
         self.corrupted: dict[str, Measured] = {}
         self.corrupted_at: float | None = None
 

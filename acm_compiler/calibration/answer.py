@@ -144,11 +144,17 @@ def energy(tensors: list[Tensor], mask_BS: Tensor | None) -> float:
 
 
 def run(found: Rewritten, inputs: Inputs) -> Any:
-    """The model's output for one batch; UsageError, with the model's own error, where it raises."""
+    """The `output_of` a rewritten model; UsageError also for a batch that holds labels."""
     refuse_labels(inputs, planned=found.plan.model.inputs)
+    with called(found.owner, lambda: batch_size(inputs)):
+        return output_of(found.model, inputs)
+
+
+def output_of(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's output for one batch; UsageError, with the model's own error, where it raises."""
     attempt = Attempt()
-    with called(found.owner, lambda: batch_size(inputs)), attempt:
-        return call_model(found.model, inputs)
+    with attempt:
+        return call_model(model, inputs)
     error = attempt.error
     assert error is not None
     if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):

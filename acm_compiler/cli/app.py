@@ -60,6 +60,8 @@ class ErrorBoundary(TyperGroup):
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             Output().error("interrupted")
+            if wants_json(ctx):
+                Output(json=True).document({"error": error_facts(RunInterrupted("interrupted"))})
             raise typer.Exit(_INTERRUPTED) from error
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output, SetOption, sentence
+from acm_compiler.cli.output import JsonOption, Output, SetOption, error_facts, sentence
 
 if TYPE_CHECKING:
     from acm_compiler.recipe import Recipe
@@ -86,7 +86,8 @@ def validate(
         loaded = load_recipe(recipe, overrides or ())
         unknown = [*_check_model(loaded), *_check_tokenizers(loaded)]
     except RecipeError as error:
-        out.document({"recipe": recipe, "valid": False, "problems": list(error.problems), "notes": []})
+        found = {"valid": False, "problems": list(error.problems), "notes": [], "error": error_facts(error)}
+        out.document({"recipe": recipe, **found})
         out.error(sentence(error))
         raise typer.Exit(error.exit_code) from error
     notes = [*unknown, *_note_device(loaded), *(str(note) for note in unset_variables(loaded))]

@@ -65,7 +65,7 @@ def rewrite(
     if evaluation is not None:
         output.say(evaluation_table(evaluation))
         say_advice(directory, evaluation, loaded, output)
-        output.document(evaluation.as_json() | {"directory": str(directory)})
+    output.document((evaluation.as_json() if evaluation is not None else {}) | {"directory": str(directory)})
     output.say(f"saved in {directory}")
 
 

@@ -79,7 +79,11 @@ def read_picture(file: str | BinaryIO, name: str) -> Any:
 
 
 def picture_transform(config: ImageFolderData, size: Size) -> Callable[[Any], Tensor]:
-    """From a PIL image to a standardised float tensor [3, *size], as `config` says; random where it augments."""
+    """From a PIL image to a standardised float tensor [3, *size], as `config` says; random where it augments.
+
+    The config's own `image_size` goes before `size`.
+    """
+    size = size if config.image_size is None else (config.image_size, config.image_size)
     augment = {"none": _centre, "resize_crop": _resize_crop, "three_augment": _three_augment}[config.augment]
     return v2.Compose(
         [

@@ -25,17 +25,18 @@ from acm_compiler.sources.from_python import call_function
 Size = tuple[int, int]
 
 
-def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Dataset[Any]:
-    """The data set that `config` describes; images come at `image_size` (height, width).
+def open_dataset(config: DataConfig, *, image_size: Size | None = None) -> Dataset[Any]:
+    """The data set that `config` describes; images come at `image_size` (height, width), unless it names its own.
 
-    DataError when it is missing, empty, or of another size than the model's; UsageError for an unknown function.
+    None: of no importance; image files come at 224 x 224. DataError when it is missing, empty, or of another size than
+    the model's; UsageError for an unknown function.
     """
     if isinstance(config, ClutteredDigitsData):
         return _canvases(config, image_size)
     if isinstance(config, ImageFolderData):
         from acm_compiler.data.images import PictureFolder  # torchvision takes seconds to import
 
-        return PictureFolder(config, image_size)
+        return PictureFolder(config, image_size or (224, 224))
     if isinstance(config, TextData):
         return TextSet(config)
     if isinstance(config, TextRowsData):
@@ -48,12 +49,12 @@ def open_dataset(config: DataConfig, *, image_size: Size = (224, 224)) -> Datase
     return _users(config.kind, config.args)
 
 
-def _canvases(config: ClutteredDigitsData, image_size: Size) -> Dataset[Any]:
-    if image_size != (SIDE, SIDE):
+def _canvases(config: ClutteredDigitsData, image_size: Size | None) -> Dataset[Any]:
+    if image_size is not None and image_size != (SIDE, SIDE):
         raise DataError(
             "cluttered digits come in one size",
             where="data",
-            found="{} x {} in the recipe's input".format(*image_size),
+            found="a model for {} x {}".format(*image_size),
             expected=f"{SIDE} x {SIDE}",
             fix=f"write input: {{image: [3, {SIDE}, {SIDE}]}}",
         )

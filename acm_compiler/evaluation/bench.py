@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.backend.explanation import without_remarks
+from acm_compiler.calibration.answer import output_of
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.evaluation.times import BASE, OURS, Row
 from acm_compiler.passes.capture.normalize import disable_fast_path
@@ -163,7 +164,7 @@ def _mac_ratio(model: nn.Module, inputs: Inputs) -> float:
 
 def _error(contest: Contest, inputs: Inputs) -> float:
     """Relative norm of the difference between the compiled and the eager converted model."""
-    eager = to_float64(contest.answer(call_model(contest.converted, inputs)))
+    eager = to_float64(contest.answer(output_of(contest.converted, inputs)))
     compiled = to_float64(contest.answer(call_model(contest.compiled, inputs)))
     return float((compiled - eager).norm() / eager.norm().clamp_min(1e-30))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.calibration.answer import output_of
 from acm_compiler.data import Batch, as_batch, refuse_no_batches
 from acm_compiler.data.batch import sources_of
 from acm_compiler.errors import DataError, NoDenseRegion
@@ -30,7 +31,7 @@ from acm_compiler.runtime.budgets import list_of_budgets, parse_budget, share_wi
 from acm_compiler.runtime.control import FixedK, set_budget, set_k
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import record
-from acm_compiler.sources.inputs import call_model, in_mode
+from acm_compiler.sources.inputs import in_mode
 from acm_compiler.tasks import Score, Task, task_for
 
 Setting = float | str | FixedK
@@ -148,7 +149,7 @@ class _Runs:
         self._units.append(self.task.units(batch).cpu())
         if self.dense_from is not None:
             with _dense_regions(self.model) if self.dense is None else ExitStack():
-                output = call_model(self.dense or self.model, self.task.inputs(batch))
+                output = output_of(self.dense or self.model, self.task.inputs(batch))
             batch = self.task.remember(output, batch)
             self._dense_scores.append(self.task.score(output, batch).cpu())
             if self.likeness is not None:
@@ -158,7 +159,7 @@ class _Runs:
     def measure(self, batch: Batch, tally: Tally) -> None:
         """One forward in the setting that holds now."""
         with batch_context(self.model, mask=self.task.mask(batch)), record(self.model) as usage:
-            output = call_model(self.model, self.task.inputs(batch))
+            output = output_of(self.model, self.task.inputs(batch))
         tally.add(usage, self.task.score(output, batch).cpu(), batch)
         if self.likeness is not None:
             tally.keep(self.likeness.keep(output, batch).cpu())

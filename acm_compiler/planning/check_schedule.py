@@ -14,7 +14,8 @@ def check_phase(until: str | None, schedule: Sequence[Phase]) -> None:
     names = [config.phase for config in schedule]
     if until is not None and until not in names:
         raise UsageError(
-            f"the schedule has no phase {until!r}{did_you_mean(until, names)}", found=until, expected=", ".join(names)
+            f"the schedule has no phase {until!r}{did_you_mean(until, names)}",
+            expected=", ".join(names) or "none: the schedule is empty",
         )
 
 

@@ -28,7 +28,7 @@ class ImageFolderData(Section):
     root: PathText
     """The folder that holds one folder per class."""
     image_size: Count | None = None
-    """Side of the square a model gets; unset: what `input.image` says."""
+    """Side of the square a model gets; unset: what `input.image` says, else what the model takes."""
     crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
     """Without augmentation: the share of the resized image's side that the centre crop keeps."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
@@ -162,6 +162,13 @@ DataConfig = Annotated[
 ]
 
 
+def plain(config: DataConfig) -> DataConfig:
+    """The same data without augmentation."""
+    if isinstance(config, ImageFolderData):
+        return config.model_copy(update={"augment": "none", "mixup": 0.0, "cutmix": 0.0})
+    return config
+
+
 class DataSection(Section):
     """The examples that a model is trained on, and those that it is measured on."""
 
@@ -172,7 +179,6 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _measured_as_it_is(self) -> DataSection:
-        data = self.eval
-        if isinstance(data, ImageFolderData) and (data.augment != "none" or data.mixup or data.cutmix):
+        if plain(self.eval) != self.eval:
             raise refusal("data.eval is measured as it is: augment, mixup and cutmix belong to data.train", "eval")
         return self

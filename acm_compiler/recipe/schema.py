@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from acm_compiler.errors import did_you_mean
-from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
+from acm_compiler.recipe.datasets import DataSection
 from acm_compiler.recipe.document import Document
 from acm_compiler.recipe.fields import (
     Auto,
@@ -163,6 +163,11 @@ class RunConfig(Section):
     there, for models that memory does not hold. On the CPU alone. Or cpu: weights and statistics of a calibration on a
     GPU lie in the CPU's memory."""
 
+    @property
+    def quantized(self) -> QuantizeConfig | None:
+        """`quantize` as its section."""
+        return QuantizeConfig(weights=self.quantize) if isinstance(self.quantize, str) else self.quantize
+
     @field_validator("device")
     @classmethod
     def _known(cls, value: str) -> str:
@@ -269,10 +274,7 @@ class Recipe(Section):
             found += [(self.place("budgets", "report", i), budget) for i, budget in enumerate(self.budgets.report)]
         return found
 
-    def image_size(self, data: DataConfig) -> tuple[int, int]:
-        """Height and width of the images that `data` gives to the model."""
-        if isinstance(data, ImageFolderData) and data.image_size is not None:
-            return data.image_size, data.image_size
-        if self.input is not None and self.input.image is not None:
-            return self.input.image[1:]
-        return 224, 224
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of the images that `input` names; None where it names none."""
+        return self.input.image[1:] if self.input is not None and self.input.image is not None else None

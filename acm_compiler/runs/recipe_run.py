@@ -36,7 +36,7 @@ class OpenedRecipe:
     """A recipe's task and data sets, each opened once, when they are first asked for; None where there is no recipe.
 
     `given` goes before what the recipe says; `where` and `fix` are for those who named neither task nor data.
-    `image_size` is for data without a recipe.
+    `image_size` is the model's, for images of which the recipe's `input` says nothing.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class OpenedRecipe:
         image_size: tuple[int, int] | None = None,
     ) -> None:
         self.recipe, self.given, self.where, self.image_size = recipe, given or Given(), where, image_size
-        self._sets: dict[str, Any] = {}
+        self._sets: dict[tuple[str, tuple[int, int] | None], Any] = {}
 
     @property
     def run(self) -> RunConfig:
@@ -73,10 +73,10 @@ class OpenedRecipe:
 
     def dataset(self, config: DataConfig) -> Dataset[Any]:
         """The examples of a section. DataError when they are not here."""
-        key = config.model_dump_json()
+        size = (self.recipe.image_size if self.recipe else None) or self.image_size
+        key = config.model_dump_json(), size
         if key not in self._sets:
-            size = self.recipe.image_size(config) if self.recipe else self.image_size
-            self._sets[key] = open_dataset(config) if size is None else open_dataset(config, image_size=size)
+            self._sets[key] = open_dataset(config, image_size=size)
         return self._sets[key]
 
     def open_task(self, config: DataConfig, model: nn.Module | None) -> Task:
@@ -115,6 +115,12 @@ class OpenedRecipe:
         data, size, seed = self.dataset(config), self.run.eval_batch, self.run.seed
         for batch in BatchStream(dataset=data, batch=size, seed=seed, shuffle=True, count=count).epoch():
             yield {name: value.to(device) for name, value in batch.items()}
+
+    def example(self, config: DataConfig, device: torch.device) -> Batch:
+        """One example of a section, the first in its order that can be used. DataError where none can."""
+        data, seed = self.dataset(config), self.run.seed
+        (batch,) = BatchStream(dataset=data, batch=1, seed=seed, shuffle=True, drop_last=True, count=1).epoch()
+        return {name: value.to(device) for name, value in batch.items()}
 
     def _misses(self, section: str) -> UsageError:
         return UsageError(

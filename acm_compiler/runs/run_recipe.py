@@ -23,9 +23,8 @@ from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion, 
 from acm_compiler.planning.check_schedule import check_phase
 from acm_compiler.progress import Progress, Say, duration
 from acm_compiler.recipe import Recipe, decisions, expand_paths, resolved_yaml
-from acm_compiler.recipe.datasets import DataConfig, DataSection, ImageFolderData
+from acm_compiler.recipe.datasets import DataSection, plain
 from acm_compiler.recipe.phases import CalibratePhase
-from acm_compiler.recipe.schema import QuantizeConfig
 from acm_compiler.runs.folder import (
     RunOptions,
     as_run_interrupted,
@@ -43,6 +42,7 @@ from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import measure_budgets, undisturbed
+from acm_compiler.runtime.quantized_linear import choose_rest
 from acm_compiler.runtime.site_status import status
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.from_hf import processor_files
@@ -51,8 +51,8 @@ from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Job
-from acm_compiler.training.schedule import discard_state, run_schedule
-from acm_compiler.training.state import has_state
+from acm_compiler.training.schedule import run_schedule
+from acm_compiler.training.state import discard_state, has_state
 
 _MEASURED_EXAMPLES = 512
 _WATCHED_EXAMPLES = 1024
@@ -138,6 +138,9 @@ class RecipeRun(OpenedRecipe):
         if complete:
             self._check_data()
         self.model, model = convert(self.recipe, report)
+        if (wanted := self.run.quantized) is not None and wanted.rest:
+            choose_rest(rewritten(model), wanted.include, wanted.exclude, wanted.weights)
+        self.image_size = conversion(model).plan.model.image_size
         if complete:
             self._check_inputs()
         if not (options.resume and has_state(options.directory)):
@@ -158,19 +161,25 @@ class RecipeRun(OpenedRecipe):
         for phase in self.recipe.schedule:
             self._stream(batch=phase.loaded_batch, world=self.machine.world)
         for config in (self.data.train, self.data.eval):
-            next(self.first(config, 1, self.machine.device))
+            self.example(config, self.machine.device)
 
     def _check_inputs(self) -> None:
         """Open the task, and make the model's inputs and mask of one example of each data set."""
         for config in (self.data.train, self.data.eval):
-            batch = next(self.first(config, 1, self.machine.device))
+            batch = self.example(config, self.machine.device)
             self.task.inputs(batch)
             self.task.mask(batch)
 
     def _expect(self, dense: nn.Module) -> None:
-        """Refuse a dense model that is not what the recipe expects, if it does. UnexpectedMetric."""
+        """Refuse a dense model that is not what the recipe expects, if it does. UnexpectedMetric.
+
+        Without that, refuse one that does not run on the data, or whose output is not the task's: by one example.
+        """
         wanted = self.recipe.expect
         if wanted is None:
+            if self.recipe.data is not None and self.recipe.task is not None and self.run.offload is None:
+                example = self.example(self.data.eval, self.machine.device)
+                base_metric(dense.to(self.machine.device), [example], self.task)
             return
         examples = self.first(self.data.eval, wanted.examples, self.machine.device)
         found = base_metric(dense.to(self.machine.device), with_progress(examples, "dense model"), self.task)
@@ -210,11 +219,8 @@ class RecipeRun(OpenedRecipe):
 
     def quantize(self, model: nn.Module) -> None:
         """Give learners the weights that the recipe asks for, and measure the budgets of what has any on these."""
-        if self.run.quantize is None:
+        if (chosen := self.run.quantized) is None:
             return
-        chosen = self.run.quantize
-        if not isinstance(chosen, QuantizeConfig):
-            chosen = QuantizeConfig(weights=chosen)
         examples = self._training_examples() if chosen.weights == "int4" else None
         rest, include, exclude = chosen.rest, chosen.include, chosen.exclude
         with Progress("quantize", say=self.say, shown=self.machine.is_main) as work:
@@ -279,13 +285,6 @@ def _difference(found: Sequence[str], expected: Sequence[str]) -> str:
         f"{word} {', '.join(names[:3])}" for word, names in (("only here:", extra), ("missing:", missing)) if names
     ]
     return "; ".join(parts)
-
-
-def plain(config: DataConfig) -> DataConfig:
-    """The same data without augmentation."""
-    if isinstance(config, ImageFolderData):
-        return config.model_copy(update={"augment": "none", "mixup": 0.0, "cutmix": 0.0})
-    return config
 
 
 def _note_budgets(model: nn.Module, evaluation: Evaluation) -> None:

@@ -91,7 +91,7 @@ def _reader(
     size = plan.model.image_size
     if size is not None:
         channels = int(plan.model.inputs.split(" x ")[1])
-        return Images((channels, *size), _transform(recipe, data, size))
+        return Images((channels, *size), _transform(data, size))
     config = getattr(model, "config", None)
     if getattr(model, "main_input_name", None) == "input_values" and hasattr(config, "conv_stride"):
         return _audio(config, recipe, data)
@@ -123,13 +123,13 @@ def _audio(config: Any, recipe: Recipe | None, data: DataConfig | None) -> Audio
     return Audio(frame=frame, fewest=fewest, rate=rate)
 
 
-def _transform(recipe: Recipe | None, data: DataConfig | None, size: tuple[int, int]) -> Callable[[Any], Tensor] | None:
+def _transform(data: DataConfig | None, size: tuple[int, int]) -> Callable[[Any], Tensor] | None:
     """The function from files to images, where the data are files."""
     if not isinstance(data, ImageFolderData):
         return None
     from acm_compiler.data.images import picture_transform
 
-    return picture_transform(data, recipe.image_size(data) if recipe else size)
+    return picture_transform(data, size)
 
 
 def _classes(model: nn.Module, data: DataConfig | None) -> Mapping[int, str]:

@@ -5,7 +5,6 @@ file of the user's: all that sources share.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from acm_compiler.errors import ModelSourceError, a_few_of
 from acm_compiler.recipe.models import ModelConfig
+from acm_compiler.sources.user_code import Attempt, first_line
 
 Device = Literal["cpu", "meta"]
 
@@ -152,18 +152,18 @@ def _untied(model: nn.Module, missing: Iterable[str], *, given: Iterable[str]) -
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file as load_safetensors
 
     if not path.is_file():
         raise ModelSourceError("no such weights file", where=str(path), expected="a .safetensors or .pt file")
-    try:
+    reading = Attempt()  # bytes that are no pickle may raise anything
+    with reading:
         if path.suffix == ".safetensors":
             return load_safetensors(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    if (error := reading.error) is not None:
         raise ModelSourceError(
-            "not a file of weights", where=str(path), found=str(error).splitlines()[0], expected="a state dict"
+            "not a file of weights", where=str(path), found=first_line(error), expected="a state dict"
         ) from error
     if not isinstance(state, Mapping):
         fix = "save model.state_dict() in place of the model"

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from acm_compiler.acm.precision import to_float64
+from acm_compiler.calibration.answer import output_of
 from acm_compiler.data.batch import Batch, size_of
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.tasks import names_share
-from acm_compiler.sources.inputs import Inputs, call_model, in_mode
+from acm_compiler.sources.inputs import Inputs, in_mode
 from acm_compiler.sources.user_code import is_users, users_code
 
 
@@ -208,7 +209,7 @@ def base_metric(model: nn.Module, batches: Iterable[Batch], task: Task) -> float
     scores, units = [], []
     with torch.no_grad(), in_mode(model, training=False):
         for batch in batches:
-            output = call_model(model, task.inputs(batch))
+            output = output_of(model, task.inputs(batch))
             scores.append(task.score(output, task.remember(output, batch)).cpu())
             units.append(task.units(batch).cpu())
     return task.value(torch.cat(scores), torch.cat(units))
@@ -260,7 +261,10 @@ class UsersTask(Task):
         if name.startswith("_") or not hasattr(self._given, name):
             return object.__getattribute__(self, name)
         found = getattr(self._given, name)
-        return functools.partial(_call, self._name and f"{self._name}: {name}", found) if callable(found) else found
+        if not callable(found):
+            return found
+        call = functools.partial(_call, self._name and f"{self._name}: {name}", found)
+        return functools.partial(_scores, call) if name == "score" else call
 
     @property
     def is_share(self) -> bool:
@@ -271,6 +275,18 @@ class UsersTask(Task):
     def needs_dense(self) -> bool:
         """True if it remembers something of the dense model."""
         return hasattr(self._given, "remember")
+
+
+def _scores(score: Callable[[Any, Batch], Any], output: Any, batch: Batch) -> Tensor:
+    """The scores of a user's task. UsageError unless they are one number per example."""
+    found = score(output, batch)
+    if not isinstance(found, Tensor) or found.shape != (size_of(batch),):
+        raise UsageError(
+            "score must give one number per example",
+            found=f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__,
+            expected=f"a tensor [{size_of(batch)}] for a batch of {size_of(batch)}",
+        )
+    return found
 
 
 def _call(name: str | None, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,8 +196,3 @@ def refuse_past(until: str, schedule: Sequence[PhaseConfig], position: Position,
         found=f"a state after step {position.step} of {ahead[0]}" if position.step else f"a state after {done[-1]}",
         fix=f"leave out --until{rest}",
     )
-
-
-def discard_state(directory: Path) -> None:
-    """Remove the saved state of a run whose results are stored in `directory`."""
-    shutil.rmtree(directory / "state", ignore_errors=True)

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,16 @@ class StateStore:
     def discard(self) -> None:
         """Remove all states, once they are not needed any more."""
         if self.machine.is_main:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            discard_state(self.directory.parent)
+
+
+def discard_state(directory: Path) -> None:
+    """Remove the saved states of a run in `directory`; one that is killed meanwhile leaves none that seems complete."""
+    states = directory / "state"
+    for state in states.glob("[!.]*"):
+        with suppress(OSError):
+            state.rename(states / f".{state.name}")
+    shutil.rmtree(states, ignore_errors=True)
 
 
 def has_state(directory: Path) -> bool:
@@ -246,7 +255,7 @@ def saved_position(directory: Path, decisions: Mapping[str, Any]) -> Position | 
 def _latest(directory: Path) -> Path | None:
     if not directory.is_dir():
         return None
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / _FACTS).is_file()]
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]  # named once it was complete
     return max(found, key=lambda path: tuple(map(int, path.name.split("-"))), default=None)
 
 

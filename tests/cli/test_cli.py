@@ -321,6 +321,7 @@ def test_json_of_an_invalid_recipe_lists_its_problems(tmp_path):
     document = json.loads(result.stdout)
     assert (result.exit_code, document["valid"]) == (2, False)
     assert any("unknown key 'epohcs'" in problem for problem in document["problems"])
+    assert document["error"]["kind"] == "RecipeError" and document["error"]["exit_code"] == 2
 
 
 def test_json_of_a_failure_says_why():
@@ -438,6 +439,8 @@ def test_what_ends_a_job_is_an_interrupt():
 def test_an_interrupt_is_130_and_a_bug_keeps_its_traceback():
     result = CliRunner().invoke(failing_app(KeyboardInterrupt()), ["fail"])
     assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
+    told = json.loads(CliRunner().invoke(failing_app(KeyboardInterrupt()), ["fail", "--json"]).stdout)
+    assert told["error"] == {"kind": "RunInterrupted", "message": "interrupted", "exit_code": 130}
     assert isinstance(CliRunner().invoke(failing_app(ZeroDivisionError()), ["fail"]).exception, ZeroDivisionError)
 
 

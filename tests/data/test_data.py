@@ -307,9 +307,17 @@ def test_canvases_are_drawn_once_and_not_by_every_process_that_loads(monkeypatch
         next(iter(BatchStream(dataset=CanvasSet("train", count=7), batch=7, workers=1).epoch()))
 
 
+def test_pictures_come_in_the_size_that_their_section_names_else_the_models(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (50, 40)).save(tmp_path / "a/0.png")
+    for own, model, side in ((24, (32, 32), 24), (None, (32, 32), 32), (24, None, 24), (None, None, 224)):
+        config = ImageFolderData(kind="imagefolder", root=str(tmp_path), image_size=own)
+        assert open_dataset(config, image_size=model)[0]["image"].shape == (3, side, side)
+
+
 def test_cluttered_digits_of_another_size_are_refused() -> None:
     with pytest.raises(DataError, match="224 x 224"):
-        open_dataset(ClutteredDigitsData(kind="cluttered_digits", split="eval"))
+        open_dataset(ClutteredDigitsData(kind="cluttered_digits", split="eval"), image_size=(224, 224))
 
 
 def test_a_users_function_gives_the_data_set() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError
+from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError, UsageError
 from acm_compiler.evaluation.evaluate import evaluate, every_k
 from acm_compiler.evaluation.loads import Grid, grid_of
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
@@ -152,6 +152,14 @@ def test_a_budget_out_of_reach_is_refused_before_any_data_is_read(model):
     conversion(model).table = None
     with pytest.raises(NoBudgetTable):
         evaluate(model, batches(), TASK, budgets=[0.5])
+
+
+def test_examples_that_the_model_does_not_take_are_refused_with_its_own_words(model):
+    batch = picture_batch(6)
+    wrong = {**batch, "image": batch["image"][..., :1]}
+    for dense in (None, model):
+        with pytest.raises(UsageError, match=r"the model itself raises on a batch of float32 .*found \w+Error"):
+            evaluate(model, [wrong], TASK, budgets=[0.5], dense=dense)
 
 
 def test_no_examples_are_refused(model):

@@ -59,6 +59,18 @@ class Tokens(Dataset):
         return {"tokens": noise + self.direction[index % CLASSES], "label": torch.tensor(index % CLASSES)}
 
 
+class FewTokens(Tokens):
+    """Examples of which the last one alone can be used."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor] | None:
+        return super().__getitem__(index) if index == self.count - 1 else None
+
+
+def few(count: int = 12) -> Dataset:
+    """Examples that are left out, but for one."""
+    return FewTokens(count)
+
+
 def data(count: int = 96) -> Dataset:
     """Examples of all classes in turn."""
     return Tokens(count)
@@ -74,6 +86,11 @@ def pictures(broken: bool = False) -> nn.Module:
     if broken:
         nn.init.constant_(vision.conv_proj.weight, float("nan"))
     return vision
+
+
+def pictures_with_example() -> tuple[nn.Module, torch.Tensor]:
+    """The same, and one example of its input."""
+    return pictures(), torch.zeros(1, 3, 16, 16)
 
 
 def failing() -> nn.Module:

@@ -565,11 +565,10 @@ def test_intervals_without_meaning_are_refused(text):
         )
 
 
-def test_the_size_of_pictures_follows_the_data_else_the_input():
+def test_the_size_of_pictures_is_that_of_the_input():
     recipe = Recipe(acm=1, name="x", model=ModelConfig(source="hf", name="y"), input=InputConfig(image=(3, 30, 40)))
-    own = load_recipe("vit_b16_imagenet", ["data.train.image_size=96"])
-    assert recipe.image_size(load_recipe("vit_b16_imagenet").data.train) == (30, 40)
-    assert own.image_size(own.data.train) == (96, 96)
+    assert recipe.image_size == (30, 40)
+    assert recipe.model_copy(update={"input": None}).image_size is None
 
 
 def test_a_recipe_cannot_be_changed():

@@ -51,6 +51,7 @@ sites: [{match: mlp, init: random}]
 budgets: {report: [0.5, 1.0]}
 schedule: [{phase: distill, steps: 6, batch: 4}]
 """
+MODULE = "tests.helpers.tour_model"
 TWO_PHASES = ("--set", "schedule=[{phase: distill, steps: 6, batch: 4}, {phase: gate, steps: 2, batch: 4}]")
 
 
@@ -213,6 +214,12 @@ def test_the_rest_is_quantised_saved_and_evaluated_where_a_recipe_says_so(folder
     assert refused.exit_code == 2 and "rest: true" in said_by(refused)
 
 
+def test_linears_to_quantise_that_are_not_there_are_refused_before_anything_is_trained(folder):
+    refused = rewrite(folder, *TWO_PHASES, "--set", "run.quantize={rest: true, exclude: haed}")
+    assert refused.exit_code == 2 and "no linear outside of ACMs matches 'haed' nearest: heads.head" in said_by(refused)
+    assert not (folder / "out/metrics.jsonl").exists()
+
+
 @pytest.mark.filterwarnings("ignore:too few tokens")
 def test_4_bits_are_rounded_by_the_data_that_a_recipe_trains_on(folder):
     done = rewrite(folder, *TWO_PHASES, "--set", "run.quantize={weights: int4, rest: true}")
@@ -234,6 +241,34 @@ def test_the_lowest_k_of_the_budget_table_outlives_the_quantisation(folder):
     run.quantize(model)
     owner = conversion(model)
     assert owner.quantized == "int8" and {point.k_lo for point in owner.table.points} == {2}
+
+
+def test_pictures_come_in_the_models_size_where_the_recipe_names_none(folder):
+    done = rewrite(folder, "--set", f"model.name={MODULE}:pictures_with_example", "--set", "input=null")
+    assert done.exit_code == 0, done.stderr
+    checked = CliRunner().invoke(app, ["eval", f"{folder}/out", "--allow-code", "--budgets", "1"])
+    assert checked.exit_code == 0, checked.stderr
+
+
+def test_data_that_the_model_does_not_take_are_refused_before_anything_is_trained(folder):
+    words = [word for part in ("train", "eval") for word in ("--set", f"data.{part}={{kind: python:{MODULE}:data}}")]
+    refused = rewrite(folder, *words, "--dry-run")
+    assert refused.exit_code == 2 and "the model itself raises on a batch of" in said_by(refused)
+    assert "dry run" not in refused.stdout
+
+
+def test_a_data_set_may_hold_examples_that_cannot_be_used(folder):
+    sections = ("--set", f"data={{train: {{kind: python:{MODULE}:few}}, eval: {{kind: python:{MODULE}:few}}}}")
+    words = ("--set", f"model.name={MODULE}:model", "--set", "input=null", *sections)
+    checked = rewrite(folder, *words, "--dry-run")
+    assert checked.exit_code == 0, checked.stderr
+
+
+def test_a_run_without_data_is_one_json_document_too(folder):
+    words = ("--set", "data=null", "--set", "task=null", "--set", "schedule=[]", "--json")
+    for more in ((), ("--resume",)):
+        done = rewrite(folder, *words, *more)
+        assert json.loads(done.stdout) == {"schema": 1, "directory": f"{folder}/out"}, done.stderr
 
 
 def test_an_unfinished_run_is_not_thrown_away(folder):

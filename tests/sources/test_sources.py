@@ -332,6 +332,12 @@ def test_pickled_code_is_never_run(users_module, tmp_path):
         build(ModelConfig(source="python", name=f"{users_module}:plain", weights=str(tmp_path / "w.pt")))
 
 
+def test_a_file_that_is_no_pickle_is_refused(users_module, tmp_path):
+    (tmp_path / "w.pt").write_text("hello\n")  # torch's reader takes it for a reference to something that is not there
+    with pytest.raises(ModelSourceError, match="not a file of weights"):
+        build(ModelConfig(source="python", name=f"{users_module}:plain", weights=str(tmp_path / "w.pt")))
+
+
 HF_MODELS = {
     "vit": ("ViTForImageClassification", {"image_size": 32, "patch_size": 16}, {"pixel_values": (1, 3, 32, 32)}),
     "bert": ("BertForMaskedLM", {"max_position_embeddings": 64}, {"input_ids": (1, 64)}),

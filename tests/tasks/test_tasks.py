@@ -264,6 +264,13 @@ def test_a_users_task_that_raises_shows_its_own_lines() -> None:
             method(LOGITS, {})
 
 
+@pytest.mark.parametrize(("scores", "found"), [(torch.tensor(1.0), r"a tensor \[\]"), ([1.0, 0.0], "list")])
+def test_a_users_scores_are_one_number_per_example(scores: Any, found: str) -> None:
+    task = as_task(SimpleNamespace(score=lambda output, batch: scores))
+    with pytest.raises(UsageError, match=rf"one number per example \(found {found}, expected a tensor \[2\]"):
+        task.score(LOGITS, {"x": torch.ones(2, 3)})
+
+
 @pytest.mark.parametrize(
     ("facts", "share"),
     [({"metric": "word error rate"}, True), ({"metric": "F1"}, False), ({"metric": "F1", "is_share": True}, True)],

@@ -16,7 +16,8 @@ from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.tasks.language import CausalLM
 from acm_compiler.training import answers
 from acm_compiler.training.machine import open_machine
-from acm_compiler.training.schedule import discard_state, run_schedule
+from acm_compiler.training.schedule import run_schedule
+from acm_compiler.training.state import discard_state
 from acm_compiler.training.teacher import Teacher
 from tests.helpers.training_process import Signalling, weights
 from tests.helpers.training_runs import examples, finetune, fitted, job_in, metrics

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, con
 from acm_compiler.recipe.phases import CalibratePhase
 from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.training.live_state import live_facts, restore_live_facts
-from acm_compiler.training.schedule import discard_state, run_schedule
-from acm_compiler.training.state import has_state
+from acm_compiler.training.schedule import run_schedule
+from acm_compiler.training.state import discard_state, has_state
 from tests.helpers import ROOT
 from tests.helpers.build import acm_for
 from tests.helpers.training_process import SCHEDULE, STEPS, Signalling, train, weights
@@ -230,10 +231,18 @@ def test_another_recipe_teacher_or_number_of_processes_is_refused(tmp_path):
 def test_a_damaged_state_is_refused(name, tmp_path):
     stopped(tmp_path)
     path = next((tmp_path / "state").iterdir()) / name
-    path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(StorageError, match="the saved state is damaged") as caught:
-        run_schedule(make_model(), SCHEDULE, job_in(tmp_path), resume=True)
-    assert "start over" in str(caught.value)
+    for damage in (lambda: path.write_bytes(path.read_bytes()[:20]), path.unlink):
+        damage()
+        with pytest.raises(StorageError, match="the saved state is damaged") as caught:
+            run_schedule(make_model(), SCHEDULE, job_in(tmp_path), resume=True)
+        assert "start over" in str(caught.value)
+
+
+def test_a_state_that_was_being_removed_when_its_process_was_killed_is_none(tmp_path, monkeypatch):
+    stopped(tmp_path)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    discard_state(tmp_path)
+    assert any((tmp_path / "state").iterdir()) and not has_state(tmp_path)
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):

@@ -366,3 +366,13 @@ def test_queries_that_are_parameters_leave_keys_and_values_projections():
     roles, skips = roles_of(Stack(Pooled()))
     assert roles == {"k": "k", "v": "v", "o": "o"}
     assert "its input does not depend on the model's inputs" in {skip.reason for skip in skips}
+
+
+def test_scores_without_a_softmax_that_a_loop_writes_row_by_row_are_no_attention():
+    def rows_that_read_each_other(_, q, k, v):
+        w = heads(q) @ heads(k).mT
+        for row in (*range(1, TOKENS),) * 8:  # 3 ** 32 ways back to the product
+            w[:, :, row] = w[:, :, row] + w[:, :, row - 1]
+        return merged(w @ heads(v))
+
+    assert roles_of(Stack(Projected(rows_that_read_each_other)))[0] == {}

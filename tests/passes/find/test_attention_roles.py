@@ -376,3 +376,14 @@ def test_scores_without_a_softmax_that_a_loop_writes_row_by_row_are_no_attention
         return merged(w @ heads(v))
 
     assert roles_of(Stack(Projected(rows_that_read_each_other)))[0] == {}
+
+
+def test_a_router_that_reads_attention_is_no_output_projection():
+    class Routed(Projected):
+        def forward(self, x):
+            scores = self.o(sdpa(self, self.q(x), self.k(x), self.v(x)))
+            return x * scores.softmax(-1).topk(2).values.sum(-1, keepdim=True)
+
+    roles, skips = roles_of(Stack(Routed(None)))
+    assert roles == {"q": "q", "k": "k", "v": "v"}
+    assert {skip.name: skip.reason for skip in skips}["blocks.0.o"].startswith("router")

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.acm.context import Said, batch_held, called
+from acm_compiler.acm.context import Said, batch_held
 from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.errors import UsageError, a_few_of, did_you_mean
 from acm_compiler.exporting.calls import Control, plain_output
@@ -48,8 +48,7 @@ class Controlled(nn.Module):
         knob_B, k_lo_B = self._settings(given)
         if self.per_example:
             most = torch.stack([self._highest(count, given) for count in range(self.most + 1)])
-            said = Said(knob=knob_B, k_lo=k_lo_B, most=most)
-            with batch_held(self.owner, said), called(self.owner, lambda: knob_B.shape[0]):
+            with batch_held(self.owner, Said(knob=knob_B, k_lo=k_lo_B, most=most, each=True)):
                 return plain_output(self.model(*args, **kwargs))
         values: dict[str, Tensor] = {}
         for path, acm in self.acms.items():

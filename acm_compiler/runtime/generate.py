@@ -117,6 +117,10 @@ def _refuse_unfit(model: nn.Module, inputs: Any, options: dict[str, Any]) -> Non
         )
 
 
+def _one() -> int:
+    return 1
+
+
 class _SelfDraft:
     """Drafts tokens by the model itself; what transformers calls a candidate generator."""
 
@@ -142,7 +146,7 @@ class _SelfDraft:
         # nothing is drafted before the model has read the prompt, and the model itself writes the last token
         room = min(self.draft.tokens, self.longest - input_ids.shape[1] - 1) if self.has_read else 0
         self.has_read = True
-        with batch(self.model, budgets=[self.draft.budget]), called(conversion(self.model), lambda: 1):
+        with batch(self.model, budgets=[self.draft.budget]), called(conversion(self.model), _one):
             while len(logits) < room:
                 logits.append(self._next_logits(ids))
                 ids, probability = self._with_next(ids, logits[-1])

@@ -40,7 +40,7 @@ def test_drafts_do_not_change_what_is_written(model, budget, tokens):
     assert draft.accepted <= draft.drafted
 
 
-@pytest.mark.parametrize("make", [llama, mixture])
+@pytest.mark.parametrize("make", [llama, pytest.param(mixture, marks=pytest.mark.slow)])
 def test_a_lossless_model_writes_what_the_dense_one_writes(make):
     dense, batch = make(), {"input_ids": drawn(8, 20)}
     converted = gated(dense, {"input_ids": torch.ones(1, 9, dtype=torch.int64)}, batch, lossless=True)

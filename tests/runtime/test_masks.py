@@ -274,7 +274,7 @@ def heard_by(name):
     return transformers.MoonshineForConditionalGeneration(config).eval(), torch.randn(2, 4000), [9, 3]
 
 
-@pytest.mark.parametrize("name", ["Parakeet", "wav2vec 2.0 BERT", "Moonshine"])
+@pytest.mark.parametrize("name", ["Parakeet", pytest.param("wav2vec 2.0 BERT", marks=pytest.mark.slow), "Moonshine"])
 def test_padding_of_features_and_samples_is_followed_into_frames(name):
     model, heard, frames = heard_by(name)
     mask = torch.ones(heard.shape[:2], dtype=torch.long)

@@ -55,7 +55,7 @@ class Said:
 
     mask [batch, tokens], True at real tokens; skip_padding: the others run no learner; knob and k_lo [batch], one
     budget per example, and with them `most`: for every number of learners, from 0, the highest k of a site that has so
-    many.
+    many; `each`: whether there are as many as examples for certain, or a site sees to it.
     """
 
     mask: Tensor | None = None
@@ -63,6 +63,7 @@ class Said:
     knob: Tensor | None = None
     k_lo: Tensor | None = None
     most: Tensor | None = None
+    each: bool = False
 
 
 class _Open:
@@ -167,6 +168,8 @@ def examples_of(owner: object) -> int | None:
     said = batch_of(owner)
     if said is not None and said.mask is not None:
         return said.mask.shape[0]
+    if said is not None and said.knob is not None and said.each:
+        return said.knob.shape[0]
     held, followed = getattr(_NOTHING.now, f"call{id(owner)}", None), getattr(owner, "padding", None)
     if held is not None and held.value is not None:
         return held.value()

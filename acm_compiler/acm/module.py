@@ -16,7 +16,6 @@ from acm_compiler.acm.context import (
     Choices,
     Said,
     batch_of,
-    examples_of,
     is_freezing,
     keep_choices,
     observers_of,
@@ -236,7 +235,7 @@ class ACM(nn.Module):
 
     def layout_of(self, shape: torch.Size) -> Layout | None:
         """The layout of an input [*shape, D] of the running call."""
-        return tokens.fitted(self.layout, shape, examples_of(self.conversion))
+        return tokens.fitted(self.layout, shape, self.conversion)
 
     def by_example(self, values_T: Tensor, shape: torch.Size) -> Tensor:
         """Values [T, ...] of the tokens of an input [*shape, D] as [batch, tokens, ...]."""

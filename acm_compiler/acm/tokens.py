@@ -7,19 +7,21 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.context import examples_of
 from acm_compiler.errors import LayoutUnknown
 from acm_compiler.site import Layout
 
 
-def fitted(layout: Layout | None, shape: torch.Size, batch: int | None) -> Layout | None:
-    """`layout` for an input [*shape, D] of a call with `batch` examples, or None where the call does not tell.
+def fitted(layout: Layout | None, shape: torch.Size, owner: object) -> Layout | None:
+    """`layout` for an input [*shape, D] in the running call of the model with that conversion.
 
-    Tokens that lie along the batch are then as many as the call has, not as the plan's example had.
+    Tokens that lie along the batch are as many as the call's examples have, where it tells how many there are, and else
+    as many as the plan's example had.
     """
-    if not batch or layout is None or layout.batch_axis is None or (layout.folds == 1 and len(shape) > 1):
+    if layout is None or layout.batch_axis is None or (layout.folds == 1 and len(shape) > 1):
         return layout
-    size = shape[layout.batch_axis]
-    return layout if not size or size % batch else dataclasses.replace(layout, folds=size // batch)
+    batch, size = examples_of(owner), shape[layout.batch_axis]
+    return layout if not batch or not size or size % batch else dataclasses.replace(layout, folds=size // batch)
 
 
 def keeps_order(layout: Layout | None, shape: torch.Size) -> bool:
@@ -156,7 +158,8 @@ def _known(layout: Layout | None, site: str) -> Layout:
         raise LayoutUnknown(
             "which tokens belong to which example of the batch is not known at this site",
             where=site,
-            fix="plan with one example, or with example inputs whose first axis is the batch; or exclude the site",
+            fix="plan with one example, or with example inputs the first of which has the batch as its first axis; "
+            "or exclude the site",
         )
     return layout
 

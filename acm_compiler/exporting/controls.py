@@ -48,7 +48,7 @@ class Controlled(nn.Module):
         knob_B, k_lo_B = self._settings(given)
         if self.per_example:
             most = torch.stack([self._highest(count, given) for count in range(self.most + 1)])
-            with batch_held(self.owner, Said(knob=knob_B, k_lo=k_lo_B, most=most)):
+            with batch_held(self.owner, Said(knob=knob_B, k_lo=k_lo_B, most=most, each=True)):
                 return plain_output(self.model(*args, **kwargs))
         values: dict[str, Tensor] = {}
         for path, acm in self.acms.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import replace as changed
@@ -28,6 +29,8 @@ from acm_compiler.planning.plan import class_of, fingerprint
 from acm_compiler.site import Layout, Site, Skip
 from acm_compiler.sources.inputs import Inputs, call_model, split_inputs
 
+# what looks at a model is in its modules and in torch meanwhile
+_ONE_AT_A_TIME = threading.Lock()
 _SHARDED = ("FullyShardedDataParallel", "DTensor")
 _LOG = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, An
             found=f"shape {list(first.shape)}",
             fix="give inputs of the size that the model is to be planned for",
         )
-    with normalized(model) as seen:
+    with _ONE_AT_A_TIME, normalized(model) as seen:
         graph = capture(seen, example_inputs)
         dump("00_captured.py", lambda: graph.graph.python_code("self").src)
         flow = build_dataflow(graph)

@@ -106,5 +106,6 @@ def check_closed_form(site: PlannedSite) -> None:
         raise LayoutUnknown(
             "which tokens belong to which example is not known here, so budgets cannot be measured",
             where=site.name,
-            fix="plan with one example, or with example inputs whose first axis is the batch; or exclude the site",
+            fix="plan with one example, or with example inputs the first of which has the batch as its first axis; "
+            "or exclude the site",
         )

@@ -51,7 +51,10 @@ def batch(
     if mask is not None:
         said["mask"] = mask.bool()
     tensors = {name: tensor.to(device) for name, tensor in said.items()}
-    with batch_held(owner, Said(**tensors, skip_padding=skip_padding)):
+    layouts = [acm.layout for acm in found.acms.values()]
+    # of calls of all sites one that has an axis of examples refuses another number of them
+    each = any(at is not None and at.batch_axis is not None and at.folds == 1 for at in layouts)
+    with batch_held(owner, Said(**tensors, skip_padding=skip_padding, each=each)):
         yield
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acm_compiler.acm.context import called
 from acm_compiler.acm.intact import refuse_skips
 from acm_compiler.errors import UsageError
-from acm_compiler.passes.rewrite.conversion import refuse_no_module, sites
+from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, sites
 from acm_compiler.runtime.batch_context import batch
 from acm_compiler.runtime.budgets import is_number
 
@@ -116,6 +117,10 @@ def _refuse_unfit(model: nn.Module, inputs: Any, options: dict[str, Any]) -> Non
         )
 
 
+def _one() -> int:
+    return 1
+
+
 class _SelfDraft:
     """Drafts tokens by the model itself; what transformers calls a candidate generator."""
 
@@ -141,7 +146,7 @@ class _SelfDraft:
         # nothing is drafted before the model has read the prompt, and the model itself writes the last token
         room = min(self.draft.tokens, self.longest - input_ids.shape[1] - 1) if self.has_read else 0
         self.has_read = True
-        with batch(self.model, budgets=[self.draft.budget]):
+        with batch(self.model, budgets=[self.draft.budget]), called(conversion(self.model), _one):
             while len(logits) < room:
                 logits.append(self._next_logits(ids))
                 ids, probability = self._with_next(ids, logits[-1])

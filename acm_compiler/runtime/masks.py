@@ -7,6 +7,7 @@ call, M the encoder's (the decoder's memory).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from acm_compiler.acm.context import recomputing
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.sources.inputs import by_name
 
+# methods of transformers
+_COUNTS_FRAMES = ("_get_subsampling_output_length", "_get_feat_extract_output_lengths")
 _TORCHS = ("src_key_padding_mask", "key_padding_mask")
 
 
@@ -34,8 +37,8 @@ class CallMask:
 
     @property
     def is_of_audio(self) -> bool:
-        """True if the mask is one of audio samples [B, R]."""
-        return self.heard.is_floating_point() and self.heard.shape == self.real_BR.shape
+        """True if the mask is one of audio [B, R]."""
+        return _is_audio(self.model, self.heard, self.real_BR)
 
     def tokens(self) -> Tensor:
         """bool [B, tokens]: the mask, of audio that of its frames."""
@@ -87,21 +90,31 @@ def _outside_key_padding(named: Mapping[str, Any]) -> Tensor | None:
 
 
 def frame_mask(model: nn.Module, heard: Tensor | None, mask_BR: Tensor) -> Tensor:
-    """bool [B, S]: the frames made of real samples, as the model itself counts them.
+    """bool [B, S]: the frames made of what is real, as the model itself counts them.
 
-    heard: what `mask_BR` [B, R] speaks of. Where that is no audio [B, R], or the model does not say how it makes
-    frames, the mask as it is.
+    heard: what `mask_BR` [B, R] speaks of. Where that is no audio, or the model does not say how it makes frames, the
+    mask as it is.
     """
     mask_BR = mask_BR.bool()
-    if heard is None or not heard.is_floating_point() or heard.shape != mask_BR.shape:
+    if heard is None or not _is_audio(model, heard, mask_BR):
         return mask_BR
-    ways = (getattr(module, "_get_feat_extract_output_lengths", None) for module in model.modules())
+    ways = (getattr(module, name, None) for module in model.modules() for name in _COUNTS_FRAMES)
     frames = next((way for way in ways if way is not None), None)
     if frames is None:
         return mask_BR
-    lengths_B = frames(mask_BR.sum(1))
+    if "add_adapter" in inspect.signature(frames).parameters:  # the blocks see what an adapter has not yet joined
+        frames = functools.partial(frames, add_adapter=False)
+    # one length at a time: some models count in numbers, not in tensors
+    lengths_B = [int(frames(length)) for length in mask_BR.sum(1)]
     places_S = torch.arange(int(frames(torch.tensor(mask_BR.shape[1]))), device=mask_BR.device)
-    return places_S < lengths_B[:, None]
+    return places_S < torch.tensor(lengths_B, device=mask_BR.device)[:, None]
+
+
+def _is_audio(model: nn.Module, heard: Tensor, mask_BR: Tensor) -> bool:
+    """True for samples [B, R], and for features [B, R, ...] of a model that is made for such."""
+    if not heard.is_floating_point() or heard.shape[:2] != mask_BR.shape:
+        return False
+    return heard.dim() == 2 or getattr(model, "main_input_name", None) == "input_features"
 
 
 # "own": the decoder's tokens; "both": attention of those to the encoder's; None stands for all else

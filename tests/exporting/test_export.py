@@ -13,6 +13,8 @@ import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.errors import AcmError, FixedBudget, UsageError
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
+from tests.helpers.decoders import gated
+from tests.helpers.models import WIDTH, Flattened, Mlp
 from tests.helpers.rewrite_cases import ALL, PUBLISHED, assert_close, give_budgets, rewritten
 
 BUDGETS = (0.2, 0.35, 0.5, 0.7, 1.0)
@@ -67,6 +69,17 @@ def test_budgets_of_examples(vision, tmp_path):
     assert_close(program(x, budget=budgets), expected)
     with pytest.raises(RuntimeError, match="budget must be"):
         program(x, budget=torch.tensor([0.2, 0.5, 1.1]))
+
+
+@torch.no_grad()
+def test_budgets_of_examples_whose_tokens_lie_along_the_batch(tmp_path):
+    x = torch.randn(2, 5, WIDTH)
+    model = gated(Flattened(Mlp()).eval(), x, torch.randn(4, 5, WIDTH))
+    file = acm.export(model, tmp_path / "out", x, per_example=True, dynamic={"x": 1})
+    x, budgets = torch.randn(3, 7, WIDTH), torch.tensor([0.3, 0.6, 1.0])
+    with acm.batch(model, mask=torch.ones(3, 7), budgets=budgets):
+        expected = model(x)
+    assert_close(torch.export.load(file).module()(x, budget=budgets), expected)
 
 
 @torch.no_grad()

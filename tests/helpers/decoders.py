@@ -19,6 +19,23 @@ def llama(**options):
     return transformers.LlamaForCausalLM(config).eval()
 
 
+def mixture():
+    """A mixture of experts, of which a shared one takes all tokens of a call in one axis."""
+    import transformers
+
+    torch.manual_seed(0)
+    experts = {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 2,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.Qwen2MoeConfig(
+        **SIZES | experts, num_experts_per_tok=1, eos_token_id=None, pad_token_id=0, initializer_range=0.4
+    )
+    return transformers.Qwen2MoeForCausalLM(config).eval()
+
+
 def drawn(*shape):
     """Token ids, other than that of padding; the same for the same shape."""
     return torch.randint(1, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(sum(shape)))

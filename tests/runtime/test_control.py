@@ -33,6 +33,8 @@ from acm_compiler.runtime.control import FixedK, Gated, Relaxed, relax, run_mode
 from acm_compiler.runtime.site_status import status
 from acm_compiler.runtime.usage import record
 from tests.helpers.build import planned_site, stack_of
+from tests.helpers.decoders import gated
+from tests.helpers.models import WIDTH, Flattened, Mlp, Residual
 
 TABLE = BudgetTable(
     rule="logits",
@@ -428,6 +430,25 @@ def k_of(model, x, budgets):
     with torch.no_grad(), batches.batch(model, budgets=budgets), record(model) as usage:
         model(x)
     return torch.stack([k for k in usage.k.values()])
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_budgets_per_example_hold_at_any_length_where_a_site_sees_to_their_number(apart):
+    first = Residual(Mlp()) if apart else torch.nn.LayerNorm(WIDTH)
+    model = gated(
+        torch.nn.Sequential(first, Flattened(Mlp())).eval(), torch.randn(2, 5, WIDTH), torch.randn(4, 5, WIDTH)
+    )
+    x, budgets = torch.randn(3, 7, WIDTH), [0.3, 0.6, 1.0]
+    if not apart:  # 3 budgets for 21 tokens, or for 7 examples
+        with batches.batch(model, budgets=budgets), pytest.raises(LayoutUnknown, match="a multiple of 5"):
+            model(x)
+    with batches.batch(model, budgets=budgets, mask=None if apart else torch.ones(3, 7)):
+        y = model(x)
+    for i, budget in enumerate(budgets):
+        set_budget(model, budget)
+        torch.testing.assert_close(y[i : i + 1], model(x[i : i + 1]))
+    with batches.batch(model, budgets=budgets * 7), pytest.raises(LayoutUnknown, match=r"examples|a multiple of 5"):
+        model(x)
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])

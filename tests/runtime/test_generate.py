@@ -8,7 +8,7 @@ import torch
 import acm_compiler as acm
 from acm_compiler.errors import BudgetUnreachable, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
-from tests.helpers.decoders import drawn, gated, gated_llama, llama
+from tests.helpers.decoders import drawn, gated, gated_llama, llama, mixture
 
 transformers = pytest.importorskip("transformers")
 ALWAYS = {"confidence": 0.0}
@@ -40,8 +40,9 @@ def test_drafts_do_not_change_what_is_written(model, budget, tokens):
     assert draft.accepted <= draft.drafted
 
 
-def test_a_lossless_model_writes_what_the_dense_one_writes():
-    dense, batch = llama(), {"input_ids": drawn(8, 20)}
+@pytest.mark.parametrize("make", [llama, pytest.param(mixture, marks=pytest.mark.slow)])
+def test_a_lossless_model_writes_what_the_dense_one_writes(make):
+    dense, batch = make(), {"input_ids": drawn(8, 20)}
     converted = gated(dense, {"input_ids": torch.ones(1, 9, dtype=torch.int64)}, batch, lossless=True)
     acm.set_budget(converted, 1)
     draft = acm.Draft(budget=0.4, **ALWAYS)

@@ -254,3 +254,35 @@ def test_skipping_padding_needs_a_mask():
     model = rewritten(ALL["hf_bert"], init="random")[2]
     with pytest.raises(UsageError, match="needs a mask"), acm.batch(model, skip_padding=True):
         pass
+
+
+def heard_by(name):
+    """A small model of sound with the sizes of masks it makes of 64 features, or 4,000 samples, and half as many."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "Parakeet":
+        encoder = sizes | {"num_mel_bins": 16, "num_key_value_heads": 2, "subsampling_conv_channels": 8}
+        config = transformers.ParakeetCTCConfig(vocab_size=30, encoder_config=encoder)
+        return transformers.ParakeetForCTC(config).eval(), torch.randn(2, 64, 16), [8, 4]
+    if name == "wav2vec 2.0 BERT":
+        config = transformers.Wav2Vec2BertConfig(
+            **sizes, vocab_size=30, feature_projection_input_dim=16, add_adapter=True, output_hidden_size=32
+        )
+        return transformers.Wav2Vec2BertForCTC(config).eval(), torch.randn(2, 64, 16), [64, 32]
+    layers = {f"{half}_num_hidden_layers": 1 for half in ("encoder", "decoder")}
+    config = transformers.MoonshineConfig(hidden_size=32, intermediate_size=64, vocab_size=30, **layers)
+    return transformers.MoonshineForConditionalGeneration(config).eval(), torch.randn(2, 4000), [9, 3]
+
+
+@pytest.mark.parametrize("name", ["Parakeet", pytest.param("wav2vec 2.0 BERT", marks=pytest.mark.slow), "Moonshine"])
+def test_padding_of_features_and_samples_is_followed_into_frames(name):
+    model, heard, frames = heard_by(name)
+    mask = torch.ones(heard.shape[:2], dtype=torch.long)
+    mask[1, heard.shape[1] // 2 :] = 0
+    inputs = {model.main_input_name: heard, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.ones(2, 5, dtype=torch.long)
+    converted = acm.rewrite(model, acm.plan(model, inputs, sites="mlp"))
+    with torch.no_grad(), acm.record(converted) as usage:
+        converted(**inputs)
+    assert (usage.k[next(iter(usage.k))] >= 0).sum(1).tolist() == frames

@@ -167,14 +167,20 @@ def _softmax_below(flow: Dataflow, name: str) -> Value | None:
 
 def _softmax_above(flow: Dataflow, name: str) -> bool:
     """True if `name` is attention weights: a softmax, perhaps masked or moved, or a sum of such."""
-    value = flow.values[name]
-    if value.op == "softmax":
-        return True
-    live = flow.live_args(name)
-    if value.op in SUMS:
-        return bool(live) and all(_softmax_above(flow, arg) for arg in live)
-    passes = value.op in _FROM_SOFTMAX or _mixes_heads(flow, value)
-    return passes and any(_softmax_above(flow, arg) for arg in live)
+    # each value is looked at once: what a loop writes row by row, `w[i] = w[i] + f(w[:i])`, has paths without number
+    known: dict[str, bool] = {}
+    todo = [name]
+    while todo:
+        value = flow.values[todo[-1]]
+        passes = value.op in SUMS or value.op in _FROM_SOFTMAX or _mixes_heads(flow, value)
+        live = flow.live_args(value.name) if passes else []
+        fresh = [arg for arg in live if arg not in known]
+        if not fresh:
+            those = [known[arg] for arg in live]
+            summed = value.op in SUMS and bool(those) and all(those)
+            known[todo.pop()] = value.op == "softmax" or summed or (value.op not in SUMS and any(those))
+        todo += fresh
+    return known[name]
 
 
 def _mixes_heads(flow: Dataflow, value: Value) -> bool:

@@ -22,7 +22,7 @@ from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.find_mlps import find_mlps
 from acm_compiler.passes.find.head_pairs import with_pairs
 from acm_compiler.passes.find.linears import QUANTISED_LINEAR
-from acm_compiler.passes.find.skips import adapters, answers_model, routed_tokens, skips_of
+from acm_compiler.passes.find.skips import ROUTER, adapters, answers_model, chooses_experts, routed_tokens, skips_of
 from acm_compiler.passes.find.values import Linear, LookAlike, Region
 from acm_compiler.site import LinearRef, Role, Site, Skip
 
@@ -207,6 +207,8 @@ def _refusal(flow: Dataflow, linear: Linear, role: str, *, stop: Iterable[str]) 
     """Reason why the projection cannot be a site; None where it can."""
     if linear.ref is None:
         return f"attention {role}: {linear.problem}"
+    if chooses_experts(flow, linear.name):
+        return ROUTER
     if role not in get_args(Role):
         return f"packed projection ({role}): {' and '.join(role)} in one weight; split it into one linear each"
     other = other_layer(flow, linear.name, stop=stop) if role != "o" else None

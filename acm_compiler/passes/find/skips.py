@@ -110,7 +110,8 @@ def _reaches_output(flow: Dataflow, name: str) -> bool:
     return reached and all(value.op not in _ENDS for value in readers)
 
 
-def _chooses_experts(flow: Dataflow, name: str) -> bool:
+def chooses_experts(flow: Dataflow, name: str) -> bool:
+    """True if the largest of the value's entries are picked, as those of a router are."""
     scored = COPIES | RESHAPES | SUMS | {"softmax", "sigmoid"}
     return any(value.op == "topk" for _, value in flow.readers(name, lambda value: value.op in scored))
 
@@ -118,7 +119,7 @@ def _chooses_experts(flow: Dataflow, name: str) -> bool:
 def _plain_reason(flow: Dataflow, linear: Linear) -> str:
     if linear.problem:
         return linear.problem
-    if _chooses_experts(flow, linear.name):
+    if chooses_experts(flow, linear.name):
         return ROUTER
     if not find_bypass(flow, linear.x, linear.name).found and _reaches_output(flow, linear.name):
         return CLASSIFIER

@@ -366,3 +366,24 @@ def test_queries_that_are_parameters_leave_keys_and_values_projections():
     roles, skips = roles_of(Stack(Pooled()))
     assert roles == {"k": "k", "v": "v", "o": "o"}
     assert "its input does not depend on the model's inputs" in {skip.reason for skip in skips}
+
+
+def test_scores_without_a_softmax_that_a_loop_writes_row_by_row_are_no_attention():
+    def rows_that_read_each_other(_, q, k, v):
+        w = heads(q) @ heads(k).mT
+        for row in (*range(1, TOKENS),) * 8:  # 3 ** 32 ways back to the product
+            w[:, :, row] = w[:, :, row] + w[:, :, row - 1]
+        return merged(w @ heads(v))
+
+    assert roles_of(Stack(Projected(rows_that_read_each_other)))[0] == {}
+
+
+def test_a_router_that_reads_attention_is_no_output_projection():
+    class Routed(Projected):
+        def forward(self, x):
+            scores = self.o(sdpa(self, self.q(x), self.k(x), self.v(x)))
+            return x * scores.softmax(-1).topk(2).values.sum(-1, keepdim=True)
+
+    roles, skips = roles_of(Stack(Routed(None)))
+    assert roles == {"q": "q", "k": "k", "v": "v"}
+    assert {skip.name: skip.reason for skip in skips}["blocks.0.o"].startswith("router")

@@ -30,7 +30,7 @@ from acm_compiler.site import Layout, Site, Skip
 from acm_compiler.sources.inputs import Inputs, call_model, split_inputs
 
 # what looks at a model is in its modules and in torch meanwhile
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = threading.RLock()
 _SHARDED = ("FullyShardedDataParallel", "DTensor")
 _LOG = logging.getLogger(__name__)
 

@@ -62,7 +62,7 @@ def plan(
 
     output = Output(json=json)
     target = _target(device)
-    named = parse_budgets(",".join(budget)) if budget else []
+    named = parse_budgets(",".join(budget), "--budget") if budget else []
     settings = {"auto_class": auto_class} if auto_class else {}
     source = read_what(what, overrides or [], **settings, **({"trust_remote_code": True} if trust_remote_code else {}))
     chosen = {"sites": sites, "include": include, "exclude": exclude, "learners": learners}

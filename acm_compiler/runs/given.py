@@ -89,10 +89,10 @@ def checked_budgets(directory: Path, text: str) -> list[float | str]:
     return asked
 
 
-def parse_budgets(text: str) -> list[float | str]:
+def parse_budgets(text: str, option: str = "--budgets") -> list[float | str]:
     """Budgets by commas: shares, or texts as `acm.set_budget` takes them."""
     if not (parts := by_commas(text)):
-        raise UsageError("no budgets given", where="--budgets", found=repr(text), expected="such as .25,60%,11GMACs")
+        raise UsageError("no budgets given", where=option, found=repr(text), expected="such as .25,60%,11GMACs")
     return [_number(part) for part in parts]
 
 

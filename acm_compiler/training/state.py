@@ -255,7 +255,8 @@ def saved_position(directory: Path, decisions: Mapping[str, Any]) -> Position | 
 def _latest(directory: Path) -> Path | None:
     if not directory.is_dir():
         return None
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]  # named once it was complete
+    # a state got its name when it was complete: one that lacks a file is damaged
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and any(path.glob("*"))]
     return max(found, key=lambda path: tuple(map(int, path.name.split("-"))), default=None)
 
 

@@ -96,6 +96,7 @@ def test_an_unknown_option_is_a_usage_error():
         (["plan", "--recipe", "vit.yaml"], "No such option: --recipe; the recipe is an argument here: acmc plan WHAT"),
         (["validate", "--recipe", "vit.yaml"], "an argument here: acmc validate RECIPE"),
         (["plan", "shipped:digits_vit", "--learners", "0"], "'--learners': found '0', expected at least 1"),
+        (["plan", "shipped:digits_vit", "--budget", ""], "--budget: no budgets given"),
     ],
 )
 def test_values_that_an_option_cannot_have_are_refused_in_our_words_and_as_json(words, told):

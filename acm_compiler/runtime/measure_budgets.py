@@ -68,7 +68,7 @@ def fill_table(
     with undisturbed(found):
         progress.part("batch", 2 * len(examples))
         search = _Search(trials, progress)
-        progress.finish(f"{trials.count} examples run with the fewest and with all learners")
+        progress.finish(f"fewest and all learners run on {trials.count} examples")
         most, least = (row.share for row in search.rows())
         exactly = dict.fromkeys(budgets, NEAR) | {least + NEAR: NEAR / 2}
         # those in the middle first: each is looked for between the ones before it

@@ -235,6 +235,7 @@ def test_every_site_is_reported():
         "read",
         "learners",
         "lowest",
+        "fewest",
         "budgets",
     ]
     for name in sites(make_tiny()):

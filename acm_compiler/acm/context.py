@@ -55,7 +55,7 @@ class Said:
 
     mask [batch, tokens], True at real tokens; skip_padding: the others run no learner; knob and k_lo [batch], one
     budget per example, and with them `most`: for every number of learners, from 0, the highest k of a site that has so
-    many; `each`: whether there are as many as examples for certain, or a site sees to it.
+    many; `each`: as many entries as the call has examples, for certain, or since some site checks that.
     """
 
     mask: Tensor | None = None

@@ -19,7 +19,7 @@ from acm_compiler.passes.capture.batch_axes import find_layouts
 from acm_compiler.passes.capture.capture import capture, fake_mode
 from acm_compiler.passes.capture.graph import tensors
 from acm_compiler.passes.capture.isolate import preserve_state
-from acm_compiler.passes.capture.normalize import leave_zeros, normalized
+from acm_compiler.passes.capture.normalize import normalized, zeroed_encoders
 from acm_compiler.passes.find.count_macs import grouped_macs, not_counted
 from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
 from acm_compiler.passes.find.find_sites import Match, match_sites
@@ -78,7 +78,7 @@ def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, An
     found = tuple(changed(match.site, layout=_layout(match, layouts)) for match in matches)
     dump("10_sites.txt", lambda: "\n".join(map(str, (*found, *skipped))))
     facts = _facts(model, example_inputs, flow, source)
-    return Findings(sites=found, skipped=tuple(skipped), flow=flow, model=facts, zeroed=tuple(leave_zeros(model)))
+    return Findings(sites=found, skipped=tuple(skipped), flow=flow, model=facts, zeroed=tuple(zeroed_encoders(model)))
 
 
 def torch_macs(model: nn.Module, example_inputs: Inputs) -> int | None:

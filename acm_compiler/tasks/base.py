@@ -278,13 +278,19 @@ class UsersTask(Task):
 
 
 def _scores(score: Callable[[Any, Batch], Any], output: Any, batch: Batch) -> Tensor:
-    """The scores of a user's task. UsageError unless they are one number per example."""
-    found = score(output, batch)
-    if not isinstance(found, Tensor) or found.shape != (size_of(batch),):
+    """The scores of a user's task."""
+    return one_per_example(score(output, batch), batch, "score must give one number per example")
+
+
+def one_per_example(found: Any, batch: Batch, rule: str, **told: str) -> Tensor:
+    """`found`, a user's scores of a batch; UsageError with `rule`, and what else is told, unless it is a tensor [B]."""
+    size = size_of(batch)
+    if not isinstance(found, Tensor) or found.shape != (size,):
         raise UsageError(
-            "score must give one number per example",
+            rule,
             found=f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__,
-            expected=f"a tensor [{size_of(batch)}] for a batch of {size_of(batch)}",
+            expected=f"a tensor [{size}] for a batch of {size}",
+            **told,
         )
     return found
 

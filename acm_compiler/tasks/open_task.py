@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from acm_compiler.data.batch import Batch, Facts, size_of
+from acm_compiler.data.batch import Batch, Facts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.load import task_section
 from acm_compiler.recipe.tasks import (
@@ -26,7 +26,7 @@ from acm_compiler.recipe.tasks import (
     refuse_other_head,
 )
 from acm_compiler.sources.from_python import call_function
-from acm_compiler.tasks.base import NEEDED, Task, as_task, missing_parts
+from acm_compiler.tasks.base import NEEDED, Task, as_task, missing_parts, one_per_example
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
@@ -115,21 +115,18 @@ class OwnMetric(Task):
 
     def score(self, output: Any, batch: Batch) -> Tensor:
         """The function's scores as fp32 [B]. UsageError where there is not one number per example."""
-        found, size = self.function(output, batch), size_of(batch)
-        if not isinstance(found, Tensor) or tuple(found.shape) != (size,):
-            shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise UsageError(
-                "metric must return one score per example",
-                where=self.metric,
-                found=shown,
-                expected=f"a tensor of shape ({size},)",
-                fix="leave the mean over examples to evaluate",
-            )
+        found = one_per_example(
+            self.function(output, batch),
+            batch,
+            "metric must return one score per example",
+            where=self.metric,
+            fix="leave the mean over examples to evaluate",
+        )
         if bool(found.isnan().any()):
             raise UsageError(
                 "metric must return a number for every example",
                 where=self.metric,
-                found=f"nan for {int(found.isnan().sum())} of {size} examples",
+                found=f"nan for {int(found.isnan().sum())} of {len(found)} examples",
                 fix="look for nan in the model's output, or give an example that has no score that of a miss",
             )
         return found.float()

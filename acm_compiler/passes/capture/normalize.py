@@ -10,7 +10,7 @@ from torch import nn
 from acm_compiler.passes.capture.recorder import canonical_names
 from acm_compiler.passes.capture.unpacked_attention import unpack_attention
 
-_ZEROS = "use_nested_tensor"
+_NESTED = "use_nested_tensor"
 
 
 def normalize(model: nn.Module, *, only: Collection[str] | None = None) -> list[str]:
@@ -67,12 +67,12 @@ def disable_fast_path(model: nn.Module, *, around: Iterable[str] | None = None) 
     return former
 
 
-def leave_zeros(model: nn.Module) -> list[str]:
+def zeroed_encoders(model: nn.Module) -> list[str]:
     """The paths of torch's encoders that leave zeros at padded positions: in eval mode, while nothing has gradients."""
     return [
         name
         for module, name in canonical_names(model).items()
-        if _switch(module) == _ZEROS and module.use_nested_tensor
+        if _switch(module) == _NESTED and module.use_nested_tensor
     ]
 
 
@@ -91,7 +91,7 @@ def _switch(module: nn.Module) -> str | None:
         # 0 means an activation that the fused kernel lacks; nothing but the choice of path reads it
         return "activation_relu_or_gelu"
     if isinstance(module, nn.TransformerEncoder):
-        return _ZEROS
+        return _NESTED
     return None
 
 

@@ -26,10 +26,10 @@ from acm_compiler.passes.rewrite.dense_region import DenseLinear
 from acm_compiler.progress import Say
 from acm_compiler.runtime.sparsity import quantile, quantiles_of
 
-# inputs of a layer that its thresholds are taken from, in tokens of each look; steps of the quantiles that are kept
-_SAMPLE, _STEPS = 64, 1024
-# batches that the share executed is measured on, how near it is to come, and the most steps to get there
-_BATCHES, _NEAR, _MOST = 4, 0.004, 8
+# batches that are looked at, and tokens of each that a layer's thresholds are taken from; steps of the quantiles kept
+_BATCHES, _SAMPLE, _STEPS = 4, 256, 1024
+# how near the share executed is to come, and the most steps to get there
+_NEAR, _MOST = 0.004, 8
 
 
 class MagnitudeLayer(Layer):
@@ -93,6 +93,8 @@ class WinaRegion(TealRegion):
 
 class SparseMethod(SiteMethod):
     """A search for the share of inputs to keep with which the whole model executes what a budget leaves it."""
+
+    looks = _BATCHES
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)

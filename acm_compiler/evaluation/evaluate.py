@@ -27,7 +27,7 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.resolved import measured_with
 from acm_compiler.recipe.schema import BudgetsConfig
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.budgets import list_of_budgets, parse_budget, share_within
+from acm_compiler.runtime.budgets import TOLERANCE, list_of_budgets, parse_budget, share_within
 from acm_compiler.runtime.control import FixedK, set_budget, set_k
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import record
@@ -81,11 +81,11 @@ def evaluate(
     with undisturbed(rewritten(model)), nullcontext() if dense is None else in_mode(dense, training=False):
         # a budget that cannot be set is refused before any data is read
         plan = conversion(model).plan
-        distinct = _distinct(settings, plan)
-        tallies = [(setting, _apply(model, setting), Tally(plan, seed=i)) for i, setting in enumerate(distinct)]
+        tallies = _tallies(model, _distinct(settings, plan), plan)
+        run_once = {tally: setting for setting, _, tally in tallies}
         for batch in batches:
             on_device = runs.take(as_batch(batch))
-            for setting, _, tally in tallies:
+            for tally, setting in run_once.items():
                 _apply(model, setting)
                 runs.measure(on_device, tally)
     return _evaluation(runs, tallies)
@@ -121,6 +121,16 @@ def _distinct(settings: Sequence[Setting], plan: Plan) -> list[Setting]:
         same = setting if isinstance(setting, FixedK) else round(parse_budget(setting, plan), _SAME_BUDGET)
         known.setdefault(same, setting)
     return list(known.values())
+
+
+def _tallies(model: nn.Module, settings: Sequence[Setting], plan: Plan) -> list[tuple[Setting, float, Tally]]:
+    """Each setting, what `_apply` says of it, and its tally; budget 1 and k = N, which run the same, have one tally."""
+    full, most = Tally(plan), max(site.learners for site in plan.sites)
+    rows = []
+    for place, setting in enumerate(settings, start=1):
+        share = setting.k / most if isinstance(setting, FixedK) else parse_budget(setting, plan)
+        rows.append((setting, _apply(model, setting), full if share >= 1 - TOLERANCE else Tally(plan, seed=place)))
+    return rows
 
 
 class _Runs:

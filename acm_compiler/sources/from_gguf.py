@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import re
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
@@ -22,8 +24,9 @@ _FAILURES = (
 )
 # classes of models that write text, the one with the most models first
 _WRITERS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
-# keys of configs that give linears biases, which no GGUF file names, by how its tensors are named
-_BIASES = {"mlp_bias": "blk.0.ffn_", "attention_bias": "blk.0.attn_"}
+# keys of configs that give linears biases, which no GGUF file names, by the part of a block that these belong to
+_BIASES = {"mlp_bias": "ffn_", "attention_bias": "attn_"}
+_FIRST_BLOCK, _NAMES = b"blk.0.", 2**22  # how its tensors are named, and the bytes that all names take at most
 
 
 def read_config(path: Path, **changes: Any) -> tuple[Any, list[str]]:
@@ -37,19 +40,20 @@ def read_config(path: Path, **changes: Any) -> tuple[Any, list[str]]:
         settings, unused = AutoConfig.from_pretrained(
             str(path.parent), gguf_file=path.name, return_unused_kwargs=True, local_files_only=True, **changes
         )
-        unset = [key for key in _BIASES if key not in changes and getattr(settings, key, None) is False]
-        biases = _biases(path) if unset else []
-        for key in unset:
-            if any(name.startswith(_BIASES[key]) for name in biases):
+        for key, part in _BIASES.items():
+            if key not in changes and getattr(settings, key, None) is False and _has_bias(path, part):
                 setattr(settings, key, True)
     return settings, [key for key in unused if key in changes]
 
 
-def _biases(path: Path) -> list[str]:
-    """The biases in a GGUF file, as its tensors are named; reading it takes a second or two of a large vocabulary."""
-    from gguf import GGUFReader
+def _has_bias(path: Path, part: str) -> bool:
+    """True if a tensor of this part of the first block is a bias.
 
-    return [part.name for part in GGUFReader(path).tensors if part.name.endswith(".bias")]
+    Names of tensors lie in one piece, as they are, behind the vocabulary, which takes the package seconds to read.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        first = max(0, content.find(_FIRST_BLOCK))
+        return re.search(_FIRST_BLOCK + part.encode() + rb"\w*\.bias", content[first : first + _NAMES]) is not None
 
 
 def read_model(path: Path, auto: Any, settings: Any) -> nn.Module:

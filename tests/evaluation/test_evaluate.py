@@ -236,6 +236,17 @@ def test_gates_are_compared_with_the_fixed_k_of_the_same_run(model):
     assert evaluate(model, [picture_batch(36)], TASK, budgets=[OPEN]).budgets[0].over_fixed is None
 
 
+def test_budget_1_and_every_learner_of_all_tokens_are_run_once(model):
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(run_mode(next(iter(sites(model).values())))))
+    found = evaluate(model, [picture_batch(6)], TASK, budgets=[OPEN, 1.0, FixedK(2), FixedK(4)])
+    assert len(calls) == 3 and calls[1] == FixedK(4)
+    budget, most = found.budgets[1], found.fixed[1]
+    assert (budget.asked, budget.expected, most.k) == (1.0, 1.0, 4)
+    assert budget.per_site == most.per_site and budget.metric == most.metric and budget.macs_mean == most.macs_mean
+    assert found.fixed[0].per_site[0].tokens_by_k == (0, 0, 6 * TOKENS, 0, 0)
+
+
 def test_every_example_costs_what_its_own_length_costs():
     acm = stack_of(planned_site("a", tokens=5))
     site = conversion(acm).plan.sites[0]

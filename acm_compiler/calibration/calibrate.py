@@ -15,8 +15,9 @@ from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_quan
 from acm_compiler.acm.precision import no_autocast
 from acm_compiler.calibration.answer import Answer, default_answer, run
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
-from acm_compiler.calibration.fit_all import fit_all, install
+from acm_compiler.calibration.fit_all import fit_all
 from acm_compiler.calibration.gates import choose_gates
+from acm_compiler.calibration.install import install
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.passes.capture.graph import batch_size
 from acm_compiler.passes.rewrite.conversion import (

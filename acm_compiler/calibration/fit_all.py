@@ -1,34 +1,32 @@
-"""Fit every site's learners and gate from passes over the data, then install all of them, or none."""
+"""Fit every site's learners and gate from passes over the data."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from acm_compiler.acm import ACM, Gate, Learners
-from acm_compiler.acm.module import State
+from acm_compiler.acm import Gate
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.examples import Examples, Options
 from acm_compiler.calibration.gates import ScoredGate
-from acm_compiler.calibration.learners.candidates import Learned, choose_forms, learn, sharing, units, with_gates
+from acm_compiler.calibration.in_threads import in_threads
+from acm_compiler.calibration.install import FittedSite
+from acm_compiler.calibration.learners.candidates import Learned, Unit, choose_forms, learn, sharing, units, with_gates
 from acm_compiler.calibration.learners.fit_learners import ENOUGH_TOKENS
-from acm_compiler.calibration.learners.slices import fit_pairs
+from acm_compiler.calibration.learners.slices import Fit, fit_pairs
 from acm_compiler.calibration.observe import Seen, observe, reading
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.passes.rewrite.build_acm import fitted_learners, make_like
-from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten
+from acm_compiler.passes.rewrite.build_acm import fitted_learners
+from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.passes.rewrite.freed_memory import has_room
 from acm_compiler.passes.rewrite.offload import let_go, trim
-from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.progress import Progress
 from acm_compiler.runtime import ranks
@@ -48,6 +46,8 @@ _NO_GRADIENT = (
     "the model's answer has no gradient, as if it were made under torch.no_grad() or detached: "
     f"{_UNKNOWN}, every token and direction alike"
 )
+# float64 matrices of its width that fitting a site takes at once
+_MATRICES = 10
 # tokens of each site whose scores guess the first knobs
 _SCORED = 2048
 
@@ -178,17 +178,21 @@ def _fit_group(
     judged = judge([record for pair in pairs for record in pair])
     slices = fit_pairs(found, pairs, judged, examples.fitted, options)
     pairs.clear()
-    candidates, like = [], {name: acm.learners.w_in for name, acm in found.acms.items()}
-    for neighbours in sharing(groups, inputs):
-        parts = [[records.pop(site.name) for site in unit] for unit in neighbours]
-        judged |= judge([record for unit in parts for record in unit if record.site.name not in judged])
-        learners = [learn(unit, judged, slices, options) for unit in parts]
-        for site in [site for unit in neighbours for site in unit]:
-            judged.pop(site.name), slices.pop(site.name, None)
-        candidates += with_gates(learners, options, like=like)
-        let_go(candidates)
+    candidates: list[list[Unit]] = []
+    like = {name: acm.learners.w_in for name, acm in found.acms.items()}
+    workers = _workers([record.site for record in records.values()], found, options)
+
+    def fit(task: _Task) -> list[list[Unit]]:
+        alone = [record for unit in task.parts for record in unit if record.site.name not in task.judged]
+        known = task.judged | judge(alone)
+        return with_gates([learn(unit, known, task.slices, options) for unit in task.parts], options, like=like)
+
+    for offered in in_threads(fit, _tasks(sharing(groups, inputs), records, judged, slices), workers=workers):
+        candidates += offered
+        let_go(offered)
         trim()
-        progress.advance(parts[-1][-1].site.name, to=progress.done + sum(map(len, parts)))
+        last = offered[-1][0][-1].site.name
+        progress.advance(last, to=progress.done + sum(len(forms[0]) for forms in offered))
     inputs.clear()
     chosen = choose_forms(candidates)
     candidates.clear()
@@ -196,6 +200,41 @@ def _fit_group(
         yield _fitted(learned, seen, like=like[learned.site.name])
         let_go(learned)
         trim()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """Neighbouring units of sites and what is known of them, by name: the facts and the slices of those in pairs."""
+
+    parts: list[list[SiteRecord]]
+    judged: dict[str, Judged]
+    slices: dict[str, Fit]
+
+
+def _tasks(
+    neighbours: Iterable[Sequence[Sequence[PlannedSite]]],
+    records: Records,
+    judged: dict[str, Judged],
+    slices: dict[str, Fit],
+) -> Iterator[_Task]:
+    """The tasks of all sites; what each holds is held here no longer."""
+    for groups in neighbours:
+        names = [site.name for unit in groups for site in unit]
+        yield _Task(
+            parts=[[records.pop(site.name) for site in unit] for unit in groups],
+            judged={name: judged.pop(name) for name in names if name in judged},
+            slices={name: slices.pop(name) for name in names if name in slices},
+        )
+
+
+def _workers(planned: Sequence[PlannedSite], found: Rewritten, options: Options) -> int:
+    """How many sites are fitted at once: no more than there are threads, nor than memory holds beside statistics."""
+    elsewhere = options.offload == "cpu" or any(acm.k_lo.device.type != "cpu" for acm in found.acms.values())
+    if elsewhere or ranks.world() > 1 or not has_room():
+        return 1
+    widest = max(max(site.d_in, site.d_out, site.dense_width or 0) for site in planned)
+    room = options.memory_bytes // (_MATRICES * 8 * widest**2)
+    return max(1, min(torch.get_num_threads(), len(planned), room))
 
 
 def _judge(records: Sequence[SiteRecord], *, inputs: Mapping[str, Tensor], elsewhere: float) -> dict[str, Judged]:
@@ -242,49 +281,3 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
             f"is of use, {5 * widest} are enough",
             stacklevel=5,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedSite:
-    """Learners fitted to one site, and two gates: of damage as it is and with evened weights of tokens.
-
-    damage: expected damage of every k from k_min to N, see `Sensitivity`.
-    """
-
-    site: PlannedSite
-    learners: Learners
-    gates: tuple[ScoredGate, ...]
-    damage: tuple[float, ...]
-
-
-def install(found: Rewritten, fitted: Sequence[FittedSite], undo: ExitStack) -> None:
-    """Give every ACM its new learners and the first of its gates, and the model its resolved plan; `undo` takes all of
-    it back.
-    """
-    owner = found.owner
-    ranks.from_first(fit.learners for fit in fitted)
-    for fit in fitted:
-        acm = found.acms[fit.site.name]
-        make_like(fit.learners, acm.learners)
-        for scored in fit.gates:
-            make_like(scored.gate, acm.gate)
-    undo.callback(_restore_conversion, owner, dataclasses.replace(owner))
-    # forms differ a little in what a learner costs
-    unit = learner_unit(tuple(fit.site for fit in fitted))
-    for fit in fitted:
-        acm = found.acms[fit.site.name]
-        undo.callback(acm.set_run_time, acm.run_time())
-        undo.callback(_put, acm, acm.learners, acm.gate, acm.state, acm.cost)
-        _put(acm, fit.learners, fit.gates[0].gate, "learners", macs_per_learner(fit.site) / unit)
-    owner.plan = dataclasses.replace(owner.plan, sites=tuple(fit.site for fit in fitted))
-    owner.damage = {fit.site.name: fit.damage for fit in fitted}
-    owner.table = None
-
-
-def _put(acm: ACM, learners: Learners, gate: Gate, state: State, cost: float) -> None:
-    acm.learners, acm.gate, acm.state, acm.cost = learners, gate, state, cost
-
-
-def _restore_conversion(owner: Conversion, before: Conversion) -> None:
-    for field in dataclasses.fields(Conversion):
-        setattr(owner, field.name, getattr(before, field.name))

@@ -180,14 +180,15 @@ def _fit_group(
     pairs.clear()
     candidates: list[list[Unit]] = []
     like = {name: acm.learners.w_in for name, acm in found.acms.items()}
-    workers = _workers([record.site for record in records.values()], found, options)
+    neighbours = sharing(groups, inputs)
+    workers = min(len(neighbours), _workers([record.site for record in records.values()], found, options))
 
     def fit(task: _Task) -> list[list[Unit]]:
         alone = [record for unit in task.parts for record in unit if record.site.name not in task.judged]
         known = task.judged | judge(alone)
         return with_gates([learn(unit, known, task.slices, options) for unit in task.parts], options, like=like)
 
-    for offered in in_threads(fit, _tasks(sharing(groups, inputs), records, judged, slices), workers=workers):
+    for offered in in_threads(fit, _tasks(neighbours, records, judged, slices), workers=workers):
         candidates += offered
         let_go(offered)
         trim()
@@ -228,13 +229,13 @@ def _tasks(
 
 
 def _workers(planned: Sequence[PlannedSite], found: Rewritten, options: Options) -> int:
-    """How many sites are fitted at once: no more than there are threads, nor than memory holds beside statistics."""
+    """Number of tasks worked on at once: no more than there are threads, nor than memory holds beside statistics."""
     elsewhere = options.offload == "cpu" or any(acm.k_lo.device.type != "cpu" for acm in found.acms.values())
     if elsewhere or ranks.world() > 1 or not has_room():
         return 1
     widest = max(max(site.d_in, site.d_out, site.dense_width or 0) for site in planned)
     room = options.memory_bytes // (_MATRICES * 8 * widest**2)
-    return max(1, min(torch.get_num_threads(), len(planned), room))
+    return max(1, min(torch.get_num_threads(), room))
 
 
 def _judge(records: Sequence[SiteRecord], *, inputs: Mapping[str, Tensor], elsewhere: float) -> dict[str, Judged]:

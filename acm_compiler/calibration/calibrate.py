@@ -50,6 +50,7 @@ def calibrate(
     *,
     tokens: int = 20_000,
     gradient_tokens: int | None = None,
+    backward_passes: int = 3,
     local_steps: int = 0,
     budgets: Sequence[float | str] = (),
     mask: MaskOf | None = None,
@@ -64,6 +65,8 @@ def calibrate(
     `tokens` real tokens; every sixth batch is kept for measuring, of many tokens about 4,096.
     gradient_tokens: once so many are seen, the rest is run forward alone and serves the refit of the learners, not the
     gates nor what says which errors matter; it takes a fraction of the time. Where unset, all are run with gradients.
+    backward_passes: of each batch with gradients, each along a random direction of the answer: fewer take less time,
+    more leave less noise in what says which errors matter.
     local_steps: of training for the learners of every MLP, on inputs of its own, after the closed form: first layers
     move, too, which k below N gain from. Not at sites whose k = N is the dense layer (`lossless`).
     budgets: what you will ask of `set_budget`: they stay reachable (the lowest k may be raised else).
@@ -94,6 +97,7 @@ def calibrate(
     options = Options(
         tokens=tokens,
         gradient_tokens=gradient_tokens,
+        backward_passes=backward_passes,
         local_steps=local_steps,
         budgets=budgets,
         answer=default_answer if answer is None else answer,

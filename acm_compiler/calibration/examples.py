@@ -200,10 +200,10 @@ class Options:
     tokens: real tokens to fit each site on. gradient_tokens: how many of them are run with gradients, the rest forward
     alone, for the moments; None: all. budgets: what will be asked for, as of `set_budget`; the lowest k is raised only
     where they stay reachable. answer: (model output, padding mask or None) -> the tensors by which sites are judged.
-    projections: random projections of the answer, and so backward passes, per batch. sample: tokens of each site kept
-    for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what the
-    statistics of all sites may take at once; beyond it the data is passed over more than once. local_steps: of training
-    for the learners of each MLP whose k share one second layer, on inputs of its own; local_tokens: how many of these.
+    backward_passes: of each batch with gradients, each along a random direction of the answer. sample: tokens of each
+    site kept for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what
+    the statistics of all sites may take at once; beyond it the data is passed over more than once. local_steps: of
+    training for the learners of each MLP whose k share one second layer, on inputs of its own; local_tokens: how many.
     offload: where statistics and learners lie in files, as of `offloading`; None: where the model is; "cpu": in host
     memory, and so does the model, see `streaming`. precision: of the products of linear layers while the model is read:
     bf16 on CPUs with instructions for it, else their own type.
@@ -213,7 +213,7 @@ class Options:
     gradient_tokens: int | None = None
     budgets: Sequence[float | str] = ()
     answer: Answer = default_answer
-    projections: int = 3
+    backward_passes: int = 3
     sample: int = 8192
     gate_steps: int = 300
     memory_bytes: int = 4 * 2**30
@@ -227,9 +227,9 @@ class Options:
         check_tokens(self.tokens)
         if self.gradient_tokens is not None:
             check_tokens(self.gradient_tokens)
-        if isinstance(self.local_steps, bool) or not isinstance(self.local_steps, int) or self.local_steps < 0:
-            expected = "a whole number, 0 for none"
-            raise UsageError("local_steps is a number of steps", found=repr(self.local_steps), expected=expected)
+        for name, value, least in (("backward_passes", self.backward_passes, 1), ("local_steps", self.local_steps, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"{name} must be a whole number, at least {least}", found=repr(value))
         if self.precision not in get_args(Precision):
             raise UsageError("precision is a type of products", found=repr(self.precision), expected="fp32 or bf16")
         if not callable(self.answer):

@@ -96,7 +96,7 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
             # in examples like the planned one, all have seen enough tokens once the site that sees the fewest has
             tokens = math.ceil(options.tokens * min(max(1, site.runs / rarest), _PATIENCE))
             sample, shown = _sample(site, options), _shown(options)
-            size += SiteRecord.size_bytes(site, tokens, sample, options.projections, shown=shown)
+            size += SiteRecord.size_bytes(site, tokens, sample, options.backward_passes, shown=shown)
         if group and used + size > options.memory_bytes:
             yield group
             group, used = [], 0
@@ -144,7 +144,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         records,
         answer=options.answer,
         seed=options.seed,
-        projections=options.projections,
+        backward_passes=options.backward_passes,
         enough=lambda: with_gradients is not None and seen_all(with_gradients),
         fast=options.precision == "bf16",
         apart=examples.apart,

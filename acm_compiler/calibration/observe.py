@@ -54,19 +54,19 @@ def observe(
     *,
     answer: Answer,
     seed: int,
-    projections: int = 1,
+    backward_passes: int = 1,
     enough: Callable[[], bool] = lambda: False,
     fast: bool = False,
     apart: bool = False,
 ) -> Seen:
     """Run the unmodified model on every example and let `records` (by site name) see their sites.
 
-    Gradients are those of so many random `projections` of the output, one after the other, each over the root of their
-    number: squares of gradients, summed up, expect what those of one would, with less noise. Once `enough()` is true
-    before a batch, it and the rest are run forward alone, for the moments, and no further than to the last site if
-    every batch before called the sites as often as the plan says. `fast` multiplies linear layers in bfloat16. `apart`
-    runs batches with gradients in parts, and several processes run a share of each batch, see `shares`: records and
-    totals are then of what each saw, but for numbers of examples and tokens, until they are joined.
+    Gradients are those along a random direction of the output for each of so many `backward_passes`, over the root of
+    their number: squares of gradients, summed up, expect what those of one would, with less noise. Once `enough()` is
+    true before a batch, it and the rest are run forward alone, for the moments, and no further than to the last site
+    if every batch before called the sites as often as the plan says. `fast` multiplies linear layers in bfloat16.
+    `apart` runs batches with gradients in parts, and several processes run a share of each batch, see `shares`: records
+    and totals are then of what each saw, but for numbers of examples and tokens, until they are joined.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.
     """
@@ -76,7 +76,9 @@ def observe(
             mask_BS = None if share.example is None else mask_in(found.model, share.example)
             taps.begin(mask_BS, first=seen.examples + share.before, forward_alone=alone)
             if share.example is not None:
-                _observe_share(found, share.example, taps, seen, answer=answer, seed=seed, count=projections, fast=fast)
+                _observe_share(
+                    found, share.example, taps, seen, answer=answer, seed=seed, count=backward_passes, fast=fast
+                )
             _settle(records, taps, seen, share)
     return seen
 

@@ -1,7 +1,7 @@
 """Statistics of a site, kept while the unmodified model runs: moments, metric, sampled tokens, whole examples.
 
 Sums over single tokens miss errors that all tokens of an example share; a few examples kept whole show them.
-Shapes: T tokens, P projections of the model's output, D in, O out.
+Shapes: T tokens, P backward passes, D in, O out.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ class SiteRecord:
             )
 
     @staticmethod
-    def size_bytes(site: PlannedSite, tokens: int, sample: int, projections: int, *, shown: int = 0) -> int:
+    def size_bytes(site: PlannedSite, tokens: int, sample: int, backward_passes: int, *, shown: int = 0) -> int:
         """Memory that a record of `site` takes once it has seen so many tokens."""
         widths = [site.dense_width or site.d_in, site.d_out, *([site.d_in] if site.last is None else [])]
         moments = sum(map(SymmetricSum.size_bytes, widths))
-        whole = min(tokens, int(_WHOLE * sample)) * (site.d_in + projections * site.d_out)
+        whole = min(tokens, int(_WHOLE * sample)) * (site.d_in + backward_passes * site.d_out)
         inputs = 0 if site.last is None else 2 * min(tokens, shown) * site.d_in
         return moments + 4 * (min(tokens, sample) * (site.d_in + 1) + whole) + inputs
 

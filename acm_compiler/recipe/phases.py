@@ -193,6 +193,8 @@ class CalibratePhase(PhaseSection):
     gradient_tokens: Count | None = None
     """Tokens of these that are run with gradients; the rest is run forward alone, for the refit of learners; unset:
     all."""
+    backward_passes: Count = 3
+    """Backward passes of each batch with gradients, each along a random direction of the model's answer."""
     local_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the learners of every MLP are trained on inputs of its own after the closed form, first layers
     too; only where all k share one second layer (not `lossless`)."""

@@ -234,6 +234,7 @@ class RecipeRun(OpenedRecipe):
         options = Options(
             tokens=phase.tokens,
             gradient_tokens=phase.gradient_tokens,
+            backward_passes=phase.backward_passes,
             local_steps=phase.local_steps,
             budgets=self.recipe.budgets.report,
             answer=self.task.judged_by,

@@ -199,9 +199,9 @@ def test_no_gradient_of_a_weight_is_computed():
             act()
         return counted.get_total_flops()
 
-    def seen(projections):
+    def seen(number):
         found = rewritten(model)
-        return observe(found, [(x, None)], {}, answer=default_answer, seed=0, projections=projections)
+        return observe(found, [(x, None)], {}, answer=default_answer, seed=0, backward_passes=number)
 
     # from the output to the second MLP's input, and so to the output of the first
     assert flops(lambda: seen(2)) - flops(lambda: seen(1)) == flops(lambda: dense[1](x))
@@ -218,12 +218,12 @@ def test_squared_projected_gradients_expect_the_squared_change_of_the_output():
     torch.testing.assert_close(total / 3000, jacobian.T @ jacobian, rtol=0.2, atol=0.6)
 
 
-def test_several_projections_expect_what_one_does_with_less_noise():
-    """Squares of gradients scatter less around their mean, and each projection is another one."""
+def test_several_backward_passes_expect_what_one_does_with_less_noise():
+    """Squares of gradients scatter less around their mean, and each direction is another one."""
     example = texts(1, batch=1, tokens=5)[0]
 
     def shown(number, seed=0):
-        return observed(make_tiny(), [example], seed=seed, projections=number)[0]["blocks.0.glu"]
+        return observed(make_tiny(), [example], seed=seed, backward_passes=number)[0]["blocks.0.glu"]
 
     found = {n: torch.stack([shown(n, seed).sample.weights.sum() for seed in range(24)]) for n in (1, 6)}
     assert float(found[6].mean()) == pytest.approx(float(found[1].mean()), rel=0.5)
@@ -238,6 +238,25 @@ def test_several_projections_expect_what_one_does_with_less_noise():
     )
 
 
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_calibration_makes_as_many_backward_passes_of_a_batch_as_were_asked_for(number):
+    model, passes = make_tiny(), []
+
+    def answer(output, mask):
+        if output.requires_grad:
+            output.register_hook(passes.append)
+        return output
+
+    calibrate(model, texts(30), tokens=120, gradient_tokens=1, backward_passes=number, answer=answer)
+    assert len(passes) == number
+
+
+@pytest.mark.parametrize("number", [0, 1.0, True, None])
+def test_a_number_of_backward_passes_that_is_none_is_refused(number):
+    with pytest.raises(UsageError, match="backward_passes must be a whole number, at least 1"):
+        calibrate(make_tiny(), texts(2), backward_passes=number)
+
+
 def test_once_there_are_enough_gradients_batches_are_run_forward_for_the_moments_alone():
     batches, grads = texts(6), []
 
@@ -246,9 +265,9 @@ def test_once_there_are_enough_gradients_batches_are_run_forward_for_the_moments
         return default_answer(output, mask)
 
     asked = iter([False, False, True])
-    found, seen = observed(make_tiny(), batches, answer=answer, projections=2, enough=lambda: next(asked))
-    every, total = observed(make_tiny(), batches, projections=2)
-    first, part = observed(make_tiny(), batches[:2], projections=2)
+    found, seen = observed(make_tiny(), batches, answer=answer, backward_passes=2, enough=lambda: next(asked))
+    every, total = observed(make_tiny(), batches, backward_passes=2)
+    first, part = observed(make_tiny(), batches[:2], backward_passes=2)
     assert grads == [True, True] and (seen.examples, seen.judged) == (24, 8)
     assert seen.examples == total.examples == total.judged and seen.energy == part.energy
     for name, record in found.items():

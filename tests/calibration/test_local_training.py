@@ -118,5 +118,5 @@ def test_lossless_sites_stay_exact_at_the_top():
 
 @pytest.mark.parametrize("steps", [-1, 1.5, True])
 def test_a_number_of_steps_that_is_none_is_refused(steps):
-    with pytest.raises(UsageError, match="local_steps"):
+    with pytest.raises(UsageError, match="local_steps must be a whole number, at least 0"):
         calibrate(make_tiny(), texts(2), local_steps=steps)

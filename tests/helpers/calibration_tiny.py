@@ -113,7 +113,7 @@ def observed(
     answer: Answer = default_answer,
     seed: int = 0,
     sample: int = 1000,
-    projections: int = 1,
+    backward_passes: int = 1,
     **options,
 ):
     """Records of every site of `model`, as its dense self, on `batches`, and the totals of the pass."""
@@ -121,7 +121,9 @@ def observed(
     dense = read_dense(found)
     records = {site.name: SiteRecord(site, dense[site.name], sample=sample, seed=3) for site in found.plan.sites}
     with undisturbed(rewritten(model)):
-        seen = observe(found, masked(batches), records, answer=answer, seed=seed, projections=projections, **options)
+        seen = observe(
+            found, masked(batches), records, answer=answer, seed=seed, backward_passes=backward_passes, **options
+        )
         return records, seen
 
 

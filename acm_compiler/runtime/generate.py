@@ -124,7 +124,7 @@ def _refuse_unfit(model: nn.Module, inputs: Any, options: dict[str, Any]) -> Non
 
 @dataclass(slots=True)
 class _Checks:
-    """Whether the model's next call checks drafted tokens."""
+    """Mark, by `is_next`, that the next call of the model checks drafted tokens."""
 
     is_next: bool = False
 

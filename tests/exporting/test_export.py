@@ -254,3 +254,6 @@ def test_the_verb(tmp_path):
     for more in (["--format", "pt3"], ["--dynamic", "x"], ["--controls", "k"], ["--input", "ax"]):
         failed = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new"), *more])
         assert failed.exit_code == 2 and not (tmp_path / "new").exists(), failed.output
+    for given, said in ([*words, "--budget", "0.5"], "formats onnx and checkpoint"), (words[:4], "--input 2x128:int"):
+        failed = CliRunner().invoke(app, given)
+        assert failed.exit_code == 2 and said in failed.stderr, failed.output
